@@ -2,6 +2,7 @@
 
     ckpt.convert("outputs", "hf", "outputs-hf")           # each command is a function, which takes paths and URLs
     ckpt.verify("outputs", "outputs-hf").equal
+    ckpt.diff("base", "outputs-hf").layers                # what changed, by layer
     ckpt.inspect("outputs")                               # what it returns is shown as the command shows it
     ckpt.open("outputs")["model.norm.weight"][0:8]        # a lazy description; only these bytes are read
     ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.api import convert, hash, open, plan, verify
+    from ckpt.api import convert, diff, hash, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
     from ckpt.check.inspecting import inspect
@@ -44,7 +45,7 @@ else:
 _FROM = {
     name: module
     for module, names in {
-        "ckpt.api": "convert hash open plan verify",
+        "ckpt.api": "convert diff hash open plan verify",
         "ckpt.base.errors": "CkptError",
         "ckpt.check.checking": "check",
         "ckpt.check.inspecting": "inspect",
@@ -66,6 +67,7 @@ __all__ = [
     "__version__",
     "check",
     "convert",
+    "diff",
     "estimate",
     "formats",
     "hash",

@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from ckpt.move.workers import FileDigests, Resources
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
+    from ckpt.verify.diff import Diff
     from ckpt.verify.digest import Digests
     from ckpt.verify.manifest import ManifestCheck
     from ckpt.verify.pairs import Report
@@ -524,6 +525,7 @@ def verify(
     *,
     only: Only = ...,
     cast: bool = ...,
+    measured: bool = ...,
     run: Literal[False] = ...,
     from_a: str = ...,
     from_b: str = ...,
@@ -555,6 +557,7 @@ def verify(
     *,
     only: Only = "all",
     cast: bool = False,
+    measured: bool = False,
     run: bool = False,
     loads: bool = False,
     from_a: str = AUTO,
@@ -567,8 +570,9 @@ def verify(
     """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
     `only` confines it to the model's tensors or to the optimizer's; with `cast` the wider of two floating dtypes is
-    rounded to the narrower one first.  With `run` the training states are compared instead of the tensors: schedule,
-    scaler, random states, data position.  With `loads` transformers loads the folder `a`, without data.
+    rounded to the narrower one first; `measured` adds how far apart tensors are that differ.  With `run` the training
+    states are compared instead of the tensors: schedule, scaler, random states, data position.  With `loads`
+    transformers loads the folder `a`, without data.
     """
     sides = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
     check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **sides)
@@ -582,11 +586,39 @@ def verify(
         return verify_runs(one, other)
     from ckpt.verify.pairs import verify as verify_same_names
 
-    one, other, notes = _as_saved_adapters(one, other)
-    report = verify_same_names(
-        *map(_with_computing_dtype, _comparable(one, other)), only=only, cast=cast, progress=progress
-    )
+    one, other, notes = _as_pair(one, other)
+    report = verify_same_names(one, other, only=only, cast=cast, measured=measured, progress=progress)
     return replace(report, notes=(*report.notes, *notes))
+
+
+@typed
+def diff(
+    a: Source,
+    b: Source,
+    *,
+    only: Only = "all",
+    rtol: float | None = None,
+    atol: float | None = None,
+    from_a: str = AUTO,
+    from_b: str = AUTO,
+    tag_a: str | None = None,
+    tag_b: str | None = None,
+    config: str | PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Diff:
+    """Measure what changed from `a` to `b`, checkpoints of any formats: relative error, cosine and largest change.
+
+    Tensors of other dtypes are compared as numbers, nothing is rounded.  With `rtol` or `atol` an element of `b` may be
+    `atol + rtol * abs(a)` from that of `a`, and the result says whether all are `within` that.
+    """
+    from ckpt.verify.changes import Tolerance
+    from ckpt.verify.diff import diff as diff_same_names
+
+    one, other = opened(a, from_a, tag=tag_a, config=config), opened(b, from_b, tag=tag_b, config=config)
+    one, other, notes = _as_pair(one, other)
+    tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
+    found = diff_same_names(one, other, only=only, tolerance=tolerance, progress=progress)
+    return replace(found, notes=(*found.notes, *notes))
 
 
 def check_goes_together(
@@ -645,6 +677,13 @@ def check_loads(path: Path) -> Loading:
         if wrong := registry.service("name_differences")(checkpoint.config or {}, checkpoint.shapes):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading
+
+
+def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
+    """Both under the same names, as tensors are compared, and notes on what is left out of that."""
+    a, b, notes = _as_saved_adapters(a, b)
+    a, b = map(_with_computing_dtype, _comparable(a, b))
+    return a, b, notes
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:

@@ -41,6 +41,7 @@ GUIDES = {
     "inspect": "command-line.md",
     "check": "check.md",
     "verify": "verify.md",
+    "diff": "diff.md",
     "hash": "verify.md",
     "estimate": "estimate.md",
     "formats": "formats.md",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +22,10 @@ from ckpt.plan.tensors import Tensor
 from ckpt.run_folder.not_read import not_read
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.show import overview
+from ckpt.show.inspection import inspection
+from ckpt.show.pages import page
 from ckpt.show.parts import part_lines, parts_of
+from ckpt.show.rows import Damage, Only
 from ckpt.stores import standins
 
 _MAX_STEPS = 20  # of a run that are looked into, unless everything is asked for
@@ -61,6 +66,18 @@ class Inspection(Returned):
     def facts(self, width: int | None = None) -> Iterator[str]:
         """The overview, folded to `width` columns."""
         return map(shown, overview.lines(self.checkpoint, self.not_read, everything=self.everything, width=width))
+
+    def csv(self) -> str:
+        """A table of all tensors, a row each, as CSV (RFC 4180)."""
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(overview.csv_rows(self.checkpoint))
+        return table.getvalue()
+
+    def page(self, only: Only = "all") -> tuple[str, tuple[Damage, ...]]:
+        """The page of `ckpt inspect --html`, all tensors, ranks and steps in one file, and what it shows as damaged."""
+        steps = [HEADS, *(one.row() for one in self.run)] if self.run else []
+        content, damaged = inspection(self.checkpoint, self.not_read, steps, only)
+        return page("inspect", content), damaged
 
     def parts(self) -> Iterator[list[str]]:
         """Where the parts of each of the `matching` tensors lie."""

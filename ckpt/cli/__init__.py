@@ -1,7 +1,7 @@
 """The command `ckpt`.  Data goes to stdout, everything else to stderr.
 
-Exit codes: 0 done or equal; 1 verified and different; 2 usage; 3 not found or not recognised; 4 corrupt or incomplete;
-5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
+Exit codes: 0 done or equal; 1 different, or beyond a tolerance; 2 usage; 3 not found or not recognised; 4 corrupt or
+incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
 130 interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
 
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
@@ -30,7 +30,7 @@ from ckpt.cli.lora import merge_lora, push
 from ckpt.cli.mount import mount
 from ckpt.cli.options import Command, Commands, guarded, with_options
 from ckpt.cli.resume import resume
-from ckpt.cli.verify import check, hash_, verify
+from ckpt.cli.verify import check, diff, hash_, verify
 from ckpt.processes.launch import silence_all_but_one
 
 app = typer.Typer(
@@ -55,7 +55,13 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "merge-lora": with_options(merge_lora),
         "push": with_options(push),
     },
-    "Look and compare": {"inspect": inspect, "check": check, "verify": with_options(verify), "hash": hash_},
+    "Look and compare": {
+        "inspect": with_options(inspect),
+        "check": check,
+        "verify": with_options(verify),
+        "diff": with_options(diff),
+        "hash": hash_,
+    },
     "Know beforehand": {"estimate": with_options(estimate_), "formats": formats, "doctor": doctor},
 }
 for _section, _members in _COMMANDS.items():

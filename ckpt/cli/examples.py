@@ -31,6 +31,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("ckpt verify outputs outputs-hf --only weights --cast", "two checkpoints of any formats, bit by bit"),
         ("ckpt verify outputs-hf", "a folder that ckpt wrote, with its manifest"),
     ),
+    "diff": (
+        ("ckpt diff outputs outputs-hf --only weights", "how far apart two checkpoints are, by layer and tensor"),
+        ("ckpt diff outputs outputs-hf --only weights --rtol 0.01", "exit code 1 where anything is further apart"),
+    ),
     "check": (
         ("ckpt check outputs", "each checkpoint of a run: is it whole, and if not, what is missing"),
         ("ckpt check outputs-hf --bytes", "with every byte read, and checksums compared where there are any"),
@@ -41,7 +45,7 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "inspect": (
         ("ckpt inspect outputs --tensor '*.q_proj.weight'", "where the files hold every part of these tensors"),
-        ("ckpt inspect outputs --picture who-holds-what.svg", "a drawing of which rank has which part"),
+        ("ckpt inspect outputs --html outputs.html", "a page of all tensors, ranks and steps, to search and zoom"),
     ),
     "estimate": (
         ("ckpt estimate outputs-hf --gpus 8 --gpu-memory 80GB", "what fits on 8 GPUs of 80 GB"),

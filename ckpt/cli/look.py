@@ -14,15 +14,39 @@ import typer
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, shown
 from ckpt.cli import complete
 from ckpt.cli import options as opt
+from ckpt.cli.drawn import check_place, write
 from ckpt.cli.text import print_table, say_notes, terminal_width
 from ckpt.estimate.setup import Device, Optimizer, StateDType, TrainDType
 
 if TYPE_CHECKING:
     from ckpt.check.checking import Checked
+    from ckpt.check.inspecting import Inspection
     from ckpt.plan.checkpoint import Checkpoint
+    from ckpt.show.rows import Damage
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The files that show a checkpoint."""
+
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.")
+    ] = None
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write a page to search and zoom; exit code as --picture.")
+    ] = None
+    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.")] = "all"
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture or page.")] = False
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise UsageError where what is asked for cannot be written."""
+        for place, suffix in ((self.picture, ".svg"), (self.html, ".html")):
+            if place is not None:
+                check_place(place, suffix, checkpoint)
 
 
 def inspect(
+    *,
     path: opt.PathArgument,
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
@@ -37,21 +61,20 @@ def inspect(
         ),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Cut no list and no value short.")] = False,
-    picture: Annotated[
-        Path | None, typer.Option(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.")
-    ] = None,
-    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.")] = "all",
+    csv: Annotated[bool, typer.Option("--csv", help="Print a table as CSV, a row for each tensor.")] = False,
+    drawn: Drawn,
     as_json: opt.JsonOption = False,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
     quiet: opt.QuietOption = False,
 ) -> None:
-    """Show what a checkpoint holds, and with --picture which ranks hold which parts of it."""
+    """Show what a checkpoint holds, and with --picture or --html which ranks hold which parts of it."""
     from ckpt.check import inspecting
     from ckpt.move.listing import listed_once
     from ckpt.show import overview
 
-    if picture is None and (only != "all" or overwrite):
-        raise UsageError("--only and --overwrite go with --picture")
+    if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
+        raise UsageError("--only and --overwrite go with --picture or --html")
+    if csv and as_json:
+        raise UsageError("--csv and --json are two forms of one table", hint="give one of them")
     with listed_once():
         try:
             found = inspecting.inspect(
@@ -65,8 +88,10 @@ def inspect(
                     _print_run(run)
                 sys.stdout.flush()
             raise
-        damaged = _draw(found.checkpoint, picture, only, overwrite) if picture is not None else None
-        if as_json:
+        damaged = _draw(found, drawn)
+        if csv:
+            print(shown(found.csv()), end="")
+        elif as_json:
             print(shown(json.dumps(found.to_json(), indent=2)))
         elif not quiet:
             print("\n".join(found.facts(terminal_width())))
@@ -89,46 +114,32 @@ def _print_run(run: Sequence[Checked]) -> None:
     print_table(HEADS, [one.row() for one in run], right=("step", "size"))
 
 
-def _draw(checkpoint: Checkpoint, picture: Path, only: opt.Only, overwrite: bool) -> CorruptError | None:
-    """Write the picture; the error is about what is damaged."""
-    from ckpt import api
-    from ckpt.move import files
-    from ckpt.show.rows import picture as picture_of
-    from ckpt.show.svg import draw
+def _draw(found: Inspection, asked: Drawn) -> CorruptError | None:
+    """Write the picture and the page that are asked for; the error is about what they show as damaged."""
+    asked.check(found.checkpoint)
+    damaged: Sequence[Damage] = ()
+    if asked.html is not None:
+        page, damaged = found.page(asked.only)
+        write(asked.html, page, overwrite=asked.overwrite)
+    if asked.picture is not None:
+        from ckpt.show.rows import picture as picture_of
+        from ckpt.show.svg import draw
 
-    if picture.suffix.lower() != ".svg":
-        raise UsageError("a picture is an SVG file", found=str(picture), hint=f"give {picture.with_suffix('.svg')}")
-    try:
-        api.check_apart(picture, checkpoint)
-    except UsageError as error:
-        error.expected, error.hint = "a file that does not lie in the source", "give another place"
-        raise
-    if picture.is_file() and not _is_drawing(picture):
-        raise UsageError(
-            "the file is not a picture, and --overwrite would replace it", path=picture, expected="an SVG file"
-        )
-    drawn = picture_of(checkpoint, only=only)
-    files.write_file(picture, draw(drawn, checkpoint).encode(), overwrite=overwrite)
-    if not drawn.damaged:
+        drawn = picture_of(found.checkpoint, only=asked.only)
+        damaged = drawn.damaged
+        write(asked.picture, draw(drawn, found.checkpoint), overwrite=asked.overwrite)
+    if not damaged:
         return None
-    first, count = drawn.damaged[0], len(drawn.damaged)
+    first, count = damaged[0], len(damaged)
     what = "a tensor do not cover it" if count == 1 else f"{count} tensors do not cover them"
     return CorruptError(
         f"the stored parts of {what} exactly once",
-        path=checkpoint.path,
+        path=found.checkpoint.path,
         fqn=first.fqn,
         expected="fragments that tile every tensor",
         found=f"{first.role}: {'; '.join(first.faults[:4])}",
-        hint=f"{picture} shows in red where",
+        hint=f"{asked.picture or asked.html} shows in red where",
     )
-
-
-def _is_drawing(path: Path) -> bool:
-    """Whether a file begins as an SVG does."""
-    from ckpt.move.source import read_file
-
-    head = read_file(path, 4096)
-    return head.startswith(b"<") and b"<svg" in head
 
 
 @dataclass(frozen=True)
@@ -241,14 +252,24 @@ def estimate_(
     on: Gpus,
     states: StateOptions,
     lora: Lora,
+    picture: Annotated[
+        Path | None, typer.Option(metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.")
+    ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing picture.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits."""
+    if picture is not None:
+        check_place(picture, ".svg")
+    elif overwrite:
+        raise UsageError("--overwrite goes with --picture")
     given = opt.by_name({"stated": stated, "training": training, "on": on, "states": states, "lora": lora})
     from ckpt.estimate.estimating import estimate
 
     found = estimate(model, **given)
+    if picture is not None:
+        write(picture, found.picture(), overwrite=overwrite)
     if not quiet:
         say_notes(found.subject.notes)
     if as_json:

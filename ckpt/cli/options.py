@@ -31,9 +31,9 @@ DIFFERENT = 1
 _SECTIONS = {
     "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base expert_layout model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
-    "How it is done": "max_memory workers check resume dry_run foreground cast loads every_byte weights combination "
-    "density seed",
-    "What is shown": "tensors tensor everything picture only run",
+    "How it is done": "max_memory workers check resume dry_run foreground cast rtol atol loads every_byte weights "
+    "combination density seed",
+    "What is shown": "tensors tensor everything csv picture html only run",
     "The Hub": "push repo_id private revision create_pr commit_message",
     "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "
     "activation_offload recompute_modules",
@@ -169,6 +169,7 @@ _TAKES_URLS = {
     "check": ("path",),
     "hash_": ("path", "config"),
     "verify": ("a", "b", "config"),
+    "diff": ("a", "b", "config"),
 }
 _URL = re.compile(r"(?:-o|--(?:output|config|base)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: Those that are no places, whatever they look like.

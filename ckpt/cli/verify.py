@@ -1,4 +1,4 @@
-"""`ckpt verify`, `ckpt check` and `ckpt hash`."""
+"""`ckpt verify`, `ckpt diff`, `ckpt check` and `ckpt hash`."""
 
 from __future__ import annotations
 
@@ -6,16 +6,20 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.base.errors import shown
+from ckpt.base.errors import UsageError, shown
 from ckpt.base.progress import progress
 from ckpt.base.returned import Returned
 from ckpt.cli import complete
 from ckpt.cli import options as opt
+from ckpt.cli.drawn import HeatMap
 from ckpt.cli.text import say_notes, say_source
+
+if TYPE_CHECKING:
+    from ckpt.plan.checkpoint import Checkpoint
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def verify(
     loads: Annotated[
         bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
     ] = False,
+    page: HeatMap,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     verbose: opt.VerboseOption = False,
@@ -60,19 +65,64 @@ def verify(
     from ckpt import api
 
     api.check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **vars(sides))
+    if page.html and (b is None or run):
+        raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
     if b is None:
         _verify_one(a, loads, as_json, quiet)
         return
+    one, other = _opened(a, b, sides, quiet)
+    page.check(one, other)
+    with progress(0 if run else _num_bytes(one), "compare", quiet=quiet or run) as meter:
+        report = (
+            api.verify(one, other, run=True)
+            if run
+            else api.verify(one, other, only=only, cast=cast, measured=page.html is not None, progress=meter)
+        )
+    page.write(report)
+    _conclude(report, report.lines(verbose), as_json, quiet)
+
+
+def diff(
+    *,
+    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint before.", readable=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The one after, of any format.", readable=False)],
+    sides: Sides,
+    only: Annotated[opt.Only, typer.Option(help="Measure only these tensors.")] = "all",
+    rtol: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Allow each element to change by this part of itself.")
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(metavar="X", min=0, help="Allow each element to change by this.")
+    ] = None,
+    page: HeatMap,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Show what changed from A to B, by layer and tensor. Exit code 0, or 1 where --rtol or --atol is exceeded."""
+    from ckpt import api
+
+    one, other = _opened(a, b, sides, quiet)
+    page.check(one, other)
+    with progress(_num_bytes(one), "measure", quiet=quiet) as meter:
+        report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter)
+    page.write(report)
+    _conclude(report, report.lines(verbose), as_json, quiet)
+
+
+def _opened(a: Path, b: Path, sides: Sides, quiet: bool) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints, after saying what they are."""
+    from ckpt import api
+
     one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config)
     other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
-    total = 0 if run else sum(tensor.nbytes for tensor in one.tensors.values())
-    with progress(total, "compare", quiet=quiet or run) as meter:
-        report = (
-            api.verify(one, other, run=True) if run else api.verify(one, other, only=only, cast=cast, progress=meter)
-        )
-    _conclude(report, report.lines(verbose), as_json, quiet)
+    return one, other
+
+
+def _num_bytes(checkpoint: Checkpoint) -> int:
+    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
 def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:

@@ -15,8 +15,9 @@ from ckpt.base.typed import typed
 from ckpt.estimate import run_config as configs
 from ckpt.estimate import text
 from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Device, Optimizer, Setup, StateDType, TrainDType
-from ckpt.estimate.table import Sizing, find, size
+from ckpt.estimate.table import USABLE, Sizing, find, size
 from ckpt.plan.options import Option
+from ckpt.show.bars import draw_bars
 
 #: Options that are counts, with the least that each may be.
 _LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
@@ -33,6 +34,10 @@ class Estimate(Sizing, Returned):
 
     def to_json(self) -> dict[str, Any]:
         return text.to_json(self)
+
+    def picture(self) -> str:
+        """Stacked bars by strategy under the GPU's limit, an SVG, as `ckpt estimate --picture` writes it."""
+        return draw_bars(*text.title_lines(self), text.bars(self), self.gpu_memory, USABLE)
 
 
 @typed

@@ -80,6 +80,22 @@ class Memory:
         backward = max(backward, self.buffers) if self.late else backward + self.buffers
         return self.states + max(self.gathered + backward, self.step)
 
+    def at_peak(self, *, checkpointing: bool) -> dict[str, int]:
+        """What the total is made of, each part that there is."""
+        total, made = self.total(checkpointing=checkpointing), self.activations
+        acts = 0 if made is None else made.checkpointed if checkpointing else made.kept
+        parts = {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer + self.masters,
+        }
+        rest = total - self.states
+        if self.step > 0 and rest == self.step:  # the peak is in the step, without activations
+            parts["the step"] = rest
+        else:
+            parts |= {"activations": acts, "gathered, buffers": rest - acts}
+        return {name: nbytes for name, nbytes in parts.items() if nbytes}
+
 
 def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
     """A data-parallel strategy on all GPUs; UsageError for what it cannot do."""

@@ -9,8 +9,10 @@ from itertools import groupby
 from typing import Any
 
 from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
 from ckpt.estimate.parameters import LINEAR, flops_per_token, num_elements
 from ckpt.estimate.table import USABLE, EstimateRow, Sizing, fits
+from ckpt.show.bars import Bar
 
 _WIDTH = 80
 _HEADS = ("param", "grads", "optim", "extra", "acts", "total", "acts*", "total*", "host", "nvme")
@@ -19,14 +21,10 @@ _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
 def lines(sizing: Sizing) -> Iterator[str]:
-    model, setup = sizing.subject.model, sizing.setup
-    yield f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters"
-    precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
-    gpus = "1 GPU" if setup.gpus == 1 else f"{setup.gpus} GPUs"
-    yield from _wrap(
-        f"{gpus} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), {setup.optimizer}, "
-        f"micro batch {setup.batch} x {setup.length} tokens{_choices(sizing)}"
-    )
+    setup = sizing.setup
+    title, facts = title_lines(sizing)
+    yield title
+    yield from facts
     yield ""
     yield from _table_lines(sizing)
     yield ""
@@ -45,6 +43,29 @@ def lines(sizing: Sizing) -> Iterator[str]:
         yield ""
     for suggestion in sizing.suggestions:
         yield from _wrap(f"suggestion: {suggestion}")
+
+
+def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
+    """The model, and lines on how it is trained."""
+    model, setup = sizing.subject.model, sizing.setup
+    precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
+    facts = (
+        f"{counted(setup.gpus, 'GPU')} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), "
+        f"{setup.optimizer}, micro batch {setup.batch} x {setup.length} tokens{_choices(sizing)}"
+    )
+    return f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters", _wrap(facts)
+
+
+def bars(sizing: Sizing) -> list[Bar]:
+    """What each GPU holds at the peak, a bar for each strategy."""
+    return [
+        Bar(
+            row.title,
+            row.memory.at_peak(checkpointing=False),
+            row.memory.at_peak(checkpointing=True) if row.memory.activations else None,
+        )
+        for row in sizing.rows
+    ]
 
 
 def _flops(sizing: Sizing) -> int | None:

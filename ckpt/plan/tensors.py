@@ -8,7 +8,7 @@ overlap (`ckpt.plan.tiling`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd, prod
@@ -350,6 +350,18 @@ def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run
         if first < last:
             found.append((first, last, extent, first - flat.start, fragment.rank))
     return sorted(found, key=lambda run: run[:2])
+
+
+class Alike(Source, Protocol):
+    """A source of many fragments that tells without listing them whether another is cut among the ranks as it is."""
+
+    def cut(self, shape: Shape) -> Hashable:
+        """Equal where fragments and padding of two sources of a checkpoint are the same regions on the same ranks."""
+
+
+def cut_of(source: Source, shape: Shape) -> Hashable:
+    """Same as `Alike.cut`; None of a source whose fragments have to be listed for that."""
+    return cast(Alike, source).cut(shape) if hasattr(source, "cut") else None
 
 
 @runtime_checkable

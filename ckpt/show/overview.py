@@ -6,6 +6,7 @@ that a reader made of a pickle is asked for its own text.
 
 from __future__ import annotations
 
+import os
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -241,8 +242,7 @@ def lines(
 
     Where something is cut, the last line says what shows it: `everything` cuts nothing.
     """
-    facts = describe(checkpoint, not_read, everything=everything)
-    found = [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
+    found = named_facts(checkpoint, not_read, everything=everything)
     first = max(len(name) for name, _ in found) + 2
     if any("..." in text for _, text in found):
         found.append(("", "(--all shows in full what ends in ...)"))
@@ -250,6 +250,12 @@ def lines(
         folded = textwrap.wrap(text, max(20, width - first), break_on_hyphens=False) if width else [text]
         yield f"{name:{first}}{folded[0]}"
         yield from (" " * first + rest for rest in folded[1:])
+
+
+def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
+    """The description as names and texts; a further text of the same kind has no name."""
+    facts = describe(checkpoint, not_read, everything=everything)
+    return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
@@ -346,6 +352,22 @@ def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
     replicas = counted(tensor["replicas"], "replica") if tensor["replicas"] else ""
     holders = "; ".join(filter(None, (ranks_text(tensor["ranks"]), replicas)))
     return *(str(tensor[name]) for name in ("fqn", "role", "dtype", "shape", "bytes", "fragments")), holders
+
+
+def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
+    """The same for other programs, with the heads in the first row: shapes as `2x3`, ranks and files one by one."""
+    yield "fqn", "kind", "dtype", "shape", "bytes", "copies", "ranks", "files"
+    for tensor in checkpoint.tensors.values():
+        ranks: dict[int, None] = {}
+        files: dict[str, None] = {}
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                files[os.path.basename(fragment.extent.path)] = None
+                if fragment.rank is not None:
+                    ranks[fragment.rank] = None
+        shape, copies = "x".join(map(str, tensor.shape)), 1 + len(tensor.replicas)
+        names = one_line(tensor.fqn), one_line(tensor.role), tensor.dtype.name
+        yield *names, shape, tensor.nbytes, copies, " ".join(map(str, sorted(ranks))), " ".join(map(one_line, files))
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -10,13 +10,12 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import islice
 from typing import Literal
 
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
-from ckpt.plan.tensors import Box, Fragment, Shape, Tensor
+from ckpt.plan.tensors import Box, Fragment, Shape, Tensor, runs_of
 from ckpt.show.overview import ranks_text
 from ckpt.show.sketch import Holder, Kind, Patch, Sketch, Sketcher
 
@@ -84,10 +83,9 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
     `padding` are rows of tensors that mean nothing; None: those that the names' own namespace tells of.
     """
     if padding is None:
-        space = checkpoint.namespace
-        padding = {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
-    wanted = _wanted(checkpoint, only)
-    sketcher = Sketcher(_naming(checkpoint, wanted))
+        padding = padding_of(checkpoint)
+    wanted = wanted_tensors(checkpoint, only)
+    sketcher = Sketcher(naming(checkpoint, wanted))
     sketches = [(tensor, sketcher.sketch(tensor, padding.get(tensor.fqn))) for tensor in wanted]
     damaged = tuple(Damage(tensor.fqn, tensor.role, sketch.faults) for tensor, sketch in sketches if sketch.faults)
     rows = _fold_layers(_fold(sketches))
@@ -104,7 +102,13 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
     )
 
 
-def _wanted(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
+def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
+    """Rows of tensors that mean nothing, as far as the names' own namespace tells of them."""
+    space = checkpoint.namespace
+    return {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
+
+
+def wanted_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
     """The model's tensors, in the form in which they are stored; or what an optimizer keeps; or both."""
     tensors = list(checkpoint.tensors.values())
     if only == "weights":
@@ -113,10 +117,10 @@ def _wanted(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
     return [tensor for tensor in tensors if only == "all" or tensor.role not in (WEIGHT, BUFFER)]
 
 
-def _naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragment], Holder]:
+def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragment], Holder]:
     """Names a fragment's holder: its rank, or its file; one name for all files if there are too many."""
-    first = (fragment for tensor in tensors for fragment in islice(tensor.fragments(), 1))
-    files = {fragment.extent.path for fragment in first if fragment.rank is None}
+    first = (_first_place(tensor) for tensor in tensors)
+    files = {path for path, rank in first if rank is None}
     common = f"{len(files)} files" if len(files) > _MAX_FILES else None
 
     def name(fragment: Fragment) -> Holder:
@@ -125,6 +129,13 @@ def _naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Frag
         return common or _relative(fragment.extent.path, checkpoint.path)
 
     return name
+
+
+def _first_place(tensor: Tensor) -> tuple[str, int | None]:
+    """The file and the rank of a tensor's first element, without listing all that have a part of it."""
+    if hasattr(tensor.source, "runs") and (runs := runs_of(tensor.source, tensor.shape, 0, min(1, tensor.numel))):
+        return runs[0][2].path, runs[0][4]
+    return next(((one.extent.path, one.rank) for one in tensor.fragments()), ("", -1))
 
 
 def _relative(path: str, folder: str) -> str:

@@ -11,7 +11,7 @@ as what it is and its area is its share of the tensor.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from math import prod
@@ -25,6 +25,7 @@ from ckpt.plan.tensors import (
     Region,
     Shape,
     Tensor,
+    cut_of,
     fits,
     flat_range,
     is_inside,
@@ -84,29 +85,48 @@ class Sketcher:
 
     def __init__(self, name: Callable[[Fragment], Holder]) -> None:
         self._name = name
-        self._known: dict[object, Sketch] = {}
-        self.by_role: dict[Holder, Counter[str]] = {}
+        self._known: dict[object, tuple[Sketch, Mapping[Holder, int]]] = {}
+        self._times: Counter[tuple[object, str]] = Counter()
 
     def sketch(self, tensor: Tensor, padding: Box | None) -> Sketch:
-        parts = self._parts(tensor, tensor.source.fragments(tensor.shape))
-        copies = tuple(self._parts(tensor, source.fragments(tensor.shape)) for source in tensor.replicas)
-        behind = tuple(_Part(part.region, self._name(part)) for part in _behind(tensor))
-        for part in behind:  # which has bytes of no tensor
-            self.by_role.setdefault(part.holder, Counter())
-        key = (tensor.shape, padding, parts, copies, behind)
+        cuts = [cut_of(source, tensor.shape) for source in (tensor.source, *tensor.replicas)]
+        parts = self._parts(tensor) if None in cuts else None
+        key: object = (tensor.shape, padding, parts or (tensor.dtype, *cuts))
         if key not in self._known:
-            self._known[key] = _sketch(*key)
-        return self._known[key]
+            copies, behind = parts or self._parts(tensor)
+            by_holder: dict[Holder, int] = dict.fromkeys((part.holder for part in behind), 0)
+            for part in (part for copy in copies for part in copy):
+                by_holder[part.holder] = by_holder.get(part.holder, 0) + part.nbytes
+            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], behind), by_holder
+        self._times[key, tensor.role] += 1
+        return self._known[key][0]
 
-    def _parts(self, tensor: Tensor, fragments: Iterable[Fragment]) -> tuple[_Part, ...]:
-        parts = []
-        for fragment in fragments:
-            extent = fragment.extent
-            holder = self._name(fragment)
-            self.by_role.setdefault(holder, Counter())[tensor.role] += extent.nbytes
-            is_sound = fits(extent, fragment.region) and extent.dtype == tensor.dtype
-            parts.append(_Part(fragment.region, holder, is_sound))
-        return tuple(parts)
+    @property
+    def by_role(self) -> dict[Holder, Counter[str]]:
+        """Bytes by holder and role; a holder of nothing but padding has none."""
+        found: dict[Holder, Counter[str]] = {}
+        for (key, role), times in self._times.items():
+            for holder, nbytes in self._known[key][1].items():
+                counts = found.setdefault(holder, Counter())
+                if nbytes:
+                    counts[role] += nbytes * times
+        return found
+
+    def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
+        """The tensor's parts, of each copy, and what lies behind it."""
+        copies = tuple(
+            tuple(
+                _Part(
+                    fragment.region,
+                    self._name(fragment),
+                    fragment.extent.nbytes,
+                    fits(fragment.extent, fragment.region) and fragment.extent.dtype == tensor.dtype,
+                )
+                for fragment in source.fragments(tensor.shape)
+            )
+            for source in (tensor.source, *tensor.replicas)
+        )
+        return copies, tuple(_Part(part.region, self._name(part), 0) for part in _behind(tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +135,7 @@ class _Part:
 
     region: Region
     holder: Holder
+    nbytes: int
     is_sound: bool = True
 
 

@@ -32,7 +32,7 @@ PARTS: Mapping[str, str] = {
     "norms": r"norm|\bln_",
 }
 OTHER = "other"
-_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 1, 0, 4, 2, 5, 6, 14)), strict=True))
+PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 1, 0, 4, 2, 5, 6, 14)), strict=True))
 
 
 def part_of(name: str) -> str:
@@ -46,7 +46,7 @@ def part_of(name: str) -> str:
 
 def part_colour(name: str) -> str:
     """The colour of `part_of` a tensor's name."""
-    return _COLOURS[part_of(name)]
+    return PART_COLOURS[part_of(name)]
 
 
 def facts(checkpoint: Checkpoint) -> Iterator[str]:
@@ -115,7 +115,7 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
     x = canvas.bar
     for number, (part, nbytes) in enumerate(sizes.most_common()):
         width = canvas.length * nbytes / total
-        fill = _COLOURS[part] if by_part else ("#8a8a8a", "#bdbdbd")[number % 2]
+        fill = PART_COLOURS[part] if by_part else ("#8a8a8a", "#bdbdbd")[number % 2]
         said = f"{part}: {show_size(nbytes)}, {nbytes / total:.1%}"
         canvas.rect(x, canvas.y, width, 22, fill, said)
         text = f"{part} {nbytes / total:.0%}"
@@ -128,13 +128,13 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
             text = f"{part} {show_size(nbytes)}"
             if x + 20 + len(text) * SANS > canvas.width - MARGIN:
                 x, canvas.y = canvas.bar, canvas.y + 19
-            canvas.rect(x, canvas.y + 1, 14, 12, _COLOURS[part], "")
+            canvas.rect(x, canvas.y + 1, 14, 12, PART_COLOURS[part], "")
             canvas.say(x + 20, canvas.y + 12, text, "g")
             x += len(text) * SANS + 40
         canvas.y += 24
 
 
-def _roles(roles: Mapping[str, int]) -> list[tuple[str, int]]:
+def by_kind(roles: Mapping[str, int]) -> list[tuple[str, int]]:
     """Bytes by kind: the model's own, masters, states, the rest."""
     kinds: dict[str, int] = dict.fromkeys(("weights", "masters", "optimizer states", "buffers"), 0)
     names = {WEIGHT: "weights", MASTER: "masters", BUFFER: "buffers"}
@@ -150,7 +150,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
     """A line for each holder: its name, its place in the mesh, and the bytes that it has of each role."""
     most, places = max([1, *picture.holders.values()]), coordinates(checkpoint)
     told = {axis for at in places.values() for axis, number in at.items() if number}
-    there = {kind for roles in picture.by_role.values() for kind, _ in _roles(roles)}
+    there = {kind for roles in picture.by_role.values() for kind, _ in by_kind(roles)}
     kinds = [kind for kind in _OPACITY if kind in there]
     for holder, nbytes in picture.holders.items():
         name = holder_text([holder]) if isinstance(holder, int) else f"{canvas.label(holder)}: {one_line(holder, 60)}"
@@ -158,7 +158,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
         canvas.rect(MARGIN, canvas.y + 2, 18, 14, fill, holder_text([one_line(str(holder), 100)]))
         canvas.say(MARGIN + 26, canvas.y + 14, f"{name} · {show_size(nbytes)}")
         x = canvas.bar
-        for kind, count in _roles(picture.by_role[holder]):
+        for kind, count in by_kind(picture.by_role[holder]):
             width = canvas.length * count / most
             more = f' fill-opacity="{_OPACITY[kind]}"'
             canvas.rect(x, canvas.y + 2, width, 14, fill, f"{name}: {show_size(count)} of {kind}", more)

@@ -235,13 +235,18 @@ def compare(
             _compare_bytes(common, reader, found)
         else:
             _compare_elements(common, reader, found, cast)
+    check_covered(covered, shape)
+    return found.difference()
+
+
+def check_covered(covered: int, shape: Shape) -> None:
+    """Raise CorruptError unless so many elements, which both sides have in common, are all of a tensor of `shape`."""
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts of a tensor do not cover it once",
             expected=f"{prod(shape)} elements of shape {list(shape)}",
             found=f"{covered} elements that both sides have in common",
         )
-    return found.difference()
 
 
 def _compare_bytes(common: Overlap, reader: Reader, found: _Tally) -> None:

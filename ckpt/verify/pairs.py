@@ -10,7 +10,8 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
@@ -25,6 +26,7 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Tensor
 from ckpt.state.summaries import summary_text
 from ckpt.verify.beside import WHY, tensors_beside
+from ckpt.verify.changes import Change, measure
 from ckpt.verify.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 
 Only = Literal["all", "weights", "optimizer"]
@@ -46,7 +48,7 @@ class Result:
     `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
     shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
     `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.  `exit_code` is that of the
-    `error`, where there is one.
+    `error`, where there is one.  `change` is how far B is from A, where that was measured.
     """
 
     status: str
@@ -63,6 +65,7 @@ class Result:
     error: str | None = None
     exit_code: int = 0
     is_scalar: bool = False
+    change: Change | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +141,7 @@ class Report(Returned):
         shown: Counter[str] = Counter()
         for result in self.results:
             if verbose or (result.status != EQUAL and shown[result.kind] < _SHOWN):
-                yield _result_line(result, self.a, self.b)
+                yield result_line(result, self.a, self.b)
                 shown[result.kind] += 1
         if not verbose:
             for kind, count in Counter(r.kind for r in self.results if r.status != EQUAL).items():
@@ -174,20 +177,37 @@ class Report(Returned):
         return f"{'not verified' if counts[UNREADABLE] else 'different'}: {found}"
 
 
+#: What makes the result for two tensors of one shape.
+Judge = Callable[[Tensor, Tensor, Reader], Result]
+
+
 def verify(
-    a: Checkpoint, b: Checkpoint, *, only: Only = "all", cast: bool = False, progress: Progress | None = None
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    only: Only = "all",
+    cast: bool = False,
+    measured: bool = False,
+    progress: Progress | None = None,
 ) -> Report:
     """Compare every tensor of two checkpoints under the same names, bit for bit.
 
     `only` confines it to the model's tensors or to the optimizer's.  With `cast`, the wider of two floating dtypes is
-    cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  What
-    cannot be read is a result of its own; UsageError where one side holds nothing of what `only` asks for, CorruptError
-    where a file was replaced meanwhile.
+    cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  With
+    `measured`, tensors that differ are read again for how far they do.  What cannot be read is a result of its own;
+    UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced meanwhile.
     """
+    return Report(a, b, *walk(a, b, only, partial(_compare_tensors, cast=cast, measured=measured), progress))
+
+
+def walk(
+    a: Checkpoint, b: Checkpoint, only: Only, judge: Judge, progress: Progress | None
+) -> tuple[tuple[Result, ...], tuple[NotCompared, ...], int, tuple[str, ...]]:
+    """Have `judge` compare every pair of tensors: the results, what was not compared, the bytes of A, and notes."""
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
-    results, num_bytes = _carry_out(work, cast, progress)
+    results, num_bytes = _carry_out(work, judge, progress)
     for file in (*a.files, *b.files):
         file.check_unchanged()
     notes = [*work.notes, *_side_notes(a, b, results)]
@@ -197,7 +217,7 @@ def verify(
             not_compared += [NotCompared(label, name, count, WHY) for name, count in tensors_beside(side).items()]
         if only != "weights":
             notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
-    return Report(a, b, tuple(results), tuple(not_compared), num_bytes, tuple(notes))
+    return tuple(results), tuple(not_compared), num_bytes, tuple(notes)
 
 
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
@@ -397,7 +417,7 @@ def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _T
             work.alone(work.b, work.a, y)
 
 
-def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list[Result], int]:
+def _carry_out(work: _Work, judge: Judge, progress: Progress | None) -> tuple[list[Result], int]:
     """The results in the order of `work`, reading in the order in which side A lies in its files."""
     results: list[Result | None] = []
     jobs: list[tuple[int, Tensor, Tensor]] = []
@@ -413,14 +433,15 @@ def _carry_out(work: _Work, cast: bool, progress: Progress | None) -> tuple[list
     advance = progress or (lambda _: None)
     with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
         for slot, x, y in jobs:
-            result = results[slot] = _compare_tensors(x, y, reader, other_ranks, cast)
+            result = results[slot] = _judged(judge, x, y, reader, other_ranks)
             if result.kind in ("shape", "dtype"):  # decided without reading
                 advance(x.nbytes)
     done = [result for result in results if result is not None]
     return done, sum(result.nbytes for result in done)
 
 
-def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, cast: bool) -> Result:
+def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader) -> Result:
+    """What `judge` makes of two tensors of one shape that can be read."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
         for tensor in (a, b):
@@ -428,17 +449,28 @@ def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader, 
             check_replicas(tensor, other_ranks)
         if a.shape != b.shape:
             return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
-        rounds = cast or _is_rounded_master(a, b) or _is_rounded_master(b, a)
-        common = narrower(a.dtype, b.dtype) if rounds else a.dtype
-        if common is None or (not rounds and a.dtype != b.dtype):
-            return Result(DIFFERENT, "dtype", *names, a=a.dtype.name, b=b.dtype.name)
-        difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
+        return judge(a, b, reader)
     except (CorruptError, NotFoundError, StorageError) as error:
         return _unreadable(names, error)
+
+
+def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, *, cast: bool, measured: bool) -> Result:
+    names = a.fqn, a.role, b.fqn, b.role
+    rounds = cast or _is_rounded_master(a, b) or _is_rounded_master(b, a)
+    common = narrower(a.dtype, b.dtype) if rounds else a.dtype
+    if common is None or (not rounds and a.dtype != b.dtype):
+        return differing_dtypes(a, b)
+    difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
     cast_to = common.name if a.dtype != b.dtype else None
     if difference is None:
         return Result(EQUAL, "equal", *names, nbytes=a.nbytes, cast=cast_to)
-    return Result(DIFFERENT, "values", *names, nbytes=a.nbytes, difference=difference, cast=cast_to)
+    found = Result(DIFFERENT, "values", *names, nbytes=a.nbytes, difference=difference, cast=cast_to)
+    return replace(found, change=measure(a.shape, a.fragments(), b.fragments(), reader)) if measured else found
+
+
+def differing_dtypes(a: Tensor, b: Tensor) -> Result:
+    """The result for tensors that cannot be compared, as their dtypes are not the same."""
+    return Result(DIFFERENT, "dtype", a.fqn, a.role, b.fqn, b.role, a=a.dtype.name, b=b.dtype.name)
 
 
 def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
@@ -564,7 +596,8 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
         yield f"{len(found) - _SHOWN} more hyperparameters differ"
 
 
-def _result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
+def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
+    """A result as a line of text."""
     roles = one_line(result.role)
     if result.b_role != result.role:
         roles += f" against {one_line(result.b_role)}"
@@ -605,6 +638,8 @@ def _result_json(result: Result) -> dict[str, Any]:
             found[name] = one_line(text)
     if result.difference is not None:
         found["difference"] = _difference_json(result.difference)
+    if result.change is not None:
+        found["change"] = result.change.to_json()
     return found
 
 

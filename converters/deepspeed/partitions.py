@@ -86,6 +86,10 @@ class InSlots:
             found.append((first, last, self.extents[rank], self.offset + first - begin, rank))
         return found
 
+    def cut(self, shape: Shape) -> tuple[int, int]:
+        slot = slot_size(prod(shape), len(self.extents))
+        return len(self.extents), min(slot, self.extents[-1].numel - self.offset)
+
     def padding(self, shape: Shape) -> Iterator[Fragment]:
         size = prod(shape)
         slot = slot_size(size, len(self.extents))

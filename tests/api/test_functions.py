@@ -52,6 +52,7 @@ def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path:
         ("verify", run, str(out)): ckpt.verify(run, out),
         ("verify", run, run, "--run"): ckpt.verify(run, run, run=True),
         ("verify", str(out)): ckpt.verify(out),
+        ("diff", run, str(out)): ckpt.diff(run, out),
         ("hash", run): ckpt.hash(run),
         ("check", run): ckpt.check(run),
         ("inspect", run): ckpt.inspect(run),

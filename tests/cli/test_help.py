@@ -64,7 +64,8 @@ def test_every_help_text_has_sections_and_two_examples(command: str) -> None:
 def test_every_example_is_a_command_that_works(runs: Path, monkeypatch: pytest.MonkeyPatch, line: str) -> None:
     monkeypatch.chdir(runs)
     words = shlex.split(line)[1:]
-    (runs / "who-holds-what.svg").unlink(missing_ok=True)
+    for name in ("who-holds-what.svg", "outputs.html"):
+        (runs / name).unlink(missing_ok=True)
     more = ["--help"] if words[0] in PARSED else ["--overwrite"] if words[1:3] == ["auto", "hf"] else []
     result = run_ckpt(*words, *more)
     assert result.code == 0, result.err
@@ -157,7 +158,7 @@ complete -p ckpt
         (("inspect", "outputs", "--bf16"), "hint: see `ckpt inspect --help`"),
         (("convert", "--from", "zero3", "outputs"), "hint: the format that is read is the first argument"),
         (("convert", "auto", "hf", "outputs", "--output_dir", "x"), "hint: -o\n"),
-        (("inspect", "outputs", "--jsn"), "hint: did you mean --json?"),
+        (("inspect", "outputs", "--jsn"), "hint: did you mean --csv or --json?"),
         (
             ("inspect", "outputs", "--tag"),
             "takes a value, and none is given\n\nhint: see `ckpt inspect --help`",

@@ -35,7 +35,20 @@ def test_the_table_of_formats_is_the_registry() -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["convert", "mount", "merge-lora", "push", "verify", "check", "hash", "inspect", "estimate", "formats", "doctor"],
+    [
+        "convert",
+        "mount",
+        "merge-lora",
+        "push",
+        "verify",
+        "diff",
+        "check",
+        "hash",
+        "inspect",
+        "estimate",
+        "formats",
+        "doctor",
+    ],
 )
 def test_every_option_that_is_mentioned_exists(command: str) -> None:
     words = [sys.executable, "-m", "ckpt", command, "--help"]

@@ -29,6 +29,7 @@ RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
 PLACES: dict[str, dict[str, dict[str, str]]] = {
     "check": {"": {"trainer-zero2": "outputs"}},
     "command-line": {"": {"toy-zero3": "outputs"}},
+    "diff": {"": {"trainer-zero2": "outputs"}},
     "doctor": {"": {"trl-lora-zero3/outputs/qwen3-lora": "outputs"}},
     "exit-codes": {"": RUN},
     "formats": {"": RUN},
@@ -53,6 +54,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "journeys/verify-in-ci": {"": RUN},
     "operations": {"": {"trainer-zero2": "outputs"}},
     "out-of-memory": {"": RUN},
+    "pages": {"": {"trainer-zero2": "outputs"}},
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},

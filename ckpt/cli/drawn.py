@@ -1,0 +1,74 @@
+"""Pictures and pages: the options that ask for them, and the files that they are written into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.base.errors import UsageError
+
+if TYPE_CHECKING:
+    from ckpt.base.returned import Returned
+    from ckpt.plan.checkpoint import Checkpoint
+
+#: What each kind of file is called, and what stands in its first bytes: nothing else is replaced.
+_KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a page of ckpt's", b'content="ckpt"')}
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """The page of a comparison."""
+
+    html: Annotated[
+        Path | None, typer.Option(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.")
+    ] = None
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False
+
+    def check(self, *checkpoints: Checkpoint) -> None:
+        """Raise UsageError where the page cannot be written."""
+        if self.html is not None:
+            check_place(self.html, ".html", *checkpoints)
+        elif self.overwrite:
+            raise UsageError("--overwrite goes with --html")
+
+    def write(self, report: Returned) -> None:
+        """Write the page of a report, if one was asked for."""
+        if self.html is not None:
+            from ckpt.show.pages import heat_map
+
+            write(self.html, heat_map(report.to_json()), overwrite=self.overwrite)
+
+
+def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
+    """Raise UsageError where `path` has another suffix, lies in a checkpoint, or is a file of another kind."""
+    from ckpt import api
+
+    kind, expected, _ = _KINDS[suffix]
+    if path.suffix.lower() != suffix:
+        what = f"{kind} is {'an SVG' if suffix == '.svg' else 'an HTML'} file"
+        raise UsageError(what, found=str(path), hint=f"give {path.with_suffix(suffix)}")
+    for checkpoint in checkpoints:
+        try:
+            api.check_apart(path, checkpoint)
+        except UsageError as error:
+            error.expected, error.hint = "a file that does not lie in the source", "give another place"
+            raise
+    if path.is_file() and not _is_of_kind(path, suffix):
+        raise UsageError(f"the file is not {kind}, and --overwrite would replace it", path=path, expected=expected)
+
+
+def write(path: Path, text: str, *, overwrite: bool) -> None:
+    """Write a picture or a page whose place has been checked."""
+    from ckpt.move import files
+
+    files.write_file(path, text.encode(errors="surrogatepass"), overwrite=overwrite)
+
+
+def _is_of_kind(path: Path, suffix: str) -> bool:
+    from ckpt.move.source import read_file
+
+    head = read_file(path, 4096)
+    return head.startswith(b"<") and _KINDS[suffix][2] in head
