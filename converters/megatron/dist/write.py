@@ -31,7 +31,7 @@ from ckpt.run_folder.steps import TRACKER
 from converters.megatron.chunks import MegatronModel, describe_model
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
-from converters.megatron.entries import to_write
+from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer
 from converters.names.megatron.model.axes import Grid
@@ -55,7 +55,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     for entry in _entries(model, keys):
         writing.add((entry,), [None])
     per_rank = _per_rank(model)
-    kept, dropped = to_write(model, per_rank, "content_metadata")
+    own = ("content_metadata",) if f"{RERUN}_state" in per_rank else ("content_metadata", RERUN)
+    kept, dropped = to_write(model, per_rank, *own, without_random="Megatron-LM draws new ones from --seed")
     for name, values in per_rank.items():
         for place, value in values.items():
             writing.add((f"{name}/{place}",), [value])
@@ -64,7 +65,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     if optimizer is not None:
         tensors.add_states(optimizer)
-    common = _common(model, keys, optimizer, kept)
+    args = dict(model.args, ckpt_format="torch_dist")
+    if RANDOM not in per_rank:
+        args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
+    common = _common(model, keys, optimizer, kept, args)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
     step = checkpoint.state.step
@@ -181,7 +185,11 @@ def _entries(model: MegatronModel, keys: KeyWriter) -> Iterator[str]:
 
 
 def _common(
-    model: MegatronModel, keys: KeyWriter, optimizer: MegatronOptimizer | None, items: Mapping[str, Any]
+    model: MegatronModel,
+    keys: KeyWriter,
+    optimizer: MegatronOptimizer | None,
+    items: Mapping[str, Any],
+    args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
@@ -191,7 +199,7 @@ def _common(
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     common: dict[str, Any] = {
-        "args": Record("argparse", "Namespace", (), state={**model.args, "ckpt_format": "torch_dist"}),
+        "args": Record("argparse", "Namespace", (), state=dict(args)),
         "checkpoint_version": items.get("checkpoint_version", 3.0),
         "iteration": model.checkpoint.state.step or 0,
         "content_metadata": metadata,
@@ -219,12 +227,28 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """What each rank of the source has for itself, by key and place, where the target's ranks are the source's."""
+    """What each rank of the source has for itself, by key and place, where the target's ranks have the same places.
+
+    Random states have one for each stage and tensor parallel rank, which all data parallel ranks load.
+    """
     state, args = model.checkpoint.state, model.checkpoint.state.args or {}
-    is_same = Grid.of_args(args) == model.grid and args.get("world_size") == model.args["world_size"]
-    if state.engine != "megatron" or not is_same:
+    if state.engine != "megatron":
         return {}
-    return {name: values for name, values in state.per_rank.items() if all(map(_PLACE.fullmatch, values))}
+    source, grid = Grid.of_args(args), model.grid
+    is_same = source == grid and args.get("world_size") == model.args["world_size"]
+    of_stages = f"_{grid.pp}.{grid.tp}" if (source.pp, source.tp) == (grid.pp, grid.tp) else None
+
+    def fits(name: str, place: str, value: Any) -> bool:
+        if _PLACE.fullmatch(place) is None:
+            return False
+        is_shared = name == RANDOM and isinstance(value, list) and len(value) == 1
+        return is_same or (is_shared and of_stages is not None and place.endswith(of_stages))
+
+    return {
+        name: values
+        for name, values in state.per_rank.items()
+        if all(fits(name, place, value) for place, value in values.items())
+    }
 
 
 def _dist_notes(
