@@ -49,6 +49,7 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = ["pretrain_gpt.py", *job["arguments"]]
     from pathlib import Path
+    from types import SimpleNamespace
     from unittest import mock
 
     import torch
@@ -57,7 +58,11 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
 
     from train.megatron.cpu import on_this_machine
 
-    cuda = {"device_count": lambda: 1, "set_device": lambda device: None}
+    cuda = {
+        "device_count": lambda: 1,
+        "set_device": lambda device: None,
+        "get_device_properties": lambda device: SimpleNamespace(major=9),
+    }
     with (
         on_this_machine(),
         mock.patch.multiple(torch.cuda, **cuda),

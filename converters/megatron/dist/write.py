@@ -33,7 +33,7 @@ from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.dist.read import BACKENDS, COMMON
 from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
-from converters.megatron.optimizer import MegatronOptimizer
+from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 
@@ -104,9 +104,10 @@ class _Tensors:
             trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
             if not trained:
                 continue
-            if optimizer.distributed:
+            first = next(iter(trained.values()))
+            if optimizer.is_distributed(optimizer.has(first)):
                 self._add_masters(f"optimizer.state.param.{key}", trained, optimizer)
-            elif self.model.chosen[next(iter(trained.values()))].dtype in (BFLOAT16, FLOAT16):
+            elif self.model.chosen[first].dtype in (BFLOAT16, FLOAT16):
                 self._add_masters(f"optimizer.state.fp32_param.{key}", trained, optimizer)
             roles = dict.fromkeys(role for fqn in trained.values() for role in optimizer.states[fqn])
             for role in roles:
@@ -195,7 +196,7 @@ def _common(
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if not keys.stacked:
         metadata["non_homogeneous_layers"] = True
-    if optimizer is None or optimizer.distributed:
+    if optimizer is None or optimizer.distributed or is_partly_distributed(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     common: dict[str, Any] = {
@@ -210,17 +211,18 @@ def _common(
 
 
 def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The param groups of each optimizer: one for experts alone where they are spread over ranks."""
+    """The param groups of each optimizer."""
     contents: list[dict[str, Any]] = []
-    for expert in (False, True) if optimizer.apart else (False,):
-        groups = [dict(group.options) for group in optimizer.groups if group.expert == expert]
-        inner: dict[str, Any] = {"param_groups": groups}
-        has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
-        if optimizer.distributed:
+    has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
+    for groups in optimizer.chained:
+        inner: dict[str, Any] = {"param_groups": [dict(group.options) for group in groups]}
+        if any(optimizer.is_distributed(group.optimizer) for group in groups):
             content: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
         else:
-            step = next(iter(model.checkpoint.state.scalars.get("step", {}).values()), None)
-            inner = {"state": {} if step is None else {"common_step": number(step)}, "param_groups": groups}
+            kinds = {group.optimizer for group in groups}
+            steps = model.checkpoint.state.scalars.get("step", {})
+            step = next((step for fqn, step in steps.items() if optimizer.has(fqn) in kinds), None)
+            inner["state"] = {} if step is None else {"common_step": number(step)}
             content = {"optimizer": inner} if has_half else inner
         contents.append(content | optimizer.scaler)
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
