@@ -7,8 +7,12 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 export OMP_NUM_THREADS ?= 1
+# The newer frameworks: a Python of 3.12, a version of megatron-core, and the folder of their environment.
+PYTHON312 ?= python3.12
+MCORE ?= 0.19.2
+FRAMEWORKS ?= .venv-mcore-$(MCORE)
 
-.PHONY: help env demo test test-fast wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
+.PHONY: help env demo test test-fast test-frameworks wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -31,6 +35,15 @@ test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engi
 
 test-fast: env  ## the tests that start no engine
 	$(BIN)/python -m pytest
+
+$(FRAMEWORKS)/.installed: pyproject.toml tests/frameworks/requirements.txt
+	$(PYTHON312) -m venv $(FRAMEWORKS)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -r tests/frameworks/requirements.txt -e .
+	$(FRAMEWORKS)/bin/python -m pip install --quiet megatron-core==$(MCORE)
+	@touch $@
+
+test-frameworks: $(FRAMEWORKS)/.installed  ## newer frameworks, on Python 3.12; MCORE=0.18.0: another megatron-core
+	$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks
 
 wheel:  ## build the package, and try it on every Python at hand
 	.ci/wheel

@@ -40,6 +40,15 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _ENGINE = "transformer_engine"
 
 
+def are_experts_apart(grid: Grid, args: Mapping[str, Any]) -> bool:
+    """Whether experts have an optimizer of their own: where other ranks share them than dense parameters.
+
+    Up to 0.18 megatron-core did so for expert parallelism alone (tensor_parallel/layers.py, `allreduce`).  Since 0.19
+    there is the argument.
+    """
+    return grid.ep > 1 or (grid.etp != grid.tp and "gtp_weight_remat_size" in args)
+
+
 @dataclass(frozen=True, slots=True)
 class ChunkPiece:
     """Box `box` of a tensor of the whole model, in a rank's own tensor: from element `offset` on, with `strides`."""
@@ -127,7 +136,7 @@ class MegatronModel:
     @property
     def has_expert_optimizer(self) -> bool:
         """Whether experts, spread over ranks, have an optimizer of their own."""
-        return self.grid.ep > 1 and self.num_experts > 0
+        return self.num_experts > 0 and are_experts_apart(self.grid, self.args)
 
     @cached_property
     def has_optimizer(self) -> bool:

@@ -13,10 +13,11 @@ from ckpt.plan.checkpoint import TrainingState
 from converters.megatron.chunks import EXTRA, MegatronModel
 from converters.megatron.optimizer import Optimizers
 
-#: Entries that each rank has for itself.
-OF_RANKS = ("rng_state", "rerun_state_machine")
+#: Entries that each rank has for itself; of the second, `torch_dist` has a part that is the same on all of them.
+RANDOM, RERUN = "rng_state", "rerun_state_machine"
+OF_RANKS = (RANDOM, RERUN)
 #: Entries that are described otherwise.
-_KNOWN = re.compile("optimizer|args|iteration|" + "|".join(OF_RANKS) + r"|model\d*")
+_KNOWN = re.compile(r"optimizer|args|iteration|model\d*")
 
 #: torch.save(None): the pickle of the only object in the archive.
 _PICKLED_NONE = b"\x80\x02N."
@@ -47,7 +48,11 @@ def read_state(
     step = content.get("iteration")
     return TrainingState.of_entries(
         "megatron",
-        {str(k): value for k, value in content.items() if not _KNOWN.fullmatch(str(k)) and value is not None},
+        {
+            str(k): value
+            for k, value in content.items()
+            if not _KNOWN.fullmatch(str(k)) and k not in per_rank and value is not None
+        },
         step=step if type(step) is int else None,
         param_groups=optimizers.param_groups(fqns),
         scalars=optimizers.states.scalars,
@@ -57,10 +62,13 @@ def read_state(
     )
 
 
-def to_write(model: MegatronModel, per_rank: Mapping[str, Any], *own: str) -> tuple[dict[str, Any], list[str]]:
+def to_write(
+    model: MegatronModel, per_rank: Mapping[str, Any], *own: str, without_random: str
+) -> tuple[dict[str, Any], list[str]]:
     """Entries that are the same on all ranks, and what is not written.
 
-    `per_rank` is written for each rank, and `own` are entries that the format makes anew.
+    `per_rank` is written for each rank, and `own` are entries that the format makes anew.  `without_random` tells how
+    a run goes on whose random states are not written.
     """
     kept: dict[str, Any] = {}
     dropped = []
@@ -69,7 +77,8 @@ def to_write(model: MegatronModel, per_rank: Mapping[str, Any], *own: str) -> tu
         if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
             continue
         if name in state.per_rank:
-            dropped.append(f"{name} of {len(value)} ranks: the layout is another one; resume with --no-load-rng")
+            advice = f"; {without_random}" if name == RANDOM else ""
+            dropped.append(f"{name} of {len(value)} ranks: the layout is another one{advice}")
         elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:

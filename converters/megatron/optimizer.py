@@ -1,9 +1,17 @@
 """Megatron's optimizers in every format: which parameters a param group has, and what is known of both.
 
 No file says which parameters are in which group; it follows from what Megatron puts there: what has one dim or is
-called bias is not decayed, and experts that are spread over ranks are apart.
+called bias is not decayed, and experts that are spread over ranks are apart.  Muon and Lion step matrices alone, and
+leave the embedding, the output layer and all that has one dim to another optimizer, which its groups name.
 
-Format facts: megatron-core 0.16.1, optimizer/__init__.py (`_get_param_groups`, `get_megatron_optimizer`).
+    --optimizer adam                                        one optimizer, and one for experts that are apart
+    --optimizer muon                                        the same for each of muon and adam, none distributed
+    --optimizer muon, layer-wise (`--use-distributed-optimizer`)
+        with `use_layer_wise_param_layout`                  muon's, experts in it, and adam as distributed optimizer
+        without it                                          muon's and adam's, experts in them, none distributed
+
+Format facts: megatron-core 0.16.1 and 0.19.2, optimizer/__init__.py (`_get_param_groups`, `get_megatron_optimizer`,
+`_get_megatron_emerging_optimizer`), optimizer.py (`param_group_identifier_keys`).
 """
 
 from __future__ import annotations
@@ -24,30 +32,56 @@ from converters.optimizers.states import OptimizerStates
 
 #: What decides which param group is which (optimizer.py, `param_group_identifier_keys`).
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
+#: What else does since 0.18.
+_OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
 #: What the distributed optimizer has places for.
 ADAM = ("exp_avg", "exp_avg_sq")
+_EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
-
-#: Kinds of optimizers (`--optimizer`) whose states, buffers and number are known.
+#: Kinds of optimizers (`--optimizer`) whose states, buffers and number are known: those that step all parameters, and
+#: those that step matrices.
 KINDS = ("adam", "sgd")
+OF_MATRICES = ("muon", "lion")
 
 
-def unknown_kind(args: Mapping[str, Any]) -> str | None:
-    """The kind of the run's optimizer, where it is none of `KINDS`: Muon, say, which is several optimizers in one."""
+def _kind(args: Mapping[str, Any]) -> str:
     kind = args.get("optimizer")
-    return kind if isinstance(kind, str) and kind.lower() not in KINDS else None
+    return kind.lower() if isinstance(kind, str) else KINDS[0]
 
 
-def check_kind(args: Mapping[str, Any], path: str | Path) -> None:
-    """NotFoundError where the run's optimizer is of a kind whose layout is not known: its files are not damaged."""
-    if (kind := unknown_kind(args)) is not None:
+def is_of_matrices(args: Mapping[str, Any]) -> bool:
+    """Whether the run's optimizer steps matrices alone."""
+    return _kind(args) in OF_MATRICES
+
+
+def is_known(args: Mapping[str, Any]) -> bool:
+    """Whether it is known which parameters the run's optimizer steps, and which states it has."""
+    return _kind(args) in (*KINDS, *OF_MATRICES)
+
+
+def is_partly_distributed(args: Mapping[str, Any]) -> bool:
+    """Whether what is no matrix has the distributed optimizer, beside a layer-wise one for matrices."""
+    layer_wise = args.get("use_layer_wise_distributed_optimizer") and args.get("use_layer_wise_param_layout")
+    return is_of_matrices(args) and bool(layer_wise)
+
+
+def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] = KINDS) -> None:
+    """NotFoundError where the run's optimizer is none of `kinds`, whose layout is known: its files are not damaged."""
+    if (kind := _kind(args)) not in kinds:
         raise NotFoundError(
             f"the states of Megatron's optimizer {kind!r} are not read from this layout",
             path=path,
-            expected=f"--optimizer {' or '.join(KINDS)}",
+            expected=f"--optimizer {' or '.join(kinds)}",
             found=f"--optimizer {kind}",
             hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
         )
+
+
+def stepped_by(name: str, ndim: int, args: Mapping[str, Any]) -> str | None:
+    """The optimizer that steps a parameter, as its param group names it; None for the run's own (`--optimizer`)."""
+    if not is_of_matrices(args) or (ndim == 2 and not name.startswith(_EMBEDDINGS)):
+        return None
+    return str(args.get("muon_scalar_optimizer") or "adam") if _kind(args) == "muon" else "adam"
 
 
 def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
@@ -59,13 +93,15 @@ def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
 
 def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
     """Whether a parameter has the learning rate of the embedding and the output layer."""
-    return args.get("decoupled_lr") is not None and name.startswith(("embedding.word_embeddings.", "output_layer."))
+    return args.get("decoupled_lr") is not None and name.startswith(_EMBEDDINGS)
 
 
 def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
     """Whether a parameter, under its module's own name, belongs in this param group by its kind."""
     multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if (multiplier != 0.0) != is_decayed(name, ndim, args):
+        return False
+    if is_of_matrices(args) and group.get("optimizer") != stepped_by(name, ndim, args):
         return False
     decoupled = bool(group.get("is_decoupled_lr")) or (
         args.get("decoupled_lr") is not None and group.get("max_lr") == args["decoupled_lr"]
@@ -92,11 +128,11 @@ class Optimizers:
     ) -> None:
         """Take note of the options of a param group and of their `step`, which may stand elsewhere.
 
-        Groups are told apart by `IDENTITY`, or with `by_all` by every option.  CorruptError where a parameter's step
-        has been another one before.
+        Groups are told apart as Megatron does it, or with `by_all` by every option.  CorruptError where a parameter's
+        step has been another one before.
         """
         options = {name: value for name, value in group.items() if name != "params"}
-        names = sorted(options) if by_all else IDENTITY
+        names = sorted(options) if by_all else (*IDENTITY, *_OVERRIDES)
         key = tuple((name, str(options.get(name, options.get(f"pre_{name}")))) for name in names)
         members, _ = self.groups.setdefault(key, ({}, options))
         members |= dict.fromkeys(fqns)
@@ -114,35 +150,44 @@ class Optimizers:
 
 # -- to be written -------------------------------------------------------------------------------------------
 
+#: Of experts apart, decayed, with a learning rate of its own, and `Group.optimizer`.
+Kind = tuple[bool, bool, bool, str | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: its options, and which parameters are in it."""
+    """A param group: its options, and which parameters are in it.
+
+    `optimizer` is what steps them, where that is not the run's own.
+    """
 
     options: Mapping[str, Any]
     expert: bool
     decayed: bool
     decoupled: bool
+    optimizer: str | None
 
     @property
-    def kind(self) -> tuple[bool, bool, bool]:
-        return self.expert, self.decayed, self.decoupled
+    def kind(self) -> Kind:
+        return self.expert, self.decayed, self.decoupled, self.optimizer
 
 
 class MegatronOptimizer:
     """The source's optimizer as Megatron's: a master and states of every parameter, and Megatron's own param groups.
 
-    LossError where the distributed optimizer has no place for the states, or an optimizer of this kind is not written.
+    LossError where the distributed optimizer has no place for the states, or the run's optimizer is none of `kinds`.
     """
+
+    kinds: Sequence[str] = (*KINDS, *OF_MATRICES)
 
     def __init__(self, model: MegatronModel) -> None:
         self.model = model
         self.args = model.args
-        if (kind := unknown_kind(self.args)) is not None:
+        if (kind := _kind(self.args)) not in self.kinds:
             raise LossError(
-                f"Megatron's optimizer {kind!r} is several optimizers in one, and its states are not written",
+                f"the states of Megatron's optimizer {kind!r} are not written in this layout",
                 path=model.checkpoint.path,
-                expected=f"--optimizer {' or '.join(KINDS)}",
+                expected=f"--optimizer {' or '.join(self.kinds)}",
                 found=f"--optimizer {kind}",
                 hint="formats that hold no optimizer (hf) take the weights",
             )
@@ -154,14 +199,21 @@ class MegatronOptimizer:
         for (fqn, role), tensor in tensors.items():
             if role not in MODEL_ROLES:
                 self.states[fqn][role] = tensor
-        if self.distributed:
-            self._check_adam()
+        self._check_adam()
         self.apart = model.has_expert_optimizer
         self.groups = self._groups()
 
+    def is_distributed(self, optimizer: str | None) -> bool:
+        """Whether what `optimizer` steps has the distributed optimizer."""
+        return self.distributed or (optimizer is not None and is_partly_distributed(self.args))
+
+    def has(self, fqn: str) -> str | None:
+        """The optimizer that steps a parameter: `Group.optimizer`."""
+        return stepped_by(fqn, len(self.masters[fqn].shape), self.args)
+
     def _check_adam(self) -> None:
         for fqn, states in self.states.items():
-            if set(states) != set(ADAM):
+            if self.is_distributed(self.has(fqn)) and set(states) != set(ADAM):
                 raise LossError(
                     "Megatron's distributed optimizer has places for Adam's states of every parameter, and no others",
                     fqn=fqn,
@@ -175,15 +227,17 @@ class MegatronOptimizer:
         Options are those of the source's group that has a parameter of this kind.
         """
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
-        found: dict[tuple[bool, bool, bool], Group] = {}
+        found: dict[Kind, Group] = {}
         for fqn, master in self.masters.items():
             own = self.model.spelling.spelled(fqn, self.model.kinds.get(split_layer(fqn)[0]), 0, 0)
             kind = self.kind(own, fqn, len(master.shape))
             if kind not in found:
                 found[kind] = Group(self._options(dict(option_of.get(fqn, {})), *kind), *kind)
-        return [found[kind] for kind in sorted(found, key=lambda kind: (kind[0], not kind[1], kind[2]))]
+        return [found[kind] for kind in sorted(found, key=lambda kind: (kind[0], not kind[1], kind[2], str(kind[3])))]
 
-    def _options(self, options: dict[str, Any], expert: bool, decayed: bool, decoupled: bool) -> dict[str, Any]:
+    def _options(
+        self, options: dict[str, Any], expert: bool, decayed: bool, decoupled: bool, optimizer: str | None
+    ) -> dict[str, Any]:
         if not any(name in options or f"pre_{name}" in options for name in IDENTITY):
             options |= {
                 "wd_mult": 1.0 if decayed else 0.0,
@@ -195,13 +249,29 @@ class MegatronOptimizer:
             if "initial_lr" in options:
                 options["max_lr"] = options["initial_lr"]
         step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
-        if step is not None and self.distributed:
+        if step is not None and self.is_distributed(optimizer):
             options.setdefault("step", step)
         return options | {"is_expert_parallel": expert}
 
-    def kind(self, name: str, fqn: str, ndim: int) -> tuple[bool, bool, bool]:
+    def kind(self, name: str, fqn: str, ndim: int) -> Kind:
         """The kind of the param group that a parameter is in (`Group.kind`)."""
-        return self.apart and is_expert(fqn), is_decayed(name, ndim, self.args), is_decoupled(name, self.args)
+        return (
+            self.apart and is_expert(fqn),
+            is_decayed(name, ndim, self.args),
+            is_decoupled(name, self.args),
+            stepped_by(name, ndim, self.args),
+        )
+
+    @property
+    def chained(self) -> list[list[Group]]:
+        """The groups of each of Megatron's optimizers."""
+        layer_wise = bool(self.args.get("use_layer_wise_distributed_optimizer"))
+        found: dict[tuple[bool, bool], list[Group]] = {} if is_of_matrices(self.args) else {(False, False): []}
+        if self.apart and not is_of_matrices(self.args):
+            found[False, True] = []
+        for group in self.groups:
+            found.setdefault((group.optimizer is not None, group.expert and not layer_wise), []).append(group)
+        return [found[key] for key in sorted(found)]
 
     @property
     def scaler(self) -> dict[str, Any]:

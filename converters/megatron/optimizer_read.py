@@ -27,6 +27,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer, gathered
+from converters.megatron.chunks import are_experts_apart
 from converters.megatron.folder import DISTRIBUTED, MODEL
 from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
@@ -109,7 +110,7 @@ class _RankOptimizers:
         """
         chunks = enumerate(self.file.chunks)
         everything = [Trained(local, vp) for vp, chunk in chunks for local in chunk if not local.is_buffer]
-        apart = self.reading.grid.ep > 1
+        apart = are_experts_apart(self.reading.grid, self.reading.args)
         dense = [one for one in everything if not (apart and one.local.is_expert)]
         groups = [dense]
         if self.reading.args.get("overlap_param_gather_with_optimizer_step"):

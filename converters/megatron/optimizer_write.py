@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from converters.megatron.buffers import bucket_sizes, by_buffer, stored_buffer
 from converters.megatron.chunks import Chunk, ChunkTensor
-from converters.megatron.optimizer import ADAM, Group, MegatronOptimizer
+from converters.megatron.optimizer import ADAM, KINDS, Group, MegatronOptimizer
 from converters.names.megatron.model.axes import Rank
 from converters.names.megatron.model.spelling import is_expert
 
@@ -25,6 +25,8 @@ def new_tensor(tensor: ChunkTensor, key: Key, dtype: DType) -> NewTensor:
 
 class RankOptimizers(MegatronOptimizer):
     """The optimizer's state as the files of ranks hold it."""
+
+    kinds = KINDS
 
     def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:
         """The groups and the parameters of each optimizer of a rank."""

@@ -44,7 +44,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         )
     optimizer = RankOptimizers(model) if model.has_optimizer else None
     per_rank = _per_rank(model)
-    items, dropped = to_write(model, per_rank)
+    items, dropped = to_write(model, per_rank, without_random="resume with --no-load-rng")
     models = ModelFiles(model, optimizer, items)
     for rank in model.grid.ranks():
         of_rank, chunks = folder_name(rank, model.grid), model.chunks(rank)

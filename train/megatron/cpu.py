@@ -37,7 +37,7 @@ def on_this_machine() -> Iterator[None]:
             # asks whether something is an instance of it.
             stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
             for module in (multi_latent_attention, mcore_fsdp_adapter):
-                stack.enter_context(mock.patch.object(module, "TELinear", _Absent))
+                stack.enter_context(mock.patch.object(module, "TELinear", _Absent, create=True))
         stack.enter_context(
             mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
         )

@@ -113,10 +113,10 @@ def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> lis
 
 
 def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]:
-    """This rank's part of every master and optimizer state of a ChainedOptimizer."""
+    """This rank's part of every master and optimizer state."""
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
     pieces = []
-    for one in optimizer.chained_optimizers:
+    for one in leaves(optimizer):
         for parameter, master, start, inner in _held(one):
             place = places[parameter]
             tensors = dict(inner.state.get(master, {}))
@@ -126,6 +126,15 @@ def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]
                 if torch.is_tensor(value) and value.shape == master.shape and role != "step":
                     pieces.append(Piece(role, place, start, value.detach().cpu().reshape(-1).clone()))
     return pieces
+
+
+def leaves(optimizer: Any) -> Iterator[Any]:
+    """The optimizers that a ChainedOptimizer, which may chain further ones, is made of."""
+    chained = getattr(optimizer, "chained_optimizers", None)
+    if chained is None:
+        yield optimizer
+    for one in chained or ():
+        yield from leaves(one)
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
@@ -149,7 +158,7 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any
 def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[str, torch.Tensor]) -> None:
     """RuntimeError if DistributedOptimizer's own gathering of its states is not what `collect` found."""
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
-    for one in optimizer.chained_optimizers:
+    for one in leaves(optimizer):
         if not hasattr(one, "get_parameter_state_dp_zero") or not one.optimizer.state:
             continue
         gathered = one.get_parameter_state_dp_zero()
@@ -170,7 +179,7 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
 def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[dict[str, Any], list[str]]]:
     """Every param group with the names of the parameters of which this rank steps a part."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
-    for one in optimizer.chained_optimizers:
+    for one in leaves(optimizer):
         held = {id(master): names[parameter] for parameter, master, _, _ in _held(one)}
         groups += [(group, [held[id(master)] for master in group["params"]]) for group in one.optimizer.param_groups]
     return groups

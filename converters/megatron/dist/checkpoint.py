@@ -48,9 +48,13 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
-    """What each rank has for itself, by its place among them."""
+    """What each rank has for itself, by its place among them: in Megatron-FSDP's files a key such as `(0, 1)`."""
     common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
-    return {name: {str(key): value for key, value in values.items()} for name, values in common.items()} | {
+    return {
+        name: {str(key): value for key, value in values.items()}
+        for name, values in common.items()
+        if all(str(key).startswith("(") for key in values)
+    } | {
         key: {str(place).rpartition("/")[2]: value for place, value in values.items()}
         for key, values in reading.objects.items()
         if not is_optimizers(key)

@@ -37,10 +37,20 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MEGATRON, WEIGHT, Checkpoint, K
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
 from ckpt.plan.tensors import Box, Extent
 from converters.megatron.buffers import ALIGNMENT, bucket_sizes, by_buffer, find_buffer, gathered
-from converters.megatron.chunks import ChunkTensor, MegatronModel, describe_model
+from converters.megatron.chunks import ChunkTensor, MegatronModel, are_experts_apart, describe_model
 from converters.megatron.dist.keys import MASTERS
 from converters.megatron.dist.read import DistReading, flat_pieces
-from converters.megatron.optimizer import Optimizers, belongs, check_kind
+from converters.megatron.optimizer import (
+    KINDS,
+    OF_MATRICES,
+    Optimizers,
+    belongs,
+    check_kind,
+    is_known,
+    is_of_matrices,
+    is_partly_distributed,
+    stepped_by,
+)
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 
@@ -73,15 +83,22 @@ def read_optimizer(reading: DistReading) -> Optimizers:
     if reading.flat or reading.sharding == "dp_zero_gather_scatter":
         _read_buffers(reading)
     found = Optimizers()
-    if _drop_shifted(reading):
+    contents = list(_contents(reading))
+    if _drop_shifted(reading) or _drop_unknown(reading, contents):
         return found
-    for content in _contents(reading):
-        inner = content.get("optimizer", content)
+    for content in contents:
         if found.grad_scaler is None:
             found.grad_scaler = content.get("grad_scaler")
-        if isinstance(inner, Mapping) and isinstance(inner.get("param_groups"), list):
-            _note_groups(reading, found, inner)
+        if _groups(content):
+            _note_groups(reading, found, content.get("optimizer", content))
     return found
+
+
+def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:
+    """The param groups of an optimizer, if this is one's content."""
+    inner = content.get("optimizer", content)
+    groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
+    return groups if isinstance(groups, list) else ()
 
 
 def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
@@ -125,8 +142,18 @@ def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, An
         raise CorruptError("a param group is no dict", path=reading.folder)
     state = inner.get("state")
     common_step = state.get("common_step") if isinstance(state, Mapping) else None
+    claimed: set[str] = set()
     for group in groups:
-        members = list(_members(reading, group, len(groups) == 1))
+        members = list(_members(reading, group, len(groups) == 1 and not is_of_matrices(reading.args)))
+        if not claimed.isdisjoint(members):
+            raise NotFoundError(
+                "which parameters are in which param group is not recorded, and does not follow from their options",
+                path=reading.folder,
+                expected="groups that weight decay, experts, a decoupled learning rate and the optimizer tell apart",
+                found=f"{len(groups)} groups",
+                hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
+            )
+        claimed.update(members)
         found.note_group(group, members, str(reading.folder), common_step)
 
 
@@ -135,7 +162,7 @@ def _members(reading: DistReading, group: Mapping[str, Any], alone: bool) -> Ite
     trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
     kinds = layer_kinds(weights)
     spelling = Spelling(local_spec=reading.args.get("transformer_impl") == "local")
-    experts = Grid.of_args(reading.args).ep > 1
+    experts = are_experts_apart(Grid.of_args(reading.args), reading.args)
     for name in weights:
         if name not in trained or (experts and is_expert(name) != bool(group.get("is_expert_parallel"))):
             continue
@@ -192,7 +219,8 @@ def _read_buffers(reading: DistReading) -> None:
             expected="args in the common state",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
-    check_kind(reading.args, reading.folder)
+    is_partly = is_partly_distributed(reading.args) and reading.sharding == "dp_reshardable"
+    check_kind(reading.args, reading.folder, (*KINDS, *OF_MATRICES) if is_partly else KINDS)
     Grid.recorded(reading.args, reading.folder)
     model = _megatron_model(reading)
     known = _buckets(reading) | dict(_gathered(reading))
@@ -249,20 +277,29 @@ def _gathered(reading: DistReading) -> Iterator[tuple[_Name, _StoredBuffer]]:
 
 
 def _buffers(model: MegatronModel) -> Iterator[_Buffer]:
-    """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it."""
-    apart = model.has_expert_optimizer
+    """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it.
+
+    The layer-wise optimizer of matrices is the first and has no buffers; the second holds all other parameters.
+    """
+    is_partly = is_partly_distributed(model.args)
+    apart = model.has_expert_optimizer and not is_partly
     done: set[_Name] = set()
     for rank in model.grid.ranks():
         chunks = model.chunks(rank)
-        for number in range(1 + apart):
+        for number in range(is_partly, 1 + (apart or is_partly)):
             own = (
                 (chunk.vp, model.chosen[one.fqn].dtype, one)
                 for chunk in chunks
                 for one in chunk.tensors
-                if model.chosen[one.fqn].tensor.role != BUFFER and (apart and is_expert(one.fqn)) == bool(number)
+                if model.chosen[one.fqn].tensor.role != BUFFER
+                and (
+                    stepped_by(one.fqn, len(one.shape), model.args) is not None
+                    if is_partly
+                    else (apart and is_expert(one.fqn)) == bool(number)
+                )
             )
             for index, (vp, _, ones) in enumerate(by_buffer(own)):
-                name = number, _group(rank, model.grid, bool(number)), index
+                name = number, _group(rank, model.grid, apart and bool(number)), index
                 if name not in done:
                     done.add(name)
                     numel = sum(one.numel for one in chunks[vp].tensors)
@@ -333,14 +370,32 @@ def _drop_shifted(reading: DistReading) -> bool:
     shifted = [fqn for fqn, role in reading.placed if role == MASTER and not _is_rounded(reading, fqn)]
     if not shifted:
         return False
-    for key in [key for key in reading.placed if key[1] not in (WEIGHT, BUFFER)]:
-        del reading.placed[key], reading.shapes[key]
-    reading.notes.append(
-        f"the optimizer's state is left out: the masters of {len(shifted)} parameters ({shifted[0]}, ...) are not what "
+    _leave_out(
+        reading,
+        f"the masters of {len(shifted)} parameters ({shifted[0]}, ...) are not what "
         "their weights were rounded from; megatron-core up to 0.19.0 shifts them when there are several buckets and "
-        "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)"
+        "fully_reshardable is asked for (NVIDIA/Megatron-LM#5077)",
     )
     return True
+
+
+def _drop_unknown(reading: DistReading, contents: Sequence[Mapping[Any, Any]]) -> bool:
+    """Leave out the optimizer's state where it is not known which parameters it steps, and say so.
+
+    Before 0.18 the groups of what Muon does not step have no name of another optimizer.
+    """
+    groups = [group for content in contents for group in _groups(content)]
+    named = any(isinstance(group, Mapping) and group.get("optimizer") for group in groups)
+    if not groups or (is_known(reading.args) and (named or not is_of_matrices(reading.args))):
+        return False
+    _leave_out(reading, f"which parameters --optimizer {reading.args.get('optimizer')} steps is not known")
+    return True
+
+
+def _leave_out(reading: DistReading, why: str) -> None:
+    for key in [key for key in reading.placed if key[1] not in (WEIGHT, BUFFER)]:
+        del reading.placed[key], reading.shapes[key]
+    reading.notes.append(f"the optimizer's state is left out: {why}")
 
 
 def _has_buckets(args: Mapping[str, Any]) -> bool:

@@ -31,9 +31,9 @@ from ckpt.run_folder.steps import TRACKER
 from converters.megatron.chunks import MegatronModel, describe_model
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
-from converters.megatron.entries import to_write
+from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
-from converters.megatron.optimizer import MegatronOptimizer
+from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 
@@ -55,7 +55,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     for entry in _entries(model, keys):
         writing.add((entry,), [None])
     per_rank = _per_rank(model)
-    kept, dropped = to_write(model, per_rank, "content_metadata")
+    own = ("content_metadata",) if f"{RERUN}_state" in per_rank else ("content_metadata", RERUN)
+    kept, dropped = to_write(model, per_rank, *own, without_random="Megatron-LM draws new ones from --seed")
     for name, values in per_rank.items():
         for place, value in values.items():
             writing.add((f"{name}/{place}",), [value])
@@ -64,7 +65,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     if optimizer is not None:
         tensors.add_states(optimizer)
-    common = _common(model, keys, optimizer, kept)
+    args = dict(model.args, ckpt_format="torch_dist")
+    if RANDOM not in per_rank:
+        args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
+    common = _common(model, keys, optimizer, kept, args)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     backends |= {"common_backend": "torch", "common_backend_version": 1}
     step = checkpoint.state.step
@@ -100,9 +104,10 @@ class _Tensors:
             trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
             if not trained:
                 continue
-            if optimizer.distributed:
+            first = next(iter(trained.values()))
+            if optimizer.is_distributed(optimizer.has(first)):
                 self._add_masters(f"optimizer.state.param.{key}", trained, optimizer)
-            elif self.model.chosen[next(iter(trained.values()))].dtype in (BFLOAT16, FLOAT16):
+            elif self.model.chosen[first].dtype in (BFLOAT16, FLOAT16):
                 self._add_masters(f"optimizer.state.fp32_param.{key}", trained, optimizer)
             roles = dict.fromkeys(role for fqn in trained.values() for role in optimizer.states[fqn])
             for role in roles:
@@ -181,17 +186,21 @@ def _entries(model: MegatronModel, keys: KeyWriter) -> Iterator[str]:
 
 
 def _common(
-    model: MegatronModel, keys: KeyWriter, optimizer: MegatronOptimizer | None, items: Mapping[str, Any]
+    model: MegatronModel,
+    keys: KeyWriter,
+    optimizer: MegatronOptimizer | None,
+    items: Mapping[str, Any],
+    args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
     metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     if not keys.stacked:
         metadata["non_homogeneous_layers"] = True
-    if optimizer is None or optimizer.distributed:
+    if optimizer is None or optimizer.distributed or is_partly_distributed(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False
     common: dict[str, Any] = {
-        "args": Record("argparse", "Namespace", (), state={**model.args, "ckpt_format": "torch_dist"}),
+        "args": Record("argparse", "Namespace", (), state=dict(args)),
         "checkpoint_version": items.get("checkpoint_version", 3.0),
         "iteration": model.checkpoint.state.step or 0,
         "content_metadata": metadata,
@@ -202,29 +211,46 @@ def _common(
 
 
 def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The param groups of each optimizer: one for experts alone where they are spread over ranks."""
+    """The param groups of each optimizer."""
     contents: list[dict[str, Any]] = []
-    for expert in (False, True) if optimizer.apart else (False,):
-        groups = [dict(group.options) for group in optimizer.groups if group.expert == expert]
-        inner: dict[str, Any] = {"param_groups": groups}
-        has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
-        if optimizer.distributed:
+    has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
+    for groups in optimizer.chained:
+        inner: dict[str, Any] = {"param_groups": [dict(group.options) for group in groups]}
+        if any(optimizer.is_distributed(group.optimizer) for group in groups):
             content: dict[str, Any] = {"optimizer": inner, "param_state_sharding_type": "fully_reshardable"}
         else:
-            step = next(iter(model.checkpoint.state.scalars.get("step", {}).values()), None)
-            inner = {"state": {} if step is None else {"common_step": number(step)}, "param_groups": groups}
+            kinds = {group.optimizer for group in groups}
+            steps = model.checkpoint.state.scalars.get("step", {})
+            step = next((step for fqn, step in steps.items() if optimizer.has(fqn) in kinds), None)
+            inner["state"] = {} if step is None else {"common_step": number(step)}
             content = {"optimizer": inner} if has_half else inner
         contents.append(content | optimizer.scaler)
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """What each rank of the source has for itself, by key and place, where the target's ranks are the source's."""
+    """What each rank of the source has for itself, by key and place, where the target's ranks have the same places.
+
+    Random states have one for each stage and tensor parallel rank, which all data parallel ranks load.
+    """
     state, args = model.checkpoint.state, model.checkpoint.state.args or {}
-    is_same = Grid.of_args(args) == model.grid and args.get("world_size") == model.args["world_size"]
-    if state.engine != "megatron" or not is_same:
+    if state.engine != "megatron":
         return {}
-    return {name: values for name, values in state.per_rank.items() if all(map(_PLACE.fullmatch, values))}
+    source, grid = Grid.of_args(args), model.grid
+    is_same = source == grid and args.get("world_size") == model.args["world_size"]
+    of_stages = f"_{grid.pp}.{grid.tp}" if (source.pp, source.tp) == (grid.pp, grid.tp) else None
+
+    def fits(name: str, place: str, value: Any) -> bool:
+        if _PLACE.fullmatch(place) is None:
+            return False
+        is_shared = name == RANDOM and isinstance(value, list) and len(value) == 1
+        return is_same or (is_shared and of_stages is not None and place.endswith(of_stages))
+
+    return {
+        name: values
+        for name, values in state.per_rank.items()
+        if all(fits(name, place, value) for place, value in values.items())
+    }
 
 
 def _dist_notes(

@@ -1,0 +1,90 @@
+"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: checkpoints that Megatron-LM of 0.19.2 saved itself.
+
+What Megatron-LM says of what is written for other ranks, `tests/frameworks` tests with Megatron-LM.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ckpt import api
+from ckpt.plan.checkpoint import Checkpoint, Layout
+from tests.frameworks.runs import held
+from tests.support.commands import ckpt
+from tests.support.describing import content
+
+NAMES = ["megatron-lm", "megatron-lm-muon"]
+#: How many numbers of ranks a run may go on with; the first is its own.
+SIZES = {"megatron-lm": (4, 2, 6), "megatron-lm-muon": (2, 4)}
+
+
+@pytest.fixture(params=NAMES)
+def folder(request: pytest.FixtureRequest, fixtures: Path) -> Path:
+    return fixtures / str(request.param)
+
+
+def test_every_tensor_is_what_the_ranks_held(folder: Path) -> None:
+    read, known = api.open(folder), held(folder / "truth")
+    assert read.tensors.keys() == known.tensors.keys()
+    for key, tensor in read.tensors.items():
+        assert content(tensor) == known.tensors[key], key
+
+
+def test_what_a_run_goes_on_with(folder: Path) -> None:
+    read, known = api.open(folder), held(folder / "truth")
+    state = read.state
+    assert (state.step, state.entries()["opt_param_scheduler"]) == (2, known.facts["scheduler"])
+    assert set(state.scalars["step"].values()) == set(known.facts["steps"]) == {2}
+    groups = {frozenset(members): json.loads(options) for options, members in known.facts["groups"]}
+    assert {frozenset(group.fqns) for group in state.param_groups} == groups.keys()
+    for group in state.param_groups:
+        options = groups[frozenset(group.fqns)]
+        assert {name: group.options[name] for name in options if name != "betas"} == {
+            name: value for name, value in options.items() if name != "betas"
+        }
+
+
+def test_the_same_bits_for_other_ranks(folder: Path, tmp_path: Path) -> None:
+    source = api.open(folder)
+    for size in SIZES[folder.name]:
+        written = _written(source, tmp_path / str(size), world_size=size)
+        args = written.state.args
+        assert args is not None and (args["world_size"], args["data_parallel_size"]) == (size, size)
+        assert {key: content(one) for key, one in written.tensors.items()} == {
+            key: content(one) for key, one in source.tensors.items()
+        }
+        assert {frozenset(group.fqns) for group in written.state.param_groups} == {
+            frozenset(group.fqns) for group in source.state.param_groups
+        }
+
+
+def test_random_states_go_where_stages_are_the_same(folder: Path, tmp_path: Path) -> None:
+    source = api.open(folder)
+    other = _written(source, tmp_path / "dp", world_size=2 * SIZES[folder.name][0])
+    assert other.state.per_rank["rng_state"].keys() == source.state.per_rank["rng_state"].keys() == {"shard_0.0_1.1"}
+    assert other.state.args is not None and not other.state.args.get("no_save_rng")
+    stages = _written(source, tmp_path / "pp", pp=2)
+    assert "rng_state" not in stages.state.per_rank
+    assert stages.state.args is not None and stages.state.args["no_save_rng"] is True  # which Megatron-LM then believes
+
+
+def test_the_rerun_state_is_there_on_the_same_ranks_alone(folder: Path, tmp_path: Path) -> None:
+    source = api.open(folder)
+    same, other = (_written(source, tmp_path / str(n), world_size=n) for n in SIZES[folder.name][:2])
+    assert "rerun_state_machine" in same.state.entries() and "rerun_state_machine_state" in same.state.per_rank
+    assert "rerun_state_machine" not in other.state.entries()
+    assert "rerun_state_machine_state" not in other.state.per_rank
+
+
+def test_muon_is_not_written_as_rank_files(fixtures: Path, tmp_path: Path) -> None:
+    result = ckpt("convert", "megatron-dist", "megatron", fixtures / "megatron-lm-muon", "-o", tmp_path / "never")
+    assert result.code == 6 and "Megatron's optimizer 'muon'" in result.err and not (tmp_path / "never").exists()
+
+
+def _written(source: Checkpoint, path: Path, **layout: Any) -> Checkpoint:
+    api.plan(source, "megatron-dist", Layout(**layout)).run(path)
+    return api.open(path, "megatron-dist")
