@@ -17,7 +17,7 @@ from ckpt.base.errors import CkptError, CorruptError
 
 
 @dataclass(frozen=True)
-class Work:
+class AfterSave:
     """What is done with the checkpoint at `path`: `output` is where it is converted to."""
 
     path: str
@@ -32,7 +32,7 @@ class Work:
         return json.dumps(asdict(self))
 
 
-def carry_out(work: Work) -> None:
+def carry_out(work: AfterSave) -> None:
     """Do it; CkptError where the checkpoint is not whole, or what was converted is not what it holds."""
     if work.check:
         checked = ckpt.check(work.path)
@@ -56,7 +56,7 @@ def carry_out(work: Work) -> None:
 def main() -> int:
     os.nice(10)  # training goes first
     try:
-        carry_out(Work(**json.loads(sys.argv[1])))
+        carry_out(AfterSave(**json.loads(sys.argv[1])))
     except CkptError as error:
         print(error, file=sys.stderr)
         return error.exit_code

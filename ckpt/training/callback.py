@@ -12,7 +12,7 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import UsageError
-from ckpt.training.after_save import Work
+from ckpt.training.after_save import AfterSave
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback as _Base
@@ -59,8 +59,8 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             raise UsageError("what is pushed is what is converted", expected="to='hf'", found="to=None")
         self._asked: dict[str, Any] = {"check": check, "to": to, "verify": verify, "push": push, "options": options}
         self._output = None if output is None else os.fspath(output)
-        self._saved: list[Work] = []
-        self._queue: Queue[Work] = Queue()
+        self._saved: list[AfterSave] = []
+        self._queue: Queue[AfterSave] = Queue()
         self._worker: threading.Thread | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         if state.is_world_process_zero:
             name, run = f"checkpoint-{state.global_step}", Path(args.output_dir)
             output = Path(self._output or f"{os.path.normpath(run)}-{self._asked['to']}") / name
-            self._saved.append(Work(str(run / name), str(output), **self._asked))
+            self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by Trainer behind each step: the other ranks have saved, as this one has heard of them since."""
@@ -84,10 +84,10 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             self._queue.put(work)
         self._saved.clear()
         if self._worker is None and not self._queue.empty():
-            self._worker = threading.Thread(target=self._work, name="ckpt.TrainerCallback", daemon=True)
+            self._worker = threading.Thread(target=self._serve, name="ckpt.TrainerCallback", daemon=True)
             self._worker.start()
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         while True:
             work = self._queue.get()
             try:
@@ -98,7 +98,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
                 self._queue.task_done()
 
 
-def _run(work: Work) -> None:
+def _run(work: AfterSave) -> None:
     """Do the work in a process, without GPUs, and log what it printed."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
