@@ -17,7 +17,7 @@ from ckpt.base.errors import CkptError, CorruptError
 
 
 @dataclass(frozen=True)
-class SavedStep:
+class AfterSave:
     """What is done with the checkpoint at `path`: `output` is where it is converted to."""
 
     path: str
@@ -32,31 +32,31 @@ class SavedStep:
         return json.dumps(asdict(self))
 
 
-def carry_out(step: SavedStep) -> None:
+def carry_out(work: AfterSave) -> None:
     """Do it; CkptError where the checkpoint is not whole, or what was converted is not what it holds."""
-    if step.check:
-        checked = ckpt.check(step.path)
+    if work.check:
+        checked = ckpt.check(work.path)
         if not checked.whole:
-            raise CorruptError("the checkpoint is not whole", path=step.path, found="; ".join(checked.lines()))
-        print(f"{step.path} is whole")
-    if step.to is None:
+            raise CorruptError("the checkpoint is not whole", path=work.path, found="; ".join(checked.lines()))
+        print(f"{work.path} is whole")
+    if work.to is None:
         return
-    done = ckpt.convert(step.path, step.to, step.output, overwrite=True, **step.options)
-    print(f"{step.path} is converted to {done.path}")
-    if step.verify:
-        has_optimizer = any(one.carries_optimizer for one in ckpt.formats() if step.to in (one.name, *one.aliases))
-        report = ckpt.verify(step.path, done.path, only="all" if has_optimizer else "weights", cast=True)
+    done = ckpt.convert(work.path, work.to, work.output, overwrite=True, **work.options)
+    print(f"{work.path} is converted to {done.path}")
+    if work.verify:
+        has_optimizer = any(one.carries_optimizer for one in ckpt.formats() if work.to in (one.name, *one.aliases))
+        report = ckpt.verify(work.path, done.path, only="all" if has_optimizer else "weights", cast=True)
         if not report.equal:
             raise CorruptError("what was written differs from the checkpoint", path=done.path, found=report.outcome)
         print(f"{done.path} is verified")
-    if step.push:
-        print(f"{done.path} is pushed to {ckpt.push(done.path, step.push).url}")
+    if work.push:
+        print(f"{done.path} is pushed to {ckpt.push(done.path, work.push).url}")
 
 
 def main() -> int:
     os.nice(10)  # training goes first
     try:
-        carry_out(SavedStep(**json.loads(sys.argv[1])))
+        carry_out(AfterSave(**json.loads(sys.argv[1])))
     except CkptError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -12,7 +12,7 @@ from queue import Queue
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import UsageError
-from ckpt.training.after_save import SavedStep
+from ckpt.training.after_save import AfterSave
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback as _Base
@@ -59,8 +59,8 @@ class TrainerCallback(_Base):  # type: ignore[misc]
             raise UsageError("what is pushed is what is converted", expected="to='hf'", found="to=None")
         self._asked: dict[str, Any] = {"check": check, "to": to, "verify": verify, "push": push, "options": options}
         self._output = None if output is None else os.fspath(output)
-        self._saved: list[SavedStep] = []
-        self._queue: Queue[SavedStep] = Queue()
+        self._saved: list[AfterSave] = []
+        self._queue: Queue[AfterSave] = Queue()
         self._worker: threading.Thread | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -68,7 +68,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         if state.is_world_process_zero:
             name, run = f"checkpoint-{state.global_step}", Path(args.output_dir)
             output = Path(self._output or f"{os.path.normpath(run)}-{self._asked['to']}") / name
-            self._saved.append(SavedStep(str(run / name), str(output), **self._asked))
+            self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called by Trainer behind each step: the other ranks have saved, as this one has heard of them since."""
@@ -80,30 +80,30 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         self._queue.join()
 
     def _hand_over(self) -> None:
-        for step in self._saved:
-            self._queue.put(step)
+        for work in self._saved:
+            self._queue.put(work)
         self._saved.clear()
         if self._worker is None and not self._queue.empty():
-            self._worker = threading.Thread(target=self._work, name="ckpt.TrainerCallback", daemon=True)
+            self._worker = threading.Thread(target=self._serve, name="ckpt.TrainerCallback", daemon=True)
             self._worker.start()
 
-    def _work(self) -> None:
+    def _serve(self) -> None:
         while True:
-            step = self._queue.get()
+            work = self._queue.get()
             try:
-                _run(step)
+                _run(work)
             except Exception as error:  # whatever it is: training goes on
-                _LOG.warning("ckpt: nothing was done with %s: %s", step.path, error)
+                _LOG.warning("ckpt: nothing was done with %s: %s", work.path, error)
             finally:
                 self._queue.task_done()
 
 
-def _run(step: SavedStep) -> None:
+def _run(work: AfterSave) -> None:
     """Do the work in a process, without GPUs, and log what it printed."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, "-m", "ckpt.training.after_save", step.to_json()]
+    command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
     for line in done.stdout.splitlines():
         _LOG.info("ckpt: %s", line)
     if done.returncode:
-        _LOG.warning("ckpt: %s: exit code %d: %s", step.path, done.returncode, done.stderr.strip()[-4000:])
+        _LOG.warning("ckpt: %s: exit code %d: %s", work.path, done.returncode, done.stderr.strip()[-4000:])
