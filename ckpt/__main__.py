@@ -64,7 +64,8 @@ def _say(error: Exception) -> int:
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
         what = f"an error of ckpt itself: {type(error).__name__}: {error}\n  at: {', '.join(places)}"
         hint, code = "please report it with the command and these lines", INTERNAL
-    print(f"error: {printable(what, 2000)}\n\nhint: {hint}", file=sys.stderr)
+    notes = getattr(error, "__notes__", ())
+    print(f"error: {printable(what, 2000)}\n\nhint: {hint}", *notes, sep="\n", file=sys.stderr)
     return code
 
 

@@ -20,7 +20,8 @@ class TerminatedError(KeyboardInterrupt):
 
 def say_ended(interrupt: KeyboardInterrupt) -> int:
     """Say what ended a command so; its exit code."""
-    print(*(interrupt.args or ["interrupted; the destination is as it was"]), file=sys.stderr)
+    said = [*(interrupt.args or ["interrupted; the destination is as it was"]), *getattr(interrupt, "__notes__", ())]
+    print(*said, sep="\n", file=sys.stderr)
     return TERMINATED if isinstance(interrupt, TerminatedError) else INTERRUPTED
 
 

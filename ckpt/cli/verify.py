@@ -67,10 +67,11 @@ def verify(
     other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
-    total = 0 if run else sum(tensor.nbytes for tensor in one.tensors.values())
-    with progress(total, "compare", quiet=quiet or run) as meter:
+    with progress(0, "compare", quiet=quiet or run) as meter:
         report = (
-            api.verify(one, other, run=True) if run else api.verify(one, other, only=only, cast=cast, progress=meter)
+            api.verify(one, other, run=True)
+            if run
+            else api.verify(one, other, only=only, cast=cast, progress=meter, expected=meter.expect)
         )
     _conclude(report, report.lines(verbose), as_json, quiet)
 

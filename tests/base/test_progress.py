@@ -23,7 +23,7 @@ def test_what_a_line_says(monkeypatch: pytest.MonkeyPatch, total: int, done: int
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.progress(total, "check", quiet=True) as meter:
-        meter.phase("move")
+        meter.phase("move", total)
         meter(done)
         now[0] += seconds
         assert meter.line() == line

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def run(
-    plan: Plan, out: Path, *, resume: bool = True, kill_at: float = 2.0, num_lines: int = 0
+    plan: Plan, out: Path, *, restart: bool = False, kill_at: float = 2.0, num_lines: int = 0
 ) -> tuple[int, FileDigests]:
     """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved.
 
@@ -58,7 +58,7 @@ def run(
         return {}
 
     resources = Resources(workers=2)
-    done = execute(plan, out, resume=resume, resources=resources, progress=progress, hashing=True, describe=describe)
+    done = execute(plan, out, restart=restart, resources=resources, progress=progress, describe=describe)
     assert moved[0] == plan.moved_bytes
     return done, digests[0]
 
@@ -115,7 +115,7 @@ class TestGoingOn:
         assert 0.3 * case.plan.moved_bytes < done < 0.5 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
         assert listing(tmp_path) == ["out", "source"]
-        assert digests == run(case.plan, tmp_path / "unbroken", resume=False)[1]
+        assert digests == run(case.plan, tmp_path / "unbroken", restart=True)[1]
 
     def test_killed_before_every_call(self, tmp_path: Path) -> None:
         case, out, number, partly = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", 1, 0
@@ -149,11 +149,11 @@ class TestGoingOn:
         seen = tuple(SourceFile.stat(str(path)) for path in case.sources)
         changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
         assert run(changed, tmp_path / "out")[0] == 0
-        run(changed, tmp_path / "unbroken", resume=False)
+        run(changed, tmp_path / "unbroken", restart=True)
         assert not dircmp(tmp_path / "out", tmp_path / "unbroken").diff_files
 
     def test_without_it_nothing_is_taken_over(self, tmp_path: Path, case: Case) -> None:
-        assert run(case.plan, tmp_path / "out", resume=False)[0] == 0
+        assert run(case.plan, tmp_path / "out", restart=True)[0] == 0
         case.assert_written(tmp_path / "out")
 
     def test_it_is_kept_when_it_fails_again(self, tmp_path: Path, case: Case) -> None:
@@ -161,7 +161,7 @@ class TestGoingOn:
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            execute(case.plan, tmp_path / "out", resume=True, progress=fail)
+            execute(case.plan, tmp_path / "out", progress=fail)
         assert run(case.plan, tmp_path / "out")[0] > 0.3 * case.plan.moved_bytes
 
 
@@ -176,7 +176,7 @@ class TestRefused:
         changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
         with pytest.raises(CorruptError, match="the source has changed") as caught:
             run(changed, tmp_path / "out")
-        assert caught.value.path == str(victim) and "--resume" in str(caught.value.hint)
+        assert caught.value.path == str(victim) and "restart=True clears" in str(caught.value)
         assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
 
     def test_another_version(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -456,9 +456,9 @@ def test_what_was_killed_goes_on(store: ObjectStore, tmp_path: Path) -> None:
     store.faults = Faults(before=lambda method, key: setattr(store.faults, "expired", "rank_1" in key))
     ranges.forget()
     with pytest.raises(StorageError):
-        ckpt.plan(ckpt.open(url), "zero2", resources=Resources(workers=1)).run(out, resume=True)
+        ckpt.plan(ckpt.open(url), "zero2", resources=Resources(workers=1)).run(out)
     store.faults = Faults()
-    done = process("convert", "zero3", "zero2", url, "-o", out, "--resume")
+    done = process("convert", "zero3", "zero2", url, "-o", out)
     assert done.code == 0, done
     assert "were there already" in done.err
     assert not done.err.startswith("0 ")
