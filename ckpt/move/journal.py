@@ -85,7 +85,7 @@ class Journal:
     def __init__(self, folder: Path, begin: Mapping[str, Any], done: Digests, rank: int = 0) -> None:
         self._path = _place(folder, rank)
         self._lock = threading.Lock()
-        lines = [{**begin, "command": _command()}, *(line for name in done for line in _entries(name, done[name]))]
+        lines = [{**begin, "command": _command()}, *(line for name in done for line in _recorded(name, done[name]))]
         staged = self._path.with_name(f"{self._path.name}.new")  # which is read as a journal, too
         with translate_os_errors(staged):
             staged.unlink(missing_ok=True)
@@ -97,10 +97,10 @@ class Journal:
         """Pieces of the target file `name` have been written."""
         # Opened each time, so that other nodes see it (NFS).  Never made anew: the folder may be another's, or gone.
         with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_there) as file:
-            file.write(_text(_entries(name, digests)))
+            file.write(_text(_recorded(name, digests)))
 
 
-def _entries(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
+def _recorded(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
     return ([name, *piece, digest] for piece, digest in digests.items())
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.plan.checkpoint import MODEL_ROLES
+from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.planner import Plan
 from ckpt.run_folder import not_read
 from ckpt.run_folder.runs import MANIFEST
@@ -78,14 +78,14 @@ def written_lines(
     wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
     how = f"{seconds:.1f} s, {show_size(rate)}/s, {'verified' if verified else 'not verified'}"
-    of = f" ({' and '.join(dtypes)})" if dtypes else ""
+    of = f" (weights in {' and '.join(dtypes)})" if dtypes else ""
     return [*lines, f"{wrote}{of}, {f'and {MANIFEST}, ' if has_manifest else ''}in {how}"]
 
 
 def weight_dtypes(plan: Plan) -> list[str]:
-    """The dtypes in which weights are written, that of the most bytes first."""
-    sizes: Counter[str] = Counter()
+    """The dtypes in which weights are written, or their masters alone; that of the most bytes first."""
+    sizes: dict[str, Counter[str]] = {WEIGHT: Counter(), MASTER: Counter()}
     for slot in (slot for file in plan.target.files for slot in file.slots):
-        if slot.key[1] in MODEL_ROLES:
-            sizes[slot.extent.dtype.name] += slot.extent.nbytes
-    return [name for name, _ in sizes.most_common()]
+        if slot.key[1] in sizes:
+            sizes[slot.key[1]][slot.extent.dtype.name] += slot.extent.nbytes
+    return [name for name, _ in (sizes[WEIGHT] or sizes[MASTER]).most_common()]

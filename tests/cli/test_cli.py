@@ -341,6 +341,28 @@ def test_a_conversion_that_another_process_is_writing_is_not_called_stopped(run:
     assert run_ckpt("verify", run, "out").code == 0
 
 
+def test_what_was_written_is_read_back_where_that_is_asked_for(run: Path) -> None:
+    done = run_ckpt("convert", "auto", "hf", run, "-o", "out", "--verify", "--dtype", "fp16", "--names", "own")
+    last = (
+        r"wrote \d files?, \S+ kB \(weights in float16\), and ckpt-manifest\.json, in \d\.\d s, \S+ \S?B/s, verified\n"
+    )
+    assert done.code == 0 and re.search(last + "$", done.err), done.err
+    told: list[int] = []
+
+    def damage(folder: Path) -> dict[str, bytes]:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        return {}
+
+    conversion = ckpt.plan(run, "hf")
+    with pytest.raises(CkptError, match="what was written is not what the source holds") as caught:
+        conversion.run("damaged", verify=True, describe=damage, progress=told.append)
+    assert caught.value.exit_code == 1 and "1 differ" in str(caught.value.found)
+    assert sum(told) > conversion.plan.moved_bytes, "what is verified is counted, too"
+    assert sorted(os.listdir()) == ["out", "outputs"], "nothing is left of it"
+
+
 #: `ckpt`, which gets a signal when the first of what it has written is in the journal.
 KILLED = """
 import itertools, os, signal
