@@ -66,10 +66,12 @@ def _say(error: Exception) -> int:
         places = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)[-3:]]
         what = f"an error of ckpt itself: {type(error).__name__}: {error}\n  at: {', '.join(places)}"
         hint, code, name = "please report it with the command and these lines", INTERNAL, "internal"
+    notes = getattr(error, "__notes__", ())
     if streams.asks_for_json():
-        print(json.dumps(json_error(name, printable(what, 2000), code, hint=hint)), file=sys.stderr)
+        said = json_error(name, printable(what, 2000), code, hint="; ".join([hint, *notes]))
+        print(json.dumps(said), file=sys.stderr)
     else:
-        print(f"error: {printable(what, 2000)}\n\nhint: {hint}", file=sys.stderr)
+        print(f"error: {printable(what, 2000)}\n\nhint: {hint}", *notes, sep="\n", file=sys.stderr)
     return code
 
 

@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from io import BufferedReader
 from os import PathLike, fspath
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
@@ -222,23 +223,24 @@ class Conversion(Returned):
         destination: str | PathLike[str],
         *,
         overwrite: bool = False,
-        resume: bool = False,
+        restart: bool | Literal["stale"] = False,
         progress: Progress | None = None,
         manifest: bool = True,
-        phase: Callable[[str], None] = lambda _: None,
+        phase: Callable[[str, int], None] = lambda *_: None,
         check: bool = False,
+        verify: bool = False,
         describe: Callable[[Path], Mapping[str, bytes]] = lambda _: {},
         group: Alone | None = None,
-        clearing: Callable[[Path, int], None] = lambda *_: None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> int:
         """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
 
-        `resume` goes on where a run that was killed stopped, and keeps what is done if it fails; returned is how many
-        bytes were there already; without it `clearing` is called with the path and the bytes of what such a run left,
-        before that is removed.  `check` first compares masters with the weights stored beside them
-        (`ckpt.verify.compare.check_masters`); `manifest` adds `ckpt-manifest.json`, the digests of what was written;
-        `describe` makes further files of the filled folder: their content by name.  Where all processes of a `group`
-        call it, each writes its share.
+        It goes on with what the same conversion did before it was stopped, and returns how many bytes were there;
+        `restart` clears that first, or with "stale" only what cannot be gone on with, which is refused otherwise.
+        `check` first compares masters with the weights stored beside them (`ckpt.verify.compare.check_masters`);
+        `verify` reads back what was written, and compares it with the source, before it is moved to `destination`;
+        `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
+        filled folder: their content by name.  Where all processes of a `group` call it, each writes its share.
         """
         from ckpt.move.run import execute
 
@@ -246,35 +248,39 @@ class Conversion(Returned):
         self.check_destination(place)
         what: dict[str, Any] = {
             "progress": progress,
-            "hashing": manifest,
             "check": partial(self._check_source, check),
             "describe": partial(self._described, describe, manifest),
         }
         if standins.is_standin(str(place)):
             from ckpt.stores.upload import upload
 
-            if overwrite or resume:
-                asked = "--overwrite" if overwrite else "--resume"
-                raise UsageError(f"{asked} works on local folders only, not on a store", path=place)
+            for asked, is_given in (("--overwrite", overwrite), ("--restart", restart), ("--verify", verify)):
+                if is_given:
+                    raise UsageError(f"{asked} works on local folders only, not on a store", path=place)
             if group is not None and group.size > 1:
                 raise UsageError(f"only one process can write to a store, and there are {group.size}", path=place)
-            phase("move")
-            upload(self.plan, self.views, place, **what)
+            phase("move", self.plan.moved_bytes)
+            upload(self.plan, self.views, place, hashing=manifest, **what)
             return 0
         if overwrite and (group is None or group.rank == 0):
             _check_replaceable(place)
         try:
-            what |= {"phase": phase, "group": group, "resources": self.resources, "clearing": clearing}
-            return execute(self.plan, place, overwrite=overwrite, resume=resume, **what)
+            what |= {"phase": phase, "group": group, "resources": self.resources, "say": say}
+            if verify:
+                what["verify"] = partial(self._check_written, phase)
+            return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
         except (CorruptError, NotFoundError):
             for file in self.plan.checkpoint.files:
                 file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
             raise
 
-    def write(self, output: str | PathLike[str], *, manifest: bool = True, **options: Any) -> Converted:
+    def write(
+        self, output: str | PathLike[str], *, manifest: bool = True, verify: bool = False, **options: Any
+    ) -> Converted:
         """Run it with the options of `run`, and return what has been written."""
-        self.run(output, manifest=manifest, **options)
-        return Converted(fspath(output), self, manifest)
+        start = monotonic()
+        num_done = self.run(output, manifest=manifest, verify=verify, **options)
+        return Converted(fspath(output), self, manifest, verify, monotonic() - start, num_done)
 
     def _check_source(self, masters: bool) -> None:
         if masters:
@@ -285,6 +291,19 @@ class Conversion(Returned):
             from ckpt.verify.compare import check_plan_replicas
 
             check_plan_replicas(self.plan)
+
+    def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
+        """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
+        from ckpt.verify.written import as_written, is_as_the_source
+
+        # Blocks of quantized states are tensors in a plan, and states where they are read.
+        has_blocks = self.source.quantized.blocks and registry.get(self.format).carries_optimizer
+        source = self.source if has_blocks else as_written(self.plan)
+        how: dict[str, Any] = {"progress": progress, "expected": partial(phase, "verify")}
+        report = verify(source, open(folder, self.format), cast=bool(self.plan.casts), **how)
+        if not is_as_the_source(report):
+            what = "what was written is not what the source holds, and is removed"
+            raise CkptError(what, path=folder, found="; ".join([report.outcome, *report.lines()][:4]))
 
     def _described(
         self, describe: Callable[[Path], Mapping[str, bytes]], manifest: bool, folder: Path, digests: FileDigests
@@ -369,11 +388,14 @@ def plan(
 
 @dataclass(frozen=True, repr=False)
 class Converted(Returned):
-    """A conversion that has been written to `path`."""
+    """A conversion that has been written to `path` in so many `seconds`; `num_done` bytes were there already."""
 
     path: str
     conversion: Conversion
     has_manifest: bool
+    verified: bool
+    seconds: float
+    num_done: int
 
     def __repr__(self) -> str:
         return f"<{shown(self.path)}: {self.conversion.format}, written>"
@@ -382,9 +404,11 @@ class Converted(Returned):
         return self.conversion.to_json(self.path)
 
     def lines(self) -> list[str]:
-        from ckpt.show.planned import written_lines
+        from ckpt.show.planned import weight_dtypes, written_lines
 
-        return written_lines(self.to_json(), has_manifest=self.has_manifest)
+        how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
+        dtypes = weight_dtypes(self.conversion.plan)
+        return written_lines(self.to_json(), dtypes, has_manifest=self.has_manifest, **how)
 
 
 @typed
@@ -405,8 +429,9 @@ def convert(
     max_memory: str = "512MB",
     workers: int = 0,
     check: bool = False,
+    verify: bool = False,
     overwrite: bool = False,
-    resume: bool = False,
+    restart: bool = False,
     manifest: bool = True,
     progress: Progress | None = None,
     **options: OptionValue,
@@ -433,9 +458,8 @@ def convert(
         workers=workers,
         **options,
     )
-    return conversion.write(
-        output, check=check, overwrite=overwrite, resume=resume, manifest=manifest, progress=progress
-    )
+    how = {"check": check, "overwrite": overwrite, "restart": restart, "progress": progress}
+    return conversion.write(output, manifest=manifest, verify=verify, **how)
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:
@@ -533,6 +557,7 @@ def verify(
     tag_b: str | None = ...,
     config: str | PathLike[str] | None = ...,
     progress: Progress | None = ...,
+    expected: Progress | None = ...,
 ) -> Report: ...
 @overload
 def verify(
@@ -566,13 +591,15 @@ def verify(
     tag_b: str | None = None,
     config: str | PathLike[str] | None = None,
     progress: Progress | None = None,
+    expected: Progress | None = None,
 ) -> Report | RunReport | ManifestCheck | Loading:
     """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
     `only` confines it to the model's tensors or to the optimizer's; with `cast` the wider of two floating dtypes is
     rounded to the narrower one first; `measured` adds how far apart tensors are that differ.  With `run` the training
     states are compared instead of the tensors: schedule, scaler, random states, data position.  With `loads`
-    transformers loads the folder `a`, without data.
+    transformers loads the folder `a`, without data.  Of two checkpoints `expected` is told first of how many bytes
+    `progress` will be told.
     """
     sides = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
     check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **sides)
@@ -587,7 +614,9 @@ def verify(
     from ckpt.verify.pairs import verify as verify_same_names
 
     one, other, notes = _as_pair(one, other)
-    report = verify_same_names(one, other, only=only, cast=cast, measured=measured, progress=progress)
+    report = verify_same_names(
+        one, other, only=only, cast=cast, measured=measured, progress=progress, expected=expected
+    )
     return replace(report, notes=(*report.notes, *notes))
 
 
@@ -605,6 +634,7 @@ def diff(
     tag_b: str | None = None,
     config: str | PathLike[str] | None = None,
     progress: Progress | None = None,
+    expected: Progress | None = None,
 ) -> Diff:
     """Measure what changed from `a` to `b`, checkpoints of any formats: relative error, cosine and largest change.
 
@@ -617,7 +647,7 @@ def diff(
     one, other = opened(a, from_a, tag=tag_a, config=config), opened(b, from_b, tag=tag_b, config=config)
     one, other, notes = _as_pair(one, other)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
-    found = diff_same_names(one, other, only=only, tolerance=tolerance, progress=progress)
+    found = diff_same_names(one, other, only=only, tolerance=tolerance, progress=progress, expected=expected)
     return replace(found, notes=(*found.notes, *notes))
 
 

@@ -3,54 +3,59 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
+from typing import Any
 
 from ckpt.base.sizes import show_size
 
 _EVERY = 10.0  # seconds between lines
+_DELAY = 0.5  # seconds without a bar: what ends before that, as most mistakes do, has none
 
 
 class Meter:
-    """A progress bar for bytes.  Call it with the bytes done since the last call; it shows nothing if `quiet`."""
+    """How far the bytes of a phase are.  Call it with those done since the last call; it shows nothing if `quiet`.
+
+    A phase whose bytes are not known, a `total` of 0, is measured in time.
+    """
 
     def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
-        self._total, self._phase, self._done = total, phase, 0
-        self._start = time.monotonic()
-        self._bar = None
+        self.phase(phase, total)
+        self._bar: Any = None
+        self._lock = threading.Lock()
         self._end = threading.Event()
-        if not quiet and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(desc=phase, total=total, unit="B", unit_scale=True, leave=False, file=sys.stderr)
-        elif not quiet:
-            threading.Thread(target=self._print_lines, daemon=True).start()
+        if not quiet:
+            is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
+            threading.Thread(target=self._show_bar if is_terminal else self._print_lines, daemon=True).start()
 
     def __call__(self, count: int) -> None:
         self._done += count
-        if self._bar is not None:
-            self._bar.update(count)
 
-    def phase(self, name: str) -> None:
-        """What begins is shown by this name; only the first and `move` are measured in bytes."""
-        self._phase, self._start = name, time.monotonic()
-        if name != "move":
-            self._total = 0
-        if self._bar is not None:
-            self._bar.set_description(name)
+    def phase(self, name: str, total: int = 0) -> None:
+        """Another phase begins."""
+        self._phase, self._start, self._done = name, time.monotonic(), 0
+        self.expect(total)
+
+    def expect(self, total: int) -> None:
+        """The bytes of this phase are known now."""
+        self._total = total
 
     def say(self, line: str) -> None:
         """Print a line on stderr, above the bar where there is one."""
-        if self._bar is not None:
-            self._bar.write(line, file=sys.stderr)
-        else:
-            print(line, file=sys.stderr)
+        with self._lock:
+            if self._bar is None:
+                print(line, file=sys.stderr)
+            else:
+                self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         self._end.set()
-        if self._bar is not None:
-            self._bar.close()
+        with self._lock:
+            if self._bar is not None:
+                self._bar.stop()
+                self._bar = None
 
     def line(self) -> str:
         """The line to show now: phase, bytes, rate and remaining time; or the time since the phase began."""
@@ -63,6 +68,29 @@ class Meter:
     def _print_lines(self) -> None:
         while not self._end.wait(_EVERY):
             print(self.line(), file=sys.stderr)
+
+    def _show_bar(self) -> None:
+        if self._end.wait(_DELAY):
+            return
+        from rich.console import Console
+        from rich.live import Live
+
+        with self._lock:
+            if self._end.is_set():
+                return
+            plain: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
+            self._bar = Live(get_renderable=self._drawn, console=Console(file=sys.stderr), transient=True, **plain)
+            self._bar.start()
+
+    def _drawn(self) -> Any:
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+        from rich.text import Text
+
+        row = Table.grid(padding=(0, 1))
+        bar = ProgressBar(self._total or None, self._done, width=30, pulse=not self._total)
+        row.add_row(Text(self.line(), no_wrap=True, overflow="ellipsis"), bar)
+        return row
 
 
 def progress(total: int, phase: str, *, quiet: bool) -> contextlib.closing[Meter]:

@@ -31,7 +31,11 @@ def say_ended(interrupt: KeyboardInterrupt) -> int:
     is_terminated = isinstance(interrupt, TerminatedError)
     code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
     what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
-    print(json.dumps(json_error(name, what, code)) if asks_for_json() else what, file=sys.stderr)
+    notes = getattr(interrupt, "__notes__", ())
+    if asks_for_json():
+        print(json.dumps(json_error(name, what, code, hint="; ".join(notes) or None)), file=sys.stderr)
+    else:
+        print(what, *notes, sep="\n", file=sys.stderr)
     return code
 
 

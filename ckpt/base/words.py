@@ -7,7 +7,7 @@ import re
 #: Options that take no value, and all others that messages name; other programs' options stay as they are.
 _FLAGS = (
     "accept-base all bytes cast create-pr dequantize flat-optimizer missing-ok model-only overwrite private push qlora "
-    "resume run tensors"
+    "restart run tensors verify"
 )
 _OPTIONS = (
     "adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp expert- "

@@ -47,9 +47,7 @@ class Work:
     check: Annotated[
         bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
     ] = False
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on where a conversion that was killed stopped, and keep what is done.")
-    ] = False
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False  # what asked for what is done anyway now
 
 
 def convert(
@@ -126,7 +124,6 @@ def convert(
             destination,
             outcome,
             check=work.check,
-            resume=work.resume,
             group=group,
         )
     if report is not None:

@@ -31,8 +31,8 @@ DIFFERENT = 1
 _SECTIONS = {
     "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base expert_layout model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
-    "How it is done": "max_memory workers check resume dry_run foreground cast rtol atol loads every_byte weights "
-    "combination density seed",
+    "How it is done": "max_memory workers check verify restart dry_run foreground cast rtol atol loads every_byte "
+    "weights combination density seed",
     "What is shown": "tensors tensor everything csv picture html only run",
     "The Hub": "push repo_id private revision create_pr commit_message",
     "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "
@@ -123,6 +123,20 @@ class Outcome:
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
     as_json: JsonOption = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Clear what a stopped conversion has kept for this output, and begin anew. [default: go on with it; "
+            "in a store nothing is kept]",
+        ),
+    ] = False
+    verify: Annotated[
+        bool,
+        typer.Option(
+            "--verify", help="Read back what was written, and compare it with the source. Exit code 1: different."
+        ),
+    ] = False
     quiet: QuietOption = False
     verbose: VerboseOption = False
 
@@ -211,7 +225,7 @@ def guarded(function: Function) -> Function:
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
-            say_error(error, *_commands(error))
+            say_error(error, *_commands(error), *getattr(error, "__notes__", ()))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(say_ended(interrupt)) from None

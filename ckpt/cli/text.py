@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
-from ckpt.base.sizes import show_size
 from ckpt.base.streams import coloured
 from ckpt.base.text import aligned
 
@@ -47,18 +46,14 @@ def carry_out(
     conversion: Conversion,
     destination: Path,
     outcome: Outcome,
-    *,
-    resume: bool | None = None,
     **options: Any,
 ) -> dict[str, Any] | None:
     """Run a conversion and say on stderr what was written; its report for stdout.
 
-    A dry run prints the plan instead, and has no report.  `resume` is None of a command without `--resume`; `options`
-    are further ones of `Conversion.run`.
+    A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
     """
-    from ckpt.move.journal import JOURNAL
     from ckpt.run_folder import not_read
-    from ckpt.show.planned import plan_lines, written_lines
+    from ckpt.show.planned import plan_lines
 
     conversion.check_destination(destination)
     report = conversion.to_json(str(destination))
@@ -68,27 +63,18 @@ def carry_out(
         )
         print(lines)
         return None
-    with progress(conversion.plan.moved_bytes, "check", quiet=outcome.quiet) as meter:
-
-        def clearing(folder: Path, size: int) -> None:
-            has_journal = resume is not None and (folder / JOURNAL).is_file()
-            could = "; --resume would have gone on with it" if has_journal else ""
-            left = f"{printable(str(folder))} ({show_size(size)})"
-            meter.say(f"note: {left}, left by a run that was killed, is removed{could}")
-
+    with progress(0, "check", quiet=outcome.quiet) as meter:
         options |= {"progress": meter, "phase": meter.phase}
         if not outcome.quiet:
-            options["clearing"] = clearing
-        options |= {"manifest": outcome.manifest, "overwrite": outcome.overwrite}
-        num_done = conversion.run(destination, resume=bool(resume), **options)
+            options["say"] = lambda line: meter.say(f"note: {line}")
+        options |= {name: getattr(outcome, name) for name in ("manifest", "overwrite", "restart", "verify")}
+        written = conversion.write(destination, **options)
     if outcome.quiet:  # what may be lost is reported even then
         state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
         for line in not_read.lines(state):
             print(line, file=sys.stderr)
     else:
-        if resume:
-            print(f"{show_size(num_done)} were there already, and are as they were written", file=sys.stderr)
-        for line in written_lines(report, has_manifest=outcome.manifest):
+        for line in written.lines():
             print(line, file=sys.stderr)
     return report
 

@@ -31,7 +31,9 @@ _MEANT = {
 def say_error(error: CkptError, *more: str) -> None:
     """Print an error on stderr, and further lines below it; with `--json` as one object on one line."""
     if streams.asks_for_json():
-        print(json.dumps(error.to_json()), file=sys.stderr)
+        said = error.to_json()
+        said["hint"] = "; ".join(filter(None, [said["hint"], *getattr(error, "__notes__", ())])) or None
+        print(json.dumps(said), file=sys.stderr)
         return
     head = typer.style("error:", fg="red", bold=True) if streams.coloured(sys.stderr) else "error:"
     print(f"{head} {error.on_command_line()}", *more, sep="\n", file=sys.stderr)

@@ -72,11 +72,19 @@ def verify(
         return
     one, other = _opened(a, b, sides, quiet)
     page.check(one, other)
-    with progress(0 if run else _num_bytes(one), "compare", quiet=quiet or run) as meter:
+    with progress(0, "compare", quiet=quiet or run) as meter:
         report = (
             api.verify(one, other, run=True)
             if run
-            else api.verify(one, other, only=only, cast=cast, measured=page.html is not None, progress=meter)
+            else api.verify(
+                one,
+                other,
+                only=only,
+                cast=cast,
+                measured=page.html is not None,
+                progress=meter,
+                expected=meter.expect,
+            )
         )
     page.write(report)
     _conclude(report, report.lines(verbose), as_json, quiet)
@@ -104,8 +112,8 @@ def diff(
 
     one, other = _opened(a, b, sides, quiet)
     page.check(one, other)
-    with progress(_num_bytes(one), "measure", quiet=quiet) as meter:
-        report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter)
+    with progress(0, "measure", quiet=quiet) as meter:
+        report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter, expected=meter.expect)
     page.write(report)
     _conclude(report, report.lines(verbose), as_json, quiet)
 
@@ -119,10 +127,6 @@ def _opened(a: Path, b: Path, sides: Sides, quiet: bool) -> tuple[Checkpoint, Ch
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
     return one, other
-
-
-def _num_bytes(checkpoint: Checkpoint) -> int:
-    return sum(tensor.nbytes for tensor in checkpoint.tensors.values())
 
 
 def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from importlib.metadata import version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -117,7 +118,7 @@ def _plan(
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
         notes = (*notes, *one.notes[len(before.notes) :])
-    merged = to_namespace(merge.checkpoint(), HUB)
+    merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
     target = _with_config(target, merge.untied)
@@ -135,6 +136,25 @@ def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpo
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
+
+
+def _identity(adapters: Sequence[Adapter]) -> str:
+    """A digest of what the bits of a merge depend on beside its source files, which a journal has.
+
+    A merge that was stopped is gone on with only where it is the same.
+    """
+    from xxhash import xxh3_128
+
+    hasher = xxh3_128(repr([version(name) for name in ("torch", "peft") if find_spec(name)]).encode())
+    for one in adapters:
+        hasher.update(repr(sorted(one.config.raw.items())).encode())
+        for fqn, factor in one.factors.items():
+            hasher.update(repr((fqn, factor.shape)).encode())
+            if factor.is_held:
+                import torch  # it is imported already, as somebody holds tensors
+
+                hasher.update(factor.load().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return hasher.hexdigest()
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
@@ -457,8 +477,8 @@ class _Merge:
             "weights in MXFP4, FP8 or of bitsandbytes",
         )
 
-    def checkpoint(self) -> Checkpoint:
-        """The base with the merged tensors in place of its own."""
+    def checkpoint(self, identity: str) -> Checkpoint:
+        """The base with the merged tensors in place of its own; `identity` tells one merge from another."""
         changed = {*self.updates, *self.replaced}
         tensors: dict[Key, Tensor] = {key: t for key, t in self.base.tensors.items() if key[0] not in changed}
         for alias in self.untied - changed:
@@ -468,7 +488,7 @@ class _Merge:
         for fqn in changed:
             choice = self.chosen[fqn]
             source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)
-            path = f"merged:{fqn}"
+            path = f"merged:{identity}:{fqn}"
             computed[path] = _Merged(source, choice.dtype, tuple(self.updates.get(fqn, ())))
             extent = Extent.contiguous(path, 0, choice.dtype, choice.tensor.shape)
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, choice.tensor.shape, Whole(extent))

@@ -64,7 +64,9 @@ def merge_lora(
     max_shard_size: str = "5GB",
     names: Literal["hub", "own"] = "hub",
     workers: int = 0,
+    verify: bool = False,
     overwrite: bool = False,
+    restart: bool = False,
     manifest: bool = True,
     progress: api.Progress | None = None,
 ) -> api.Converted:
@@ -95,4 +97,5 @@ def merge_lora(
         names=names,
         workers=workers,
     )
-    return conversion.write(output, overwrite=overwrite, manifest=manifest, progress=progress)
+    how = {"overwrite": overwrite, "restart": restart, "progress": progress}
+    return conversion.write(output, manifest=manifest, verify=verify, **how)

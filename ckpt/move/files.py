@@ -14,7 +14,7 @@ import os
 import shutil
 import stat
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from datetime import datetime
 from io import FileIO
 from itertools import accumulate, islice
@@ -149,9 +149,9 @@ def lies_in(inner: Path, outer: Path) -> bool:
 class Staging:
     """A folder being written beside its destination.  Use as a context manager and call `commit` at the end.
 
-    Without `commit` the folder is removed on leaving, or kept where `resume`; the destination stays as it was.  A
-    folder that a killed process left behind is cleared, or kept where `resume`; one that a living process is writing is
-    refused.  `clearing` is called with the path of what is cleared, and its bytes.
+    Without `commit` the destination stays as it was, and the folder is removed on leaving, unless `keep` was called.
+    What a stopped process left in the folder stays there until `clear` or `keep_only` is called, one of which has to
+    be, before anything is written.  A folder that a living process is writing is refused.
     """
 
     def __init__(
@@ -160,19 +160,16 @@ class Staging:
         *,
         overwrite: bool,
         total_bytes: int,
-        resume: bool = False,
-        clearing: Callable[[Path, int], None] = lambda *_: None,
     ) -> None:
         self.destination = Path(os.path.abspath(destination))
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
         self.path = staging_folder(self.destination)
-        self._resume = resume
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
-        self._clearing = clearing
-        self._is_shared = False
+        self._is_kept = True  # what is in the folder, when it is left
+        self._may_be_there = False  # files that are to be created
         self._lock = -1
 
     def __enter__(self) -> Staging:
@@ -183,9 +180,6 @@ class Staging:
             try:
                 self._settle_interrupted_swap()
                 self._check_destination_free()
-                if not self._resume and is_filled(self.path):
-                    self._clearing(self.path, self._bytes_there())
-                    _clear(self.path)  # before the space is measured: what a killed run left is part of it
                 self._check_space()
             except BaseException:
                 self._leave()
@@ -196,16 +190,32 @@ class Staging:
         self._leave()
 
     def _leave(self) -> None:
-        if not (self._resume and is_filled(self.path)) and _same_file(self._lock, self.path):
+        if not (self._is_kept and is_filled(self.path)) and _same_file(self._lock, self.path):
             shutil.rmtree(self.path, ignore_errors=True)
         os.close(self._lock)
 
+    def clear(self) -> int:
+        """Remove what a stopped process left, and return how many bytes of the disk that took."""
+        with _writing(self.destination):
+            size, self._is_kept = disk_bytes(self.path), False
+            for entry in list(self.path.iterdir()):
+                if entry.is_dir() and not entry.is_symlink():
+                    shutil.rmtree(entry)
+                else:
+                    entry.unlink()
+        return size
+
     def keep_only(self, names: Container[str]) -> None:
-        """Remove every file of another name."""
+        """Remove every file of another name; those of these names are taken over."""
         with _writing(self.destination):
             for path in [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]:
                 if str(path.relative_to(self.path)) not in names:
                     path.unlink()
+        self._is_kept, self._may_be_there = False, True
+
+    def keep(self) -> None:
+        """Let the folder stay when it is left."""
+        self._is_kept = True
 
     def share(self, files: Iterable[tuple[str, int]]) -> None:
         """Make all files of these names and sizes, for other processes to write in by a `SharedStaging`.
@@ -214,12 +224,12 @@ class Staging:
         """
         for name, size in files:
             self.create(name, size).close()
-        self._is_shared = True
+        self._may_be_there = True
 
     def create(self, name: str, size: int) -> FileIO:
         """Create the file `name` with `size` bytes, all zero, open for reading and writing, or take what is there.
 
-        Only where `resume`, or behind `share`, may it be there.
+        Only behind `keep_only` or `share` may it be there.
 
         An object and no bare descriptor, made by C alone, with no `opener` of Python, which Ctrl-C would strike when it
         has the descriptor: so it is closed when nobody has it any more.
@@ -227,8 +237,7 @@ class Staging:
         path = confined(self.path, name)
         with _writing(self.destination / name):
             path.parent.mkdir(parents=True, exist_ok=True)
-            may_be_there = self._resume or self._is_shared
-            file = FileIO(path, "r+" if may_be_there and path.exists() else "x+")
+            file = FileIO(path, "r+" if self._may_be_there and path.exists() else "x+")
             try:
                 os.ftruncate(file.fileno(), size)
             except BaseException:
@@ -238,6 +247,7 @@ class Staging:
 
     def commit(self) -> None:
         """Make everything durable and move it to the destination in one step."""
+        assert not self._is_kept, "nobody has looked at what was left in the folder"
         with _writing(self.destination):
             for folder, _, _ in os.walk(self.path, topdown=False):
                 sync_folder(Path(folder))
@@ -278,7 +288,7 @@ class Staging:
 
     def _check_space(self) -> None:
         info = os.statvfs(self.destination.parent)
-        free = info.f_bavail * info.f_frsize + self._bytes_there()
+        free = info.f_bavail * info.f_frsize + disk_bytes(self.path)
         if free < self._total_bytes:
             raise StorageError(
                 "not enough space for the output",
@@ -288,10 +298,6 @@ class Staging:
                 hint="free some space, or choose another place with -o",
                 code="no-space",
             )
-
-    def _bytes_there(self) -> int:
-        """Bytes of the disk that the staging folder's files take."""
-        return sum(path.lstat().st_blocks * 512 for path in self.path.rglob("*"))
 
     def _acquire(self) -> int:
         """Create or take over the staging folder and lock it; the descriptor holds the lock."""
@@ -444,6 +450,11 @@ def is_filled(folder: Path) -> bool:
         return False
 
 
+def disk_bytes(folder: Path) -> int:
+    """Bytes of the disk that the files in a folder take."""
+    return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
+
+
 def _is_encodable(name: str) -> bool:
     """False for lone surrogates, which JSON can spell and no file name holds."""
     try:
@@ -451,14 +462,6 @@ def _is_encodable(name: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _clear(folder: Path) -> None:
-    for entry in list(folder.iterdir()):
-        if entry.is_dir() and not entry.is_symlink():
-            shutil.rmtree(entry)
-        else:
-            entry.unlink()
 
 
 def _exchange(a: Path, b: Path) -> bool:

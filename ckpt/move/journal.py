@@ -6,22 +6,26 @@ every piece again and compares its digest, so that it does not matter what a cra
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
+import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, replace
+from datetime import datetime
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.base.errors import CorruptError, UsageError, shown
+from ckpt.base.errors import CorruptError, UsageError, printable, shown
 from ckpt.base.sizes import show_size
 from ckpt.base.version import __version__
 from ckpt.move.filehash import CHUNK, Hasher
-from ckpt.move.files import OpenFiles, translate_os_errors
+from ckpt.move.files import OpenFiles, disk_bytes, translate_os_errors
 from ckpt.move.parts import Pieces
 from ckpt.move.source import is_standin, open_stream
 from ckpt.move.threads import in_threads
@@ -31,7 +35,7 @@ from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # bytes of a journal
-_STARTS_OVER = "without --resume it starts over"
+_BEGINS_ANEW = "--restart clears what is there and begins anew"
 
 #: The digests of pieces, by the name of their target file.
 Digests = dict[str, dict[Piece, str]]
@@ -73,25 +77,43 @@ def _digest(plan: Plan) -> str:
 
 
 class Journal:
-    """The record of what the process `rank` has written; several threads call `add`."""
+    """The record of what the process `rank` has written; several threads call `add`.
 
-    def __init__(self, folder: Path, begin: Mapping[str, Any], rank: int = 0) -> None:
+    It begins with what is `done` already, and stands in the place of a former one as a whole or not at all.
+    """
+
+    def __init__(self, folder: Path, begin: Mapping[str, Any], done: Digests, rank: int = 0) -> None:
         self._path = _place(folder, rank)
         self._lock = threading.Lock()
-        with translate_os_errors(self._path), open(self._path, "xb"):
-            pass
-        self._write([begin])
+        lines = [{**begin, "command": _command()}, *(line for name in done for line in _recorded(name, done[name]))]
+        staged = self._path.with_name(f"{self._path.name}.new")  # which is read as a journal, too
+        with translate_os_errors(staged):
+            staged.unlink(missing_ok=True)
+            with open(staged, "xb") as file:
+                file.write(_text(lines))
+            os.replace(staged, self._path)
 
     def add(self, name: str, digests: Mapping[Piece, str]) -> None:
         """Pieces of the target file `name` have been written."""
-        self._write([name, *piece, digest] for piece, digest in digests.items())
-
-    def _write(self, lines: Iterable[Any]) -> None:
-        # Opened each time, so that other nodes see it (NFS); and a line that was cut off before does not swallow this.
-        content = "".join(f"\n{json.dumps(line)}" for line in lines) + "\n"
-        # Never made anew: the folder may be another's by now, or gone.
+        # Opened each time, so that other nodes see it (NFS).  Never made anew: the folder may be another's, or gone.
         with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_there) as file:
-            file.write(content.encode())
+            file.write(_text(_recorded(name, digests)))
+
+
+def _recorded(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
+    return ([name, *piece, digest] for piece, digest in digests.items())
+
+
+def _text(lines: Iterable[Any]) -> bytes:
+    """Lines of a journal; one that was cut off before them does not swallow the first."""
+    return ("".join(f"\n{json.dumps(line)}" for line in lines) + "\n").encode()
+
+
+def _command() -> str:
+    """The command line of this process, as a user types it."""
+    program, *words = sys.argv or [""]
+    path = Path(program)
+    return shown(shlex.join([path.parent.name if path.name == "__main__.py" else path.name, *words]))
 
 
 def remove_journals(folder: Path, size: int) -> None:
@@ -128,6 +150,24 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
     return found
 
 
+def holds_pieces(folder: Path) -> bool:
+    """Whether a journal in `folder` records anything that is written."""
+    return any(isinstance(line, list) for path in folder.glob(f"{JOURNAL}*") for line in _lines(path))
+
+
+def left_in(folder: Path) -> str:
+    """What a stopped conversion left in `folder`: how large it is, when it was last written, and by which command."""
+    found = f"{show_size(disk_bytes(folder))}"
+    with contextlib.suppress(CorruptError):
+        for path in folder.glob(JOURNAL):
+            written = datetime.fromtimestamp(path.lstat().st_mtime)
+            found += f", last written {written:%Y-%m-%d %H:%M:%S}"
+            begun = next((line for line in _lines(path) if isinstance(line, dict)), {})
+            if isinstance(command := begun.get("command"), str):
+                found += f", by `{printable(command, 200)}`"
+    return found
+
+
 def sources_of(folder: Path) -> list[SourceFile]:
     """The source files of the conversion that was begun in `folder`; empty without a journal.  Raises CorruptError."""
     for path in sorted(folder.glob(f"{JOURNAL}*")):
@@ -154,7 +194,7 @@ def _lines(path: Path) -> Iterator[Any]:
                     except RecursionError:
                         raise CorruptError("the journal is nested too deeply", path=path) from None
     except CorruptError as error:
-        error.hint = error.hint or _STARTS_OVER
+        error.hint = error.hint or _BEGINS_ANEW
         raise
 
 
@@ -165,26 +205,29 @@ def _sources(begun: Mapping[str, Any], path: Path) -> list[SourceFile]:
     if not isinstance(sources, list) or not all(
         isinstance(facts, list) and [type(fact) for fact in facts] == kinds for facts in sources
     ):
-        raise CorruptError("the journal's list of sources is damaged", path=path, hint=_STARTS_OVER)
+        raise CorruptError("the journal's list of sources is damaged", path=path, hint=_BEGINS_ANEW)
     return [SourceFile(*facts) for facts in sources]
 
 
 def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Path) -> None:
-    if begun == expected:
+    if {name: begun.get(name) for name in expected} == expected:
         return
     version = begun.get("version")
     if version != expected["version"]:
-        what = "the conversion that was begun there is of another version of ckpt"
+        what = "the conversion that was stopped there is of another version of ckpt"
         found = version if isinstance(version, str) else "an older one"
-        raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=_STARTS_OVER)
+        hint = f"{_BEGINS_ANEW}: {left_in(path.parent)}"
+        raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     for now in _sources(expected, path):
         then = known.get(now.path, now)
         if then != now:
-            what = "the source has changed since the conversion that is to go on"
-            raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=_STARTS_OVER)
-    what = "the conversion that was begun there is another one, or has another source"
-    raise UsageError(what, path=path.parent, hint=_STARTS_OVER)
+            what = "the source has changed since the conversion that was stopped"
+            hint = f"{_BEGINS_ANEW}: {left_in(path.parent)}"
+            raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=hint)
+    what = "the conversion that was stopped there is another one, or has another source"
+    hint = f"the same command goes on with it; {_BEGINS_ANEW}"
+    raise UsageError(what, path=path.parent, found=left_in(path.parent), hint=hint)
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:

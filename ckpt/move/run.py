@@ -12,18 +12,31 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
-from ckpt.base.errors import StorageError
+from ckpt.base.errors import CkptError, CorruptError, StorageError, UsageError, printable
+from ckpt.base.sizes import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
-from ckpt.move.files import SharedStaging, Staging, check_destination, translate_os_errors
-from ckpt.move.journal import Digests, Journal, header, read_journals, remove_journals, still_there
+from ckpt.move.files import SharedStaging, Staging, check_destination, disk_bytes, is_filled, translate_os_errors
+from ckpt.move.journal import (
+    JOURNAL,
+    Digests,
+    Journal,
+    header,
+    holds_pieces,
+    read_journals,
+    remove_journals,
+    still_there,
+)
 from ckpt.move.parts import Share, deal
 from ckpt.move.workers import MAX_UNFINISHED, FileDigests, Output, Progress, Resources, Workers
 from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.processes.group import Alone
+
+#: What is cleared of what a stopped conversion kept: nothing, all, or what cannot be gone on with.
+Restart = bool | Literal["stale"]
 
 _ZEROS = 1 << 20  # bytes of padding that are written at a time
 
@@ -33,24 +46,28 @@ def execute(
     destination: Path,
     *,
     overwrite: bool = False,
-    resume: bool = False,
+    restart: Restart = False,
     resources: Resources | None = None,
     progress: Progress | None = None,
-    phase: Callable[[str], None] = lambda _: None,
-    hashing: bool = False,
+    phase: Callable[[str, int], None] = lambda *_: None,
     check: Callable[[], None] = lambda: None,
     describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
+    verify: Callable[[Path, Progress], None] = lambda *_: None,
     group: Alone | None = None,
-    clearing: Callable[[Path, int], None] = lambda *_: None,
+    say: Callable[[str], None] = lambda _: None,
 ) -> int:
     """Write the plan's files and move them to `destination` when all of them are complete and durable.
 
-    `progress` is called with numbers of bytes written, from several threads, one at a time, `phase` with the name of
-    what begins.  `check` is called before the first byte is written, when the destination has been found good, and may
-    raise.  `describe` is given the folder when it is filled, while it is still being synced, and where `hashing` the
-    digests of all files in it; it returns the content of more files.  `resume` goes on where a run that was `hashing`
-    was killed, and leaves what was written where it fails itself; without it `clearing` is called with the path and the
-    bytes of what such a run left, before that is removed.  Returns how many bytes were there already.
+    `progress` is called with numbers of bytes written, from several threads, one at a time; `phase` with the name of
+    what begins, and its bytes where they are measured.  `check` is called before the first byte is written, when the
+    destination has been found good, and may raise.  `describe` is given the folder when it is filled, while it is still
+    being synced, and the digests of all files in it; it returns the content of more files.  `verify` is given the
+    folder when all of it is durable, and may raise.
+
+    What is done is kept when it is stopped: by Ctrl-C, SIGTERM, an error of the disk or of ours.  The error then has a
+    note that tells where.  The same conversion goes on with it; any other is refused, unless `restart`: True clears
+    whatever was kept, "stale" what cannot be gone on with.  `say` is given a line about what was found.  Returns how
+    many bytes were there already.
 
     All processes of `group` call it with the same plan and write a share of its bytes each; the first one of them makes
     and moves the folder, and calls all that is to be called.
@@ -61,31 +78,28 @@ def execute(
     group = group or Alone()
     resources = resources or Resources()
     progress = group.counted(progress or (lambda _: None))
-    hashing = hashing or resume or group.size > 1
     is_first = group.rank == 0
     for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
         check_destination(destination, Path(source.path))
-    how: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "clearing": clearing}
-    whole = Staging(destination, total_bytes=plan.total_bytes, **how) if is_first else None
-    with whole or contextlib.nullcontext(SharedStaging(destination)) as staging:
-        work, done, journal = _prepare(plan, staging, resources, group, hashing=hashing, resume=resume)
+    whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
+    with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
+        work, done, journal = _prepare(plan, staging, resources, group, restart, say)
         if is_first:
             check()
         group.gather(None)
-        phase("move")
+        phase("move", plan.moved_bytes)
         num_done = sum(length for pieces in done.values() for _, length in pieces)
         progress(num_done if is_first else 0)
-        hashed = journal.add if journal is not None else lambda *_: None
         node = _node()
         num_here = group.gather(node).count(node)
-        workers = Workers(resources, progress, hashing=hashing, hashed=hashed, num_here=num_here)
+        workers = Workers(resources, progress, hashed=journal.add, num_here=num_here)
 
         def last() -> list[Output]:
             """Write the files that need the digests of all others, when every process has closed its own."""
             if not is_first:
                 return []
             found = group.gather(workers.digests())
-            phase("manifest")
+            phase("manifest", 0)
             more = describe(staging.path, _file_digests(found, done)).items()
             return [
                 _create(Share(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more
@@ -102,11 +116,29 @@ def execute(
         if whole is None:
             group.gather(workers.digests())
         else:
-            phase("commit")
-            if journal is not None:
-                remove_journals(whole.path, group.size)
+            verify(whole.path, progress)
+            phase("commit", 0)
+            remove_journals(whole.path, group.size)
             whole.commit()
     return num_done
+
+
+@contextlib.contextmanager
+def _keeping(staging: Staging | None) -> Iterator[None]:
+    """Keep what is done when the conversion is stopped, and note where it is; one that is refused keeps nothing.
+
+    What is wrong with the source, or with what was asked for, is wrong with what is done as well.
+    """
+    try:
+        yield
+    except BaseException as error:
+        is_refused = isinstance(error, CkptError) and not isinstance(error, StorageError)
+        if staging is not None and not is_refused and holds_pieces(staging.path):
+            staging.keep()
+            size = show_size(disk_bytes(staging.path))
+            note = f"kept: {size} in {printable(str(staging.path))}; the same command goes on"
+            vars(error).setdefault("__notes__", []).append(note)  # Python 3.11 has `add_note`
+        raise
 
 
 def _prepare(
@@ -114,37 +146,52 @@ def _prepare(
     staging: Staging | SharedStaging,
     resources: Resources,
     group: Alone,
-    *,
-    hashing: bool,
-    resume: bool,
-) -> tuple[list[Share], Digests, Journal | None]:
-    """This process's part of the work, the pieces that are there already, and a journal where there is `hashing`."""
+    restart: Restart,
+    say: Callable[[str], None],
+) -> tuple[list[Share], Digests, Journal]:
+    """This process's part of the work, the pieces that are there already, and the journal of this process."""
     files = plan.target.files
-    if not hashing:
-        return [Share(file, None) for file in files], {}, None
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
     begin, done = header(plan), Digests()
     _check_same_plan(begin, group)
     nodes = group.gather(_page_cache(staging.path))
-    if resume:
-        claimed = group.gather(read_journals(staging.path, begin) if group.rank == 0 else {})[0]
-        known = {name: {*inside} & {*claimed.get(name, ())} for name, inside in pieces.items()}
-        share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank)}
-        for found in group.gather(still_there(staging.path, claimed, share, resources.max_memory)):
-            for name, digests in found.items():
-                done.setdefault(name, {}).update(digests)
+    claimed = group.gather(_claimed(staging, begin, restart, say) if isinstance(staging, Staging) else {})[0]
+    known = {name: {*inside} & {*claimed.get(name, ())} for name, inside in pieces.items()}
+    share = {part.file.name: sorted(part.todo) for part in deal(files, pieces, known, nodes, group.rank)}
+    for found in group.gather(still_there(staging.path, claimed, share, resources.max_memory)):
+        for name, digests in found.items():
+            done.setdefault(name, {}).update(digests)
+    journal: Journal | None = None
     if isinstance(staging, Staging):
-        if resume:
-            staging.keep_only(done)
+        journal = Journal(staging.path, begin, done)  # before the former ones are removed
+        staging.keep_only({*done, JOURNAL})
         if group.size > 1:
             staging.share((file.name, file.size) for file in files)
     group.gather(None)
-    journal = Journal(staging.path, begin, group.rank)
-    for name, digests in done.items() if group.rank == 0 else ():
-        journal.add(name, digests)
+    journal = journal or Journal(staging.path, begin, {}, group.rank)
     todo = {name: set(inside) - set(done.get(name, ())) for name, inside in pieces.items()}
     return deal(files, pieces, todo, nodes, group.rank), done, journal
+
+
+def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: Callable[[str], None]) -> Digests:
+    """What the journals of a stopped conversion say that it has written.  What is not gone on with is cleared."""
+    if not is_filled(staging.path):
+        return {}
+    claimed, why = Digests(), ""
+    if restart is not True:
+        try:
+            claimed = read_journals(staging.path, begin)
+        except (CorruptError, UsageError) as error:
+            if not restart:
+                raise
+            why = f": {error.what}"
+    where = printable(str(staging.path))
+    if claimed:
+        say(f"going on with {where} ({show_size(disk_bytes(staging.path))}), which a stopped conversion left")
+    else:
+        say(f"removed {where} ({show_size(staging.clear())}), which a stopped conversion left{why}")
+    return claimed
 
 
 def _page_cache(folder: Path) -> tuple[str, int]:

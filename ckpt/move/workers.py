@@ -165,7 +165,6 @@ class Workers:
         resources: Resources,
         progress: Progress,
         *,
-        hashing: bool = False,
         hashed: Callable[[str, Mapping[Piece, str]], None] = lambda *_: None,
         num_here: int = 1,
     ) -> None:
@@ -191,7 +190,7 @@ class Workers:
         self._fillers = [threading.Thread(target=self._work, daemon=True) for _ in range(self.num_fillers)]
         self._syncers = [threading.Thread(target=self._sync, daemon=True) for _ in range(_NUM_SYNCERS)]
         self._tell_hashed = hashed
-        num_hashers = min(resources.num_hashers, num_cores_here) if hashing else 0
+        num_hashers = min(resources.num_hashers, num_cores_here)
         hashers = [Hasher(min(CHUNK, self.buffer_size)) for _ in range(num_hashers)]
         self._hashers = [threading.Thread(target=self._hash, args=(one,), daemon=True) for one in hashers]
         self._threads = (*self._fillers, *self._syncers, *self._hashers)

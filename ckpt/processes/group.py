@@ -174,7 +174,7 @@ class TorchGroup(Alone):
         return StorageError(
             f"another process of this conversion has ended, or cannot be reached any more: {who}",
             found=str(error).partition(". This is")[0],
-            hint="what it or its system printed says why; --resume goes on from what is done",
+            hint="what it or its system printed says why; the same command goes on from what is done",
         )
 
 

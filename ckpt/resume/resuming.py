@@ -29,7 +29,7 @@ from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.base.typed import typed
-from ckpt.move.files import Staging, is_filled, staging_folder, translate_os_errors
+from ckpt.move.files import Staging, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, Checkpoint, Format, Layout, SourceFile
@@ -353,14 +353,13 @@ def _convert(
     """Convert, each process its share; a conversion that was killed is gone on with."""
     conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
     destination, plan = Path(way.place), conversion.plan
-    if group.rank == 0:
-        _settle_left_over(conversion, destination, say)
     record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
     is_quiet = group.rank > 0 or say is not say_on_stderr
-    with _hinting_at_what_to_do(way, path), progress(plan.moved_bytes, "check", quiet=is_quiet) as meter:
+    with _hinting_at_what_to_do(way, path), progress(0, "check", quiet=is_quiet) as meter:
         num_done = conversion.run(
             destination,
-            resume=True,
+            restart="stale",
+            say=say,
             describe=lambda _: {RECORD: record},
             group=group,
             progress=meter,
@@ -389,26 +388,10 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
         raise
 
 
-def _settle_left_over(conversion: api.Conversion, destination: Path, say: Callable[[str], None]) -> None:
-    """Name what a killed conversion to `destination` left, and remove it where it cannot be gone on with."""
-    from ckpt.move.journal import header, read_journals
-
-    left_over = staging_folder(destination)
-    if not is_filled(left_over):
-        return
-    try:
-        read_journals(left_over, header(conversion.plan))
-    except (CorruptError, UsageError) as error:
-        _remove_staging(destination)
-        say(f"removed {left_over}, which a resume left that was killed: {error.what}")
-    else:
-        say(f"going on with {left_over}, which a resume left that was killed")
-
-
 def _remove_staging(destination: Path) -> None:
     """Remove the staging folder for `destination`.  StorageError where a living process is writing it."""
-    with Staging(destination, overwrite=True, total_bytes=0):
-        pass
+    with Staging(destination, overwrite=True, total_bytes=0) as staging:
+        staging.clear()
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:

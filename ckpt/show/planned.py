@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
+from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.planner import Plan
 from ckpt.run_folder import not_read
 from ckpt.run_folder.runs import MANIFEST
@@ -62,11 +65,27 @@ def lost_lines(report: dict[str, Any]) -> list[str]:
     return notes + not_read.lines(report["not_read"])
 
 
-def written_lines(report: dict[str, Any], *, has_manifest: bool) -> list[str]:
-    """The report of a conversion that has been carried out, as text."""
-    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
-    lines = [*lost_lines(report), wrote + (f", and {MANIFEST}" if has_manifest else "")]
+def written_lines(
+    report: dict[str, Any], dtypes: Sequence[str], *, has_manifest: bool, seconds: float, num_done: int, verified: bool
+) -> list[str]:
+    """The report of a conversion that took so many `seconds`, as text; `num_done` bytes were there already."""
+    lines = lost_lines(report)
+    if num_done:
+        lines.append(f"{show_size(num_done)} were there already, and are as they were written")
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
         place = printable(report["destination"])
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
-    return lines
+    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
+    rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
+    how = f"{seconds:.1f} s, {show_size(rate)}/s, {'verified' if verified else 'not verified'}"
+    of = f" (weights in {' and '.join(dtypes)})" if dtypes else ""
+    return [*lines, f"{wrote}{of}, {f'and {MANIFEST}, ' if has_manifest else ''}in {how}"]
+
+
+def weight_dtypes(plan: Plan) -> list[str]:
+    """The dtypes in which weights are written, or their masters alone; that of the most bytes first."""
+    sizes: dict[str, Counter[str]] = {WEIGHT: Counter(), MASTER: Counter()}
+    for slot in (slot for file in plan.target.files for slot in file.slots):
+        if slot.key[1] in sizes:
+            sizes[slot.key[1]][slot.extent.dtype.name] += slot.extent.nbytes
+    return [name for name, _ in (sizes[WEIGHT] or sizes[MASTER]).most_common()]

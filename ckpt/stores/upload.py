@@ -61,6 +61,8 @@ def upload(
 ) -> None:
     """Send the plan's files to the store where `destination` is the place of a URL; arguments as of `run.execute`.
 
+    `describe` gets digests only where `hashing`.
+
     Raises UsageError where anything is there already, or where the store is one that is only read, StorageError, and
     CorruptError for a source that changed meanwhile.  Nothing of it is there then.
     """

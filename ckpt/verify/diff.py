@@ -142,6 +142,7 @@ def diff(
     only: Only = "all",
     tolerance: Tolerance | None = None,
     progress: Progress | None = None,
+    expected: Progress | None = None,
 ) -> Diff:
     """Measure how far every tensor of `b` is from that of `a` under the same name, each in its own dtype.
 
@@ -151,7 +152,7 @@ def diff(
         if not value >= 0:
             raise UsageError(f"--{name} is no tolerance", expected="a number that is not negative", found=value)
     judge = partial(_measure_tensors, allowed=tolerance or Tolerance())
-    return Diff(a, b, *walk(a, b, only, judge, progress), tolerance)
+    return Diff(a, b, *walk(a, b, only, judge, progress, expected), tolerance)
 
 
 def layer_of(fqn: str) -> str:

@@ -189,25 +189,35 @@ def verify(
     cast: bool = False,
     measured: bool = False,
     progress: Progress | None = None,
+    expected: Progress | None = None,
 ) -> Report:
     """Compare every tensor of two checkpoints under the same names, bit for bit.
 
     `only` confines it to the model's tensors or to the optimizer's.  With `cast`, the wider of two floating dtypes is
     cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  With
-    `measured`, tensors that differ are read again for how far they do.  What cannot be read is a result of its own;
-    UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced meanwhile.
+    `measured`, tensors that differ are read again for how far they do.  What cannot be read is a result of its own.
+    `expected` is told first of how many bytes `progress` will be told.
+
+    Raises UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced
+    meanwhile.
     """
-    return Report(a, b, *walk(a, b, only, partial(_compare_tensors, cast=cast, measured=measured), progress))
+    judge = partial(_compare_tensors, cast=cast, measured=measured)
+    return Report(a, b, *walk(a, b, only, judge, progress, expected))
 
 
 def walk(
-    a: Checkpoint, b: Checkpoint, only: Only, judge: Judge, progress: Progress | None
+    a: Checkpoint,
+    b: Checkpoint,
+    only: Only,
+    judge: Judge,
+    progress: Progress | None,
+    expected: Progress | None,
 ) -> tuple[tuple[Result, ...], tuple[NotCompared, ...], int, tuple[str, ...]]:
     """Have `judge` compare every pair of tensors: the results, what was not compared, the bytes of A, and notes."""
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
-    results, num_bytes = _carry_out(work, judge, progress)
+    results, num_bytes = _carry_out(work, judge, progress, expected)
     for file in (*a.files, *b.files):
         file.check_unchanged()
     notes = [*work.notes, *_side_notes(a, b, results)]
@@ -417,7 +427,9 @@ def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _T
             work.alone(work.b, work.a, y)
 
 
-def _carry_out(work: _Work, judge: Judge, progress: Progress | None) -> tuple[list[Result], int]:
+def _carry_out(
+    work: _Work, judge: Judge, progress: Progress | None, expected: Progress | None
+) -> tuple[list[Result], int]:
     """The results in the order of `work`, reading in the order in which side A lies in its files."""
     results: list[Result | None] = []
     jobs: list[tuple[int, Tensor, Tensor]] = []
@@ -431,6 +443,8 @@ def _carry_out(work: _Work, judge: Judge, progress: Progress | None) -> tuple[li
             results.append(_compare_scalars(work, *item))
     jobs.sort(key=lambda job: location(job[1]))
     advance = progress or (lambda _: None)
+    if expected is not None:
+        expected(sum(x.nbytes for _, x, _ in jobs))
     with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
         for slot, x, y in jobs:
             result = results[slot] = _judged(judge, x, y, reader, other_ranks)

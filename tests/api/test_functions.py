@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 import torch
 
 import ckpt
+from ckpt import api
 from ckpt.base.words import in_python
-from ckpt.errors import UsageError
+from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
+from ckpt.verify import manifest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 
@@ -39,6 +42,10 @@ def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -
     assert ckpt.check(out).whole
 
 
+def without_times(text: str) -> str:
+    return re.sub(r"in \S+ s, \S+ \S?B/s", "in time", text)
+
+
 def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     options = ("--names", "own", "--dtype", "bf16", "-o", str(out))
@@ -47,7 +54,7 @@ def test_results_are_what_the_commands_print(run: str, fixtures: Path, tmp_path:
     assert planned.to_json(str(out)) == json.loads(dry.out)
     done = ckpt.convert(run, "hf", out, dtype="bf16", names="own")
     printed = run_ckpt("convert", "auto", "hf", run, *options, "--overwrite")
-    assert printed.err.endswith(str(done) + "\n")
+    assert without_times(printed.err).endswith(without_times(f"{done}\n"))
     results: dict[tuple[str, ...], Any] = {
         ("verify", run, str(out)): ckpt.verify(run, out),
         ("verify", run, run, "--run"): ckpt.verify(run, run, run=True),
@@ -81,6 +88,27 @@ def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
         ckpt.merge_lora("run", "other", adapter_weights=[0.5, 0.5])
     with pytest.raises(UsageError, match=r"combination dare_linear takes|combination dare_linear needs density"):
         ckpt.merge_lora("run", "other", adapter_weights=[0.5], combination="dare_linear")
+
+
+def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "run")
+    shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
+    monkeypatch.chdir(tmp_path)
+
+    def merge(weight: float) -> api.Converted:
+        return ckpt.merge_lora(["run", "run"], "out", adapter_weights=[weight, 0.5], combination="linear", verify=True)
+
+    def disk_is_full(*_: object) -> None:
+        raise StorageError("no space on the disk")
+
+    with monkeypatch.context() as patch, pytest.raises(StorageError) as caught:
+        patch.setattr(manifest, "make_manifest", disk_is_full)
+        merge(0.25)
+    assert "the same command goes on" in vars(caught.value)["__notes__"][0]
+    with pytest.raises(UsageError, match="is another one"):
+        merge(0.75)
+    done = merge(0.25)
+    assert done.num_done == done.conversion.plan.moved_bytes and done.verified
 
 
 @pytest.mark.parametrize(

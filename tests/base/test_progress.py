@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 import threading
 import time
 
@@ -23,7 +25,7 @@ def test_what_a_line_says(monkeypatch: pytest.MonkeyPatch, total: int, done: int
     now = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
     with progress.progress(total, "check", quiet=True) as meter:
-        meter.phase("move")
+        meter.phase("move", total)
         meter(done)
         now[0] += seconds
         assert meter.line() == line
@@ -42,6 +44,41 @@ def test_a_line_every_ten_seconds_where_there_is_no_terminal(
             captured = capsys.readouterr()
             said += captured.err
             assert captured.out == ""
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown_on(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    terminal = Terminal()
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(sys, "stderr", terminal)
+    return terminal
+
+
+def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    monkeypatch.setattr(progress, "_DELAY", 0)
+    until = time.monotonic() + 60
+    with progress.progress(0, "plan", quiet=False) as meter:
+        meter.phase("move", 100)
+        meter(40)
+        while "move: 40 B of 100 B" not in terminal.getvalue():
+            assert time.monotonic() < until, terminal.getvalue()
+            time.sleep(0.01)
+        meter.say("note: a line above the bar")
+    assert "note: a line above the bar\n" in terminal.getvalue()
+    assert terminal.getvalue().endswith("\x1b[2K"), "it is taken away"
+
+
+def test_no_bar_before_an_error_that_comes_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on(monkeypatch)
+    with progress.progress(100, "plan", quiet=False):
+        pass
+    assert not terminal.getvalue()
 
 
 def test_nothing_where_it_is_quiet() -> None:

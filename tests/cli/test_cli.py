@@ -9,6 +9,7 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -25,7 +26,6 @@ from ckpt.base.sizes import show_size
 from ckpt.check import inspecting
 from ckpt.cli import app
 from ckpt.errors import CkptError, UsageError
-from ckpt.move.files import Staging
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import FLOAT32
@@ -256,46 +256,137 @@ def test_an_existing_destination_is_kept(run: Path) -> None:
     assert sorted(os.listdir("outputs-hf")) == ["ckpt-manifest.json", "model.safetensors"]
 
 
-def test_what_a_killed_conversion_left_is_named_or_gone_on_with(run: Path) -> None:
-    source, out = ("convert", "zero3", "hf", run), Path("outputs-hf")
-    assert run_ckpt(*source, "--resume").err.count("0 B were there already") == 1  # there is nothing to go on from
+@pytest.mark.parametrize("option", [(), ("--resume",)])  # which scripts of before may have
+def test_what_a_killed_conversion_left_is_gone_on_with(run: Path, option: tuple[str, ...]) -> None:
+    source, out = ("convert", "zero3", "hf", run, *option), Path("outputs-hf")
+    assert "were there already" not in run_ckpt(*source).err
     written = out / "model.safetensors"
     with pytest.raises(ZeroDivisionError):
         fail_at_the_end(run, out.with_name("again"))
     staging = Path(".again.ckpt-staging")
-    journal = (staging / ".ckpt-journal").read_bytes()
-    gone_on = run_ckpt(*source, "-o", "again", "--resume")
+    gone_on = run_ckpt(*source, "-o", "again")
     assert gone_on.code == 0 and not staging.exists()
+    assert re.search(
+        r"note: going on with \S+\.again\.ckpt-staging \(\S+ kB\), which a stopped conversion left\n", gone_on.err
+    )
     assert f"{show_size(tensor_bytes(written))} were there already" in gone_on.err
     assert snapshot_of_files("again") == snapshot_of_files("outputs-hf")
-    staging = Path(".third.ckpt-staging")
-    staging.mkdir()
-    (staging / "model.safetensors").write_bytes(written.read_bytes())
-    (staging / ".ckpt-journal").write_bytes(journal)
-    anew = run_ckpt(*source, "-o", "third")
-    left = r"note: \S+\.third\.ckpt-staging \(\d+\.\d+ kB\), left by a run that was killed, is removed"
-    assert anew.code == 0 and re.search(left + "; --resume would have gone on with it\n", anew.err)
-    assert snapshot_of_files("third") == snapshot_of_files("outputs-hf")
     staging = Path(".fourth.ckpt-staging")
     staging.mkdir()
     (staging / "model.safetensors").write_bytes(written.read_bytes())  # and no journal, without which nothing goes on
-    assert re.search(left.replace("third", "fourth") + "\n", run_ckpt(*source, "-o", "fourth").err)
+    removed = r"note: removed \S+\.fourth\.ckpt-staging \(\d+\.\d+ kB\), which a stopped conversion left\n"
+    assert re.search(removed, run_ckpt(*source, "-o", "fourth").err)
 
 
-def test_a_conversion_that_another_process_is_writing_is_not_called_killed(run: Path) -> None:
-    with Staging(Path("outputs-hf"), overwrite=False, total_bytes=1) as staging:
-        staging.create("model.safetensors", 100).close()
-        refused = run_ckpt("convert", "zero3", "hf", run)
-        assert (staging.path / "model.safetensors").stat().st_size == 100
-    assert refused.code == 7 and "another process is writing this destination" in refused.err
-    assert "killed" not in refused.err and "note: " + str(staging.path) not in refused.err
+def test_what_another_command_left_is_named_and_cleared_only_when_that_is_asked_for(run: Path) -> None:
+    out, staging = ("-o", "out"), Path(".out.ckpt-staging")
+    convert = ("convert", "auto", "hf", str(run), *out)
+    killed = process(*convert, script=KILLED, cwd=Path.cwd())
+    assert killed.code == -9 and staging.is_dir()
+    before = snapshot(staging)
+    for other in (("convert", "auto", "full", run, *out), (*convert, "--dtype", "fp16", "--names", "own")):
+        refused = run_ckpt(*other)
+        assert refused.code == 2 and "the conversion that was stopped there is another one" in refused.err, refused
+        assert f"file: {Path.cwd() / staging}\n" in refused.err
+        said = r"found: \S+ kB, last written \d{4}-\d\d-\d\d \d\d:\d\d:\d\d, by `\S* ?convert auto hf outputs -o out`\n"
+        assert re.search(said, refused.err), refused.err
+        assert "hint: the same command goes on with it; --restart clears what is there and begins anew\n" in refused.err
+        assert snapshot(staging) == before and not Path("out").exists()
+    anew = run_ckpt("convert", "auto", "full", run, *out, "--restart")
+    assert anew.code == 0 and re.search(r"note: removed \S+ \(\S+ kB\), which a stopped conversion left\n", anew.err)
+    assert not staging.exists()
+
+
+def test_what_a_changed_source_made_stale_is_cleared_only_when_that_is_asked_for(run: Path) -> None:
+    convert, staging = ("convert", "auto", "hf", str(run), "-o", "out"), Path(".out.ckpt-staging")
+    assert process(*convert, script=KILLED, cwd=Path.cwd()).code == -9
+    changed = next(run.rglob("*optim_states.pt"))
+    changed.touch()
+    refused = run_ckpt(*convert)
+    assert refused.code == 4 and "the source has changed since the conversion that was stopped" in refused.err
+    assert changed.name in refused.err and "hint: --restart clears what is there and begins anew: " in refused.err
+    assert staging.is_dir() and not Path("out").exists()
+    assert run_ckpt(*convert, "--restart").code == 0 and not staging.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_stopped_conversion_says_what_it_keeps_and_the_same_command_goes_on(
+    run: Path, number: signal.Signals
+) -> None:
+    convert = ("convert", "auto", "hf", str(run), "-o", "out")
+    stopped = process(*convert, script=KILLED.replace("SIGKILL", number.name), cwd=Path.cwd())
+    assert stopped.code == {signal.SIGINT: 130, signal.SIGTERM: 143}[number]
+    kept = rf"kept: \S+ kB in {re.escape(str(Path.cwd() / '.out.ckpt-staging'))}; the same command goes on\n"
+    assert re.search(r"(interrupted|terminated); the destination is as it was\n" + kept, stopped.err), stopped.err
+    assert not Path("out").exists()
+    done = run_ckpt(*convert)
+    assert done.code == 0 and "were there already" in done.err and "0 B were" not in done.err
+    assert run_ckpt("convert", "auto", "hf", str(run), "-o", "unbroken").code == 0
+    assert snapshot_of_files("out") == snapshot_of_files("unbroken")
+
+
+def test_a_conversion_that_another_process_is_writing_is_not_called_stopped(run: Path) -> None:
+    """A living process, whose journal is half full."""
+    out, said = ("-o", "out"), "another process is writing this destination"
+    words = [sys.executable, "-c", KILLED.replace("SIGKILL", "SIGSTOP"), "convert", "auto", "hf", str(run), *out]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    living = subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True)
+    try:
+        assert os.WIFSTOPPED(os.waitpid(living.pid, os.WUNTRACED)[1])
+        for other in (("hf",), ("hf", "--restart"), ("full",)):
+            refused = run_ckpt("convert", "auto", other[0], run, *out, *other[1:])
+            assert refused.code == 7 and said in refused.err, refused
+            assert not re.search("stopped|killed|left|removed", refused.err), refused.err
+        living.send_signal(signal.SIGCONT)
+        assert living.wait(60) == 0
+    finally:
+        living.kill()
+        living.communicate()
+    assert run_ckpt("verify", run, "out").code == 0
+
+
+def test_what_was_written_is_read_back_where_that_is_asked_for(run: Path) -> None:
+    done = run_ckpt("convert", "auto", "hf", run, "-o", "out", "--verify", "--dtype", "fp16", "--names", "own")
+    last = (
+        r"wrote \d files?, \S+ kB \(weights in float16\), and ckpt-manifest\.json, in \d\.\d s, \S+ \S?B/s, verified\n"
+    )
+    assert done.code == 0 and re.search(last + "$", done.err), done.err
+    told: list[int] = []
+
+    def damage(folder: Path) -> dict[str, bytes]:
+        path = folder / "model.safetensors"
+        content = path.read_bytes()
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        return {}
+
+    conversion = ckpt.plan(run, "hf")
+    with pytest.raises(CkptError, match="what was written is not what the source holds") as caught:
+        conversion.run("damaged", verify=True, describe=damage, progress=told.append)
+    assert caught.value.exit_code == 1 and "1 differ" in str(caught.value.found)
+    assert sum(told) > conversion.plan.moved_bytes, "what is verified is counted, too"
+    assert sorted(os.listdir()) == ["out", "outputs"], "nothing is left of it"
+
+
+#: `ckpt`, which gets a signal when the first of what it has written is in the journal.
+KILLED = """
+import itertools, os, signal
+from ckpt.__main__ import main
+from ckpt.move.journal import Journal
+add, calls = Journal.add, itertools.count()
+def add_and_die(*args):
+    add(*args)
+    if not next(calls):
+        os.kill(os.getpid(), signal.SIGKILL)
+Journal.add = add_and_die
+main()
+"""
 
 
 def fail_at_the_end(run: Path, out: Path) -> None:
     def describe(_: Path) -> dict[str, bytes]:
         raise ZeroDivisionError
 
-    api.plan(api.open(run, "zero3"), "hf").run(out, resume=True, describe=describe)
+    api.plan(api.open(run, "zero3"), "hf").run(out, describe=describe)
 
 
 def tensor_bytes(path: Path) -> int:

@@ -24,17 +24,17 @@ _OURS = (JOURNAL, RECORD, MANIFEST)
 
 
 def stopped(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion that was killed, what it left damaged, and `--resume`; then without it, which starts over."""
+    """A conversion that was killed, what it left damaged, and the same conversion again."""
     while True:
         target, expected = some_target(sample, random, {How.WRITTEN})
         out = folder / "out"
         write_it = partial(write, sample.path, target, out)
         what = f"{sample.name} to {target}"
-        if killed_before_call(random.randint(10, 80), partial(write_it, resume=True)) and not out.exists():
+        if killed_before_call(random.randint(10, 80), write_it) and not out.exists():
             what += f": {_damaged(staging_folder(out), random)}"
         else:  # it ended before that, and the next one finds it
             shutil.rmtree(out)
-        ending = _ending(lambda resume, write_it=write_it: write_it(resume=resume), out, expected)
+        ending = _ending(write_it, out, expected)
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         yield what, ending
@@ -49,7 +49,7 @@ def kept(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, En
         resume = partial(ckpt.resume, run, format=way.format, world_size=way.layout.world_size, say=lambda _: None)
         place = Path(resume())
         what = f"{sample.name} to {target}: {_damaged(place, random)}"
-        ending = _ending(lambda resuming, resume=resume: resume(), place, expected)
+        ending = _ending(resume, place, expected)
         for path in folder.iterdir():
             shutil.rmtree(path)
         yield what, ending
@@ -76,10 +76,10 @@ def _damaged(folder: Path, random: Random) -> str:
     return f"{name}: byte {at} of {len(content)}{'' if at < len(changed) else ', cut off'}"
 
 
-def _ending(action: Callable[[bool], object], out: Path, expected: dict[str, str]) -> Ending:
+def _ending(action: Callable[[], object], out: Path, expected: dict[str, str]) -> Ending:
     refused = None
     try:
-        action(True)
+        action()
     except CkptError as error:
         refused = error
     except Exception as error:

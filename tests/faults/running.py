@@ -41,7 +41,7 @@ def kills(sample: Sample, folder: Path, random: Random, most: int) -> Iterator[t
         if out.exists():
             shutil.rmtree(out)
         if wrong is None and was_killed:
-            write(sample.path, target, out, resume=random.random() < 0.5)
+            write(sample.path, target, out)
             wrong = None if digests(out) == truth else "the rerun writes something else"
         if wrong is None and sorted(os.listdir(folder)) not in (["out"], []):
             wrong = f"litter: {os.listdir(folder)}"
@@ -51,19 +51,20 @@ def kills(sample: Sample, folder: Path, random: Random, most: int) -> Iterator[t
 
 
 def errors(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """A conversion in which one call to the system fails."""
+    """A conversion in which one call to the system fails, and its rerun where it has kept what was done."""
     while True:
         target, truth = some_target(sample, random, {How.WRITTEN})
         out = folder / "out"
         name, number, code = random.choice((*CALLS, "preadv")), random.randint(1, 30), random.choice(_ERRORS)
         what = f"{sample.name} to {target}: {errno.errorcode[code]} at call {number} of {name}"
         ending: Ending
+        kept: list[str] = []
         with failing_at_call(name, number, code):
             try:
                 write(sample.path, target, out)  # the digests are the campaign's own, and read folders, too
                 ending = ("equal", None)
             except CkptError as error:
-                ending = (f"refused with {error.exit_code}", None)
+                ending, kept = (f"refused with {error.exit_code}", None), getattr(error, "__notes__", [])
             except OSError:  # which the command line ends with 7
                 ending = ("refused with 7", None)
             except Exception as error:
@@ -71,6 +72,9 @@ def errors(sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, 
         wrong = ending[1] or _left(out, truth)
         if ending[0] == "equal" and not out.exists():
             wrong = "nothing is written, and nothing said"
+        if wrong is None and kept:
+            write(sample.path, target, out)
+            wrong = None if digests(out) == truth else "the rerun writes something else"
         litter = [path for path in os.listdir(folder) if path != "out"]
         if wrong is None and litter and name not in _CLEARING:
             wrong = f"litter: {litter}"

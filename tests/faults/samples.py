@@ -117,8 +117,8 @@ class Sample:
         return Path(shutil.copytree(self.path, to))
 
 
-def write(path: Path, target: str, out: Path, *, resume: bool = False) -> None:
-    """Convert to `target`; `resume` goes on with what a killed conversion left."""
+def write(path: Path, target: str, out: Path) -> None:
+    """Convert to `target`."""
     way = TARGETS[target]
     checkpoint: Checkpoint = ckpt.open(_uploaded(path) if way.how is How.FROM_A_STORE else path)
     if way.how is How.PLAIN:
@@ -130,7 +130,7 @@ def write(path: Path, target: str, out: Path, *, resume: bool = False) -> None:
             with conversion.open(name) as view:
                 (out / name).write_bytes(view.read())
     else:
-        conversion.run(out, manifest=False, resume=resume)
+        conversion.run(out, manifest=False)
 
 
 def converted(path: Path, target: str, out: Path) -> dict[str, str]:

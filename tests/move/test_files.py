@@ -35,6 +35,7 @@ OLD = {"model.bin": b"old", "notes/kept.txt": b"by somebody"}
 def write(destination: Path, *, overwrite: bool = False, total_bytes: int = 1) -> None:
     """What a conversion does, in one thread."""
     with Staging(destination, overwrite=overwrite, total_bytes=total_bytes) as staging:
+        staging.clear()
         for name, content in NEW.items():
             with translate_os_errors(name), staging.create(name, len(content)) as file:
                 os.pwrite(file.fileno(), content, 0)
@@ -253,6 +254,7 @@ class TestFailing:
 
     def test_without_commit_nothing_stays(self, tmp_path: Path) -> None:
         with pytest.raises(ZeroDivisionError), Staging(tmp_path / "out", overwrite=False, total_bytes=1) as staging:
+            staging.clear()
             staging.create("a/b.bin", 10).close()
             raise ZeroDivisionError
         assert os.listdir(tmp_path) == []
@@ -423,6 +425,7 @@ class TestTwoWriters:
             status = 1
             try:
                 with Staging(out, overwrite=True, total_bytes=1) as staging:
+                    staging.clear()
                     os.write(ready[1], b"!")
                     os.read(go[0], 1)
                     for name, content in NEW.items():
@@ -519,6 +522,7 @@ class TestDestination:
             pytest.raises(UsageError, match="the destination exists"),
             Staging(tmp_path / "out", overwrite=False, total_bytes=1) as staging,
         ):
+            staging.clear()
             make(tmp_path / "out", OLD)
             staging.commit()
         assert contents(tmp_path / "out") == OLD and os.listdir(tmp_path) == ["out"]

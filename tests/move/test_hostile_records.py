@@ -94,7 +94,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        ckpt.plan(ckpt.open(run), "hf").run(place / "out", resume=True, describe=stop)
+        ckpt.plan(ckpt.open(run), "hf").run(place / "out", describe=stop)
     return place
 
 
@@ -114,14 +114,14 @@ def replaced(path: Path, form: str | tuple[str, object]) -> None:
 
 @pytest.mark.parametrize("form", cases("sources"))
 def test_a_journal(begun: Path, tmp_path: Path, form: str | tuple[str, object]) -> None:
-    """What it says is taken as it is, or it is refused with a hint; without --resume it is not looked at."""
+    """What it says is taken as it is, or it is refused with a hint; with --restart it is not looked at."""
     out = tmp_path / "out"
-    for options in (("--resume",), ()):
+    for options in ((), ("--restart",)):
         shutil.copytree(staging_folder(begun / "out"), staging_folder(out))
         replaced(staging_folder(out) / JOURNAL, form)
         done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", out, *options)
         if done.code:
-            assert options and done.code in (2, 4) and "without --resume it starts over" in done.err, done.err
+            assert not options and done.code in (2, 4) and "--restart clears what is there" in done.err, done.err
             shutil.rmtree(staging_folder(out))
         else:
             assert digests(out) == digests(begun / "unbroken")
@@ -133,8 +133,8 @@ def test_the_journal_of_another_process(begun: Path, tmp_path: Path, form: str) 
     out = tmp_path / "out"
     shutil.copytree(staging_folder(begun / "out"), staging_folder(out))
     FORMS[form](staging_folder(out) / f"{JOURNAL}.1")
-    done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", out, "--resume")
-    assert done.code == 4 and "without --resume it starts over" in done.err
+    done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", out)
+    assert done.code == 4 and "--restart clears what is there" in done.err
 
 
 @pytest.mark.parametrize("form", cases("files"))
@@ -181,7 +181,7 @@ def test_the_journal_of_a_kept_conversion_that_was_killed(begun: Path, tmp_path:
 @pytest.mark.parametrize("name", [".out.ckpt-staging", ".out.ckpt-old"])
 def test_in_the_place_of_the_staging_folder(begun: Path, tmp_path: Path, name: str, form: str) -> None:
     FORMS[form](tmp_path / name)
-    for options in ((), ("--resume",)):
+    for options in ((), ("--restart",)):
         done = run_ckpt("convert", "auto", "hf", begun / "run", "-o", tmp_path / "out", *options)
         assert done.code in (0, 2, 4, 5, 7), done.err
         shutil.rmtree(tmp_path / "out", ignore_errors=True)

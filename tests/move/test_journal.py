@@ -9,10 +9,11 @@ import random
 import shutil
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from filecmp import dircmp
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,7 +37,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 def run(
-    plan: Plan, out: Path, *, resume: bool = True, kill_at: float = 2.0, num_lines: int = 0
+    plan: Plan, out: Path, *, restart: bool = False, kill_at: float = 2.0, num_lines: int = 0
 ) -> tuple[int, FileDigests]:
     """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved.
 
@@ -58,7 +59,7 @@ def run(
         return {}
 
     resources = Resources(workers=2)
-    done = execute(plan, out, resume=resume, resources=resources, progress=progress, hashing=True, describe=describe)
+    done = execute(plan, out, restart=restart, resources=resources, progress=progress, describe=describe)
     assert moved[0] == plan.moved_bytes
     return done, digests[0]
 
@@ -99,15 +100,24 @@ def case(tmp_path: Path) -> Case:
 
 
 class TestGoingOn:
-    def test_killed_at_half_moves_little_more_than_the_rest(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(("kill_at", "num_lines", "at_most"), [(0.5, 94, 0.55), (0.9, 177, 0.12)])
+    def test_killed_and_given_again_it_moves_little_more_than_the_rest(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kill_at: float, num_lines: int, at_most: float
     ) -> None:
         """Of 200 tensors, as a model has: what is lost are those that were being written."""
         monkeypatch.setattr(blocks, "_BATCH", len(SOURCE) // 200)  # as small, beside these tensors, as it is really
-        plan = many_tensors(tmp_path)
-        killed(lambda: run(plan, tmp_path / "out", kill_at=0.5, num_lines=94))
+        plan, moved = many_tensors(tmp_path), [0]
+        killed(lambda: run(plan, tmp_path / "out", kill_at=kill_at, num_lines=num_lines))
+        carry_out = blocks.SpanBatch.carry_out
+
+        def counted(batch: blocks.SpanBatch, *arguments: Any) -> Iterator[int]:
+            for size in carry_out(batch, *arguments):
+                moved[0] += size
+                yield size
+
+        monkeypatch.setattr(blocks.SpanBatch, "carry_out", counted)
         done, _ = run(plan, tmp_path / "out")
-        assert plan.moved_bytes - done <= 0.55 * plan.moved_bytes
+        assert moved[0] == plan.moved_bytes - done <= at_most * plan.moved_bytes
         assert b"".join(path.read_bytes() for path in sorted((tmp_path / "out").iterdir())) == SOURCE
 
     def test_it_is_as_if_it_had_not_been_killed(self, tmp_path: Path, case: Case) -> None:
@@ -115,7 +125,7 @@ class TestGoingOn:
         assert 0.3 * case.plan.moved_bytes < done < 0.5 * case.plan.moved_bytes
         case.assert_written(tmp_path / "out")
         assert listing(tmp_path) == ["out", "source"]
-        assert digests == run(case.plan, tmp_path / "unbroken", resume=False)[1]
+        assert digests == run(case.plan, tmp_path / "unbroken", restart=True)[1]
 
     def test_killed_before_every_call(self, tmp_path: Path) -> None:
         case, out, number, partly = make_case(tmp_path / "source", num_files=2, rows=8), tmp_path / "out", 1, 0
@@ -149,11 +159,11 @@ class TestGoingOn:
         seen = tuple(SourceFile.stat(str(path)) for path in case.sources)
         changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
         assert run(changed, tmp_path / "out")[0] == 0
-        run(changed, tmp_path / "unbroken", resume=False)
+        run(changed, tmp_path / "unbroken", restart=True)
         assert not dircmp(tmp_path / "out", tmp_path / "unbroken").diff_files
 
     def test_without_it_nothing_is_taken_over(self, tmp_path: Path, case: Case) -> None:
-        assert run(case.plan, tmp_path / "out", resume=False)[0] == 0
+        assert run(case.plan, tmp_path / "out", restart=True)[0] == 0
         case.assert_written(tmp_path / "out")
 
     def test_it_is_kept_when_it_fails_again(self, tmp_path: Path, case: Case) -> None:
@@ -161,7 +171,7 @@ class TestGoingOn:
             raise ZeroDivisionError
 
         with pytest.raises(ZeroDivisionError):
-            execute(case.plan, tmp_path / "out", resume=True, progress=fail)
+            execute(case.plan, tmp_path / "out", progress=fail)
         assert run(case.plan, tmp_path / "out")[0] > 0.3 * case.plan.moved_bytes
 
 
@@ -176,7 +186,7 @@ class TestRefused:
         changed = replace(case.plan, checkpoint=replace(case.plan.checkpoint, files=seen))
         with pytest.raises(CorruptError, match="the source has changed") as caught:
             run(changed, tmp_path / "out")
-        assert caught.value.path == str(victim) and "--resume" in str(caught.value.hint)
+        assert caught.value.path == str(victim) and "restart=True clears" in str(caught.value)
         assert staging_folder(tmp_path / "out").exists() and not (tmp_path / "out").exists()
 
     def test_another_version(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ import errno
 import gc
 import io
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -247,10 +248,9 @@ class TestExecute:
         assert case.plan.moved_bytes == case.plan.span_bytes + case.plan.buffered_bytes > 0
         assert listing(tmp_path) == ["out", "source"]
 
-    @pytest.mark.parametrize("hashing", [False, True])
     @pytest.mark.parametrize("workers", [2, 7])
     def test_few_target_files_are_open_at_a_time_and_each_is_synced(
-        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, workers: int, hashing: bool
+        self, tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch, workers: int
     ) -> None:
         case = make_case(tmp_path / "source", num_files=9)
         staged: list[int] = []
@@ -267,7 +267,7 @@ class TestExecute:
         for module in (run, threads):
             monkeypatch.setattr(module, "MAX_UNFINISHED", 3)
         monkeypatch.setattr(threads, "sync", sync)
-        execute(case.plan, tmp_path / "out", resources=Resources(workers=workers), hashing=hashing)
+        execute(case.plan, tmp_path / "out", resources=Resources(workers=workers))
         case.assert_written(tmp_path / "out")
         assert max(staged) <= 3 + 1  # and the one that waits for its turn
         assert synced == {Path(name).name for name in case.expected}
@@ -509,9 +509,16 @@ class TestSourcesThatChange:
             raise PermissionError(errno.EACCES, "Permission denied", path)
 
         monkeypatch.setattr(SourceFile, "stat", denied)
-        with pytest.raises(StorageError, match="Permission denied"):
+        with pytest.raises(StorageError, match="Permission denied") as caught:
             execute(case.plan, tmp_path / "out")
-        assert listing(tmp_path) == ["source"]
+        assert listing(tmp_path) == [".out.ckpt-staging", "source"] and kept(caught.value)
+
+
+def kept(error: BaseException) -> bool:
+    """Whether an error has the note that what was done is kept."""
+    notes = getattr(error, "__notes__", [])
+    assert all(re.fullmatch(r"kept: \S+ \S+ in \S+\.ckpt-staging; the same command goes on", one) for one in notes)
+    return len(notes) == 1
 
 
 class Nth:
@@ -538,6 +545,10 @@ def in_staging(descriptor: int, *_: Any) -> bool:
     return ".ckpt-staging/" in os.readlink(f"/proc/self/fd/{descriptor}")
 
 
+def of_source(descriptor: int, *_: Any) -> bool:
+    return not in_staging(descriptor)
+
+
 def a_source(path: Any, flags: int, *_: Any) -> bool:
     return "rank" in str(path)
 
@@ -557,7 +568,7 @@ FAILURES = {
 class TestEveryCallFailsOnce:
     @pytest.mark.parametrize("existing", [False, True])
     @pytest.mark.parametrize("name", FAILURES)
-    def test_nothing_is_left_of_it(
+    def test_nothing_is_left_of_it_but_what_is_noted(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None, name: str, existing: bool
     ) -> None:
         """As SQLite does it: fail the first call, then the second, until there is none left to fail."""
@@ -568,19 +579,21 @@ class TestEveryCallFailsOnce:
         before = listing(tmp_path)
         threads, descriptors = threading.active_count(), len(open_files())
         monkeypatch.setattr(failure.module, failure.name, failure)
-        number = 0
+        number, is_kept = 0, list[bool]()
         while True:
             number += 1
             failure.number, failure.calls = number, 0
             try:
-                execute(case.plan, out, overwrite=True, resources=Resources(workers=2))
+                execute(case.plan, out, overwrite=True, restart=True, resources=Resources(workers=2))
             except StorageError as error:
+                is_kept.append(kept(error))
                 assert error.exit_code == 7
                 assert os.strerror(failure.code) in str(error)
                 assert (error.hint is not None) == (failure.code in (errno.ENOSPC, errno.EDQUOT))
             else:
                 break
-            assert listing(tmp_path) == before, f"call {number}"
+            there = [".out.ckpt-staging", *before] if is_kept[-1] else before
+            assert listing(tmp_path) == there, f"call {number}"
             if existing:
                 assert (out / "old").read_bytes() == b"old" and listing(out) == ["old"]
             assert threading.active_count() == threads, f"call {number}"
@@ -612,22 +625,26 @@ class TestEveryCallFailsOnce:
 
             monkeypatch.setattr(Staging, "create", create)
             with pytest.raises(StorageError, match="Input/output error"):
-                execute(case.plan, tmp_path / "out", resources=Resources(workers=2))
-            assert listing(tmp_path) == ["source"]
+                execute(case.plan, tmp_path / "out", restart=True, resources=Resources(workers=2))
+            assert "out" not in listing(tmp_path)
 
     def test_buffered_reads_of_plain_spans(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, small_pieces: None
     ) -> None:
-        case, failure, number = make_case(tmp_path / "source", num_files=1, rows=8), Nth("preadv", errno.EIO), 0
+        case, failure, number = (
+            make_case(tmp_path / "source", num_files=1, rows=8),
+            Nth("preadv", errno.EIO, of_source),
+            0,
+        )
         monkeypatch.setattr(os, "preadv", failure)
         while True:
             number += 1
             failure.number, failure.calls = number, 0
             try:
-                execute(case.plan, tmp_path / "out")
+                execute(case.plan, tmp_path / "out", restart=True)
             except StorageError as error:
                 assert error.path == str(case.sources[0]), "the file that could not be read is named"
-                assert listing(tmp_path) == ["source"]
+                assert "out" not in listing(tmp_path)
             else:
                 break
         assert number > 2
@@ -675,11 +692,12 @@ class TestInterrupt:
                 pressed.set()
                 self.interrupt()
 
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as caught:
             execute(case.plan, tmp_path / "out", progress=press, resources=Resources(workers=2))
             time.sleep(5)  # the signal arrives here where the run was over sooner
         assert pressed.is_set()
-        assert listing(tmp_path) == ["source"] or (tmp_path / "out").exists()
+        there = [".out.ckpt-staging", "source"] if kept(caught.value) else ["source"]
+        assert listing(tmp_path) == there or (tmp_path / "out").exists()
 
     @pytest.mark.parametrize("existing", [False, True])
     def test_while_the_disk_hangs(

@@ -119,7 +119,6 @@ def test_two_agents_of_torchrun_and_a_process_that_is_killed(tmp_path: Path) -> 
         str(tmp_path / "died"),
         *convert,
         str(tmp_path / "together"),
-        "--resume",
     ]
     agents = [
         subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

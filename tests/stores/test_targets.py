@@ -57,7 +57,8 @@ def test_the_command_line(store: ObjectStore, monkeypatch: pytest.MonkeyPatch, t
     for words, what in (
         (("-o", url), "the destination exists"),
         (("-o", url, "--overwrite"), "--overwrite works on local folders only"),
-        (("-o", url, "--resume"), "--resume works on local folders only"),
+        (("-o", url, "--restart"), "--restart works on local folders only"),
+        (("-o", url, "--verify"), "--verify works on local folders only"),
         (("-o", source), "overlap"),
         (("-o", f"{source}/global_step2/hf"), "overlap"),
         (("-o", "hf://org/name"), "ckpt push"),

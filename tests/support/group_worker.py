@@ -33,12 +33,12 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks)
     found: dict[str, Any] = {}
 
-    def together(name: str, size: int = SIZE, to: str | None = None, resume: bool = False) -> None:
+    def together(name: str, size: int = SIZE, to: str | None = None) -> None:
         """What a conversion to the folder `to` returns or raises, as `name`."""
         conversion = api.plan(api.open(source), "zero3", Layout(world_size=size))
         try:
             with TorchGroup(dist, store) as group:
-                found[name] = conversion.run(folder / (to or name), group=group, resume=resume)
+                found[name] = conversion.run(folder / (to or name), group=group)
         except Exception as error:
             found[name] = [type(error).__name__, str(error)]
 
@@ -49,8 +49,8 @@ def main() -> None:
         together("fails")
     together("other plan", SIZE + rank // 2)
     with failing_at(3, rank == 2, disk_is_full):
-        together("fails, and is kept", to="goes on", resume=True)
-    together("goes on", resume=True)
+        together("fails, and is kept", to="goes on")
+    together("goes on")
     try:
         with TorchGroup(dist, store) as group:
             if rank != 1:

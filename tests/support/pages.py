@@ -3,7 +3,8 @@
 A block of a terminal is indented, or fenced without being a program or a configuration.  `$ ` begins a command.  The
 lines behind it, up to the next command or the end of the block, are all that it prints: both streams, in order, blank
 lines at either end apart.  `...` stands for any lines where it is a line, and for any text within a line: for what is
-too long, and for what another machine prints otherwise (losses, times, paths).  Where no command of a block is followed
+too long, and for what another machine prints otherwise (losses, times, paths).  The time and the rate of a conversion
+may be any.  Where no command of a block is followed
 by a line, the block shows commands alone.
 """
 
@@ -22,6 +23,8 @@ _PART = re.compile(
     re.MULTILINE,
 )
 _PROMPT = "$ "
+#: How long a conversion took, and how fast it was.
+_TOOK = re.compile(r"\bin \d+\.\d s, [\d.]+ [kMGT]?B/s(?=, (not )?verified$)", re.MULTILINE)
 
 
 @dataclass
@@ -84,6 +87,7 @@ def is_row(line: str) -> bool:
 
 def differences(shown: list[str], printed: str) -> str:
     """How what was printed differs from what a page shows; empty where it does not."""
+    shown, printed = [_TOOK.sub("in a time", line) for line in shown], _TOOK.sub("in a time", printed)
     pattern = "".join(
         r"(?:.*\n)*" if line.strip() == "..." else re.escape(line).replace(re.escape("..."), ".*") + r" *\n"
         for line in shown

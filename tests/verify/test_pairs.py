@@ -592,6 +592,15 @@ def test_progress_adds_up_to_the_bytes_of_a(tmp_path: Path) -> None:
     assert sum(seen) == total
 
 
+def test_progress_adds_up_to_what_it_is_told_first(tmp_path: Path) -> None:
+    """Optimizer states, which a folder of weights has no place for, are not compared."""
+    expected, seen = list[int](), list[int]()
+    a = sharded(tmp_path / "a", [*MODEL, (MODEL[0][0], "exp_avg", MODEL[0][2])])
+    report = verify(a, one_file(tmp_path / "b", MODEL), progress=seen.append, expected=expected.append)
+    assert report.equal and [sum(seen)] == expected == [report.num_bytes]
+    assert sum(seen) < sum(tensor.nbytes for tensor in a.tensors.values())
+
+
 def every_text(value: Any) -> Iterable[str]:
     if isinstance(value, str):
         yield value
