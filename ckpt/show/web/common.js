@@ -21,7 +21,8 @@ function size(count) {
   for (; unit < 4 && Math.round(count * 10) >= 10000; unit++) count /= 1000;
   return unit ? `${count.toFixed(count < 10 ? 2 : 1)} ${UNITS[unit]}` : `${count} B`;
 }
-const counted = (n, what) => `${n.toLocaleString("en")} ${what}${n === 1 ? "" : "s"}`;
+const grouped = (n) => String(n).replace(/\B(?=(\d{3})+$)/g, ",");
+const counted = (n, what) => `${grouped(n)} ${what}${n === 1 ? "" : "s"}`;
 const number = (x) => (x === null || x === undefined ? "?" : x === 0 ? "0" : Number(x).toPrecision(3));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 

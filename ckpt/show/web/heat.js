@@ -237,7 +237,7 @@ async function start() {
     pairs.push(["in B", one.b_fqn], ["rounded to", one.cast], ["error", one.error]);
     if (change) {
       const [a, b] = change.not_finite;
-      pairs.push(["elements", change.numel.toLocaleString("en")], ["changed", change.num_changed.toLocaleString("en")]);
+      pairs.push(["elements", grouped(change.numel)], ["changed", grouped(change.num_changed)]);
       pairs.push(["relative error", number(change.relative)], ["cosine", change.cosine]);
       pairs.push(["largest change", number(change.largest)], ["at", `[${change.index.join(", ")}]`]);
       pairs.push(["NaN or infinite", `${a} in A, ${b} in B`]);
@@ -265,7 +265,7 @@ async function start() {
     const isIn = (one) => isWanted(one) && (!onlyOdd || one.status !== "=") && fits.every((fit) => fit(lower.get(one)));
     matching = tensors.filter(isIn);
     const differing = matching.filter((one) => one.status !== "=").length;
-    $("count").textContent = `${counted(matching.length, "tensor")}, ${differing.toLocaleString("en")} not equal`;
+    $("count").textContent = `${counted(matching.length, "tensor")}, ${grouped(differing)} not equal`;
     map.arrange(matching, weight);
     map.draw();
     list.show(sortedBy(matching, keys[order[0]], order[1]));
@@ -282,7 +282,7 @@ async function start() {
   $("sides").textContent = `A: ${all.a.path} (${all.a.format})   B: ${all.b.path} (${all.b.format})`;
   const styles = { "=": "good", "!": "bad" };
   for (const [sign, words] of Object.entries(STATES)) {
-    const text = `${all.counts[sign].toLocaleString("en")} ${words}`;
+    const text = `${grouped(all.counts[sign])} ${words}`;
     if (all.counts[sign]) $("badges").append(make("span", `badge ${styles[sign] || "odd"}`, text));
   }
   const numNan = tensors.filter(isNan).length;

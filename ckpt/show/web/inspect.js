@@ -32,8 +32,7 @@ async function start() {
     map.draw();
     list.show(listed());
     const sum = list.items.reduce((sum, i) => sum + tensors.bytes[i], 0);
-    $("count").textContent =
-      `${list.items.length.toLocaleString("en")} of ${counted(tensors.total, "tensor")}, ${size(sum)}`;
+    $("count").textContent = `${grouped(list.items.length)} of ${counted(tensors.total, "tensor")}, ${size(sum)}`;
   }
   function recolour() {
     const [paint, entries] = schemes[$("by").value];
@@ -59,7 +58,7 @@ async function start() {
       ...[tensors.name(i), tensors.role(i), tensors.dtype(i), tensors.shape(i), size(tensors.bytes[i])],
       tensors.where(i),
     ],
-    style: (i) => (tensors.faults(i).length ? "bad" : tensors.reasons.has(i) ? "odd" : ""),
+    style: (i) => (tensors.isBad[i] ? "bad" : tensors.isOdd[i] ? "odd" : ""),
     chosen: choose,
     sorted(key) {
       const first = key === "bytes" || key === "held by" ? -1 : 1;
@@ -102,8 +101,8 @@ async function start() {
         ["role", tensors.role(i)],
         ["dtype", tensors.dtype(i)],
         ["shape", tensors.shape(i)],
-        ["elements", tensors.numel(i).toLocaleString("en")],
-        ["bytes", `${tensors.bytes[i].toLocaleString("en")} (${size(tensors.bytes[i])})`],
+        ["elements", grouped(tensors.numel(i))],
+        ["bytes", `${grouped(tensors.bytes[i])} (${size(tensors.bytes[i])})`],
         [tensors.isRank[runs[0]] ? "ranks" : "files", tensors.heldBy(runs, 40)],
         ["copies", copies],
         ...remarks.map((text) => ["", text]),
@@ -223,14 +222,15 @@ async function start() {
   // -- the search -------------------------------------------------------------------------------------------------------
   const off = chips($("roles"), tensors.roles.length > 1 ? tensors.roles.slice(0, 12) : [], search);
   function search() {
-    const [fits, asked] = tensors.search($("search").value),
-      onlyOdd = isPressed($("odd"));
+    const [tests, asked] = tensors.search($("search").value);
     marked = asked;
+    if (off.size) tests.push((i) => !off.has(tensors.role(i)));
+    if (isPressed($("odd"))) tests.push((i) => tensors.isOdd[i]);
+    if (only) tests.push(only);
     matching = [];
     for (let i = 0; i < tensors.total; i++) {
-      const isIn = fits(i) && !off.has(tensors.role(i)) && (!onlyOdd || tensors.reasons.has(i)) && (!only || only(i));
-      isShown[i] = isIn ? 1 : 0;
-      if (isIn) matching.push(i);
+      isShown[i] = tests.every((fits) => fits(i)) ? 1 : 0;
+      if (isShown[i]) matching.push(i);
     }
     weigh(root, tensors, isShown);
     into(map.zoom.bytes ? map.zoom : root);
@@ -256,15 +256,13 @@ async function start() {
       search();
     });
   }
-  const every = [...tensors.nameOf.keys()],
-    isBad = (i) => tensors.faults(i).length > 0;
-  const numBad = every.filter(isBad).length,
-    numCopied = every.filter((i) => tensors.copies(i) > 1).length;
-  if (numBad) badge(`${counted(numBad, "tensor")} damaged`, "bad", isBad);
+  const numBad = tensors.isBad.reduce((sum, one) => sum + one, 0);
+  const numCopied = tensors.lookOf.reduce((sum, look) => sum + (tensors.looks[look][0] > 1), 0);
+  if (numBad) badge(`${counted(numBad, "tensor")} damaged`, "bad", (i) => tensors.isBad[i]);
   else badge("no holes, no overlaps", "good");
   if (numCopied) badge(`${counted(numCopied, "tensor")} in several copies`, "soft", (i) => tensors.copies(i) > 1);
   const numOdd = tensors.reasons.size;
-  if (numOdd) badge(`${counted(numOdd, "tensor")} unusual`, "odd", (i) => tensors.reasons.has(i));
+  if (numOdd) badge(`${counted(numOdd, "tensor")} unusual`, "odd", (i) => tensors.isOdd[i]);
 
   // -- the rest ---------------------------------------------------------------------------------------------------------
   $("title").textContent = tensors.title;

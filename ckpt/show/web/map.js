@@ -2,26 +2,31 @@
 
 // A tensor's name is a path of inner nodes; its roles are the leaves, whose `t` is the tensor.
 function treeOf(tensors) {
-  const node = (k, p, t = -1) => ({ k, p, c: t < 0 ? [] : null, t, bytes: 0, bad: 0, odd: 0, largest: null });
-  const root = node("", null),
-    inner = new Map([["", root]]);
+  const node = (k, p, t = -1) => ({ k, p, c: t < 0 ? [] : null, t, bytes: NaN, bad: 0, odd: 0, largest: null });
+  const root = node("", null);
+  const inner = new Map([[root, new Map()]]);
+  let stack = [root],
+    before = [];
   const leaves = tensors.names.map((name) => {
     const words = name.split("."),
       last = words.pop();
-    let at = root,
-      path = "";
-    for (const word of words) {
-      path += `${word}.`;
-      let next = inner.get(path);
+    let at = 0; // neighbours have most of their path in common
+    while (at < words.length && words[at] === before[at]) at++;
+    stack.length = at + 1;
+    for (; at < words.length; at++) {
+      const children = inner.get(stack[at]);
+      let next = children.get(words[at]);
       if (!next) {
-        next = node(word, at);
-        inner.set(path, next);
-        at.c.push(next);
+        next = node(words[at], stack[at]);
+        children.set(words[at], next);
+        inner.set(next, new Map());
+        stack[at].c.push(next);
       }
-      at = next;
+      stack.push(next);
     }
-    const leaf = node(last, at);
-    at.c.push(leaf);
+    before = words;
+    const leaf = node(last, stack[at]);
+    stack[at].c.push(leaf);
     return leaf;
   });
   for (let i = 0; i < tensors.total; i++) {
@@ -36,8 +41,8 @@ function weigh(node, tensors, isShown) {
   if (!node.c) {
     const on = isShown[node.t];
     node.bytes = on ? tensors.bytes[node.t] : 0;
-    node.bad = on && tensors.faults(node.t).length ? 1 : 0;
-    node.odd = on && tensors.reasons.has(node.t) ? 1 : 0;
+    node.bad = on && tensors.isBad[node.t];
+    node.odd = on && tensors.isOdd[node.t];
     node.largest = node;
     return;
   }

@@ -20,7 +20,18 @@ class Tensors {
       for (let at = 0; at < runs.length; at += 2) count += runs[at + 1] - runs[at] + 1;
       return count;
     });
+    // Names that differ in numbers only have one pattern.
+    const patterns = new Map();
+    this.patternOf = Int32Array.from(all.names, (name) => {
+      const pattern = name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*");
+      if (!patterns.has(pattern)) patterns.set(pattern, patterns.size);
+      return patterns.get(pattern);
+    });
+    this.patterns = [...patterns.keys()];
     this.reasons = this.unusual();
+    this.isBad = Uint8Array.from(this.lookOf, (look) => all.looks[look][4].length > 0);
+    this.isOdd = new Uint8Array(this.total);
+    for (const i of this.reasons.keys()) this.isOdd[i] = 1;
   }
   name(i) {
     return this.names[this.nameOf[i]];
@@ -85,11 +96,10 @@ class Tensors {
     const found = new Map(),
       families = new Map();
     const say = (i, text) => found.set(i, [...(found.get(i) || []), text]);
-    const patterns = this.names.map((name) => name.replace(/(^|\.)\d+(?=\.|$)/g, "$1*"));
     for (let i = 0; i < this.total; i++) {
       if (this.faults(i).length) say(i, "damaged");
       if (!this.bytes[i]) say(i, "no elements");
-      const key = `${this.roleOf[i]} ${patterns[this.nameOf[i]]}`;
+      const key = this.patternOf[this.nameOf[i]] * this.roles.length + this.roleOf[i];
       if (families.has(key)) families.get(key).push(i);
       else families.set(key, [i]);
     }
@@ -114,14 +124,17 @@ class Tensors {
   schemes() {
     const parts = this.parts.map(([name, text, shade]) => [name, text && new RegExp(text), shade]);
     const norms = parts.find(([name]) => name === "norms");
-    const partOf = this.names.map((name) => {
+    const partOf = this.patterns.map((name) => {
       if (norms[1].test(name.split(".").slice(-2).join("."))) return norms;
       return parts.find(([, found]) => !found || found.test(name));
     });
     const numbered = (names) => names.map((name, n) => [name, wheel(n)]);
     const holders = this.holders.slice(0, WHEEL.length).map((_, n) => this.holder(n));
     return {
-      "part of the model": [(i) => partOf[this.nameOf[i]][2], parts.map(([name, , shade]) => [name, shade])],
+      "part of the model": [
+        (i) => partOf[this.patternOf[this.nameOf[i]]][2],
+        parts.map(([name, , shade]) => [name, shade]),
+      ],
       dtype: [(i) => wheel(this.dtypeOf[i]), numbered(this.dtypes.map(([name]) => name))],
       role: [(i) => wheel(this.roleOf[i]), numbered(this.roles)],
       "rank or file": [
@@ -133,7 +146,7 @@ class Tensors {
   }
 
   // -- the search: words, patterns, and rank:3 role:exp_avg dtype:bf16 file:0 ---------------------------------------------
-  // The test of a tensor, and the number of the rank or file that is asked for, -1 where none is.
+  // The tests of a tensor, and the number of the rank or file that is asked for, -1 where none is.
   search(text) {
     const names = [],
       tests = [];
@@ -150,7 +163,10 @@ class Tensors {
       } else if (kind === "dtype") tests.push((i) => this.dtype(i).includes(SHORT[value] || value));
       else names.push(matcher(word));
     }
-    const named = this.lower.map((name) => names.every((fits) => fits(name)));
-    return [(i) => named[this.nameOf[i]] && tests.every((fits) => fits(i)), asked];
+    if (names.length) {
+      const named = this.lower.map((name) => names.every((fits) => fits(name)));
+      tests.unshift((i) => named[this.nameOf[i]]);
+    }
+    return [tests, asked];
   }
 }
