@@ -28,7 +28,10 @@ def lines(sizing: Sizing) -> Iterator[str]:
     yield ""
     yield from _table_lines(sizing)
     yield ""
-    yield from _wrap("* with activation checkpointing. A total is the peak, in the backward pass or in the step.")
+    yield from _wrap(
+        "* with activation checkpointing. extra: what is gathered from other GPUs, and buffers. A total is the peak, "
+        "in the backward pass or in the step."
+    )
     yield from _wrap(f"fits: at most {USABLE:.0%} of the GPU's memory. host: CPU memory of each GPU's process.")
     if flops := _flops(sizing):
         yield from _wrap(
@@ -148,7 +151,7 @@ def _cell(count: int | None, size: int) -> str:
 def _mark(row: EstimateRow, gpu_memory: int) -> str:
     if fits(row, gpu_memory, checkpointing=False):
         return "yes"
-    return "*" if row.memory.activations and fits(row, gpu_memory, checkpointing=True) else "no"
+    return "yes*" if row.memory.activations and fits(row, gpu_memory, checkpointing=True) else "no"
 
 
 def _sizing_notes(sizing: Sizing) -> Iterator[str]:

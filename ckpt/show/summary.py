@@ -24,6 +24,7 @@ _MAX_MESH = 256  # ranks of a mesh that is drawn
 #: What a tensor is part of, by its name, and the colour of that in a picture of one file; the first that fits.
 PARTS: Mapping[str, str] = {
     "adapters": r"lora_|\.adapter",
+    "router": r"\brouter\b|mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate",
     "experts": r"expert",
     "attention": r"attn|attention|\b[qkv]_proj|query_key_value|\bqkv",
     "output": r"lm_head|output_layer|embed_out|^head\b|\.head\b",
@@ -32,7 +33,7 @@ PARTS: Mapping[str, str] = {
     "norms": r"norm|\bln_",
 }
 OTHER = "other"
-PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 1, 0, 4, 2, 5, 6, 14)), strict=True))
+PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 7, 1, 0, 4, 2, 5, 6, 14)), strict=True))
 
 
 def part_of(name: str) -> str:

@@ -33,7 +33,8 @@ class TrainerCallback(_Base):  # type: ignore[misc]
     are those of `ckpt.convert`.
 
     Training is not held up: the first rank hands each checkpoint to a queue, whose processes run one after the other,
-    and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing.
+    and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing,
+    as where `save_total_limit` has removed the checkpoint meanwhile.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> TrainerCallback:

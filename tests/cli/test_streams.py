@@ -227,6 +227,11 @@ def test_an_error_is_an_object_with_json(
         assert where is None or found["where"]["file"].endswith(where)
 
 
+def test_the_object_on_the_page_is_what_is_printed() -> None:
+    shown = (REPOSITORY / "docs" / "errors.md").read_text().split("```json\n")[1].split("\n```")[0]
+    assert process("inspect", "nowhere", "--json").err.strip() == shown
+
+
 def test_every_command_takes_json(fixtures: Path) -> None:
     for command in app.registered_commands:
         assert "  --json " in ckpt(command.name or "", "--help").out, command.name

@@ -68,6 +68,7 @@ COMPARED = {
     ("README", "Demo"): "tests/train/test_demo.py",
     ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
     ("check", ""): "tests/check/test_checking.py",
+    ("errors", "For programs"): "tests/cli/test_streams.py",
     ("estimate", ""): "tests/estimate/test_estimate.py",
     ("estimate", "What keeps it honest"): "tests/estimate/test_estimate.py",
     ("estimate", "Beside published runs"): "tests/estimate/test_published.py",
@@ -79,6 +80,7 @@ COMPARED = {
     ("resume", "How close the losses are"): "tests/engines/test_resume.py",
     ("resume", "How close the losses are with Megatron"): "tests/engines/test_megatron_resume.py",
     ("training", "What the preflight finds"): "tests/train/test_training_page.py",
+    ("versions", "Install a release"): "tests/docs/test_release.py",
 }
 #: And those that nobody can print again, which the page says, and blocks that are no terminal.
 NOT_COMPARED = {
@@ -87,6 +89,7 @@ NOT_COMPARED = {
     ("out-of-memory", ""),  # an error of torch's
     ("out-of-memory", "TRL on several nodes under Slurm"),
     ("new-architecture", "Megatron's table"),
+    ("command-line", "Defaults of your own"),  # what a user writes
 }
 #: What a line of a terminal begins with, where a block has no `$`.
 PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|accelerate|axolotl) |  "

@@ -62,6 +62,6 @@ def test_the_image_runs_the_command() -> None:
     )  # type: ignore[index]
     assert "'.[all]'" in lines and "fuse3" in lines
     docs = (REPOSITORY / "docs/versions.md").read_text()
-    commands = [shlex.split(line) for line in re.findall(r"^    (docker .*)$", docs, re.MULTILINE)]
+    commands = [shlex.split(line) for line in re.findall(r"^(docker .*)$", docs, re.MULTILINE)]
     assert [words[1] for words in commands] == ["build", "run"]
     assert commands[0][-2:] == ["ckpt", "."] and commands[1][commands[1].index("ckpt") + 1] == "convert"

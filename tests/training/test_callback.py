@@ -16,6 +16,7 @@ from transformers import TrainerCallback as Theirs
 
 import ckpt
 from ckpt.errors import UsageError
+from tests.support.hub_server import TOKEN, HubServer
 from tests.support.places import REPOSITORY
 
 
@@ -54,6 +55,18 @@ def test_each_checkpoint_is_converted_and_verified(tmp_path: Path, caplog: pytes
     said = [record.getMessage() for record in caplog.records]
     assert [f"ckpt: {out / f'checkpoint-{step}'} is verified" in said for step in (2, 4)] == [True, True]
     assert f"ckpt: {run / 'checkpoint-2'} is whole" in said
+
+
+def test_the_newest_checkpoint_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with HubServer() as server:
+        for name, value in {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        trained(tmp_path / "outputs", ckpt.TrainerCallback(push="org/name", output=tmp_path / "out"))
+        pushed = server.tree("org/name")
+    weights = (tmp_path / "out" / "checkpoint-4" / "model.safetensors").read_bytes()
+    assert pushed["model.safetensors"] == weights
 
 
 def test_what_fails_is_logged_and_training_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
