@@ -404,10 +404,10 @@ class Converted(Returned):
         return self.conversion.to_json(self.path)
 
     def lines(self) -> list[str]:
-        from ckpt.show.planned import weight_dtypes, written_lines
+        from ckpt.show.planned import model_dtypes, written_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
-        dtypes = weight_dtypes(self.conversion.plan)
+        dtypes = model_dtypes(self.conversion.plan)
         return written_lines(self.to_json(), dtypes, has_manifest=self.has_manifest, **how)
 
 

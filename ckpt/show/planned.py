@@ -78,14 +78,14 @@ def written_lines(
     wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
     how = f"{seconds:.1f} s, {show_size(rate)}/s, {'verified' if verified else 'not verified'}"
-    of = f" (weights in {' and '.join(dtypes)})" if dtypes else ""
+    of = f" (model in {' and '.join(dtypes)})" if dtypes else ""
     return [*lines, f"{wrote}{of}, {f'and {MANIFEST}, ' if has_manifest else ''}in {how}"]
 
 
-def weight_dtypes(plan: Plan) -> list[str]:
-    """The dtypes in which weights are written, or their masters alone; that of the most bytes first."""
-    sizes: dict[str, Counter[str]] = {WEIGHT: Counter(), MASTER: Counter()}
+def model_dtypes(plan: Plan) -> list[str]:
+    """The dtypes in which weights and their masters are written, that of the most bytes first."""
+    sizes: Counter[str] = Counter()
     for slot in (slot for file in plan.target.files for slot in file.slots):
-        if slot.key[1] in sizes:
-            sizes[slot.key[1]][slot.extent.dtype.name] += slot.extent.nbytes
-    return [name for name, _ in (sizes[WEIGHT] or sizes[MASTER]).most_common()]
+        if slot.key[1] in (WEIGHT, MASTER):
+            sizes[slot.extent.dtype.name] += slot.extent.nbytes
+    return [name for name, _ in sizes.most_common()]

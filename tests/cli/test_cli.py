@@ -347,9 +347,7 @@ def test_a_conversion_that_another_process_is_writing_is_not_called_stopped(run:
 
 def test_what_was_written_is_read_back_where_that_is_asked_for(run: Path) -> None:
     done = run_ckpt("convert", "auto", "hf", run, "-o", "out", "--verify", "--dtype", "fp16", "--names", "own")
-    last = (
-        r"wrote \d files?, \S+ kB \(weights in float16\), and ckpt-manifest\.json, in \d\.\d s, \S+ \S?B/s, verified\n"
-    )
+    last = r"wrote \d files?, \S+ kB \(model in float16\), and ckpt-manifest\.json, in \d\.\d s, \S+ \S?B/s, verified\n"
     assert done.code == 0 and re.search(last + "$", done.err), done.err
     told: list[int] = []
 
@@ -462,7 +460,7 @@ import sys
 {code}
 print(" ".join(name for name in {heavy} if name in sys.modules), file=sys.stderr)
 """
-HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "tqdm")
+HEAVY = ("torch", "numpy", "transformers", "deepspeed", "huggingface_hub", "safetensors", "rich")
 HEAVY += ("pydantic", "importlib.metadata")  # which take half of the time before the first byte moves
 
 
