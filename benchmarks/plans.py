@@ -27,6 +27,15 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
         600,
     ),
     "a Megatron-FSDP folder of a million items": (["inspect"], "fsdp", 10, 4000),
+    "LLM-jp v4 291B, 288 ranks, inspect": (["inspect"], "llm-jp", 15, 400),
+    "LLM-jp v4 291B, 288 ranks, check": (["check"], "llm-jp", 15, 400),
+    "LLM-jp v4 291B, DP 48 -> 40, --dry-run": (
+        ["megatron-dist", "megatron-dist", "--world-size", "240", "--dry-run"],
+        "llm-jp",
+        15,
+        400,
+    ),
+    "LLM-jp v4 291B -> hf, --dry-run": (["megatron-dist", "hf", "--dry-run"], "llm-jp", 15, 400),
 }
 
 
@@ -47,8 +56,10 @@ def measure(bench: Bench) -> str:
     for name, (arguments, kind, goal, peak) in _GOALS.items():
         source = _source(bench, kind)
         command = [*CKPT, "convert", *arguments[:2], source, *arguments[2:], "-q", "-o", output]
-        if arguments == ["inspect"]:
+        if len(arguments) == 1:
             command = [*CKPT, *arguments, source, "--json"]
+        elif kind == "llm-jp":
+            command += ["--config", source]
         add(Case(name, command, (output,)), goal, peak)
         if kind == "32" and arguments[1] == "hf":
             peer = [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"]
@@ -63,6 +74,8 @@ def _source(bench: Bench, kind: str) -> Path:
     if not (path / "complete").exists():
         if kind == "fsdp":
             call("benchmarks.megatron_fsdp_source", path / "iter_0000002")
+        elif kind == "llm-jp":
+            call("benchmarks.megatron_dist_source", path)
         else:
             call("benchmarks.moe_source", path, kind)
         (path / "complete").touch()

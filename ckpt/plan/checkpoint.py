@@ -239,6 +239,8 @@ class Checkpoint:
     #: The name of the step's folder in the run's, where the engine names steps (DeepSpeed).
     tag: str | None = None
     world_size: int | None = None
+    #: Whether its engine loads it on the ranks that wrote it alone, though others of its format on any.
+    bound_to_ranks: bool = False
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)

@@ -424,12 +424,13 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     if checkpoint.format != target.name:
         return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
-    if not target.fits_other_ranks and size is not None and checkpoint.world_size != size:
+    is_bound = checkpoint.bound_to_ranks
+    if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
         return f"it was written by {checkpoint.world_size} ranks, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
         asked, written = layout.options.get(name), args.get(argument) or 1
-        if asked is not None and asked != written and not target.fits_other_axes:
+        if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
             return f"it was written with {argument} {written}, and {asked} is asked for"
     return None
 

@@ -109,7 +109,8 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     initialize_megatron(allow_no_cuda=True)
     args = get_args()
     args.load = None
-    model, optimizer, scheduler = setup_model_and_optimizer(ModelType.encoder_or_decoder, _build_model)
+    how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": _build_model}  # in either order
+    model, optimizer, scheduler = setup_model_and_optimizer(**how)
     if load := job.get("load"):
         # torch's Adam has no states before its first step, of which megatron-core asks each for its number.
         for one in truth.leaves(optimizer):

@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist.folder import is_iteration
-from converters.megatron.dist.optimizer import is_optimizers, read_optimizer
+from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import OF_RANKS, read_state
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
@@ -38,6 +38,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         files=tuple(reading.data.files.values()),
         framework="Megatron-LM" if reading.args else "megatron-core",
         world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
+        bound_to_ranks=reading.sharding in OF_BUFFERS,
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
         state=read_state(reading.common, optimizers, parameters, _per_rank(reading)),

@@ -61,7 +61,9 @@ _BUCKET = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", "dp_reshardable", "dp_zero_gather_scatter")
+#: Ways of storing that Megatron-LM loads on the ranks that wrote them alone: buckets depend on how many there are.
+OF_BUFFERS = ("dp_reshardable", "dp_zero_gather_scatter")
+_KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", *OF_BUFFERS)
 #: Elements of a parameter that are compared with those of its master.
 _COMPARED = 64
 

@@ -6,6 +6,7 @@ What Megatron-LM says of what is written for other ranks, `tests/frameworks` tes
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,20 @@ def test_the_rerun_state_is_there_on_the_same_ranks_alone(folder: Path, tmp_path
     assert "rerun_state_machine" in same.state.entries() and "rerun_state_machine_state" in same.state.per_rank
     assert "rerun_state_machine" not in other.state.entries()
     assert "rerun_state_machine_state" not in other.state.per_rank
+
+
+def test_resume_converts_what_megatron_lm_does_not_load(folder: Path, tmp_path: Path) -> None:
+    """`ckpt resume RUN --world-size N`: its buckets are those of its own ranks."""
+    run = shutil.copytree(folder, tmp_path / "run")
+    own, other, *_ = SIZES[folder.name]
+    same = ckpt("resume", run, "--world-size", str(own))
+    assert (same.code, same.out.strip()) == (0, str(run))
+    moved = ckpt("resume", run, "--world-size", str(other))
+    assert moved.code == 0 and moved.out.strip() != str(run), moved.err
+    written = api.open(moved.out.strip())
+    assert written.world_size == other and not written.bound_to_ranks
+    again = ckpt("resume", moved.out.strip(), "--world-size", str(own))  # which any ranks load
+    assert (again.code, again.out.strip()) == (0, moved.out.strip())
 
 
 def test_muon_is_not_written_as_rank_files(fixtures: Path, tmp_path: Path) -> None:
