@@ -30,6 +30,10 @@ VOCAB_MULTIPLE = 128
 
 #: Architectures of transformers whose eager attention has its softmax in the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
+#: Architectures of which the activations were held against what autograd keeps, or against peaks.
+_MEASURED = frozenset(
+    ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
+)
 #: How often a layer's attention saves its result, or queries, keys and values, once more for the backward pass.
 _SAVED_AGAIN = {"gpt2": 2, "gpt_neox": 1}
 
@@ -49,7 +53,7 @@ def in_memory(config: Mapping[str, Any]) -> Model:
     return Model(
         str(model_type),
         tuple(_hub_parameters(table, sizes)),
-        tuple(_blocks(str(model_type), table, sizes)),
+        tuple(_blocks(str(model_type), table, sizes)) if model_type in _MEASURED else (),
         sizes.dims["h"],
         sizes.dims["v"],
     )

@@ -27,7 +27,11 @@ pytestmark = pytest.mark.slow
 README = (REPOSITORY / "README.md").read_text()
 COMMANDS = [
     *(one.text for one in commands(README) if one.text.startswith("ckpt ")),
-    *re.findall(r"^\|.*\| `(ckpt .+)` \|$", README, re.MULTILINE),
+    *(
+        command
+        for cell in re.findall(r"^\|.*\| (`ckpt .+`) \|$", README, re.MULTILINE)
+        for command in re.findall("`([^`]+)`", cell)
+    ),
     "ckpt verify --loads outputs-merged",
 ]
 #: What an environment has beside the base package, and the commands that need more.

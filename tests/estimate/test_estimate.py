@@ -123,12 +123,13 @@ def test_ranks_of_megatron_hold_the_whole_between_them() -> None:
 
 
 def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = {"model_type": "phi3", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    config = {"model_type": "granite", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 50, "pad_token_id": 0}
     found = in_memory(config)
     assert num_elements(found.parameters) == 2 * 50 * 64 + 64 + 2 * (64 * (64 + 64) + 64 * 64 + 3 * 64 * 96 + 2 * 64)
     assert {p.layer for p in found.parameters} == {None, 0, 1}
     assert not found.blocks
+    assert not in_memory({**config, "model_type": "phi3"}).blocks  # it has a table, and its activations are not known
     monkeypatch.setattr(installed, "package", lambda: None)
     with pytest.raises(UsageError, match="not known without transformers"):
         in_memory(config)

@@ -222,7 +222,7 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
             kinds = {group.optimizer for group in groups}
             steps = model.checkpoint.state.scalars.get("step", {})
             step = next((step for fqn, step in steps.items() if optimizer.has(fqn) in kinds), None)
-            inner["state"] = {} if step is None else {"common_step": number(step)}
+            inner = {"state": {} if step is None else {"common_step": number(step)}, **inner}
             content = {"optimizer": inner} if has_half else inner
         contents.append(content | optimizer.scaler)
     return contents[0] if len(contents) == 1 else dict(enumerate(contents))
