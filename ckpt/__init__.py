@@ -6,6 +6,7 @@
     ckpt.inspect("outputs")                               # what it returns is shown as the command shows it
     ckpt.open("outputs")["model.norm.weight"][0:8]        # a lazy description; only these bytes are read
     ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
+    ckpt.mount("outputs", "hf")                           # a folder that is not there, while a `with` block runs
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    from ckpt.api import convert, diff, hash, open, plan, verify
+    from ckpt.api import convert, diff, hash, mount, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
     from ckpt.check.inspecting import inspect
@@ -45,7 +46,7 @@ else:
 _FROM = {
     name: module
     for module, names in {
-        "ckpt.api": "convert diff hash open plan verify",
+        "ckpt.api": "convert diff hash mount open plan verify",
         "ckpt.base.errors": "CkptError",
         "ckpt.check.checking": "check",
         "ckpt.check.inspecting": "inspect",
@@ -74,6 +75,7 @@ __all__ = [
     "inspect",
     "load_into",
     "merge_lora",
+    "mount",
     "open",
     "plan",
     "push",

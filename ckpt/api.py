@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from io import BufferedReader
@@ -519,6 +520,39 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     named = as_hub(checkpoint)
     found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
     return replace(found, not_hashed=tuple(not_hashed(checkpoint)))
+
+
+@typed
+def mount(
+    source: str | PathLike[str],
+    to: str = "hf",
+    view: str | PathLike[str] | None = None,
+    *,
+    format: str = AUTO,
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    dtype: Cast = "keep",
+    dequantize: bool = False,
+    max_shard_size: str = "5GB",
+    world_size: int | None = None,
+    **options: OptionValue,
+) -> AbstractContextManager[Path]:
+    """Show a checkpoint as a read-only folder of the format `to` while a `with` block runs; nothing is copied.
+
+    The block is given the folder: `view`, which is empty or not there yet, or a temporary one.  Options are those of
+    `ckpt.plan`.  Raises what that raises, NotFoundError without FUSE, StorageError where nothing can be mounted.
+    """
+    from ckpt.views.mount import check_free, library, served_by
+
+    library()
+    given: dict[str, Any] = {"format": format, "tag": tag, "config": config, "dtype": dtype, "dequantize": dequantize}
+    given |= {"max_shard_size": max_shard_size, "world_size": world_size, **options}
+    conversion = plan(source, to, **given)
+    if view is not None:
+        check_free(conversion, Path(view))
+    asked = {name: value for name, value in given.items() if value is not None and value is not False}
+    flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in asked.items()]
+    return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
 
 
 @typed

@@ -7,14 +7,19 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
-from ckpt.base.errors import CkptError, NotFoundError, StorageError, UsageError
+from ckpt.base.errors import CkptError, NotFoundError, StorageError, UsageError, printable
 from ckpt.move.files import is_filled, translate_os_errors
 from ckpt.plan.planner import Plan
 from ckpt.views.files import Views
@@ -22,6 +27,7 @@ from ckpt.views.files import Views
 DEVICE = "/dev/fuse"
 _BLOCK = 1 << 20  # bytes that are computed at a time
 _BLOCKS = 64  # that are kept
+_POLL = 0.02  # seconds between looks at whether something is mounted
 
 
 class Conversion(Protocol):
@@ -139,3 +145,33 @@ class _Served:
         buffer = bytearray(min(_BLOCK, self._sizes[name] - start))
         self._views.read_into(name, start, memoryview(buffer))
         return bytes(buffer)
+
+
+@contextmanager
+def served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """Have `ckpt WORDS VIEW` serve `view`, or a temporary folder, while the block runs.
+
+    It is a process of its own: a page fault in a mapped file would wait for this one's interpreter for ever.  Raises
+    StorageError where it ends before the folder is there.
+    """
+    place = Path(tempfile.mkdtemp(prefix="ckpt-view-")) if view is None else Path(view)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "ckpt", *words, str(place)]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    try:
+        while not os.path.ismount(place):
+            if process.poll() is not None:
+                said = process.communicate()[1]
+                raise StorageError("the folder could not be mounted", path=place, found=printable(said[-2000:]))
+            time.sleep(_POLL)
+        yield place
+    finally:
+        while os.path.ismount(place):
+            unmount = next(filter(shutil.which, ("fusermount3", "fusermount")), "umount")
+            flags = [] if unmount == "umount" else ["-u"]
+            subprocess.run([unmount, *flags, str(place)], check=False, capture_output=True)
+            time.sleep(_POLL)  # while somebody has a file open it is busy
+        process.terminate()
+        process.communicate()
+        if view is None:
+            place.rmdir()

@@ -40,6 +40,24 @@ def command(*words: object, folder: Path | None = None) -> subprocess.CompletedP
     )
 
 
+# -- in Python ---------------------------------------------------------------------------------------------------------
+
+
+@needs_fuse
+def test_a_folder_while_a_block_runs(tmp_path: Path) -> None:
+    shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
+    ckpt.convert(tmp_path / "outputs", "hf", tmp_path / "written", manifest=False, dtype="bf16")
+    with ckpt.mount(tmp_path / "outputs", "hf", dtype="bf16") as folder:
+        assert digests(folder) == digests(tmp_path / "written")
+    assert not folder.exists()
+    with ckpt.mount(tmp_path / "outputs", "zero3", tmp_path / "view", world_size=3) as folder:
+        assert folder == tmp_path / "view"
+        assert len(list(folder.rglob("*optim_states.pt"))) == 3
+    assert os.listdir(tmp_path / "view") == []
+    with pytest.raises(UsageError, match="not an empty folder"):
+        ckpt.mount(tmp_path / "outputs", "hf", tmp_path / "written")
+
+
 # -- with FUSE ---------------------------------------------------------------------------------------------------------
 
 
