@@ -92,7 +92,26 @@ def read_optimizer(reading: DistReading) -> Optimizers:
         if _groups(content) and not _note_groups(reading, found, content.get("optimizer", content)):
             _leave_out(reading, "which parameters are in which param group does not follow from the groups' options")
             return Optimizers()
+    if is_of_matrices(reading.args):
+        _check_alike(reading)
     return found
+
+
+def _check_alike(reading: DistReading) -> None:
+    """CorruptError where a parameter lacks a state that others have of the same optimizer."""
+    held: dict[str, set[str]] = {}
+    optimizers: dict[str, str | None] = {}
+    for (fqn, role), (shape, _) in reading.shapes.items():
+        if role not in (WEIGHT, BUFFER):
+            held.setdefault(fqn, set()).update({role} - {MASTER})
+            optimizers[fqn] = stepped_by(fqn, len(shape), reading.args)
+    expected: dict[str | None, set[str]] = {}
+    for fqn, states in held.items():
+        expected.setdefault(optimizers[fqn], set()).update(states)
+    for fqn, states in held.items():
+        if lacking := sorted(expected[optimizers[fqn]] - states):
+            what = "a parameter lacks a state that others have of the same optimizer"
+            raise CorruptError(what, path=reading.folder, fqn=fqn, expected=", ".join(lacking), found="none")
 
 
 def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:

@@ -6,6 +6,8 @@ What Megatron-LM says of what is written for other ranks, `tests/frameworks` tes
 from __future__ import annotations
 
 import json
+import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +80,20 @@ def test_the_rerun_state_is_there_on_the_same_ranks_alone(folder: Path, tmp_path
     assert "rerun_state_machine" in same.state.entries() and "rerun_state_machine_state" in same.state.per_rank
     assert "rerun_state_machine" not in other.state.entries()
     assert "rerun_state_machine_state" not in other.state.per_rank
+
+
+def test_a_state_that_some_parameters_lack_is_damage(fixtures: Path, tmp_path: Path) -> None:
+    key = "momentum_buffer.decoder.layers.self_attention.linear_proj.weight"
+    shutil.copytree(fixtures / "megatron-lm-muon", tmp_path / "run")
+    file = tmp_path / "run" / "iter_0000002" / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    lost = next(name for name in metadata.state_dict_metadata if name.endswith(key))
+    del metadata.state_dict_metadata[lost]
+    metadata.storage_data = {at: one for at, one in metadata.storage_data.items() if at.fqn != lost}
+    file.write_bytes(pickle.dumps(metadata))
+    result = ckpt("check", tmp_path / "run")
+    assert result.code == 4 and "layers.0.self_attention.linear_proj" in result.out + result.err
+    assert "lacks a state that others have of the same optimizer" in result.out + result.err
 
 
 def test_muon_is_not_written_as_rank_files(fixtures: Path, tmp_path: Path) -> None:
