@@ -58,10 +58,17 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> str:
 
 def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
     """The table of each command, and the file in which they are; UsageError for anything else that stands there."""
-    here = Path.cwd()
-    path = next((place / FILE for place in (here, *here.parents) if (place / FILE).is_file()), None)
-    text = path.read_text("utf-8", "replace") if path else ""
-    if not re.search(r"^\[?\s*\[tool\s*\.\s*ckpt\b", text, re.MULTILINE):
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return None, {}
+    path = next((place / FILE for place in (here, *here.parents) if os.path.isfile(place / FILE)), None)
+    try:
+        text = path.read_text("utf-8", "replace") if path else ""
+    except OSError as error:
+        what = "the file that may set defaults cannot be read"
+        raise UsageError(what, path=path, found=error.strerror) from None
+    if not re.search(r"^\[?\s*\[\s*tool\s*\.\s*ckpt\b(?!-)", text, re.MULTILINE):
         return path, {}
     try:
         import tomllib
@@ -69,13 +76,16 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
         import tomli as tomllib  # type: ignore[no-redef,import-not-found,unused-ignore]
 
     try:
-        tables = tomllib.loads(text)["tool"]["ckpt"]
+        tables = tomllib.loads(text).get("tool", {}).get("ckpt", {})
     except tomllib.TOMLDecodeError as error:
         raise UsageError("this is not TOML", path=path, found=str(error)) from None
+    if not isinstance(tables, dict):
+        raise UsageError(f"[[{TABLE}]] is no table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default")
     commands = [name for name in EXAMPLES if name != "ckpt"]
     for name, table in tables.items():
         if name not in commands or not isinstance(table, dict):
-            hint = did_you_mean(name, commands) or f"options stand in a table of their command, [{TABLE}.convert]"
+            meant = None if name in commands else did_you_mean(name, commands)
+            hint = meant or f"options stand in a table of their command, [{TABLE}.convert]"
             expected = f"tables of commands: {', '.join(commands)}"
             what = f"[{TABLE}] has no {name!r}"
             raise UsageError(what, path=path, expected=expected, hint=hint, code="unknown-default")

@@ -147,7 +147,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
     hasher = xxh3_128(repr([version(name) for name in ("torch", "peft") if find_spec(name)]).encode())
     for one in adapters:
-        hasher.update(repr(sorted(one.config.raw.items())).encode())
+        hasher.update(repr((sorted(one.config.raw.items()), one.config.given_layout)).encode())
         for fqn, factor in one.factors.items():
             hasher.update(repr((fqn, factor.shape)).encode())
             if factor.is_held:
@@ -176,6 +176,7 @@ class _Merge:
     untied: set[str] = field(default_factory=set)
     normed: set[str] = field(default_factory=set)
     by_expert: list[str] = field(default_factory=list)
+    overruled: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
@@ -389,12 +390,14 @@ class _Merge:
                 path=adapter.config.path,
                 fqn=fqn,
                 expected="lora_B_layout: grouped_by_expert or rank_major",
-                found="unsloth_fixed in auto_mapping, and no lora_B_layout",
+                found="unsloth_fixed in auto_mapping and no lora_B_layout, or several that differ",
                 hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
                 "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
             )
         if layout == "unsloth":
             self.by_expert.append(fqn)
+        if adapter.config.overrules(fqn):
+            self.overruled.append(fqn)
         return layout == "unsloth"
 
     # -- what the base is ------------------------------------------------------------------------------------
@@ -504,6 +507,9 @@ class _Merge:
             yield f"{counted(len(whole), 'tensor')} taken from the adapter as a whole"
         if self.by_expert:
             yield f"{counted(len(self.by_expert), 'adapter')} of stacked experts read as Unsloth packed them"
+        if self.overruled:
+            adapters = counted(len(self.overruled), "adapter")
+            yield f"{adapters} of stacked experts read otherwise than their config records"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
 

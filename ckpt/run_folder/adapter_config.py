@@ -79,16 +79,23 @@ class AdapterConfig:
 
     def expert_layout(self, fqn: str) -> ExpertLayout | None:
         """How `lora_B` of the stacked experts `fqn` is packed; None where Unsloth trained it and did not record it."""
-        name = fqn.rpartition(".")[2]
-        if self.given_layout is not None or name not in _UNSLOTHS_PARAMETERS:
-            return self.given_layout or "peft"
-        auto_mapping = _mapping(self.raw.get("auto_mapping"))
-        for source in (self.raw, auto_mapping):
+        recorded = set(self._recorded_layouts(fqn))
+        if self.given_layout is not None or recorded:
+            return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
+        is_unsloths = _is_of_unsloth(fqn) and _mapping(self.raw.get("auto_mapping")).get("unsloth_fixed")
+        return None if is_unsloths else "peft"
+
+    def overrules(self, fqn: str) -> bool:
+        """Whether the user says another layout of the stacked experts `fqn` than is recorded."""
+        return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))
+
+    def _recorded_layouts(self, fqn: str) -> Iterator[ExpertLayout | None]:
+        """What each record says of the layout of `fqn`; None for a record that is no layout."""
+        for source in (self.raw, _mapping(self.raw.get("auto_mapping"))) if _is_of_unsloth(fqn) else ():
             by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
-            recorded = _mapping(by_name.get(name)).get(_LAYOUT, source.get(_LAYOUT))
+            recorded = _mapping(by_name.get(fqn.rpartition(".")[2])).get(_LAYOUT, source.get(_LAYOUT))
             if recorded is not None:
-                return _RECORDED.get(recorded) if isinstance(recorded, str) else None
-        return None if auto_mapping.get("unsloth_fixed") else "peft"
+                yield _RECORDED.get(recorded) if isinstance(recorded, str) else None
 
     @property
     def is_of_peft(self) -> bool:
@@ -110,6 +117,11 @@ class AdapterConfig:
     def targets_parameter(self, fqn: str) -> bool:
         """Whether `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
         return any(fqn == target or fqn.endswith(f".{target}") for target in self.target_parameters)
+
+
+def _is_of_unsloth(fqn: str) -> bool:
+    """Whether Unsloth's own forward computes the parameter."""
+    return fqn.rpartition(".")[2] in _UNSLOTHS_PARAMETERS
 
 
 def _mapping(value: object) -> Mapping[str, Any]:

@@ -136,6 +136,8 @@ def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: T
     if x is None or y is None:
         different = 0 if is_same else int(np.count_nonzero(a != b))
         return Change(len(a), different, different)
+    # Whole numbers beyond 2**53 may differ and be one float64: what differs is 1 apart at least.
+    apart = x != y if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not is_same else None
     x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
     with np.errstate(over="ignore", invalid="ignore"):
         squares, num_odd, odd = (_square(x), _square(y)), 0, (0, 0)
@@ -144,7 +146,7 @@ def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: T
             squares = _square(x), _square(y)
         if is_same:
             return Change(len(x), 0, 0, odd, (*squares, 0.0), squares[0], 0.0)
-        size = np.abs(y - x)
+        size = np.abs(y - x) if apart is None else np.maximum(np.abs(y - x), apart)
         place = int(size.argmax())
         num_beyond = np.count_nonzero(size > allowed.atol + allowed.rtol * np.abs(x))
         return Change(

@@ -149,8 +149,8 @@ def diff(
     Errors as of `ckpt.verify.pairs.verify`.
     """
     for name, value in (("rtol", tolerance.rtol), ("atol", tolerance.atol)) if tolerance else ():
-        if not value >= 0:
-            raise UsageError(f"--{name} is no tolerance", expected="a number that is not negative", found=value)
+        if not 0 <= value < math.inf:
+            raise UsageError(f"--{name} is no tolerance", expected="a finite number, not negative", found=value)
     judge = partial(_measure_tensors, allowed=tolerance or Tolerance())
     return Diff(a, b, *walk(a, b, only, judge, progress, expected), tolerance)
 

@@ -30,7 +30,7 @@ VOCAB_MULTIPLE = 128
 
 #: Architectures of transformers whose eager attention has its softmax in the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
-#: Architectures of which the activations were held against what autograd keeps, or against peaks.
+#: Architectures whose activations were held against what autograd keeps, or against peaks.
 _MEASURED = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -63,6 +64,8 @@ def test_help_shows_them_and_lists_are_lists(project: Path) -> None:
         ("[tool.ckpt.convert]\nworldsize = 2", ("worldsize, [tool.ckpt.convert] in ", "did you mean world-size?")),
         ("[tool.ckpt.convret]\nworld-size = 2", ("has no 'convret'", "did you mean convert?")),
         ("[tool.ckpt]\nworld-size = 2", ("has no 'world-size'", "[tool.ckpt.convert]")),
+        ("[tool.ckpt]\nconvert = 2", ("has no 'convert'", "options stand in a table of their command")),
+        ("[[tool.ckpt]]\nworld-size = 2", ("[[tool.ckpt]] is no table", "[tool.ckpt.convert]")),
         ("[tool.ckpt.convert]\nworld-size", ("this is not TOML", "pyproject.toml")),
         ("[tool.ckpt.convert]\nworld-size = 'two'", ("--world-size", "a valid integer")),
         ("[tool.ckpt.convert]\ndtype = 'half'", ("--dtype", "one of keep, fp32, bf16, fp16")),
@@ -79,6 +82,20 @@ def test_a_variable_that_no_option_has_is_an_error(project: Path, monkeypatch: p
     found = run_ckpt("convert", "auto", "zero3", "outputs")
     assert found.code == 2 and "CKPT_CONVERT_WORLDSIZE" in found.err and "did you mean world-size?" in found.err
     assert run_ckpt("inspect", "outputs").code == 0  # it is none of that command's
+
+
+@pytest.mark.parametrize("text", ["[tool.ckpt-tools]\nx = 1", 'x = """\n[tool.ckpt]\n"""\n[tool.ruff]'])
+def test_another_tools_table_is_not_read(project: Path, text: str) -> None:
+    (project / "pyproject.toml").write_text(text)
+    found = run_ckpt("inspect", "outputs")
+    assert found.code == 0, found.err
+
+
+def test_a_folder_that_was_removed_sets_nothing(project: Path, fixtures: Path) -> None:
+    (project / "gone").mkdir()
+    os.chdir(project / "gone")
+    (project / "gone").rmdir()
+    assert run_ckpt("inspect", fixtures / "toy-zero3").code == 0
 
 
 def test_python_does_not_read_them(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:

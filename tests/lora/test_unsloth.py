@@ -16,6 +16,11 @@ from safetensors.torch import load_file, save_file
 
 import ckpt as package
 from ckpt.errors import UsageError
+from ckpt.lora.find import open_adapter
+from ckpt.lora.merge import plan
+from ckpt.plan.checkpoint import TRANSFORMERS
+from ckpt.run_folder.adapter_config import ExpertLayout
+from ckpt.state.naming import to_namespace
 from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
@@ -87,7 +92,13 @@ def test_each_record_of_the_layout_is_taken(changes: dict[str, Any], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "changes", [UNRECORDED, {**UNRECORDED, "lora_B_layout": "mixed"}], ids=["no record", "a record that is no layout"]
+    "changes",
+    [
+        UNRECORDED,
+        *({**UNRECORDED, "lora_B_layout": wrong} for wrong in ("mixed", ["rank_major"], {"a": 1}, 10**400)),
+        {**UNRECORDED, "lora_B_layout": "rank_major", "auto_mapping": {"lora_B_layout": "grouped_by_expert"}},
+    ],
+    ids=["no record", "no layout", "a list", "a mapping", "a number", "two records"],
 )
 def test_unsloths_mark_without_a_layout_is_refused_and_both_ways_are_named(
     changes: dict[str, Any], tmp_path: Path
@@ -103,6 +114,23 @@ def test_unsloths_mark_without_a_layout_is_refused_and_both_ways_are_named(
     )
     merge_by_peft(BASE, [adapter], tmp_path / "by-peft")
     assert equal(merged(adapter, tmp_path / "peft", "--expert-layout", "peft"), tmp_path / "by-peft")
+
+
+def test_a_record_that_is_overruled_is_named(tmp_path: Path) -> None:
+    command = ("merge-lora", GROUPED, RANK_MAJOR, "--base", BASE, "--accept-base", "-o", tmp_path / "out", "--dry-run")
+    assert "otherwise than" not in ckpt(*command).out
+    outcome = ckpt(*command, "--expert-layout", "unsloth")  # which the second records otherwise
+    note = "4 adapters of stacked experts read otherwise than their config records"
+    assert outcome.code == 0 and note in outcome.out, outcome.out
+
+
+def test_a_stopped_merge_does_not_go_on_in_another_layout(tmp_path: Path) -> None:
+    adapter = edited(GROUPED, tmp_path / "adapter", **UNRECORDED)
+    base = to_namespace(package.open(BASE), TRANSFORMERS)
+    layouts: tuple[ExpertLayout, ...] = ("peft", "unsloth")
+    plans = [plan([open_adapter(str(adapter), expert_layout=layout)], base) for layout in layouts]
+    computed = [set(one.plan.checkpoint.computed) for one in plans]
+    assert computed[0] and computed[0].isdisjoint(computed[1])
 
 
 def test_in_python(tmp_path: Path) -> None:

@@ -500,11 +500,55 @@ class TestRefusals:
             ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
             ("deepseek_v3", {"norm_topk_prob": False}),
             ("deepseek_v3", {"rope_interleave": False}),
+            ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
+            ("deepseek_v2", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}}),
+            ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "attention_factor": 1.2}}),
+            ("glm4_moe", {"norm_topk_prob": False}),
+            ("ministral", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}),
+            ("arcee", {"rope_parameters": {"type": "yarn", "factor": 20.0}}),
+            ("phi3", {"rope_scaling": {"type": "longrope"}}),
+            ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
+            ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
+            ("stablelm", {"use_parallel_residual": True}),
+            ("starcoder2", {"hidden_act": "silu"}),
         ],
     )
     def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
+
+    @pytest.mark.parametrize(
+        ("architecture", "stated", "expected"),
+        [
+            ("phi3", {"rope_theta": 5e5, "partial_rotary_factor": 0.75}, (500000, 0.75)),
+            ("glm", {"rope_theta": 1e4, "partial_rotary_factor": 0.25}, (10000, 0.25)),
+            ("glm4_moe", {"rope_theta": 1e6, "rope_scaling": None}, (1000000, 0.5)),
+            ("stablelm", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e4}, (20000, 0.25)),
+            ("gpt_neox", {"rotary_emb_base": 500, "rotary_pct": 0.5}, (500, 0.5)),
+            ("llama", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}, (1000000, 1.0)),  # no factor of its class
+        ],
+    )
+    def test_rotary_positions_are_stated_in_older_configs_as_transformers_reads_them(
+        self, architecture: str, stated: dict[str, Any], expected: tuple[int, float]
+    ) -> None:
+        from transformers import AutoConfig
+
+        config = {name: value for name, value in config_of(architecture).items() if name != "rope_parameters"} | stated
+        table = table_of(architecture)
+        found = table.args(table.family.sizes(config))
+        assert (found["rotary_base"], found["rotary_percent"]) == expected
+        read = AutoConfig.for_model(**config).rope_parameters
+        assert read["rope_theta"] == expected[0]
+        assert architecture == "llama" or read["partial_rotary_factor"] == expected[1]
+
+    @pytest.mark.parametrize(
+        ("architecture", "name"),
+        [("seed_oss", "residual_dropout"), ("starcoder2", "residual_dropout"), ("phi3", "resid_pdrop")],
+    )
+    def test_dropout_of_what_is_added_to_the_residual(self, architecture: str, name: str) -> None:
+        table = table_of(architecture)
+        found = table.args(table.family.sizes(config_of(architecture, **{name: 0.25})))
+        assert found["hidden_dropout"] == 0.25
 
     @pytest.mark.parametrize(
         ("architecture", "more", "name"),

@@ -117,6 +117,14 @@ def test_zeros_have_neither_a_relative_error_nor_a_direction(tmp_path: Path) -> 
     assert of(ckpt.diff(tmp_path / "a", tmp_path / "a"), "x.weight").relative == 0.0
 
 
+def test_whole_numbers_that_are_one_float_are_apart(tmp_path: Path) -> None:
+    a, b = {"x.weight": np.array([2**53, 7])}, {"x.weight": np.array([2**53 + 1, 7])}
+    places = saved(tmp_path / "a", a), saved(tmp_path / "b", b)
+    found = of(ckpt.diff(*places), "x.weight")
+    assert (found.num_changed, found.num_beyond, found.largest, found.index) == (1, 1, 1.0, (0,))
+    assert run_ckpt("diff", *places, "--atol", "0").code == 1 and not ckpt.verify(*places).equal
+
+
 def test_floats_of_eight_bits_are_compared_by_their_bits_alone(tmp_path: Path) -> None:
     a = {"x.weight": np.array([1, 2, 3, 4], ml_dtypes.float8_e4m3fn)}
     b = {"x.weight": np.array([1, 2, 3, 8], ml_dtypes.float8_e4m3fn)}
@@ -161,11 +169,12 @@ def test_what_cannot_be_read_ends_with_its_own_code(tmp_path: Path) -> None:
     assert caught.value.exit_code == 4
 
 
-def test_a_tolerance_below_zero_is_a_mistake(tmp_path: Path) -> None:
+def test_a_tolerance_below_zero_or_without_end_is_a_mistake(tmp_path: Path) -> None:
     place = saved(tmp_path / "a", model(1))
     with pytest.raises(UsageError, match=r"^rtol is no tolerance"):
         ckpt.diff(place, place, rtol=float("nan"))
     assert run_ckpt("diff", place, place, "--atol", "-1").code == 2
+    assert run_ckpt("diff", place, place, "--rtol", "inf", "--json").code == 2  # JSON has no such number
 
 
 @given(st.lists(st.lists(st.floats(-1e3, 1e3, width=32), min_size=1), min_size=1))

@@ -69,7 +69,7 @@ _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
+    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where the state is left out.
 
     Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
     """
@@ -91,9 +91,29 @@ def read_optimizer(reading: DistReading) -> Optimizers:
     for content in contents:
         if found.grad_scaler is None:
             found.grad_scaler = content.get("grad_scaler")
-        if _groups(content):
-            _note_groups(reading, found, content.get("optimizer", content))
+        if _groups(content) and not _note_groups(reading, found, content.get("optimizer", content)):
+            _leave_out(reading, "which parameters are in which param group does not follow from the groups' options")
+            return Optimizers()
+    if is_of_matrices(reading.args):
+        _check_alike(reading)
     return found
+
+
+def _check_alike(reading: DistReading) -> None:
+    """CorruptError where a parameter lacks a state that others have of the same optimizer."""
+    held: dict[str, set[str]] = {}
+    optimizers: dict[str, str | None] = {}
+    for (fqn, role), (shape, _) in reading.shapes.items():
+        if role not in (WEIGHT, BUFFER):
+            held.setdefault(fqn, set()).update({role} - {MASTER})
+            optimizers[fqn] = stepped_by(fqn, len(shape), reading.args)
+    expected: dict[str | None, set[str]] = {}
+    for fqn, states in held.items():
+        expected.setdefault(optimizers[fqn], set()).update(states)
+    for fqn, states in held.items():
+        if lacking := sorted(expected[optimizers[fqn]] - states):
+            what = "a parameter lacks a state that others have of the same optimizer"
+            raise CorruptError(what, path=reading.folder, fqn=fqn, expected=", ".join(lacking), found="none")
 
 
 def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:
@@ -137,8 +157,11 @@ def _refuse_transposed(reading: DistReading) -> None:
 # -- param groups --------------------------------------------------------------------------------------------
 
 
-def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
-    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
+def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> bool:
+    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it.
+
+    False where a parameter may be in more than one, as with `lr_mult` of a run's own.
+    """
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is no dict", path=reading.folder)
@@ -148,15 +171,10 @@ def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, An
     for group in groups:
         members = list(_members(reading, group, len(groups) == 1 and not is_of_matrices(reading.args)))
         if not claimed.isdisjoint(members):
-            raise NotFoundError(
-                "which parameters are in which param group is not recorded, and does not follow from their options",
-                path=reading.folder,
-                expected="groups that weight decay, experts, a decoupled learning rate and the optimizer tell apart",
-                found=f"{len(groups)} groups",
-                hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
-            )
+            return False
         claimed.update(members)
         found.note_group(group, members, str(reading.folder), common_step)
+    return True
 
 
 def _members(reading: DistReading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:

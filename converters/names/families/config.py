@@ -63,14 +63,11 @@ class Config:
 
     @property
     def rope(self) -> Mapping[str, Any]:
-        """transformers 5's `rope_parameters`, or what older configs state in two places."""
-        stated = self.mapping("rope_parameters")
-        if stated:
-            return stated
-        scaling = self.mapping("rope_scaling")
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
-        theta = {} if self.get("rope_theta") is None else {"rope_theta": self.get("rope_theta")}
-        return {**scaling, "rope_type": kind, **theta}
+        """transformers 5's `rope_parameters`, with what older configs state elsewhere; `rope_scaling` wins over it."""
+        stated = self.mapping("rope_scaling") or self.mapping("rope_parameters")
+        beside = {name: self.get(name) for name in ("rope_theta", "partial_rotary_factor")}
+        older = {name: value for name, value in beside.items() if value is not None}
+        return {**older, **stated, "rope_type": stated.get("rope_type", stated.get("type", "default"))}
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:

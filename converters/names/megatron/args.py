@@ -5,6 +5,7 @@ Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from ckpt.base.errors import LossError
@@ -65,18 +66,27 @@ def common(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-def gated(sizes: Sizes, *, base: float = 10000.0, slides: bool | str = True, epsilon: float = 1e-6) -> dict[str, Any]:
+def gated(
+    sizes: Sizes,
+    *,
+    base: float = 10000.0,
+    partial: float | None = None,
+    slides: bool | str = True,
+    epsilon: float = 1e-6,
+) -> dict[str, Any]:
     """Arguments of models after Llama: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
 
-    `slides` may be the name of the config's flag for it; `base` and `epsilon` are the class's own numbers where the
-    config states none.
+    `slides` may be the name of the config's flag for it, beside which `layer_types` says in which layers; `base`,
+    `partial` (see `rotary`) and `epsilon` are the class's own numbers where the config states none.
     """
     config = sizes.config
     silu(config)
     more = experts(sizes) if sizes.num_experts else {}
     used = config.flag(slides) if isinstance(slides, str) else slides
+    if isinstance(slides, str) and used and config.get("sliding_window") and not config.get("layer_types"):
+        raise LossError("the config does not say which layers have the sliding window", expected="layer_types")
     norm = {"norm_epsilon": config.number("rms_norm_eps", epsilon)}
-    return common(sizes) | rotary(config, base) | window(config, used=used) | norm | more
+    return common(sizes) | rotary(config, base, partial) | window(config, used=used) | norm | more
 
 
 def dtype(config: Config) -> dict[str, Any]:
@@ -94,16 +104,19 @@ def silu(config: Config) -> None:
         raise LossError("Megatron has no such gated activation", expected="hidden_act silu", found=activation)
 
 
-def rotary(config: Config, base: float = 10000.0) -> dict[str, Any]:
+def rotary(config: Config, base: float = 10000.0, partial: float | None = None) -> dict[str, Any]:
     """Rotary positions: plain, scaled as Llama 3.1's, or linearly.  LossError for others.
 
-    `base` is the class's own where the config does not state one.
+    `base` and `partial`, the part of each head that rotates, are the class's own where the config does not state them.
+    Classes without `partial` rotate whole heads, whatever the config states.
     """
     rope = config.rope
-    kind = rope.get("rope_type", "default")
+    if any(isinstance(value, Mapping) for value in rope.values()):
+        raise LossError("Megatron has the same rotary positions in all layers", found=sorted(rope))
+    kind = rope["rope_type"]
     found: dict[str, Any] = {
         "rotary_base": _plain_number(rope.get("rope_theta", base)),
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+        "rotary_percent": 1.0 if partial is None else rope.get("partial_rotary_factor", partial),
     }
     if kind == "llama3":
         differing = {key: rope.get(key) for key, value in _LLAMA3.items() if rope.get(key) != value}

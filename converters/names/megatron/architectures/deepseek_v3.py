@@ -91,19 +91,23 @@ def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
 def _positions(config: Config) -> dict[str, Any]:
     """Rotary positions, as arguments of MLATransformerConfig (megatron-core, transformer/transformer_config.py)."""
     rope = config.rope
-    kind = rope.get("rope_type", "default")
+    kind = rope["rope_type"]
     if kind not in ("default", "yarn"):
         raise LossError("Megatron has no such rotary positions", expected="rope_type default or yarn", found=kind)
     found: dict[str, Any] = {"rotary_base": rope.get("rope_theta", 10000.0), "rope_type": "rope"}
     if kind == "yarn":
+        apart = {name: rope.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
+        if apart["attention_factor"] is not None or bool(apart["mscale"]) != bool(apart["mscale_all_dim"]):
+            raise LossError("Megatron scales YaRN's attention by mscale and mscale_all_dim together", found=apart)
         found |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope.get("factor", 1.0),
-            "original_max_position_embeddings": rope.get("original_max_position_embeddings", 4096),
+            "original_max_position_embeddings": rope.get("original_max_position_embeddings")
+            or config.size("max_position_embeddings"),
             "beta_fast": rope.get("beta_fast", 32),
             "beta_slow": rope.get("beta_slow", 1),
-            "mscale": rope.get("mscale", 1.0),
-            "mscale_all_dim": rope.get("mscale_all_dim", 0.0),
+            "mscale": rope.get("mscale") or 1.0,
+            "mscale_all_dim": rope.get("mscale_all_dim") or 0.0,
         }
     return found
 

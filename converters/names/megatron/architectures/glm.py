@@ -12,8 +12,7 @@ from converters.names.megatron.table import Table
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    positions = {"rotary_percent": sizes.config.rope.get("partial_rotary_factor", 0.5), "rotary_interleaved": True}
-    return gated(sizes, slides=False, epsilon=1.5625e-7) | positions
+    return gated(sizes, partial=0.5, slides=False, epsilon=1.5625e-7) | {"rotary_interleaved": True}
 
 
 TABLE = Table(FAMILIES["glm"], args, llama.TOP, llama.ATTENTION, dense=phi3.MLP)

@@ -13,13 +13,9 @@ from converters.names.megatron.table import Table
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    config = sizes.config
-    if not config.flag("norm_topk_prob", True):
+    if not sizes.config.flag("norm_topk_prob", True):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
-    return gated(sizes, slides=False, epsilon=1e-5) | {
-        "rotary_percent": config.rope.get("partial_rotary_factor", 0.5),
-        **deepseek_v3.routing(sizes, scaling=1.0),
-    }
+    return gated(sizes, partial=0.5, slides=False, epsilon=1e-5) | deepseek_v3.routing(sizes, scaling=1.0)
 
 
 TABLE = Table(

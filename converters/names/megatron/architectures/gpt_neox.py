@@ -31,9 +31,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
     activation = config.get("hidden_act") or "gelu"
     if activation not in ("gelu", "gelu_new", "gelu_pytorch_tanh"):
         raise LossError("Megatron has no such activation", expected="gelu", found=activation)
-    positions = rotary(config)
-    if "partial_rotary_factor" not in config.rope:
-        positions["rotary_percent"] = config.number("rotary_pct", 0.25)
+    positions = rotary(config, partial=config.number("rotary_pct", 0.25))
     if config.get("rotary_emb_base") is not None:
         positions["rotary_base"] = config.size("rotary_emb_base")
     return (

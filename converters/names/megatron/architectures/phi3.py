@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from functools import partial
+from typing import Any
 
+from converters.names.families.rows import Sizes
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
@@ -20,4 +21,9 @@ MLP = """
     mlp.linear_fc2.weight                           mlp.down_proj.weight                    same
 """
 
-TABLE = Table(FAMILIES["phi3"], partial(gated, epsilon=1e-5), llama.TOP, ATTENTION, dense=MLP)
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    return gated(sizes, partial=1.0, epsilon=1e-5) | {"hidden_dropout": sizes.config.number("resid_pdrop", 0.0)}
+
+
+TABLE = Table(FAMILIES["phi3"], args, llama.TOP, ATTENTION, dense=MLP)

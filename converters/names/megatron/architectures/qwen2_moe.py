@@ -8,6 +8,7 @@ from typing import Any
 from converters.names.families.rows import Sizes
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import llama, qwen3_moe
+from converters.names.megatron.args import gated
 
 SHARED = """
     mlp.shared_experts.linear_fc1.weight                mlp.shared_expert.[gate|up]_proj.weight     joined
@@ -18,7 +19,7 @@ SHARED = """
 
 def args(sizes: Sizes) -> dict[str, Any]:
     shared = {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
-    return qwen3_moe.args(sizes) | shared
+    return gated(sizes, slides="use_sliding_window") | qwen3_moe.softmax(sizes) | shared
 
 
 TABLE = replace(llama.TABLE, family=FAMILIES["qwen2_moe"], args=args, sparse=qwen3_moe.EXPERTS + SHARED)

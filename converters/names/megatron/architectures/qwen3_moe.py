@@ -19,9 +19,12 @@ EXPERTS = """
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    # Probabilities that are not normalised are those over all experts, not over the chosen ones.
-    more = {"moe_router_pre_softmax": not sizes.config.flag("norm_topk_prob")}
-    return gated(sizes, slides="use_sliding_window") | more
+    return gated(sizes, slides=sizes.config.flag("use_sliding_window")) | softmax(sizes)
+
+
+def softmax(sizes: Sizes) -> dict[str, Any]:
+    """Probabilities that are not normalised are those over all experts, not over the chosen ones."""
+    return {"moe_router_pre_softmax": not sizes.config.flag("norm_topk_prob")}
 
 
 TABLE = replace(llama.TABLE, family=FAMILIES["qwen3_moe"], args=args, sparse=EXPERTS)

@@ -16,9 +16,8 @@ def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
     if config.flag("use_parallel_residual"):
         raise LossError("Megatron has no parallel residual", found="use_parallel_residual true")
-    positions = {"rotary_percent": config.rope.get("partial_rotary_factor", 0.25)}
     norms = {"normalization": "LayerNorm", "norm_epsilon": config.number("layer_norm_eps", 1e-5)}
-    return gated(sizes, slides=False) | positions | norms
+    return gated(sizes, partial=0.25, slides=False) | norms
 
 
 TABLE = Table(

@@ -39,6 +39,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
             "norm_epsilon": config.number("norm_epsilon", 1e-5),
             "swiglu": False,
             "openai_gelu": activation == "gelu_pytorch_tanh",
+            "hidden_dropout": config.number("residual_dropout", 0.0),
         }
     )
 
