@@ -69,7 +69,7 @@ _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where the state is left out.
+    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
 
     Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
     """
@@ -91,9 +91,8 @@ def read_optimizer(reading: DistReading) -> Optimizers:
     for content in contents:
         if found.grad_scaler is None:
             found.grad_scaler = content.get("grad_scaler")
-        if _groups(content) and not _note_groups(reading, found, content.get("optimizer", content)):
-            _leave_out(reading, "which parameters are in which param group does not follow from the groups' options")
-            return Optimizers()
+        if _groups(content):
+            _note_groups(reading, found, content.get("optimizer", content))
     if is_of_matrices(reading.args):
         _check_alike(reading)
     return found
@@ -157,11 +156,8 @@ def _refuse_transposed(reading: DistReading) -> None:
 # -- param groups --------------------------------------------------------------------------------------------
 
 
-def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> bool:
-    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it.
-
-    False where a parameter may be in more than one, as with `lr_mult` of a run's own.
-    """
+def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
+    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is no dict", path=reading.folder)
@@ -171,10 +167,15 @@ def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, An
     for group in groups:
         members = list(_members(reading, group, len(groups) == 1 and not is_of_matrices(reading.args)))
         if not claimed.isdisjoint(members):
-            return False
+            raise NotFoundError(
+                "which parameters are in which param group is not recorded, and does not follow from their options",
+                path=reading.folder,
+                expected="groups that weight decay, experts, a decoupled learning rate and the optimizer tell apart",
+                found=f"{len(groups)} groups",
+                hint="Megatron-LM itself loads it; to read the weights here, save them with --no-save-optim",
+            )
         claimed.update(members)
         found.note_group(group, members, str(reading.folder), common_step)
-    return True
 
 
 def _members(reading: DistReading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:

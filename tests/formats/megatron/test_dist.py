@@ -66,21 +66,6 @@ def _load(folder: Path, key: str, shape: tuple[int, ...]) -> torch.Tensor:
     return state[key]
 
 
-def test_groups_that_nothing_tells_apart_leave_the_weights(tmp_path: Path) -> None:
-    """By hand, as a run with `lr_mult` of its own has it: the checkpoint is whole."""
-    run = _copy(tmp_path)
-    common = torch.load(run / FOLDER / "common.pt", weights_only=False)
-    groups = common["optimizer"]["optimizer"]["param_groups"]
-    groups.append({**groups[0], "lr_mult": 0.1})
-    torch.save(common, run / FOLDER / "common.pt")
-    read, whole = ckpt.open(run), ckpt.open(FIXTURE)
-    assert any("param group does not follow from the groups' options" in note for note in read.notes)
-    assert not read.state.param_groups and not read.state.scalars
-    assert {key: content(one) for key, one in read.tensors.items()} == {
-        key: content(one) for key, one in whole.tensors.items() if key[1] == WEIGHT
-    }
-
-
 # -- written ------------------------------------------------------------------------------------------------
 
 
