@@ -165,6 +165,9 @@ class Staging:
         self.destination = Path(os.path.abspath(destination))
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
+        if is_staged(self.destination):
+            what = "a hidden folder of this name is what a conversion writes before it has ended, and may be cleared"
+            raise UsageError(what, path=destination, hint="give a folder of another name")
         self.path = staging_folder(self.destination)
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
