@@ -301,7 +301,8 @@ class Conversion(Returned):
         has_blocks = self.source.quantized.blocks and registry.get(self.format).carries_optimizer
         source = self.source if has_blocks else as_written(self.plan)
         how: dict[str, Any] = {"progress": progress, "expected": partial(phase, "verify")}
-        report = verify(source, open(folder, self.format), cast=bool(self.plan.casts), **how)
+        written = OpenCheckpoint.of(open_checkpoint(folder, self.format, unfinished=True))
+        report = verify(source, written, cast=bool(self.plan.casts), **how)
         if not is_as_the_source(report):
             what = "what was written is not what the source holds, and is removed"
             raise CkptError(what, path=folder, found="; ".join([report.outcome, *report.lines()][:4]))

@@ -11,10 +11,9 @@ _FLAGS = (
 )
 _OPTIONS = (
     "adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp "
-    "expert-layout from-a from-b fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by "
-    "master-dtype max-memory max-shard-size names only optimizer optimizer-dtype output picture pp "
-    "recompute-modules replica repo-id revision rtol run-config seed seq-len tag tag-a tag-b tp vpp workers "
-    "world-size"
+    "expert-layout from-a from-b fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by master-dtype "
+    "max-memory max-shard-size names only optimizer optimizer-dtype output picture pp recompute-modules replica "
+    "repo-id revision rtol run-config seed seq-len tag tag-a tag-b tp vpp workers world-size"
 )
 #: Where a function's parameter has another name.
 _OTHERWISE = {"all": "everything", "bytes": "every_byte"}

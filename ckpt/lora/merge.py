@@ -147,7 +147,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
     hasher = xxh3_128(repr([version(name) for name in ("torch", "peft") if find_spec(name)]).encode())
     for one in adapters:
-        hasher.update(repr((sorted(one.config.raw.items()), one.config.given_layout)).encode())
+        hasher.update(repr((one.config.given_layout, sorted(one.config.raw.items()))).encode())
         for fqn, factor in one.factors.items():
             hasher.update(repr((fqn, factor.shape)).encode())
             if factor.is_held:

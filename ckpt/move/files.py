@@ -20,12 +20,13 @@ from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
 
-from ckpt.base.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError
+from ckpt.base.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError, printable
 from ckpt.base.sizes import show_size
 from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
+_STAGED = ".ckpt-staging"
 _OPEN_FILES = 64  # source descriptors a thread keeps open
 
 #: errno values with which a filesystem says that it has no fsync for such a file or folder.
@@ -164,6 +165,9 @@ class Staging:
         self.destination = Path(os.path.abspath(destination))
         if not self.destination.name:
             raise UsageError("the root folder cannot be replaced", path=destination, hint="give a folder in it")
+        if is_staged(self.destination):
+            what = "a hidden folder of this name is what a conversion writes before it has ended, and may be cleared"
+            raise UsageError(what, path=destination, hint="give a folder of another name")
         self.path = staging_folder(self.destination)
         self._old = self.destination.with_name(f".{self.destination.name}.ckpt-old")
         self._overwrite = overwrite
@@ -248,15 +252,22 @@ class Staging:
     def commit(self) -> None:
         """Make everything durable and move it to the destination in one step."""
         assert not self._is_kept, "nobody has looked at what was left in the folder"
-        with _writing(self.destination):
-            for folder, _, _ in os.walk(self.path, topdown=False):
-                sync_folder(Path(folder))
-            if is_filled(self.destination):
-                self._check_destination_free()
-                self._swap()
-            else:
-                os.rename(self.path, self.destination)
-                self._sync_parent(self.destination)
+        try:
+            with _writing(self.destination):
+                for folder, _, _ in os.walk(self.path, topdown=False):
+                    sync_folder(Path(folder))
+                if is_filled(self.destination):
+                    self._check_destination_free()
+                    self._swap()
+                else:
+                    os.rename(self.path, self.destination)
+                    self._sync_parent(self.destination)
+        except KeyboardInterrupt as interrupt:
+            if not _same_file(self._lock, self.path):  # it is moved
+                rests = [path for path in (self.path, self._old) if path.exists()]
+                left = "".join(f"; of what it replaced there is still {path}" for path in rests)
+                interrupt.args = (printable(f"stopped; {self.destination} is complete{left}"),)
+            raise
 
     def _sync_parent(self, at: Path) -> None:
         """Make what was renamed durable; StorageError, which is about `at`, where the disk does not say that it is."""
@@ -390,7 +401,12 @@ class SharedStaging:
 def staging_folder(destination: Path) -> Path:
     """The folder beside `destination` in which it is written first."""
     destination = Path(os.path.abspath(destination))
-    return destination.with_name(f".{destination.name}.ckpt-staging")
+    return destination.with_name(f".{destination.name}{_STAGED}")
+
+
+def is_staged(path: Path) -> bool:
+    """Whether it is a staging folder or lies in one: files there have their full size from the start."""
+    return any(part.startswith(".") and part.endswith(_STAGED) for part in Path(os.path.abspath(path)).parts)
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
@@ -399,7 +415,7 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
         raise UsageError("this is a folder", path=path, expected="the name of a file")
     if not overwrite and os.path.lexists(path):
         raise UsageError("the file exists", path=path, hint="give another name, or --overwrite to replace it")
-    staged = path.with_name(f".{path.name}.{os.getpid()}.ckpt-staging")
+    staged = path.with_name(f".{path.name}.{os.getpid()}{_STAGED}")
     with _writing(path, "place"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

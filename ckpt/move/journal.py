@@ -21,8 +21,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from ckpt.base.errors import CorruptError, UsageError, printable, shown
+from ckpt.base.errors import CorruptError, UsageError, shown
 from ckpt.base.sizes import show_size
+from ckpt.base.text import one_line
 from ckpt.base.version import __version__
 from ckpt.move.filehash import CHUNK, Hasher
 from ckpt.move.files import OpenFiles, disk_bytes, translate_os_errors
@@ -164,7 +165,7 @@ def left_in(folder: Path) -> str:
             found += f", last written {written:%Y-%m-%d %H:%M:%S}"
             begun = next((line for line in _lines(path) if isinstance(line, dict)), {})
             if isinstance(command := begun.get("command"), str):
-                found += f", by `{printable(command, 200)}`"
+                found += f", by `{one_line(command, 200)}`"
     return found
 
 
@@ -219,7 +220,12 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         hint = f"{_BEGINS_ANEW}: {left_in(path.parent)}"
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
-    for now in _sources(expected, path):
+    files = _sources(expected, path)
+    if known and files and not any(file.path in known for file in files):  # of a run that has saved a newer step, say
+        what = "the conversion that was stopped there is of another source"
+        hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {left_in(path.parent)}"
+        raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
+    for now in files:
         then = known.get(now.path, now)
         if then != now:
             what = "the source has changed since the conversion that was stopped"

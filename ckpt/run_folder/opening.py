@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, did_you_mean
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
@@ -50,14 +50,18 @@ def open_checkpoint(
     tag: str | None = None,
     config: str | None = None,
     replica: int | None = None,
+    unfinished: bool = False,
 ) -> Checkpoint:
-    """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`."""
+    """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
+
+    What a conversion is still writing, or left when it was stopped, is refused unless it may be `unfinished`.
+    """
     formats = registry.all_formats() if format == AUTO else registry.named(format)
     for one in formats:
         if not one.reads:
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
-    checkpoint = _opened(path, formats, tag, config)
+    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
@@ -79,13 +83,24 @@ def open_training(path: Path, *, tag: str | None = None, config: str | None = No
 
 @listed_once()
 def _opened(
-    path: Path, formats: list[Format], tag: str | None, config: str | None, training: bool = False
+    path: Path,
+    formats: list[Format],
+    tag: str | None,
+    config: str | None,
+    training: bool = False,
+    unfinished: bool = False,
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
+        if is_staged(path) and not unfinished:
+            what, hint = (
+                "this is of a conversion that has not ended",
+                "when it has, what it wrote is at its destination",
+            )
+            raise IncompleteError(what, path=path, hint=hint)
         request = ReadRequest(tag, None if config is None else find_config(config))
         checkpoint = _open_first(path, formats, request, training)
         return checkpoint and _with_config(checkpoint, path, request)
@@ -349,7 +364,8 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *trainer_steps(path)[:1]] if path.is_dir() else []
     entries = [place / name for place in places for name in names_in(place)][:_MAX_ENTRIES]
-    return [str(entry.relative_to(path)) for entry in entries if any(_finds(one, entry, None) for one in formats)]
+    found = [entry for entry in entries if any(_finds(one, entry, None) for one in formats) and not is_staged(entry)]
+    return [str(entry.relative_to(path)) for entry in found]
 
 
 def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Checkpoint:

@@ -41,7 +41,8 @@ def carry_out(work: AfterSave) -> None:
         print(f"{work.path} is whole")
     if work.to is None:
         return
-    done = ckpt.convert(work.path, work.to, work.output, overwrite=True, **work.options)
+    # What a killed process left may be of the same step as it was before the run saved it again.
+    done = ckpt.convert(work.path, work.to, work.output, overwrite=True, restart=True, **work.options)
     print(f"{work.path} is converted to {done.path}")
     if work.verify:
         has_optimizer = any(one.carries_optimizer for one in ckpt.formats() if work.to in (one.name, *one.aliases))

@@ -84,8 +84,8 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin to read: the checkpoint at `checkpoint_id`, where one is given."""
         if checkpoint_id is not None:
-            path, options = os.fspath(checkpoint_id), {"tag": self._tag, "config": self._config}
-            checkpoint = open_checkpoint(path, self._format, replica=self._replica, **options)
+            options: dict[str, Any] = {"tag": self._tag, "config": self._config, "replica": self._replica}
+            checkpoint = open_checkpoint(os.fspath(checkpoint_id), self._format, **options)
             self._contents = _Contents(checkpoint, *self._outer)
         self.bytes_read = 0
 

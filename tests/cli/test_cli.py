@@ -33,7 +33,7 @@ from tests.support.building import write_stage2
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot
 from tests.support.engines import Truth, raw
-from tests.support.places import REPOSITORY
+from tests.support.places import FIXTURES, REPOSITORY
 
 
 @pytest.fixture
@@ -323,6 +323,51 @@ def test_a_stopped_conversion_says_what_it_keeps_and_the_same_command_goes_on(
     assert done.code == 0 and "were there already" in done.err and "0 B were" not in done.err
     assert run_ckpt("convert", "auto", "hf", str(run), "-o", "unbroken").code == 0
     assert snapshot_of_files("out") == snapshot_of_files("unbroken")
+
+
+def test_what_a_stopped_conversion_left_is_read_as_no_checkpoint(run: Path) -> None:
+    """Its files have their full size, and zeros where nothing is written yet."""
+    convert, staging = ("convert", "auto", "hf", str(run), "-o", "out"), Path(".out.ckpt-staging")
+    assert process(*convert, script=KILLED, cwd=Path.cwd()).code == -9
+    for place in (staging, staging / "model.safetensors"):
+        for command in (("inspect", place), ("convert", "auto", "full", place), ("verify", place, place)):
+            refused = run_ckpt(*command)
+            assert refused.code == 4 and "this is of a conversion that has not ended\n" in refused.err, refused
+    shutil.rmtree(run)
+    missing = run_ckpt("inspect", ".")
+    assert missing.code == 3 and "ckpt-staging" not in missing.err, missing
+
+
+def test_a_newer_step_that_was_saved_meanwhile_is_named(run: Path) -> None:
+    shutil.rmtree(run)
+    shutil.copytree(FIXTURES / "trainer-zero2", run)
+    newer = (run / "checkpoint-2").rename("checkpoint-2")
+    convert = ("convert", "auto", "hf", "outputs", "-o", "out")
+    assert process(*convert, script=KILLED, cwd=Path.cwd()).code == -9
+    newer.rename(run / "checkpoint-2")
+    refused = run_ckpt(*convert)
+    assert refused.code == 2 and "the conversion that was stopped there is of another source\n" in refused.err
+    assert re.search("expected: .*/checkpoint-1/.*\n  found: .*/checkpoint-2/.*\n", refused.err), refused.err
+    assert "hint: that source goes on with it (--tag names a step of a run); --restart" in refused.err
+    assert run_ckpt(*convert, "--tag", "checkpoint-1", "--verify").code == 0
+
+
+def test_who_stops_it_while_what_it_replaced_is_removed_is_told_that_it_is_there(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    convert = ("convert", "auto", "hf", run, "-o", "out")
+    assert run_ckpt(*convert).code == 0
+
+    def stop(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as stopped:
+        patch.setattr(shutil, "rmtree", stop)
+        ckpt.convert(run, "hf", "out", dtype="fp32", overwrite=True)
+    here = Path.cwd()
+    said = f"stopped; {here / 'out'} is complete; of what it replaced there is still {here / '.out.ckpt-staging'}"
+    assert stopped.value.args == (said,)
+    assert run_ckpt("verify", run, "out", "--cast").code == 0
 
 
 def test_a_conversion_that_another_process_is_writing_is_not_called_stopped(run: Path) -> None:

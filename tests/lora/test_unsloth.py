@@ -15,12 +15,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt as package
-from ckpt.errors import UsageError
+from ckpt.errors import StorageError, UsageError
 from ckpt.lora.find import open_adapter
 from ckpt.lora.merge import plan
 from ckpt.plan.checkpoint import TRANSFORMERS
 from ckpt.run_folder.adapter_config import ExpertLayout
 from ckpt.state.naming import to_namespace
+from ckpt.verify import manifest
 from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
@@ -140,6 +141,19 @@ def test_in_python(tmp_path: Path) -> None:
     assert "expert_layout='unsloth'" in str(refused.value)
     package.merge_lora(adapter, tmp_path / "out", base=BASE, accept_base=True, expert_layout="unsloth")
     assert equal(tmp_path / "out", merged(GROUPED, tmp_path / "recorded"))
+
+
+def test_a_merge_by_another_layout_is_not_gone_on_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def disk_is_full(*_: object) -> None:
+        raise StorageError("no space on the disk")
+
+    how: dict[str, Any] = {"base": BASE, "accept_base": True}
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(manifest, "make_manifest", disk_is_full)
+        package.merge_lora(GROUPED, tmp_path / "out", expert_layout="unsloth", **how)
+    with pytest.raises(UsageError, match="is another one"):
+        package.merge_lora(GROUPED, tmp_path / "out", expert_layout="peft", **how)
+    assert package.merge_lora(GROUPED, tmp_path / "out", expert_layout="unsloth", **how).num_done
 
 
 def test_a_model_without_stacked_experts_needs_no_layout(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,9 +16,12 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers import TrainerCallback as Theirs
 
 import ckpt
-from ckpt.errors import UsageError
+from ckpt.errors import StorageError, UsageError
+from ckpt.move.files import staging_folder
+from ckpt.training.after_save import AfterSave, carry_out
+from ckpt.verify import manifest
 from tests.support.hub_server import TOKEN, HubServer
-from tests.support.places import REPOSITORY
+from tests.support.places import FIXTURES, REPOSITORY
 
 
 def trained(output: Path, callback: Any, **options: Any) -> Trainer:
@@ -55,6 +59,26 @@ def test_each_checkpoint_is_converted_and_verified(tmp_path: Path, caplog: pytes
     said = [record.getMessage() for record in caplog.records]
     assert [f"ckpt: {out / f'checkpoint-{step}'} is verified" in said for step in (2, 4)] == [True, True]
     assert f"ckpt: {run / 'checkpoint-2'} is whole" in said
+
+
+def test_a_checkpoint_that_a_run_saves_again_is_converted_though_a_former_conversion_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that is preempted takes its callback along, goes on from an older step, and saves that step once more."""
+
+    def disk_is_full(*_: object) -> None:
+        raise StorageError("no space on the disk")
+
+    work = AfterSave(str(tmp_path / "checkpoint-2"), str(tmp_path / "out"), to="full")
+    shutil.copytree(FIXTURES / "trainer-zero2/checkpoint-2", work.path)
+    with monkeypatch.context() as patch, pytest.raises(StorageError):
+        patch.setattr(manifest, "make_manifest", disk_is_full)
+        carry_out(work)
+    assert staging_folder(Path(work.output)).is_dir()
+    shutil.rmtree(work.path)
+    shutil.copytree(FIXTURES / "trainer-zero2/checkpoint-2", work.path)
+    carry_out(work)
+    assert ckpt.verify(work.output).good and not staging_folder(Path(work.output)).exists()
 
 
 def test_the_newest_checkpoint_is_pushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
