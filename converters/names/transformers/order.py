@@ -36,6 +36,7 @@ _MLP = ("gate_proj", "gate_up_proj", "up_proj", "down_proj", "c_fc.", "c_proj.",
 _TOP = ("embed_tokens.", "embed_in.", "wte.", "wpe.", "layers.", "h.", "norm.", "final_layer_norm.", "ln_f.")
 _PREFIX = re.compile(r"(model|transformer|gpt_neox)\.")
 _LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)")
+_EXPERTS = re.compile(r"(?:shared_)?experts?\.")
 
 
 def as_registered(names: Iterable[str], model_type: str) -> list[str]:
@@ -51,7 +52,7 @@ def as_registered(names: Iterable[str], model_type: str) -> list[str]:
             place += (int(match[1]), _position(inside, layer))
             module, _, inside = inside.partition(".")
             place += (_position(inside, mlp if module == "mlp" else _ATTENTION),)
-            place += (_position(inside.removeprefix("shared_").removeprefix("experts."), _MLP),)
+            place += (_position(_EXPERTS.sub("", inside, count=1), _MLP),)
         return (*place, inside.endswith("bias"), name)
 
     return sorted(names, key=key)

@@ -22,7 +22,7 @@ from converters.names.transformers.relation import build_model
 from converters.pytorch.trainer import TRAINER, trainer_groups
 from tests.support.describing import content
 from tests.support.engines import Truth, raw
-from train.models import sizes_of
+from tests.support.tiny_sizes import tiny_sizes
 
 RUN = "trainer-plain"
 
@@ -98,7 +98,7 @@ def test_an_optimizer_of_another_kind_is_refused(run: Path) -> None:
 
 @pytest.mark.parametrize("model_type", architectures())
 def test_tables_have_the_order_in_which_transformers_registers(model_type: str) -> None:
-    model = build_model({"model_type": model_type, **sizes_of(model_type)}, {})
+    model = build_model({"model_type": model_type, **tiny_sizes(model_type)}, {})
     names = [name for name, _ in model.named_parameters()]
     assert as_registered(sorted(names), model_type) == names
 
