@@ -10,8 +10,6 @@ import select
 import sys
 from typing import TextIO
 
-from ckpt.base.errors import json_error
-
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
 #: Commands whose work is what they write; what they print says where it is.
 _WRITING = (["convert"], ["merge-lora"], ["mount"], ["push"])
@@ -33,6 +31,8 @@ def say_ended(interrupt: KeyboardInterrupt) -> int:
     what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
     notes = getattr(interrupt, "__notes__", ())
     if asks_for_json():
+        from ckpt.base.errors import json_error  # not before: this may be said while it is imported
+
         print(json.dumps(json_error(name, what, code, hint="; ".join(notes) or None)), file=sys.stderr)
     else:
         print(what, *notes, sep="\n", file=sys.stderr)

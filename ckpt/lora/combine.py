@@ -111,7 +111,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
     kept = {key: adapter.config.raw.get(key) for key in whole}
     settings = parse_config(_plain_config(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
-    settings = replace(settings, given_layout="peft")  # as PEFT has stacked them just now
+    settings = replace(settings, given_layout="rank_major")  # as PEFT has stacked them just now
     note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
     return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
@@ -16,7 +16,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.run_folder.adapter_config import AdapterConfig, ExpertLayout, config_path, read_config
+from ckpt.run_folder.adapter_config import AdapterConfig, Columns, config_path, read_config
 from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     import torch
 
 PEFT = "peft"
+#: Who packed an adapter of stacked experts, as users say it.
+ExpertLayout = Literal["peft", "unsloth"]
+_COLUMNS: Mapping[ExpertLayout, Columns] = {"peft": "rank_major", "unsloth": "grouped_by_expert"}
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 #: What names of quantized copies of a model end with.
@@ -101,7 +104,7 @@ def open_adapter(
         checkpoint = _open(path, config, tag)
     place = local(config) if config else None
     found = config_path(checkpoint, place if place is not None and place.is_dir() else None)
-    settings = replace(read_config(found), given_layout=expert_layout)
+    settings = replace(read_config(found), given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:

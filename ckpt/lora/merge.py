@@ -394,11 +394,11 @@ class _Merge:
                 hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
                 "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
             )
-        if layout == "unsloth":
+        if layout == "grouped_by_expert":
             self.by_expert.append(fqn)
         if adapter.config.overrules(fqn):
             self.overruled.append(fqn)
-        return layout == "unsloth"
+        return layout == "grouped_by_expert"
 
     # -- what the base is ------------------------------------------------------------------------------------
 

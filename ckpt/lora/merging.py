@@ -10,12 +10,11 @@ from ckpt import api
 from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
-from ckpt.lora.find import Adapter, open_adapter, open_base
+from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.lora.merge import plan
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
-from ckpt.run_folder.adapter_config import ExpertLayout
 
 
 def planned(

@@ -36,12 +36,12 @@ OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
 #: 2026.9.6 all ranks of an expert.
-ExpertLayout = Literal["peft", "unsloth"]
+Columns = Literal["rank_major", "grouped_by_expert"]
 #: What Unsloth records of it, in the config itself or in its `auto_mapping` (unsloth_zoo 2026.10.9,
 #: temporary_patches/moe_utils.py, `write_fused_expert_lora_layout` and `saved_lora_b_layouts`): for all parameters, or
 #: for each by its name.  The parameters are the two that its own forward computes.
 _LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
-_RECORDED: Mapping[object, ExpertLayout] = {"rank_major": "peft", "grouped_by_expert": "unsloth"}
+_COLUMNS: tuple[Columns, ...] = ("rank_major", "grouped_by_expert")
 _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
@@ -65,7 +65,7 @@ class AdapterConfig:
     base: str | None
     revision: str | None
     #: What the user says of the layout of stacked experts, which comes before what is recorded.
-    given_layout: ExpertLayout | None = None
+    given_layout: Columns | None = None
 
     def rank_of(self, key: str) -> int:
         """The rank of module (or targeted parameter) `key`."""
@@ -77,25 +77,25 @@ class AdapterConfig:
         alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
 
-    def expert_layout(self, fqn: str) -> ExpertLayout | None:
+    def expert_layout(self, fqn: str) -> Columns | None:
         """How `lora_B` of the stacked experts `fqn` is packed; None where Unsloth trained it and did not record it."""
         recorded = set(self._recorded_layouts(fqn))
         if self.given_layout is not None or recorded:
             return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
         is_unsloths = _is_of_unsloth(fqn) and _mapping(self.raw.get("auto_mapping")).get("unsloth_fixed")
-        return None if is_unsloths else "peft"
+        return None if is_unsloths else "rank_major"
 
     def overrules(self, fqn: str) -> bool:
         """Whether the user says another layout of the stacked experts `fqn` than is recorded."""
         return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))
 
-    def _recorded_layouts(self, fqn: str) -> Iterator[ExpertLayout | None]:
+    def _recorded_layouts(self, fqn: str) -> Iterator[Columns | None]:
         """What each record says of the layout of `fqn`; None for a record that is no layout."""
         for source in (self.raw, _mapping(self.raw.get("auto_mapping"))) if _is_of_unsloth(fqn) else ():
             by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
             recorded = _mapping(by_name.get(fqn.rpartition(".")[2])).get(_LAYOUT, source.get(_LAYOUT))
             if recorded is not None:
-                yield _RECORDED.get(recorded) if isinstance(recorded, str) else None
+                yield next((columns for columns in _COLUMNS if columns == recorded), None)
 
     @property
     def is_of_peft(self) -> bool:

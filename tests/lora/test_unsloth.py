@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt as package
 from ckpt.errors import StorageError, UsageError
-from ckpt.lora.find import open_adapter
+from ckpt.lora.find import ExpertLayout, open_adapter
 from ckpt.lora.merge import plan
 from ckpt.plan.checkpoint import TRANSFORMERS
-from ckpt.run_folder.adapter_config import ExpertLayout
 from ckpt.state.naming import to_namespace
 from ckpt.verify import manifest
 from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
