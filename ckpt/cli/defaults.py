@@ -20,6 +20,13 @@ from ckpt.base.text import did_you_mean
 from ckpt.cli.examples import EXAMPLES
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
+#: What a file, which may be somebody else's, does not set: where is written, what is replaced, what leaves the machine.
+_ASKED_ONLY = frozenset(
+    {
+        *("output", "overwrite", "restart", "accept-base"),
+        *("push", "repo-id", "private", "revision", "create-pr", "commit-message"),
+    }
+)
 
 
 def of_command(name: str, params: list[Any]) -> dict[str, Any]:
@@ -33,6 +40,14 @@ def of_command(name: str, params: list[Any]) -> dict[str, Any]:
     path, tables = _tables()
     for key, value in tables.get(name, {}).items():
         option = _known(key, known, f"[{TABLE}.{name}] in {path}")
+        if option in _ASKED_ONLY:
+            raise UsageError(
+                f"a file does not set --{option}: it may be somebody else's",
+                path=path,
+                found=f"{key}, [{TABLE}.{name}]",
+                hint=f"give --{option} on the command line, or set it in the environment",
+                code="unknown-default",
+            )
         found[known[option].name] = value
     prefix = f"CKPT_{name.replace('-', '_').upper()}_"
     for variable, text in os.environ.items():

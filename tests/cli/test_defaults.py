@@ -77,6 +77,16 @@ def test_what_is_not_known_is_an_error(project: Path, table: str, words: tuple[s
     assert (found.code, found.out) == (2, "") and all(word in found.err for word in words), found.err
 
 
+@pytest.mark.parametrize(
+    ("command", "option"), [("convert", 'output = "x"'), ("convert", "overwrite = true"), ("merge-lora", "push = true")]
+)
+def test_a_file_sets_nothing_that_is_replaced_or_leaves_the_machine(project: Path, command: str, option: str) -> None:
+    (project / "pyproject.toml").write_text(f"[tool.ckpt.{command}]\n{option}\n")
+    refused = run_ckpt(*(("convert", "zero3", "hf", "run") if command == "convert" else ("merge-lora", "run")))
+    assert refused.code == 2
+    assert f"a file does not set --{option.split()[0]}" in refused.err
+
+
 def test_a_variable_that_no_option_has_is_an_error(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_CONVERT_WORLDSIZE", "2")
     found = run_ckpt("convert", "auto", "zero3", "outputs")
