@@ -170,10 +170,11 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
     """The model card of what was merged into `folder`, if it is going to be pushed."""
     from ckpt import api
     from ckpt.hub.card import CARD, model_card
+    from ckpt.run_folder.opening import open_checkpoint
 
     if to is None:
         return {}
-    digests = api.digests(api.open(folder, "hf")).whole
+    digests = api.digests(open_checkpoint(folder, "hf", unfinished=True)).whole
     card = model_card(to.repo_id.rpartition("/")[2], facts, digests, ["ckpt", *sys.argv[1:]], base)
     return {CARD: card.encode()}
 
