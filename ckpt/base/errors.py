@@ -5,6 +5,7 @@
     |  `- SeveralRunsError  the folder of several runs was given
     |- NotFoundError    3  nothing there, or nothing that is recognised
     |- CorruptError     4  a checkpoint that is damaged or contradicts itself
+    |  |- SourceGoneError  a file of it has gone while it was being read
     |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
@@ -137,6 +138,12 @@ class NotFoundError(CkptError):
 class CorruptError(CkptError):
     exit_code = 4
     code = "corrupt"
+
+
+class SourceGoneError(CorruptError):
+    """A file of the source has gone while it was being read; it may be back soon, as one of a network's folder is."""
+
+    code = "source-gone"
 
 
 class IncompleteError(CorruptError):

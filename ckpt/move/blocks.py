@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CorruptError, NotFoundError, SourceGoneError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
@@ -217,7 +217,7 @@ def descriptor_of(sources: OpenFiles, path: str) -> int:
     try:
         return sources.descriptor(path)
     except NotFoundError:
-        raise CorruptError("the file has gone while it was being read", path=path) from None
+        raise SourceGoneError("the file has gone while it was being read", path=path) from None
 
 
 def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterator[memoryview]:

@@ -117,11 +117,21 @@ def _command() -> str:
     return shown(shlex.join([path.parent.name if path.name == "__main__.py" else path.name, *words]))
 
 
-def remove_journals(folder: Path, size: int) -> None:
-    """Remove the journals of `size` processes when the conversion is complete."""
-    for path in (_place(folder, rank) for rank in range(size)):
-        with translate_os_errors(path):
-            path.unlink()
+@contextlib.contextmanager
+def without_journals(folder: Path, size: int) -> Iterator[None]:
+    """Take the journals of `size` processes out of a complete conversion; they come back where it is not moved."""
+    before, journals = os.stat(folder), {}
+    try:
+        for path in (_place(folder, rank) for rank in range(size)):
+            with translate_os_errors(path):
+                journals[path] = path.read_bytes()
+                path.unlink()
+        yield
+    except BaseException:
+        if folder.exists() and os.path.samestat(before, os.stat(folder)):
+            for path, content in journals.items():
+                path.write_bytes(content)
+        raise
 
 
 def _place(folder: Path, rank: int) -> Path:

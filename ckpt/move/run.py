@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-from ckpt.base.errors import CkptError, CorruptError, StorageError, UsageError, printable
+from ckpt.base.errors import CkptError, CorruptError, SourceGoneError, StorageError, UsageError, printable
 from ckpt.base.sizes import show_size
 from ckpt.move.blocks import batches, write_all
 from ckpt.move.filehash import FileDigest, max_pieces, pieces_of
@@ -26,8 +26,8 @@ from ckpt.move.journal import (
     header,
     holds_pieces,
     read_journals,
-    remove_journals,
     still_there,
+    without_journals,
 )
 from ckpt.move.parts import Share, deal
 from ckpt.move.workers import MAX_UNFINISHED, FileDigests, Output, Progress, Resources, Workers
@@ -38,6 +38,8 @@ from ckpt.processes.group import Alone
 #: What is cleared of what a stopped conversion kept: nothing, all, or what cannot be gone on with.
 Restart = bool | Literal["stale"]
 
+#: Codes of refusals that leave what is done as good as it was.
+_PASSING = (SourceGoneError.code, "destination-exists")
 _ZEROS = 1 << 20  # bytes of padding that are written at a time
 
 
@@ -118,8 +120,8 @@ def execute(
         else:
             verify(whole.path, progress)
             phase("commit", 0)
-            remove_journals(whole.path, group.size)
-            whole.commit()
+            with without_journals(whole.path, group.size):
+                whole.commit()
     return num_done
 
 
@@ -127,12 +129,13 @@ def execute(
 def _keeping(staging: Staging | None) -> Iterator[None]:
     """Keep what is done when the conversion is stopped, and note where it is; one that is refused keeps nothing.
 
-    What is wrong with the source, or with what was asked for, is wrong with what is done as well.
+    What is wrong with the source, or with what was asked for, is wrong with what is done as well; a source that is away
+    may come back, and a destination that has appeared meanwhile can be removed.
     """
     try:
         yield
     except BaseException as error:
-        is_refused = isinstance(error, CkptError) and not isinstance(error, StorageError)
+        is_refused = isinstance(error, CkptError) and not isinstance(error, StorageError) and error.code not in _PASSING
         if staging is not None and not is_refused and holds_pieces(staging.path):
             staging.keep()
             size = show_size(disk_bytes(staging.path))

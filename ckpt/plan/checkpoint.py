@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
-from ckpt.base.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
 from ckpt.plan.dtypes import DType
 from ckpt.plan.options import OF_FILES
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
@@ -179,13 +179,13 @@ class SourceFile:
         try:
             now = SourceFile.stat(self.path)
         except FileNotFoundError:
-            now = None
+            raise SourceGoneError("the file has gone while it was being read", path=self.path) from None
         if now != self:
             raise CorruptError(
                 "the file was replaced while it was being read",
                 path=self.path,
                 expected=self.facts(),
-                found="no file" if now is None else now.facts(),
+                found=now.facts(),
                 hint="is a run still writing into this folder? wait for it, then convert again",
             )
 

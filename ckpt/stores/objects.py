@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from uuid import uuid4
 
 from ckpt.base.entries import entries, load
-from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, SourceGoneError, StorageError, UsageError
 
 T = TypeVar("T")
 
@@ -221,7 +221,7 @@ class _Obstore:
         except (kinds.NotFoundError, FileNotFoundError) as error:
             if is_listing:
                 raise NotFoundError("there is no such store", path=self._url) from error
-            raise CorruptError("the object has gone while it was being read", path=url) from error
+            raise SourceGoneError("the object has gone while it was being read", path=url) from error
         except kinds.PreconditionError as error:
             raise _changed(url, "the object that was listed", "another one") from error
         except (kinds.BaseError, OSError, ValueError) as error:

@@ -30,7 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from ckpt.errors import CorruptError, StorageError, UsageError
+from ckpt.errors import CorruptError, SourceGoneError, StorageError, UsageError
 from ckpt.move import blocks, casts, files, run
 from ckpt.move import workers as threads
 from ckpt.move.blocks import Batch, CopyBatch
@@ -489,7 +489,24 @@ class TestSourcesThatChange:
             execute(case.plan, out, overwrite=True, resources=Resources(workers=1), progress=change)
         assert (caught.value.exit_code, caught.value.path) == (4, str(victim))
         assert (out / "old").read_bytes() == b"old" if existing else not out.exists()
-        assert not [name for name in listing(tmp_path) if name.startswith(".")]
+        hidden = [name for name in listing(tmp_path) if name.startswith(".")]
+        assert hidden == ([".out.ckpt-staging"] if how == "gone" and kept(caught.value) else [])
+
+    def test_a_folder_that_is_away_for_a_while(self, tmp_path: Path, case: Case) -> None:
+        """What is done is kept, and gone on with when the folder is back."""
+        source, away = tmp_path / "source", tmp_path / "away"
+
+        def take_away(_: Path) -> dict[str, bytes]:
+            source.rename(away)
+            return {}
+
+        with pytest.raises(SourceGoneError) as caught:
+            execute(case.plan, tmp_path / "out", describe=lambda folder, _: take_away(folder))
+        assert caught.value.exit_code == 4 and kept(caught.value)
+        away.rename(source)
+        assert execute(case.plan, tmp_path / "out") == case.plan.moved_bytes
+        case.assert_written(tmp_path / "out")
+        assert listing(tmp_path) == ["out", "source"]
 
     def test_before_they_are_read(self, tmp_path: Path, case: Case) -> None:
         """A file that has gone, or is shorter, since its metadata was read."""
@@ -677,6 +694,42 @@ def test_killed_at_any_call(tmp_path: Path, small_pieces: None, existing: bool) 
         shutil.rmtree(out)
     case.assert_written(out)
     assert number > 40 and complete
+
+
+class TestCompleteAndNotMoved:
+    """A conversion that is stopped when all is written: nothing is written anew."""
+
+    @staticmethod
+    def goes_on(case: Case, out: Path, error: BaseException) -> None:
+        assert kept(error)
+        assert execute(case.plan, out) == case.plan.moved_bytes
+        case.assert_written(out)
+        assert listing(out.parent) == ["out", "source"]
+
+    def test_the_destination_has_appeared(self, tmp_path: Path, case: Case) -> None:
+        out = tmp_path / "out"
+
+        def appear(phase: str, _: int) -> None:
+            if phase == "commit":
+                out.mkdir()
+                (out / "another's").write_bytes(b"1")
+
+        with pytest.raises(UsageError, match="the destination exists") as caught:
+            execute(case.plan, out, phase=appear)
+        assert listing(out) == ["another's"]
+        shutil.rmtree(out)
+        self.goes_on(case, out, caught.value)
+
+    def test_interrupted_before_the_rename(
+        self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def interrupted(_: Staging) -> None:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt) as caught:
+            patch.setattr(Staging, "commit", interrupted)
+            execute(case.plan, tmp_path / "out")
+        self.goes_on(case, tmp_path / "out", caught.value)
 
 
 class TestInterrupt:
