@@ -67,6 +67,7 @@ def main() -> None:
         if step % args.save_every == 0 or step == args.steps:
             say(f"saved {engine.save(Path(args.output), step)}", flush=True)
     dist.barrier()  # in which gloo's threads let go of their last tensors: they would wait for an interpreter that ends
+    del engine  # DDP's reducer would else be taken down behind the group whose threads it waits for
     dist.destroy_process_group()
 
 

@@ -19,9 +19,13 @@ class TerminatedError(KeyboardInterrupt):
     """SIGTERM, which ends a command as Ctrl-C does."""
 
 
+#: Whether a default of the user's sets `--json`; the command line, which can only set it, too, is looked at itself.
+json_by_default = False
+
+
 def asks_for_json() -> bool:
     """Whether the command was given `--json`: errors are one JSON object then, on the last line of stderr."""
-    return "--json" in sys.argv[1:]
+    return json_by_default or "--json" in sys.argv[1:]
 
 
 def say_ended(interrupt: KeyboardInterrupt) -> int:

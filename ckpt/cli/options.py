@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
@@ -186,6 +187,8 @@ _TAKES_URLS = {
     "diff": ("a", "b", "config"),
 }
 _URL = re.compile(r"(?:-o|--(?:output|config|base)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
+#: What the environment and a table say for yes.
+_TRUE = ("1", "t", "true", "y", "yes", "on")
 #: Those that are no places, whatever they look like.
 _TEXTS = ("commit_message", "tensor")
 
@@ -341,7 +344,9 @@ class Commands(_Help, TyperGroup):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)
-        ctx.default_map = {name: defaults.of_command(name, command.params)}
+        found = defaults.of_command(name, command.params)
+        ctx.default_map = {name: found}
+        streams.json_by_default = str(found.get("as_json")).lower() in _TRUE
         return name, command, rest
 
 

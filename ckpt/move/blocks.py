@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from ckpt.base.errors import CorruptError, NotFoundError, SourceGoneError
+from ckpt.base.errors import NotFoundError, SourceGoneError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided

@@ -11,6 +11,7 @@ import pytest
 
 import ckpt
 from tests.support.commands import ckpt as run_ckpt
+from tests.support.commands import process
 
 TABLE = """
 [tool.ckpt.convert]
@@ -111,3 +112,15 @@ def test_a_folder_that_was_removed_sets_nothing(project: Path, fixtures: Path) -
 def test_python_does_not_read_them(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CKPT_CONVERT_WORLD_SIZE", "5")
     assert len([name for name in ckpt.plan("outputs", "zero3").files if "optim_states" in name]) == 3
+
+
+@pytest.mark.parametrize(("value", "is_json"), [("1", True), ("true", True), ("0", False)])
+def test_errors_are_objects_where_a_default_sets_json(
+    project: Path, monkeypatch: pytest.MonkeyPatch, value: str, is_json: bool
+) -> None:
+    monkeypatch.setenv("CKPT_CHECK_JSON", value)
+    (project / "pyproject.toml").write_text("[tool.ckpt.inspect]\njson = true\n")
+    by_file = process("inspect", "nowhere", cwd=project / "deep")
+    by_environment = process("check", "nowhere", cwd=project / "deep")
+    assert json.loads(by_file.err)["code"] == "not-found" and by_file.code == 3
+    assert by_environment.code == 3 and by_environment.err.startswith("{" if is_json else "error: ")

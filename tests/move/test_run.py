@@ -720,9 +720,7 @@ class TestCompleteAndNotMoved:
         shutil.rmtree(out)
         self.goes_on(case, out, caught.value)
 
-    def test_interrupted_before_the_rename(
-        self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_interrupted_before_the_rename(self, tmp_path: Path, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
         def interrupted(_: Staging) -> None:
             raise KeyboardInterrupt
 

@@ -365,6 +365,28 @@ def test_a_hostile_name_is_shown_and_does_nothing(browser: browsers.Browser, tmp
         assert any("Content Security Policy" in line for line in browser.log())
 
 
+def test_a_change_that_is_larger_than_any_number(browser: browsers.Browser, tmp_path: Path) -> None:
+    """Two finite elements can be infinitely far apart: the tensor comes first, in the last colour of the ramp."""
+    for name, big in (("a", -1e308), ("b", 1e308)):
+        (tmp_path / name).mkdir()
+        tensors = {f"model.layers.{n}.w": np.full(3, big if n == 1 else 1.0 + (name == "b"), "f8") for n in range(3)}
+        save_file(tensors, tmp_path / name / "model.safetensors")
+    assert run_ckpt("diff", tmp_path / "a", tmp_path / "b", "--html", tmp_path / "heat.html").code == 0
+    shown(browser, (tmp_path / "heat.html").read_text(), tmp_path)
+    browser.script(
+        "const by = document.querySelector('#by'); by.value = 'largest change'; by.onchange?.();"
+        "by.dispatchEvent(new Event('change', {bubbles: true})); by.dispatchEvent(new Event('input'))"
+    )
+    assert names(browser)[0] == "model.layers.1.w"
+    row = browser.script("return document.querySelector('.row').textContent")
+    assert "inf" in row and "NaN" not in row
+    colour = browser.script(
+        "const map = document.querySelector('#map'), pen = map.getContext('2d');"
+        "return [...pen.getImageData(150 + 40, 150 + 18 + 8, 1, 1).data].slice(0, 3)"
+    )
+    assert colour == [250, 230, 60]
+
+
 def test_the_heat_map_shows_where_it_changed(browser: browsers.Browser, tmp_path: Path) -> None:
     base, after = tuned(tmp_path)
     assert run_ckpt("diff", base, after, "--html", tmp_path / "heat.html").code == 0

@@ -124,11 +124,11 @@ def test_whether_it_is_whole(store: ObjectStore) -> None:
 
 
 def test_a_mount(store: ObjectStore, tmp_path: Path) -> None:
+    if no_fuse():
+        pytest.skip(no_fuse())
     url, view = store.upload(FIXTURES / "moe-zero3", "mounted"), tmp_path / "view"
     done = command("mount", "hf", url, view)
     assert done.code == UsageError.exit_code and "--foreground" in done.err and not view.exists()
-    if no_fuse():
-        pytest.skip(no_fuse())
     ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf").run(tmp_path / "out", manifest=False)
     words = [sys.executable, "-m", "ckpt", "mount", "hf", url, str(view), "--foreground"]
     with subprocess.Popen(words, env=os.environ | {"PYTHONPATH": str(FIXTURES.parent)}) as serving:

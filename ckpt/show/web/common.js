@@ -23,7 +23,9 @@ function size(count) {
 }
 const grouped = (n) => String(n).replace(/\B(?=(\d{3})+$)/g, ",");
 const counted = (n, what) => `${grouped(n)} ${what}${n === 1 ? "" : "s"}`;
-const number = (x) => (x === null || x === undefined ? "?" : x === 0 ? "0" : Number(x).toPrecision(3));
+// A number of the JSON, which has infinity as a text.
+const numeric = (x) => (x === "inf" ? Infinity : Number(x ?? 0));
+const number = (x) => (x === null || x === undefined ? "?" : x === 0 ? "0" : x === "inf" ? x : Number(x).toPrecision(3));
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function tip(event, text) {

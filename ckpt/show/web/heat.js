@@ -16,7 +16,7 @@ const MODEL = ["weight", "master", "buffer"];
 const MEASURES = {
   "relative error": [(one) => (one.change ? (one.change.relative ?? 1) : 0), -8, 0],
   "1 - cosine": [(one) => Math.max(0, 1 - (one.change?.cosine ?? 1)), -12, 0],
-  "largest change": [(one) => Number(one.change?.largest ?? 0), -8, 1],
+  "largest change": [(one) => numeric(one.change?.largest), -8, 1],
   "share of changed elements": [shareOf, -4, 0],
 };
 
@@ -196,7 +196,7 @@ async function start() {
     changed: shareOf,
     relative: weight,
     cosine: (one) => one.change?.cosine ?? 1,
-    largest: (one) => Number(one.change?.largest ?? 0),
+    largest: (one) => numeric(one.change?.largest),
   };
   const list = new List($("list"), Object.keys(keys), ["changed", "relative", "cosine", "largest"], {
     widths: "minmax(0,3fr) minmax(0,1fr) 70px 90px 90px 90px",
