@@ -48,6 +48,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
         }
     },
     "journeys/hf-trainer-fsdp": {"": {"trl-fsdp2": "."}},
+    "journeys/llm-jp-v4": {"": {"megatron-llm-jp": "."}},
     "journeys/lora-merge-push": {"": {"trl-lora-zero3": "."}},
     "journeys/megatron-to-hf": {"": {"megatron-dist-flattened": "run"}},
     "journeys/trl-qwen3-moe": {"": {"trl-zero3": "."}},
@@ -89,10 +90,11 @@ NOT_COMPARED = {
     ("out-of-memory", ""),  # an error of torch's
     ("out-of-memory", "TRL on several nodes under Slurm"),
     ("new-architecture", "Megatron's table"),
+    ("journeys/llm-jp-v4", "On another number of nodes"),  # lines of a job's script
     ("command-line", "Defaults of your own"),  # what a user writes
 }
 #: What a line of a terminal begins with, where a block has no `$`.
-PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|accelerate|axolotl) |  "
+PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|qsub|accelerate|axolotl) |  "
 
 #: What the table of docs/resume.md starts from, by format.
 STARTS = {

@@ -154,3 +154,44 @@ def run(command: Sequence[str], folder: Path) -> None:
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
+
+
+MPIRUN = """#!/usr/bin/env python3
+import os, subprocess, sys
+words = sys.argv[1:]
+number = int(words[words.index("-n") + 1])
+command = words[words.index("python") :]
+known = {"OMPI_COMM_WORLD_SIZE": str(number), "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}
+ranks = [
+    subprocess.Popen(command, env=os.environ | known | {"OMPI_COMM_WORLD_RANK": str(rank)}) for rank in range(number)
+]
+sys.exit(max(rank.wait() for rank in ranks))
+"""
+
+
+def test_the_batch_script_for_pbs(tmp_path: Path) -> None:
+    """With PBS's variables, and with the processes that Open MPI would start on two nodes."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "mpirun").write_text(MPIRUN)
+    (programs / "mpirun").chmod(0o755)
+    (tmp_path / "nodes").write_text("localhost\nlocalhost\n")
+    shutil.copytree(ZERO3, tmp_path / "run", ignore=shutil.ignore_patterns("truth"))
+    with closing(socket.create_server(("localhost", 0))) as free:
+        number = (free.getsockname()[1] - 20000) % 20000
+    environment = os.environ | {
+        "PATH": f"{programs}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(REPOSITORY),
+        "PBS_O_WORKDIR": str(tmp_path),
+        "PBS_NODEFILE": str(tmp_path / "nodes"),
+        "PBS_JOBID": f"{number}.server",
+        "WORDS": "zero3 hf run -o out",
+    }
+    script = REPOSITORY / "train" / "pbs" / "convert.pbs"
+    done = subprocess.run(
+        ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "converting with 2 processes of mpirun" in done.stderr
+    assert process("convert", "zero3", "hf", "run", "-o", "alone", "-q", cwd=tmp_path).code == 0
+    assert contents(tmp_path / "out") == contents(tmp_path / "alone")

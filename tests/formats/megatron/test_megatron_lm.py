@@ -29,15 +29,17 @@ def folder(request: pytest.FixtureRequest, fixtures: Path) -> Path:
     return fixtures / str(request.param)
 
 
-def test_every_tensor_is_what_the_ranks_held(folder: Path) -> None:
-    read, known = api.open(folder), held(folder / "truth")
+@pytest.mark.parametrize("name", [*NAMES, "megatron-llm-jp/run"])
+def test_every_tensor_is_what_the_ranks_held(fixtures: Path, name: str) -> None:
+    read, known = api.open(fixtures / name), held(fixtures / name.split("/")[0] / "truth")
     assert read.tensors.keys() == known.tensors.keys()
     for key, tensor in read.tensors.items():
         assert content(tensor) == known.tensors[key], key
 
 
-def test_what_a_run_goes_on_with(folder: Path) -> None:
-    read, known = api.open(folder), held(folder / "truth")
+@pytest.mark.parametrize("name", [*NAMES, "megatron-llm-jp/run"])
+def test_what_a_run_goes_on_with(fixtures: Path, name: str) -> None:
+    read, known = api.open(fixtures / name), held(fixtures / name.split("/")[0] / "truth")
     state = read.state
     assert (state.step, state.entries()["opt_param_scheduler"]) == (2, known.facts["scheduler"])
     assert set(state.scalars["step"].values()) == set(known.facts["steps"]) == {2}
@@ -62,6 +64,19 @@ def test_the_same_bits_for_other_ranks(folder: Path, tmp_path: Path) -> None:
         assert {frozenset(group.fqns) for group in written.state.param_groups} == {
             frozenset(group.fqns) for group in source.state.param_groups
         }
+
+
+@pytest.mark.parametrize(
+    "layout", [{"world_size": 24}, {"world_size": 8, "pp": 2, "vpp": 1}, {"world_size": 16, "ep": 4, "pp": 4, "vpp": 3}]
+)
+def test_the_same_bits_for_other_stages(fixtures: Path, tmp_path: Path, layout: dict[str, int]) -> None:
+    """Of a run with embedding and loss counted as layers, on 6 stages in two parts each."""
+    source = api.open(fixtures / "megatron-llm-jp" / "run")
+    written = _written(source, tmp_path / "out", **layout)
+    assert written.world_size == layout["world_size"]
+    assert {key: content(one) for key, one in written.tensors.items()} == {
+        key: content(one) for key, one in source.tensors.items()
+    }
 
 
 def test_random_states_go_where_stages_are_the_same(folder: Path, tmp_path: Path) -> None:
