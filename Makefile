@@ -40,6 +40,7 @@ $(FRAMEWORKS)/.installed: pyproject.toml tests/frameworks/requirements.txt
 	$(PYTHON312) -m venv $(FRAMEWORKS)
 	$(FRAMEWORKS)/bin/python -m pip install --quiet -r tests/frameworks/requirements.txt -e .
 	$(FRAMEWORKS)/bin/python -m pip install --quiet megatron-core==$(MCORE)
+	$(FRAMEWORKS)/bin/python -m pip install --quiet --no-deps --target $(FRAMEWORKS)/transformer-engine transformer_engine==2.20.2
 	@touch $@
 
 test-frameworks: $(FRAMEWORKS)/.installed  ## newer frameworks, on Python 3.12; MCORE=0.18.0: another megatron-core

@@ -6,7 +6,7 @@ What the readers and the writers of Megatron's formats share.  Pure: no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -36,6 +36,8 @@ EXTRA = "_extra_state"
 #: Endings of the names of buffers.
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
+_LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
+_NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
 #: What Megatron-LM builds layers from where nothing else is said.
 _ENGINE = "transformer_engine"
 
@@ -157,15 +159,8 @@ class MegatronModel:
         recorded, args = state.private.get("megatron", {}).get(EXTRA), state.args or {}
         if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
             return tuple(name for name in recorded if isinstance(name, str))
-        linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
-        found = {_extra_name(name, self.spelling): None for name in linear} | {"output_layer._extra_state": None}
-        if not self.spelling.local_spec:
-            found |= {
-                f"{name.partition('linear_proj')[0]}core_attention._extra_state": None
-                for name in self.chosen
-                if name.endswith("self_attention.linear_proj.weight")
-            }
-        return tuple(found)
+        found = {_extra_name(module, self.spelling): None for module in modules_with_extra(self.chosen, self.spelling)}
+        return (*found, f"output_layer.{EXTRA}")
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
@@ -257,12 +252,27 @@ class MegatronModel:
         return bool(self.args.get("swiglu"))
 
 
-def _extra_name(name: str, spelling: Spelling) -> str:
-    """The entry of the module that a weight belongs to; grouped experts are one module."""
-    module = name.rpartition(".")[0]
+def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str]:
+    """The modules of a whole model of these tensors that have an extra state; the output layer is not among them.
+
+    Linear ones have one, and of Transformer Engine's layers also attention and norms that stand by themselves.
+    """
+    for name in names:
+        if match := _LINEAR.fullmatch(name):
+            yield match["module"]
+        if spelling.local_spec:
+            continue
+        if name.endswith(".self_attention.linear_proj.weight"):
+            yield name.replace(".linear_proj.weight", ".core_attention")
+        elif match := _NORM.fullmatch(name):
+            yield match["module"]
+
+
+def _extra_name(module: str, spelling: Spelling) -> str:
+    """A module's entry; grouped experts are one module."""
     if spelling.grouped:
         module = re.sub(r"\.local_experts\.\d+\.", ".", module)
-    return f"{module}._extra_state"
+    return f"{module}.{EXTRA}"
 
 
 def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:

@@ -16,6 +16,8 @@ from converters.megatron.optimizer import Optimizers
 #: Entries that each rank has for itself; of the second, `torch_dist` has a part that is the same on all of them.
 RANDOM, RERUN = "rng_state", "rerun_state_machine"
 OF_RANKS = (RANDOM, RERUN)
+#: Scales of Transformer Engine's modules in FP8, where the whole model has them: by names of modules, as stored.
+FP8 = "fp8_state"
 #: Entries that are described otherwise.
 _KNOWN = re.compile(r"optimizer|args|iteration|model\d*")
 
@@ -76,7 +78,9 @@ def to_write(
     for name, value in state.entries().items():
         if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
             continue
-        if name in state.per_rank:
+        if name == FP8:
+            dropped.append(f"FP8 state of {len(value)} modules: its scales begin anew")
+        elif name in state.per_rank:
             advice = f"; {without_random}" if name == RANDOM else ""
             dropped.append(f"{name} of {len(value)} ranks: the layout is another one{advice}")
         elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):

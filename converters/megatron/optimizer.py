@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import LossError, NotFoundError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, ParamGroup
-from ckpt.plan.tensors import Tensor
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Key, ParamGroup
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Shape, Tensor
 from converters.megatron.chunks import MegatronModel
 from converters.names.megatron.model.spelling import is_expert, split_layer
 from converters.optimizers.states import OptimizerStates
@@ -40,7 +41,8 @@ _EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
 #: Kinds of optimizers (`--optimizer`) whose states, buffers and number are known: those that step all parameters, and
 #: those that step matrices.
-KINDS = ("adam", "sgd")
+ADAM_NAME = "adam"
+KINDS = (ADAM_NAME, "sgd")
 OF_MATRICES = ("muon", "lion")
 
 
@@ -146,6 +148,45 @@ class Optimizers:
         return tuple(
             ParamGroup(tuple(sorted(fqns, key=place.__getitem__)), options) for fqns, options in self.groups.values()
         )
+
+
+def check_alike(
+    held: Mapping[Key, tuple[Shape, DType]], found: Optimizers, args: Mapping[str, Any], path: str | Path
+) -> None:
+    """CorruptError where a parameter lacks a state, or a master, that others have of the same optimizer.
+
+    `held` has what every tensor is.  Masters are compared among weights of one dtype.  A parameter in none of the param
+    groups, and without a state, was frozen.  Adam has both of its moments or, before its first step, none.
+    """
+    if not is_known(args):
+        return
+    groups = [fqn for members, _ in found.groups.values() for fqn in members]
+    stepped = dict.fromkeys([*groups, *(fqn for fqn, role in held if role not in (WEIGHT, BUFFER))])
+    shapes = {fqn: shape for (fqn, role), (shape, _) in held.items() if role != BUFFER}
+    optimizers = {fqn: stepped_by(fqn, len(shapes[fqn]), args) for fqn in stepped}
+
+    def kind(fqn: str, role: str) -> tuple[object, ...]:
+        weight = held.get((fqn, WEIGHT)) if role == MASTER else None
+        return role, optimizers[fqn], weight and weight[1]
+
+    of_optimizer = [(fqn, role) for fqn, role in held if role not in (WEIGHT, BUFFER)]
+    expected = {kind(*key) for key in of_optimizer}
+    begun = [fqn for fqn, role in of_optimizer if role in ADAM] + [
+        fqn for fqn, step in found.states.scalars.get("step", {}).items() if step and fqn in stepped
+    ]
+    adams = {optimizer for optimizer in optimizers.values() if (optimizer or args.get("optimizer")) == ADAM_NAME}
+    expected |= {kind(fqn, role) for fqn in begun if optimizers[fqn] in adams for role in ADAM}
+    roles = dict.fromkeys((*ADAM, *(role for _, role in of_optimizer)))
+    for fqn in stepped:
+        lacking = [role for role in roles if kind(fqn, role) in expected and (fqn, role) not in held]
+        if lacking:
+            raise CorruptError(
+                "a parameter lacks a state that others have of the same optimizer",
+                path=path,
+                fqn=fqn,
+                expected=", ".join(lacking),
+                found=", ".join(role for role in roles if (fqn, role) in held) or "none",
+            )
 
 
 # -- to be written -------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from ckpt.plan.tensors import Extent
 from converters.megatron.buffers import bucket_sizes, by_buffer, find_buffer, gathered
 from converters.megatron.chunks import are_experts_apart
 from converters.megatron.folder import DISTRIBUTED, MODEL
-from converters.megatron.optimizer import Optimizers, belongs, check_kind, plain
+from converters.megatron.optimizer import Optimizers, belongs, check_alike, check_kind, plain
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
@@ -65,6 +65,8 @@ def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> O
                 "the file of a rank has no optimizer, and others have one", path=file.path, rank=file.rank.number
             )
         _RankOptimizers(reading, found, file, content if isinstance(content, list) else [content]).read()
+    held = {key: (parts[0][0], reading.natives[key[0]]) for key, parts in reading.parts.items()}
+    check_alike(held, found, reading.args, reading.folder)
     return found
 
 

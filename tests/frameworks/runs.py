@@ -35,6 +35,13 @@ MACHINE = """
     --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion
     --cross-entropy-fusion-impl native --distributed-timeout-minutes 5
 """
+#: Where `make test-frameworks` has Transformer Engine's Python sources.
+ENGINE = Path(sys.prefix) / "transformer-engine"
+#: The other words of a machine that has it, with grouped GEMM and what else a layer of experts may have.
+WITH_ENGINE = """
+    --transformer-impl transformer_engine --moe-grouped-gemm --moe-shared-expert-intermediate-size 16
+    --moe-shared-expert-gate --moe-router-score-function sigmoid --moe-router-enable-expert-bias
+"""
 DISTRIBUTED = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
 
@@ -54,6 +61,7 @@ class Job:
     load: Path | None = None
     save: Path | None = None
     fails: bool = False
+    engine: bool = False
 
     def line(self, folder: Path) -> dict[str, Any]:
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} "
@@ -64,7 +72,8 @@ class Job:
             sizes += " --sequence-parallel"
         if self.vpp > 1:
             sizes += f" --num-virtual-stages-per-pipeline-rank {self.vpp} {COUNTED}"
-        words = " ".join([MODEL, TRAINING, MACHINE, self.arguments, sizes]).split()
+        engine = WITH_ENGINE if self.engine else ""
+        words = " ".join([MODEL, TRAINING, MACHINE, engine, self.arguments, sizes]).split()
         words += ["--save", str(self.save)] if self.save else []
         job = {"ranks": self.ranks, "arguments": words, "steps": self.steps, "fails": self.fails}
         return job | {"output": str(folder / self.name), "load": str(self.load) if self.load else None}
@@ -79,11 +88,15 @@ class Held:
 
 
 def run(jobs: Sequence[Job], folder: Path) -> dict[str, Held]:
-    """What the jobs held, by their names; AssertionError with the output where one ends otherwise than it says."""
+    """What the jobs held, by their names; AssertionError with the output where one ends otherwise than it says.
+
+    All of them have Transformer Engine's layers, or none.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("".join(json.dumps(job.line(folder)) + "\n" for job in jobs))
-    command = [sys.executable, "-m", "tests.frameworks.worker", str(file)]
+    worker = "engine_worker" if jobs[0].engine else "worker"
+    command = [sys.executable, "-m", f"tests.frameworks.{worker}", str(file)]
     done = subprocess.run(
         command,
         cwd=REPOSITORY,

@@ -61,7 +61,7 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
     cuda = {
         "device_count": lambda: 1,
         "set_device": lambda device: None,
-        "get_device_properties": lambda device: SimpleNamespace(major=9),
+        "get_device_properties": lambda device: SimpleNamespace(major=9, minor=0),
     }
     with (
         on_this_machine(),

@@ -16,6 +16,7 @@ from train.truth.pieces import Piece, Place, bits
 
 _NUMBERED = re.compile(r"^(decoder|mtp)\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"\.local_experts\.(\d+)\.")
+_GROUPED = re.compile(r"\.experts\.(linear_fc[12])\.(weight|bias)(\d+)$")
 _EMBEDDING = "embedding.word_embeddings.weight"
 _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
@@ -34,7 +35,7 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
         if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
             dim = 0 if sinks else tensor.partition_dim
             stride = 1 if sinks else tensor.partition_stride
-            if _EXPERT.search(name):
+            if _EXPERT.search(name) or _GROUPED.search(name):
                 index, count = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
             else:
                 index, count = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
@@ -61,6 +62,9 @@ def canonical(chunk: Any, name: str) -> str:
     if (expert := _EXPERT.search("." + rest)) is not None:
         whole = layer.mlp.local_expert_indices[int(expert[1])]
         rest = ("." + rest).replace(expert[0], f".local_experts.{whole}.")[1:]
+    elif (grouped := _GROUPED.search(rest)) is not None:
+        whole = layer.mlp.local_expert_indices[int(grouped[3])]
+        rest = f"{rest[: grouped.start()]}.experts.local_experts.{whole}.{grouped[1]}.{grouped[2]}"
     attention, mlp = dict(layer.self_attention.named_modules()), dict(layer.mlp.named_modules())
     fused = {
         "input_layernorm.": "self_attention.linear_qkv." if "linear_qkv" in attention else None,

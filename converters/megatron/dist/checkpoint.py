@@ -16,7 +16,7 @@ from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
-from converters.megatron.entries import OF_RANKS, read_state
+from converters.megatron.entries import FP8, OF_RANKS, read_state
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
@@ -31,6 +31,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     folders = tuple(p for p in (request.config, path, path.parent) if p)
     world_size = reading.args.get("world_size")
+    scales = {FP8: reading.scales} if reading.scales else {}
     return Checkpoint(
         path=str(path),
         format="megatron-dist",
@@ -41,7 +42,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         bound_to_ranks=reading.sharding in OF_BUFFERS,
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
-        state=read_state(reading.common, optimizers, parameters, _per_rank(reading)),
+        state=read_state({**reading.common, **scales}, optimizers, parameters, _per_rank(reading)),
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes),

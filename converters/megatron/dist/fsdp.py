@@ -42,7 +42,7 @@ from ckpt.plan.tensors import Box, Extent, Shape, whole
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.keys import ObjectKey, TensorKey
 from converters.megatron.dist.read import DistReading, is_models
-from converters.megatron.optimizer import Optimizers, plain
+from converters.megatron.optimizer import Optimizers, check_alike, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
 from converters.names.megatron.model.splits import is_gated, second_linear
@@ -79,6 +79,7 @@ def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
     found = Optimizers()
     _note_states(stored, found)
     _note_groups(stored, found)
+    check_alike(reading.shapes, found, reading.args, folder)
     return reading, found
 
 

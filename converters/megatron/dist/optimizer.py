@@ -45,6 +45,7 @@ from converters.megatron.optimizer import (
     OF_MATRICES,
     Optimizers,
     belongs,
+    check_alike,
     check_kind,
     is_known,
     is_of_matrices,
@@ -93,26 +94,8 @@ def read_optimizer(reading: DistReading) -> Optimizers:
             found.grad_scaler = content.get("grad_scaler")
         if _groups(content):
             _note_groups(reading, found, content.get("optimizer", content))
-    if is_of_matrices(reading.args):
-        _check_alike(reading)
+    check_alike(reading.shapes, found, reading.args, reading.folder)
     return found
-
-
-def _check_alike(reading: DistReading) -> None:
-    """CorruptError where a parameter lacks a state that others have of the same optimizer."""
-    held: dict[str, set[str]] = {}
-    optimizers: dict[str, str | None] = {}
-    for (fqn, role), (shape, _) in reading.shapes.items():
-        if role not in (WEIGHT, BUFFER):
-            held.setdefault(fqn, set()).update({role} - {MASTER})
-            optimizers[fqn] = stepped_by(fqn, len(shape), reading.args)
-    expected: dict[str | None, set[str]] = {}
-    for fqn, states in held.items():
-        expected.setdefault(optimizers[fqn], set()).update(states)
-    for fqn, states in held.items():
-        if lacking := sorted(expected[optimizers[fqn]] - states):
-            what = "a parameter lacks a state that others have of the same optimizer"
-            raise CorruptError(what, path=reading.folder, fqn=fqn, expected=", ".join(lacking), found="none")
 
 
 def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:

@@ -42,8 +42,9 @@ class DistReading:
     """What has been read of one iteration's folder.
 
     `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
-    distributed optimizer's buffers, which have names of no parameters.  `native` is the model's dtype where weights of
-    it are not stored.
+    distributed optimizer's buffers, which have names of no parameters; `scales` what Transformer Engine keeps
+    of modules in FP8, by their names in the whole model.  `native` is the model's dtype where weights of it are not
+    stored.
     """
 
     folder: Path
@@ -54,6 +55,7 @@ class DistReading:
     copies: dict[Key, list[Placed]] = field(default_factory=dict)
     objects: dict[str, dict[ObjectKey, Any]] = field(default_factory=dict)
     flat: dict[str, FoundTensor] = field(default_factory=dict)
+    scales: dict[str, Any] = field(default_factory=dict)
     native: DType | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -118,8 +120,8 @@ class DistReading:
         return stored
 
     def read_objects(self, values: Mapping[str, Any]) -> None:
-        """Note values that are no tensors, each a list of one; of modules' extra states, whether one is filled."""
-        filled: dict[str, None] = {}
+        """Note values that are no tensors, each a list of one; of modules' extra states those that are filled."""
+        scales: dict[str, Any] = {}
         for key, value in values.items():
             parsed = ObjectKey.parse(key)
             if parsed is None or not isinstance(value, list) or len(value) != 1:
@@ -127,8 +129,9 @@ class DistReading:
             if not parsed.key.endswith(_EXTRA):
                 self.objects.setdefault(parsed.key, {})[parsed] = value[0]
             elif not is_empty(value[0]):
-                filled[parsed.key] = None
-        self.notes += [f"FP8 state of a module is left out: {key}" for key in filled]
+                one = TensorKey.parse(parsed.key)
+                scales[one.at(parsed.offsets[: one.num_dims])] = value[0]
+        self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
         self.common = self._common()
 
     def read_keys(self, models: Collection[str], tensors: Mapping[str, FoundTensor]) -> None:

@@ -28,18 +28,16 @@ from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.chunks import MegatronModel, describe_model
+from converters.megatron.chunks import EXTRA, MegatronModel, describe_model, modules_with_extra
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
-from converters.megatron.entries import RANDOM, RERUN, to_write
+from converters.megatron.entries import FP8, RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
-_LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
-_NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
 _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
 
@@ -52,10 +50,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     folder = iteration_folder(checkpoint.state.step)
     keys = KeyWriter(_is_stacked(model), model.spelling.local_spec)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
-    for entry in _entries(model, keys):
-        writing.add((entry,), [None])
+    scales = checkpoint.state.private.get("megatron", {}).get(FP8, {})
+    for entry, value in _extra_states(model, keys, scales):
+        writing.add((entry,), [value])
     per_rank = _per_rank(model)
-    own = ("content_metadata",) if f"{RERUN}_state" in per_rank else ("content_metadata", RERUN)
+    own = ("content_metadata", FP8) if f"{RERUN}_state" in per_rank else ("content_metadata", FP8, RERUN)
     kept, dropped = to_write(model, per_rank, *own, without_random="Megatron-LM draws new ones from --seed")
     for name, values in per_rank.items():
         for place, value in values.items():
@@ -164,25 +163,16 @@ def _is_stacked(model: MegatronModel) -> bool:
     return len({frozenset(members) for members in layers.values()}) <= 1
 
 
-def _entries(model: MegatronModel, keys: KeyWriter) -> Iterator[str]:
-    """Keys of the extra states that modules have."""
-    names: dict[str, None] = {}
-    for fqn in model.chosen:
-        if match := _LINEAR.fullmatch(fqn):
-            names[match["module"]] = None
-        if keys.local_spec:
-            continue
-        if fqn.endswith(".self_attention.linear_proj.weight"):
-            names[fqn.replace(".linear_proj.weight", ".core_attention")] = None
-        elif match := _NORM.fullmatch(fqn):
-            names[match["module"]] = None
-    places: dict[str, list[Shape]] = {}
-    for name in names:
-        key, index = keys.key(f"{name}._extra_state", model.kinds.get(split_layer(f"{name}.")[0]))
-        places.setdefault(key, []).append(index or (0,))
-    for key, indices in places.items():
-        sizes = tuple(max(numbers) + 1 for numbers in zip(*indices, strict=True))
-        yield from (str(ObjectKey(key, index, sizes)) for index in indices)
+def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Keys of the extra states that modules have, and these: the source's FP8 scales, or nothing."""
+    names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
+    places: dict[str, dict[Shape, Any]] = {}
+    for name in names | dict.fromkeys(scales):
+        key, index = keys.key(name, model.kinds.get(split_layer(name)[0]))
+        places.setdefault(key, {})[index or (0,)] = scales.get(name)
+    for key, values in places.items():
+        sizes = tuple(max(numbers) + 1 for numbers in zip(*values, strict=True))
+        yield from ((str(ObjectKey(key, index, sizes)), value) for index, value in values.items())
 
 
 def _common(

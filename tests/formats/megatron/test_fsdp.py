@@ -112,7 +112,7 @@ def test_grouped_experts(tmp_path: Path) -> None:
     experts = f"{LAYER}mlp.experts.linear_fc"
     model = {f"{experts}1.weight{e}_{h}": t.bfloat16() for e in (0, 1) for h, t in (("w", GATE + e), ("v", UP + e))}
     model |= {f"{experts}2.weight{e}": FC2.bfloat16() for e in (0, 1)}
-    masters = {name: {"master_param": BY_RANKS + int(name[-3])} for name in model if "fc1" in name}
+    masters = {name: {"master_param": BY_RANKS + int(name[-3]) if "fc1" in name else FC2} for name in model}
     optimizer = {"state": {f"module.module.module.{name}": state for name, state in masters.items()}}
     grouped = {f"module.module.module.{experts}{n}.weight{e}": n for n in (1, 2) for e in (0, 1)}
     options = {"betas": (0.9, 0.95), "step": 5}
@@ -127,7 +127,7 @@ def test_grouped_experts(tmp_path: Path) -> None:
         assert content(checkpoint.tensors[name, "weight"]) == raw((FC1 + expert).bfloat16())
         assert content(checkpoint.tensors[name, "master"]) == raw(FC1 + expert)
         assert len(checkpoint.tensors[name, "master"].replicas) == 1
-    assert len(checkpoint.tensors) == 6
+    assert len(checkpoint.tensors) == 8
 
 
 DENSE = {f"{LAYER}mlp.linear_fc2.weight": FC2}

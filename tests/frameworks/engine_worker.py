@@ -1,0 +1,107 @@
+"""Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`.
+
+The jobs are as `tests.frameworks.worker` has them; Transformer Engine's wheel is unpacked in `ENGINE`.  Layers, names,
+the order of parameters, buffers and files are those of megatron-core's specs for Transformer Engine over its own modules.
+These compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
+"""
+
+import zlib
+from typing import Any
+
+from tests.frameworks import worker
+from tests.frameworks.engine_double import install
+from tests.frameworks.runs import ENGINE
+
+
+def main() -> None:
+    import torch
+
+    torch.cuda.is_available = lambda: True  # which Transformer Engine asks as it is made, and megatron-core as well
+    install(ENGINE)
+    torch.cuda.is_available = lambda: False
+    from megatron.core import optimizer, utils
+    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import optimizer as stepping
+
+    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    for module in (clip_grads, stepping):
+        module.multi_tensor_applier = utils.local_multi_tensor_applier
+        module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
+    clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
+    worker._build_model = _build_model
+    worker._step = _step
+    worker.main()
+
+
+def _build_model(
+    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None, **more: Any
+) -> Any:
+    """megatron-core's model over Transformer Engine's modules, with weights that depend on their names alone."""
+    import torch
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+    from megatron.training.arguments import core_transformer_config_from_args
+    from megatron.training.global_vars import get_args
+
+    from train.truth import megatron as truth
+
+    args = get_args()
+    config = core_transformer_config_from_args(args)
+    spec = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=True, normalization=args.normalization, vp_stage=vp_stage
+    )
+    torch.cuda.is_available = lambda: True
+    try:
+        chunk = GPTModel(
+            config,
+            spec,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=pre_process,
+            post_process=post_process,
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            position_embedding_type=args.position_embedding_type,
+            rotary_base=args.rotary_base,
+            vp_stage=vp_stage,
+        )
+    finally:
+        torch.cuda.is_available = lambda: False
+    truth.initialize([chunk], args.padded_vocab_size, args.seed)
+    if args.fp8:
+        _scale(chunk)
+    return chunk
+
+
+def _scale(chunk: Any) -> None:
+    """What the first forward pass in fp8 makes: scales and their history, with numbers that tell modules apart."""
+    from transformer_engine.common.recipe import DelayedScaling
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    recipe = DelayedScaling(amax_history_len=4)
+    for name, module in chunk.named_modules():
+        if isinstance(module, TransformerEngineBaseModule):
+            module.fp8 = module.fp8_initialized = True
+            module.fp8_meta |= {"recipe": recipe, "num_gemms": getattr(module, "num_gemms", 1)}
+            module.init_fp8_meta_tensors(recipe)
+            for state in ("scaling_fwd", "scaling_bwd"):
+                module.fp8_meta[state].scale.fill_(1 + zlib.crc32(name.encode()) % 1000)
+
+
+def _step(model: list[Any], optimizer: Any, scheduler: Any, step: int) -> float:
+    """One step with gradients that depend on a parameter's name and the step alone."""
+    import torch
+    from megatron.training.global_vars import get_args
+
+    optimizer.zero_grad()
+    for chunk in model:
+        for name, parameter in chunk.named_parameters():
+            drawn = torch.Generator().manual_seed(zlib.crc32(name.encode()) + step)
+            parameter.main_grad.copy_(torch.randn(parameter.shape, generator=drawn))
+    stepped, _, _ = optimizer.step()
+    assert stepped
+    scheduler.step(increment=get_args().global_batch_size)
+    return 0.0
+
+
+if __name__ == "__main__":
+    main()

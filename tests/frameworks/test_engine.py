@@ -1,0 +1,97 @@
+"""`converters/megatron/chunks.py`, `read.py`, `dist/read.py`, `dist/write.py`: layers of Transformer Engine.
+
+Megatron-LM builds, saves and loads Transformer Engine's own modules, as far as they are Python: see `engine_double.py`.
+Experts are in grouped GEMM, with a shared one and its gate; the router has a bias.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ckpt import api
+from tests.frameworks.runs import DISTRIBUTED, Held, Job, run
+from tests.support.commands import ckpt
+from tests.support.describing import content
+
+pytestmark = pytest.mark.slow
+
+FP8 = f"{DISTRIBUTED} --fp8-format hybrid --fp8-recipe delayed"
+SOURCES = [
+    Job("dist", 4, pp=2, ep=2, steps=2, engine=True),
+    Job("fp8", 2, FP8, ep=2, steps=2, engine=True),
+    Job("torch", 2, f"{DISTRIBUTED} --ckpt-format torch", ep=2, steps=2, engine=True),
+]
+#: (the run's name, the job that loads it, the target's format, what ckpt is told)
+MOVES = [
+    ("dist", Job("dist-ep4", 4, ep=4, engine=True), "megatron-dist", "--world-size 4 --pp 1 --ep 4"),
+    ("dist", Job("dist-tp2", 2, tp=2, engine=True), "megatron-dist", "--world-size 2 --tp 2 --pp 1 --ep 1"),
+    ("fp8", Job("fp8-ep4", 4, FP8, ep=4, engine=True), "megatron-dist", "--world-size 4 --ep 4"),
+    ("dist", Job("to-torch", 2, ep=2, engine=True), "megatron", "--world-size 2 --pp 1 --ep 2"),
+    ("torch", Job("from-torch", 2, ep=2, engine=True), "megatron-dist", ""),
+]
+NAMES = [target.name for _, target, _, _ in MOVES]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engine")
+
+
+@pytest.fixture(scope="module")
+def saved(home: Path) -> dict[str, Held]:
+    return run([replace(job, save=home / f"{job.name} run") for job in SOURCES], home / "saved")
+
+
+@pytest.fixture(scope="module")
+def loaded(home: Path, saved: dict[str, Held]) -> dict[str, Held]:
+    """What Megatron-LM's ranks hold once they have loaded what ckpt wrote, and saved again."""
+    jobs = []
+    for source, target, format, options in MOVES:
+        output = home / target.name
+        result = ckpt("convert", "auto", format, home / f"{source} run", *options.split(), "-o", output)
+        assert result.code == 0, result.err
+        arguments = f"{target.arguments} --no-load-rng"
+        if format == "megatron":
+            arguments += " --ckpt-format torch"
+        jobs.append(replace(target, arguments=arguments, load=output, save=home / f"{target.name} again"))
+    return run(jobs, home / "loaded")
+
+
+@pytest.mark.parametrize("job", SOURCES, ids=lambda job: job.name)
+def test_every_bit_is_what_the_ranks_held(job: Job, home: Path, saved: dict[str, Held]) -> None:
+    read, known = api.open(home / f"{job.name} run"), saved[job.name]
+    assert any(".local_experts.7.linear_fc1.weight" in fqn for fqn, _ in known.tensors)
+    assert any(fqn.endswith("shared_experts.gate_weight") for fqn, _ in known.tensors)
+    assert any(fqn.endswith("router.expert_bias") for fqn, _ in known.tensors)
+    assert read.tensors.keys() == known.tensors.keys()
+    assert [key for key, tensor in read.tensors.items() if content(tensor) != known.tensors[key]] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_megatron_lm_loads_every_bit(name: str, saved: dict[str, Held], loaded: dict[str, Held]) -> None:
+    source = next(source for source, target, _, _ in MOVES if target.name == name)
+    known, found = saved[source], loaded[name]
+    assert found.tensors.keys() == known.tensors.keys()
+    assert [key for key in known.tensors if found.tensors[key] != known.tensors[key]] == []
+    for fact in ("scheduler", "steps"):
+        assert found.facts[fact] == known.facts[fact]
+
+
+def test_scales_of_fp8_go_where_their_modules_go(home: Path, loaded: dict[str, Held]) -> None:
+    known, again = (_scales(home / folder) for folder in ("fp8 run", "fp8-ep4 again"))
+    assert len(known) == 10 * (4 + 2 * 8) and known == again
+    assert len(set(known.values())) > 10  # which tell modules apart
+
+
+def _scales(run: Path) -> dict[str, bytes]:
+    stored = api.open(run).state.entries()["fp8_state"]
+    return {name: _bytes(tensor.extent) for name, tensor in stored.items()}
+
+
+def _bytes(extent: object) -> bytes:
+    with open(extent.path, "rb") as file:  # type: ignore[attr-defined]
+        file.seek(extent.offset)  # type: ignore[attr-defined]
+        return file.read(extent.numel)  # type: ignore[attr-defined]
