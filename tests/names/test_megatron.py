@@ -123,7 +123,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
     "dots1": ("dots1", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}),
     "solar_open": ("solar_open", {}),
-    "exaone_moe": ("exaone_moe", {"layer_types": ["sliding_attention", "full_attention"]}),
+    "exaone_moe": ("exaone_moe", {}),
     "hy_v3": ("hy_v3", {}),
     "flint": ("flint", {}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),

@@ -69,8 +69,13 @@ _SIZES: dict[str, dict[str, Any]] = {
     "internlm3": _HEAD,
     "iquestcoder": _HEAD,
     "persimmon": {"num_key_value_heads": None},
-    "gpt_bigcode": {"n_inner": 53},
-    "youtu": _LATENT,
+    "gpt_bigcode": {"n_inner": 53, "num_key_value_heads": None},
+    "youtu": {
+        **_LATENT,
+        "pad_token_id": None,
+        "initializer_range": 0.02,
+        "embedding_initializer_range": 0.02,
+    },  # the class forgets the padding token's row as it loads
     "glm4_moe_lite": {**_EXPERTS, **_LATENT, "n_routed_experts": 6, "n_group": 2, "topk_group": 1},
     "dots1": {
         **_EXPERTS,
@@ -81,7 +86,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "solar_open": {**_EXPERTS, **_HEAD, "n_routed_experts": 5, "n_shared_experts": 1},
-    "exaone_moe": {**_EXPERTS, **_HEAD, "num_experts": 5, "sliding_window": 5, "sliding_window_pattern": "LG"},
+    "exaone_moe": {**_EXPERTS, **_HEAD, "num_experts": 5, "sliding_window": 5, "sliding_window_pattern": 2},
     "hy_v3": {**_EXPERTS, **_HEAD, "num_experts": 5},
     "flint": {
         **_EXPERTS,

@@ -367,10 +367,12 @@ FAMILIES: dict[str, Family] = {
         layers="h",
         defaults={"multi_query": True, **TIED},
         dims=lambda config, dims: {
+            "groups": 1 if config.flag("multi_query") else dims["heads"],
             "p": config.size("n_positions", "max_position_embeddings", default=1024),
             "c": dims["h"] + 2 * (dims["h"] // dims["heads"] if config.flag("multi_query") else dims["h"]),
         },
         unknown=("add_cross_attention",),
+        modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
     "gpt_neo": Family(
         "GPTNeo",
@@ -671,6 +673,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_mlp_type,
+        expert_modules=("gate.", "experts.", "shared_experts."),
     ),
     "flint": Family(
         "Flint",
@@ -685,7 +688,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_step,
-        expert_modules=("gate.", "experts.", "shared_expert."),
+        expert_modules=("experts.", "gate.", "shared_expert."),
     ),
     "youtu": Family(
         "Youtu",
