@@ -32,6 +32,8 @@ _LATENT = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 7,
 }
+#: Model types whose classes no transformers has, and the one whose class is the same.
+TWINS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 _SIZES: dict[str, dict[str, Any]] = {
     "seed_oss": _HEAD,
     "ministral": _HEAD,
@@ -88,6 +90,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     "solar_open": {**_EXPERTS, **_HEAD, "n_routed_experts": 5, "n_shared_experts": 1},
     "exaone_moe": {**_EXPERTS, **_HEAD, "num_experts": 5, "sliding_window": 5, "sliding_window_pattern": 2},
     "hy_v3": {**_EXPERTS, **_HEAD, "num_experts": 5},
+    "aria_text": {**_HEAD, "moe_num_experts": 5, "moe_topk": 2, "moe_num_shared_experts": 2},
     "flint": {
         **_EXPERTS,
         **_HEAD,
@@ -102,6 +105,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:
     """What the configuration of a tiny model has otherwise than the architecture's defaults."""
+    architecture = TWINS.get(architecture, architecture)
     if architecture.removesuffix("_wide") in ARCHITECTURES:
         return sizes_of(architecture)
     return {**_COMMON, **_SIZES[architecture]}

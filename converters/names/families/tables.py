@@ -265,6 +265,15 @@ FAMILIES: dict[str, Family] = {
         expert_modules=("gate.", "experts."),
     ),
     "qwen2": _QWEN2,
+    "mimo": replace(
+        _QWEN2,
+        stem="MiMo",
+        prediction="""
+        [token|hidden|final]_layernorm.weight h
+        input_proj.weight h 2h
+        """,
+        predicted="mtp_layers",
+    ),
     "qwen3": _QWEN3,
     "qwen2_moe": replace(
         _QWEN2,
@@ -565,6 +574,26 @@ FAMILIES: dict[str, Family] = {
         prediction="",
     ),
     "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "aria_text": Family(
+        "AriaText",
+        _ATTENTION
+        + """
+        mlp.router.weight e h
+        mlp.experts.fc1.weight e h 2f
+        mlp.experts.fc2.weight e f h
+        mlp.shared_experts.[gate|up]_proj.weight s h
+        mlp.shared_experts.down_proj.weight h s
+        mlp.shared_experts.[gate|up]_proj.bias s ? mlp_bias
+        mlp.shared_experts.down_proj.bias h ? mlp_bias
+        """
+        + NORMS,
+        defaults={"intermediate_size": 4096, "moe_num_shared_experts": 2},
+        spelled={"moe_topk": "num_experts_per_tok"},
+        dims=_experts,
+        experts=("moe_num_experts",),
+        kinds=_all_sparse,
+    ),
     "olmo": Family("Olmo", _ATTENTION + MLP, top=EMBEDDED),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, stem="Olmo3"),
