@@ -42,8 +42,8 @@ from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
-from tests.support.megatron_logits import add_mtp, random_model
-from tests.support.tiny_sizes import tiny_sizes
+from tests.support.megatron_logits import random_model, save
+from tests.support.tiny_sizes import TWINS, tiny_sizes
 from train.config import ARCHITECTURES as TRAINED
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -109,6 +109,26 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe": ("glm4_moe", {"num_nextn_predict_layers": 1}),
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),
+    "nemotron": ("nemotron", {}),
+    "nemotron-biases": ("nemotron", {"attention_bias": True, "mlp_bias": True}),
+    "jais2": ("jais2", {}),
+    "helium": ("helium", {"head_dim": 8}),
+    "cwm": ("cwm", {"sliding_window": 5}),
+    "internlm3": ("internlm3", {}),
+    "iquestcoder": ("iquestcoder", {}),
+    "persimmon": ("persimmon", {}),
+    "gpt_bigcode": ("gpt_bigcode", {}),
+    "youtu": ("youtu", {}),
+    "youtu-whole-queries": ("youtu", {"q_lora_rank": None}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
+    "dots1": ("dots1", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}),
+    "solar_open": ("solar_open", {}),
+    "exaone_moe": ("exaone_moe", {}),
+    "hy_v3": ("hy_v3", {}),
+    "flint": ("flint", {}),
+    "aria_text": ("aria_text", {}),
+    "kimi_k2": ("kimi_k2", {"num_nextn_predict_layers": 1}),
+    "mimo": ("mimo", {"num_nextn_predict_layers": 2}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
 }
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
@@ -120,8 +140,9 @@ TOLERANCE = 2e-6
 def config_of(architecture: str, **more: Any) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    made = AutoConfig.for_model(architecture, **{**tiny_sizes(architecture), **more}).to_dict()
-    return json.loads(json.dumps(made))
+    known = TWINS.get(architecture, architecture)
+    made = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more}).to_dict()
+    return json.loads(json.dumps({**made, "model_type": architecture}))
 
 
 def table_of(architecture: str) -> Table:
@@ -150,9 +171,7 @@ def hub_of(config: Mapping[str, Any]) -> Checkpoint:
 
 def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tensor]:
     """A random model as transformers saves it, and its tensors."""
-    random_model(architecture, more).save_pretrained(folder)
-    if more.get("num_nextn_predict_layers"):
-        add_mtp(folder)
+    save(random_model(architecture, more), folder, architecture)
     return load_file(folder / "model.safetensors")
 
 

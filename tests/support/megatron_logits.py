@@ -25,7 +25,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
-from tests.support.tiny_sizes import tiny_sizes
+from converters.names.families.rows import spelled_out
+from converters.names.families.tables import FAMILIES
+from tests.support.tiny_sizes import TWINS, tiny_sizes
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
@@ -33,6 +35,8 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 
 _LENGTH = 24
+#: What a layer of multi-token prediction of DeepSeek's has once more.
+_COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
 _RANK = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -64,9 +68,7 @@ def main() -> None:
 
 def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
     model = random_model(architecture, more)
-    model.save_pretrained(folder / "hub")
-    if more.get("num_nextn_predict_layers"):
-        add_mtp(folder / "hub")
+    save(model, folder / "hub", architecture)
     moved = to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
     args, ours = arguments(moved), dict(moved.state.args or {})
     trained = architecture in ARCHITECTURES
@@ -101,6 +103,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             api.open(folder / "megatron"), namespace=MEGATRON, config=moved.config, folders=(str(folder / "hub"),)
         )
         api.plan(trained, "hf").run(folder / "back")
+        named(folder / "back", TWINS.get(architecture, architecture))
         back = AutoModelForCausalLM.from_pretrained(
             folder / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         ).eval()
@@ -111,7 +114,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
 def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     """transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(architecture.removesuffix("_wide"), **{**tiny_sizes(architecture), **more})
+    known = TWINS.get(architecture, architecture.removesuffix("_wide"))
+    config = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more})
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
@@ -125,17 +129,33 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     return model.eval()
 
 
-def add_mtp(hub: Path) -> None:
-    """Give a saved DeepSeek-V3 a layer of multi-token prediction as the release has it; transformers makes none."""
+def save(model: Any, hub: Path, architecture: str) -> None:
+    """As the architecture's release is: under its own `model_type`, with what it has for multi-token prediction."""
+    model.save_pretrained(hub)
+    if architecture in TWINS:
+        named(hub, architecture)
     config = json.loads((hub / "config.json").read_text())
-    tensors, hidden = load_file(hub / "model.safetensors"), config["hidden_size"]
-    last, new = (f"model.layers.{config['num_hidden_layers'] - 1 + number}." for number in range(2))
-    tensors |= {new + name.removeprefix(last): 2 * t for name, t in tensors.items() if name.startswith(last)}
-    tensors |= {f"{new}{name}.weight": torch.rand(hidden) for name in ("enorm", "hnorm", "shared_head.norm")}
-    tensors[f"{new}eh_proj.weight"] = torch.randn(hidden, 2 * hidden)
-    tensors[f"{new}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-    tensors[f"{new}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    family = FAMILIES[config["model_type"]]
+    sizes = family.sizes(config)
+    if not sizes.predicted:
+        return
+    tensors, generator = load_file(hub / "model.safetensors"), torch.Generator().manual_seed(3)
+    for number, layer in enumerate(sizes.predicted):
+        prefix = family.predicted_prefix(number, sizes.num_layers)
+        for name, shape in spelled_out(layer, prefix, sizes.num_experts):
+            tensors[name] = torch.randn(shape, generator=generator)
+        for copy, original in _COPIES.items():
+            if prefix + copy in tensors:
+                tensors[prefix + copy] = tensors[original].clone()
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+
+
+def named(folder: Path, architecture: str) -> None:
+    """The config.json in a folder under another `model_type`, and its class."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config |= {"model_type": architecture, "architectures": [f"{FAMILIES[architecture].stem}ForCausalLM"]}
+    path.write_text(json.dumps(config))
 
 
 def arguments(moved: Checkpoint) -> Namespace:

@@ -42,6 +42,7 @@ def transformer_config(args: Namespace) -> Any:
     values |= {
         "num_moe_experts": args.num_experts,
         "layernorm_epsilon": args.norm_epsilon,
+        "layernorm_zero_centered_gamma": args.apply_layernorm_1p,
         "num_layers_in_first_pipeline_stage": args.decoder_first_pipeline_num_layers,
         "num_layers_in_last_pipeline_stage": args.decoder_last_pipeline_num_layers,
         "pipeline_dtype": args.params_dtype,

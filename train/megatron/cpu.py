@@ -70,7 +70,7 @@ def _has_gpu() -> bool:
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """torch's norm also under sequence parallelism, of which its parameters need no more than the mark.
+    """torch's norm also with weights stored less one, and under sequence parallelism, of which it needs but the mark.
 
     Without Apex, WrappedTorchNorm refuses, and so training experts under tensor parallelism, which demands it, fails.
     """
@@ -78,12 +78,23 @@ def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
         plain.sequence_parallel = False
+        centered = config.layernorm_zero_centered_gamma and config.normalization == "LayerNorm"
+        plain.layernorm_zero_centered_gamma = config.layernorm_zero_centered_gamma and not centered
         made = make(cls, plain, *args, **kwargs)
+        if centered:
+            made.__class__ = _CenteredNorm
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return made
 
     return norm
+
+
+class _CenteredNorm(torch.nn.LayerNorm):
+    """A layer norm whose weights are stored less one, which Apex and Transformer Engine have, and torch has not."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -135,9 +135,11 @@ class Family:
     experts: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    #: Rows of a layer of multi-token prediction, beside those of a sparse one: it stands behind the others in the
+    #: Rows of a layer of multi-token prediction, beside those of a sparse one where there are experts: it is in the
     #: files of a release, and transformers leaves it out.
     prediction: str = ""
+    #: What such layers are counted under; behind the others where it is empty.
+    predicted: str = ""
     #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
     modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
@@ -164,8 +166,8 @@ class Family:
         if head == self.causal and sizes.tied:
             tied = parse(self.output)[0]
             optional[tied.name] = shape_of(tied, sizes.dims)
-        for number, layer in enumerate(sizes.predicted, sizes.num_layers):
-            optional.update(spelled_out(layer, self.prefix(number), sizes.num_experts))
+        for number, layer in enumerate(sizes.predicted):
+            optional.update(spelled_out(layer, self.predicted_prefix(number, sizes.num_layers), sizes.num_experts))
         if head == "Model":
             required = {name.removeprefix(f"{self.base}."): shape for name, shape in required.items()}
             optional = {}
@@ -178,6 +180,10 @@ class Family:
     def prefix(self, layer: int | str) -> str:
         """What the names of a layer's tensors begin with."""
         return f"{self.base}.{self.layers}.{layer}."
+
+    def predicted_prefix(self, number: int, num_layers: int) -> str:
+        """What the names of a layer of multi-token prediction begin with."""
+        return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
 
     def _config(self, config: Mapping[str, Any]) -> Config:
         """The config with the class's defaults, under the common words."""
@@ -198,7 +204,8 @@ class Family:
         layers = tuple(dict(filled(self.layer, config, dims, one)) for one in kinds)
         predicted = config.get("num_nextn_predict_layers") if self.prediction else None
         count = config.count("num_nextn_predict_layers") if predicted else 0
-        behind = dict(filled(f"{self.layer}\n{self.prediction}", config, dims, (SPARSE,))) if count else {}
+        kind = (SPARSE if self.experts else DENSE,)
+        behind = dict(filled(f"{self.layer}\n{self.prediction}", config, dims, kind)) if count else {}
         sparse = frozenset(number for number, one in enumerate(kinds) if SPARSE in one)
         return Sizes(config, dims, top, layers, sparse, (behind,) * count)
 

@@ -141,6 +141,16 @@ def _behind_dense(config: Config, layer: int) -> Collection[str]:
     return (SPARSE if layer >= (config.get("first_k_dense_replace") or 0) else DENSE,)
 
 
+def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
+    """As `mlp_layer_types` lists it; without that list, behind the dense first layers, which is one by itself."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return (SPARSE if layer >= config.number("first_k_dense_replace", 1) else DENSE,)
+    if not isinstance(types, list) or len(types) <= layer:
+        raise CorruptError("the config does not list every layer", expected=f"mlp_layer_types[{layer}]", found=types)
+    return (SPARSE if types[layer] == "sparse" else DENSE,)
+
+
 def _by_step(config: Config, layer: int) -> Collection[str]:
     dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.size(
         "decoder_sparse_step", default=1
@@ -222,6 +232,23 @@ _GPTJ = Family(
     layers="h",
     output="lm_head.weight v h \n lm_head.bias v",
 )
+_GLM4_MOE = Family(
+    "Glm4Moe",
+    QKVO
+    + BIASES
+    + HEAD_NORMS.rstrip(" \n")
+    + " ? use_qk_norm \n"
+    + MLP
+    + EXPERTS
+    + SHARED_EXPERTS
+    + CORRECTION
+    + NORMS,
+    dims=_experts,
+    experts=("n_routed_experts",),
+    kinds=_behind_dense,
+    prediction=PREDICTION,
+)
+_NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS)
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
 
 FAMILIES: dict[str, Family] = {
@@ -238,6 +265,15 @@ FAMILIES: dict[str, Family] = {
         expert_modules=("gate.", "experts."),
     ),
     "qwen2": _QWEN2,
+    "mimo": replace(
+        _QWEN2,
+        stem="MiMo",
+        prediction="""
+        [token|hidden|final]_layernorm.weight h
+        input_proj.weight h 2h
+        """,
+        predicted="mtp_layers",
+    ),
     "qwen3": _QWEN3,
     "qwen2_moe": replace(
         _QWEN2,
@@ -340,10 +376,12 @@ FAMILIES: dict[str, Family] = {
         layers="h",
         defaults={"multi_query": True, **TIED},
         dims=lambda config, dims: {
+            "groups": 1 if config.flag("multi_query") else dims["heads"],
             "p": config.size("n_positions", "max_position_embeddings", default=1024),
             "c": dims["h"] + 2 * (dims["h"] // dims["heads"] if config.flag("multi_query") else dims["h"]),
         },
         unknown=("add_cross_attention",),
+        modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
     "gpt_neo": Family(
         "GPTNeo",
@@ -536,6 +574,26 @@ FAMILIES: dict[str, Family] = {
         prediction="",
     ),
     "deepseek_v3": _DEEPSEEK,
+    "kimi_k2": _DEEPSEEK,
+    "aria_text": Family(
+        "AriaText",
+        _ATTENTION
+        + """
+        mlp.router.weight e h
+        mlp.experts.fc1.weight e h 2f
+        mlp.experts.fc2.weight e f h
+        mlp.shared_experts.[gate|up]_proj.weight s h
+        mlp.shared_experts.down_proj.weight h s
+        mlp.shared_experts.[gate|up]_proj.bias s ? mlp_bias
+        mlp.shared_experts.down_proj.bias h ? mlp_bias
+        """
+        + NORMS,
+        defaults={"intermediate_size": 4096, "moe_num_shared_experts": 2},
+        spelled={"moe_topk": "num_experts_per_tok"},
+        dims=_experts,
+        experts=("moe_num_experts",),
+        kinds=_all_sparse,
+    ),
     "olmo": Family("Olmo", _ATTENTION + MLP, top=EMBEDDED),
     "olmo2": _OLMO2,
     "olmo3": replace(_OLMO2, stem="Olmo3"),
@@ -596,25 +654,88 @@ FAMILIES: dict[str, Family] = {
     ),
     "glm": _GLM,
     "glm4": replace(_GLM, stem="Glm4", layer=_GLM.layer + "post_[self_attn|mlp]_layernorm.weight h"),
-    "glm4_moe": Family(
-        "Glm4Moe",
-        QKVO
-        + BIASES
-        + HEAD_NORMS.rstrip(" \n")
-        + " ? use_qk_norm \n"
+    "glm4_moe": _GLM4_MOE,
+    "glm4_moe_lite": replace(
+        _DEEPSEEK,
+        stem="Glm4MoeLite",
+        kinds=_by_mlp_type,
+    ),
+    "solar_open": replace(
+        _GLM4_MOE,
+        stem="SolarOpen",
+        layer=QKVO + BIASES + EXPERTS + SHARED_EXPERTS + CORRECTION + NORMS,
+        defaults={"head_dim": 128},
+        kinds=_all_sparse,
+        prediction="",
+    ),
+    "dots1": replace(
+        _GLM4_MOE,
+        stem="Dots1",
+        layer=_ATTENTION + HEAD_NORMS + MLP + EXPERTS + SHARED_EXPERTS + CORRECTION + NORMS,
+        prediction="",
+    ),
+    "exaone_moe": Family(
+        "ExaoneMoe",
+        QKVO + HEAD_NORMS + MLP + EXPERTS + SHARED_EXPERTS + CORRECTION.replace("mlp.gate.", "mlp.") + NORMS,
+        spelled={"num_shared_experts": "n_shared_experts"},
+        dims=_experts,
+        experts=("num_experts",),
+        kinds=_by_mlp_type,
+    ),
+    "hy_v3": Family(
+        "HYV3",
+        _ATTENTION
+        + HEAD_NORMS
+        + MLP
+        + MLP_BIASES
+        + EXPERTS.replace("mlp.gate.", "mlp.router.gate.")
+        + """
+        mlp.expert_bias e ? sparse
+        mlp.shared_mlp.[gate|up]_proj.weight s h ? sparse
+        mlp.shared_mlp.down_proj.weight h s ? sparse
+        mlp.shared_mlp.[gate|up]_proj.bias s ? sparse mlp_bias
+        mlp.shared_mlp.down_proj.bias h ? sparse mlp_bias
+        """
+        + NORMS,
+        defaults={"head_dim": 128},
+        spelled={"num_shared_experts": "n_shared_experts", "router_scaling_factor": "routed_scaling_factor"},
+        dims=_experts,
+        experts=("num_experts",),
+        kinds=_by_mlp_type,
+        expert_modules=("gate.", "experts.", "shared_experts."),
+    ),
+    "flint": Family(
+        "Flint",
+        _ATTENTION
+        + HEAD_NORMS
+        + "self_attn.softmax_offset heads \n"
         + MLP
         + EXPERTS
-        + SHARED_EXPERTS
-        + CORRECTION
+        + GATED_SHARED_EXPERT.replace("mlp.shared_expert_gate.weight 1 h ? sparse", "")
         + NORMS,
+        defaults={"head_dim": 128, "mlp_only_layers": [0, 1]},
         dims=_experts,
-        experts=("n_routed_experts",),
-        kinds=_behind_dense,
-        prediction=PREDICTION,
+        experts=("num_experts",),
+        kinds=_by_step,
+        expert_modules=("experts.", "gate.", "shared_expert."),
+    ),
+    "youtu": Family(
+        "Youtu",
+        LATENT + MLP + NORMS,
+        defaults=TIED,
+        spelled={"v_head_dim": "head_dim"},
+        unread=("num_key_value_heads",),
+        dims=_latent,
     ),
     "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
-    "nemotron": Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS),
+    "nemotron": _NEMOTRON,
+    "jais2": replace(_NEMOTRON, stem="Jais2", defaults={"attention_bias": True, "mlp_bias": True}),
+    "cwm": replace(_LLAMA, stem="Cwm", layer=QKVO + MLP + MLP_BIASES + NORMS, defaults={"head_dim": 128}),
+    "internlm3": replace(
+        _LLAMA, defaults={"head_dim": 128}, spelled={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
+    ),
+    "iquestcoder": replace(_LLAMA, defaults={"head_dim": 128}),
     "helium": Family(
         "Helium", QKVO.replace("h a", "h h") + BIASES + MLP + MLP_BIASES + NORMS, defaults={"head_dim": 128}
     ),

@@ -150,6 +150,14 @@ def yarn(config: Config, base: float) -> dict[str, Any]:
     }
 
 
+def unrotated(sizes: Sizes) -> dict[str, Any]:
+    """No rotary positions in the layers without a sliding window."""
+    layers = sizes.config.get("layer_types")
+    if not isinstance(layers, list):
+        raise LossError("the config does not say which layers have rotary positions", expected="layer_types")
+    return {"no_rope_freq": [int(kind != "sliding_attention") for kind in layers]}
+
+
 def window(config: Config, *, used: bool = True) -> dict[str, Any]:
     """Attention to a sliding window, which counts the token itself with transformers and not with Megatron."""
     size = config.get("sliding_window")

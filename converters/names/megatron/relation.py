@@ -322,7 +322,7 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
     """The sizes without layers of multi-token prediction where only the config has them, as transformers saves it."""
     if not sizes.predicted:
         return sizes, []
-    prefix = table.family.prefix(sizes.num_layers)
+    prefix = table.family.predicted_prefix(0, sizes.num_layers)
     if any(name.startswith(prefix) for name in shapes):
         return sizes, []
     note = "the config tells of layers of multi-token prediction, and the files have none (transformers drops them)"

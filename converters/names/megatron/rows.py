@@ -122,6 +122,14 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
     return Pattern((shape,), turned, tuple(pieces))
 
 
+def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
+    """A matrix whose two halves of columns have changed places."""
+    rows, half = shape[0], shape[1] // 2
+    halves = [Box((0, number * half), (rows, half)) for number in range(2)]
+    pieces = tuple(RowPiece(0, halves[number], halves[1 - number], (0, 1)) for number in range(2))
+    return Pattern((shape,), shape, pieces)
+
+
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
     """Queries, keys and values of the hub, of which `shape` is that of the queries, by query group."""
     pieces = tuple(
@@ -184,6 +192,7 @@ KINDS: Mapping[str, Callable[[Sizes, Shape], Pattern]] = {
     "transposed": transposed,
     "joined": joined,
     "interleaved": interleaved,
+    "exchanged": exchanged,
     "qkv": qkv,
     "fused_qkv": fused_qkv,
     "one_qkv": one_qkv,

@@ -61,7 +61,8 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
-    #: What is in a layer of multi-token prediction beside a sparse layer's tensors, with Megatron's names in full.
+    #: What is in a layer of multi-token prediction beside the tensors of a sparse layer, or of a dense one where no
+    #: layer has experts; Megatron's names are in full.
     prediction: str = ""
     #: What begins the Hub's names, where files may leave it out.
     prefix: str = ""
@@ -92,13 +93,13 @@ class Table:
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
         """Rows, and where they may stand."""
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
-        behind = sizes.num_layers
-        predicted = [(n, self.family.prefix(behind + n), held) for n, held in enumerate(sizes.predicted)]
+        behind = self.family.predicted_prefix
+        predicted = [(n, behind(n, sizes.num_layers), held) for n, held in enumerate(sizes.predicted)]
         yield parse(self.top), [(None, "", sizes.top)]
         yield parse(self.layer, _LAYER), layers
         yield parse(self.dense, _LAYER), [layer for layer in layers if layer[0] not in sizes.sparse]
         yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
-        yield parse(self.prediction) + parse(self.layer + self.sparse, _INNER), predicted
+        yield parse(self.prediction) + parse(self.layer + (self.sparse or self.dense), _INNER), predicted
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
         """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
@@ -147,8 +148,8 @@ class Table:
 def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[RowPlace]) -> None:
     """Megatron has a place for every tensor of the Hub's."""
     placed = {name for place in places for name in place.hubs}
-    layers = enumerate((*sizes.layers, *sizes.predicted))
-    held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in layers)]
+    held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in enumerate(sizes.layers))]
+    held += [(family.predicted_prefix(n, sizes.num_layers), layer) for n, layer in enumerate(sizes.predicted)]
     for prefix, shapes in held:
         for name, shape in shapes.items():
             if prefix + name not in placed:

@@ -29,11 +29,24 @@ _ATTENTION = (
     "k_norm.",
     "query_key_value.",
     "dense.",
+    "q_layernorm.",
+    "k_layernorm.",
     "c_attn.",
     "c_proj.",
 )
 _MLP = ("gate_proj", "gate_up_proj", "up_proj", "down_proj", "c_fc.", "c_proj.", "dense_h_to_4h.", "dense_4h_to_h.")
-_TOP = ("embed_tokens.", "embed_in.", "wte.", "wpe.", "layers.", "h.", "norm.", "final_layer_norm.", "ln_f.")
+_TOP = (
+    "embed_tokens.",
+    "embed_in.",
+    "wte.",
+    "wpe.",
+    "layers.",
+    "h.",
+    "norm.",
+    "final_layer_norm.",
+    "final_layernorm.",
+    "ln_f.",
+)
 _PREFIX = re.compile(r"(model|transformer|gpt_neox)\.")
 _LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)")
 _EXPERTS = re.compile(r"(?:shared_)?experts?\.")

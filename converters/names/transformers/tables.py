@@ -80,7 +80,8 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         _words(
             """
         afmoe beam cohere2_moe deepseek_v2 deepseek_v3 deepseek_v32 dots1 flex_olmo glm4_moe glm4_moe_lite glm4v_moe
-        glm_moe_dsa hunyuan_v1_moe longcat_flash mellum olmoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next solar_open
+        glm_moe_dsa hunyuan_v1_moe kimi_k2 longcat_flash mellum olmoe qwen2_moe qwen3_5_moe qwen3_moe qwen3_next
+        solar_open
 """
         ),
         _QWEN,

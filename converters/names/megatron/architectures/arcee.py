@@ -18,19 +18,16 @@ MLP = """
 """
 
 
-def args(sizes: Sizes) -> dict[str, Any]:
+def squared(sizes: Sizes, partial: float | None = None) -> dict[str, Any]:
+    """Arguments of an MLP without a gate, whose activation is the square of ReLU; `partial`: see `rotary`."""
     activation = sizes.config.get("hidden_act") or "relu2"
     if activation != "relu2":
         raise LossError("Megatron has no such activation without a gate", expected="relu2", found=activation)
-    return (
-        common(sizes)
-        | rotary(sizes.config)
-        | {
-            "norm_epsilon": sizes.config.number("rms_norm_eps", 1e-5),
-            "swiglu": False,
-            "squared_relu": True,
-        }
-    )
+    return common(sizes) | rotary(sizes.config, partial=partial) | {"swiglu": False, "squared_relu": True}
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    return squared(sizes) | {"norm_epsilon": sizes.config.number("rms_norm_eps", 1e-5)}
 
 
 TABLE = replace(llama.TABLE, family=FAMILIES["arcee"], args=args, dense=MLP)

@@ -41,13 +41,23 @@ PREDICTION = """
 """
 
 
-def args(sizes: Sizes) -> dict[str, Any]:
-    config = sizes.config
-    if not config.flag("norm_topk_prob", True):
+def args(sizes: Sizes, *, scaling: float = 2.5, epsilon: float = 1e-6) -> dict[str, Any]:
+    """`scaling` of the experts' weights and `epsilon` of norms are the class's own where the config states none."""
+    normalised(sizes)
+    interleaved(sizes)
+    return latent(sizes) | routing(sizes, scaling) | {"norm_epsilon": sizes.config.number("rms_norm_eps", epsilon)}
+
+
+def normalised(sizes: Sizes, *, default: bool = True) -> None:
+    """Refuse sigmoids of the chosen experts whose sum stays what it is; `default` is the class's own."""
+    if not sizes.config.flag("norm_topk_prob", default):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
-    if not config.flag("rope_interleave", True):
+
+
+def interleaved(sizes: Sizes) -> None:
+    """Refuse latent attention whose rotary positions are not in turns."""
+    if not sizes.config.flag("rope_interleave", True):
         raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
-    return latent(sizes) | routing(sizes)
 
 
 def latent(sizes: Sizes) -> dict[str, Any]:
@@ -57,7 +67,7 @@ def latent(sizes: Sizes) -> dict[str, Any]:
     return (
         common(sizes)
         | _positions(config)
-        | experts(sizes)
+        | (experts(sizes) if sizes.num_experts else {})
         | {
             "multi_latent_attention": True,
             "qk_layernorm": True,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from ckpt.base.errors import LossError
 from converters.names.families.rows import Sizes
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import deepseek_v3, llama, qwen3_moe
@@ -13,8 +12,7 @@ from converters.names.megatron.table import Table
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    if not sizes.config.flag("norm_topk_prob", True):
-        raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
+    deepseek_v3.normalised(sizes)
     return gated(sizes, partial=0.5, slides=False, epsilon=1e-5) | deepseek_v3.routing(sizes, scaling=1.0)
 
 

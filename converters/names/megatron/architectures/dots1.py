@@ -1,0 +1,19 @@
+"""dots.llm1: GLM-4.5's names with norms of queries and keys, and whole heads that rotate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import deepseek_v3, glm4_moe
+from converters.names.megatron.args import gated
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    deepseek_v3.normalised(sizes, default=False)
+    return gated(sizes) | deepseek_v3.routing(sizes, scaling=1.0)
+
+
+TABLE = replace(glm4_moe.TABLE, family=FAMILIES["dots1"], args=args, prediction="")

@@ -1,0 +1,18 @@
+"""Helium: Llama's names, and rotary positions in turns."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import llama
+from converters.names.megatron.args import gated
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    return gated(sizes, base=1e5, slides=False, epsilon=1e-8) | {"rotary_interleaved": True}
+
+
+TABLE = replace(llama.TABLE, family=FAMILIES["helium"], args=args)

@@ -1,0 +1,12 @@
+"""IQuest-Coder: Llama under another `model_type`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import llama
+from converters.names.megatron.args import gated
+
+TABLE = replace(llama.TABLE, family=FAMILIES["iquestcoder"], args=partial(gated, slides=False, epsilon=1e-5))
