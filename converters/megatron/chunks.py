@@ -23,6 +23,7 @@ from converters.names.megatron.model.spelling import (
     LayerKind,
     Spelling,
     expert_of,
+    is_beside,
     is_expert,
     layer_kinds,
     registered,
@@ -133,6 +134,11 @@ class MegatronModel:
     def tied(self) -> bool:
         return OUTPUT not in self.chosen
 
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the GPTModel is only the language model in it, and is called so in its files."""
+        return any(map(is_beside, self.chosen))
+
     @property
     def has_expert_optimizer(self) -> bool:
         """Whether experts, spread over ranks, have an optimizer of their own."""
@@ -157,12 +163,13 @@ class MegatronModel:
         recorded, args = state.private.get("megatron", {}).get(EXTRA), state.args or {}
         if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
             return tuple(name for name in recorded if isinstance(name, str))
-        linear = (name for name in self.chosen if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
+        language = [name for name in self.chosen if not is_beside(name)]
+        linear = (name for name in language if re.search(r"(linear_\w+|eh_proj|output_layer)\.weight$", name))
         found = {_extra_name(name, self.spelling): None for name in linear} | {"output_layer._extra_state": None}
         if not self.spelling.local_spec:
             found |= {
                 f"{name.partition('linear_proj')[0]}core_attention._extra_state": None
-                for name in self.chosen
+                for name in language
                 if name.endswith("self_attention.linear_proj.weight")
             }
         return tuple(found)
@@ -181,7 +188,7 @@ class MegatronModel:
         """The place of a tensor."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
-        if name.startswith("embedding."):
+        if name.startswith("embedding.") or is_beside(name):
             return 0, 0
         if name.startswith("mtp."):
             return next((place for place in self._places if self.stages.has_mtp(*place)), self._places[-1])

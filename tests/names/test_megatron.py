@@ -110,6 +110,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
+    "qwen2_vl": ("qwen2_vl", {}),
+    "qwen2_vl-tied": ("qwen2_vl", {"tie_word_embeddings": True}),
+    "qwen2_5_vl": ("qwen2_5_vl", {}),
+    "qwen3_vl": ("qwen3_vl", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "llava": ("llava", {}),
+    "llava_next": ("llava_next", {}),
+    "llava_onevision": ("llava_onevision", {}),
+    "internvl": ("internvl", {}),
+    "mistral3": ("mistral3", {}),
+    "glm4v_moe": ("glm4v_moe", {}),
 }
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
 

@@ -20,11 +20,12 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
+from converters.names.families.composites import COMPOSITES
 from tests.support.tiny_sizes import tiny_sizes
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
@@ -112,7 +113,7 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     """transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(architecture.removesuffix("_wide"), **{**tiny_sizes(architecture), **more})
-    model = AutoModelForCausalLM.from_config(
+    model = auto_class(architecture).from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     kept = model.state_dict()
@@ -123,6 +124,11 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
             if name in kept:
                 buffer.add_(0.05 * torch.randn_like(buffer))
     return model.eval()
+
+
+def auto_class(architecture: str) -> Any:
+    """The class that makes transformers' model, with images around it or without."""
+    return AutoModelForImageTextToText if architecture in COMPOSITES else AutoModelForCausalLM
 
 
 def add_mtp(hub: Path) -> None:

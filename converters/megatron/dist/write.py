@@ -35,7 +35,7 @@ from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.names.megatron.model.axes import Grid
-from converters.names.megatron.model.spelling import split_layer
+from converters.names.megatron.model.spelling import is_beside, split_layer
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
@@ -50,7 +50,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
-    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec)
+    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.sees)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
     for entry in _entries(model, keys):
         writing.add((entry,), [None])
@@ -168,6 +168,8 @@ def _entries(model: MegatronModel, keys: KeyWriter) -> Iterator[str]:
     """Keys of the extra states that modules have."""
     names: dict[str, None] = {}
     for fqn in model.chosen:
+        if is_beside(fqn):
+            continue
         if match := _LINEAR.fullmatch(fqn):
             names[match["module"]] = None
         if keys.local_spec:
