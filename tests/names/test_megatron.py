@@ -37,11 +37,13 @@ from converters.megatron.chunks import describe_model
 from converters.megatron.read import folder_name
 from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
+from tests.support.images import TEXT_ALONE
 from tests.support.megatron_logits import add_mtp, random_model
 from tests.support.tiny_sizes import tiny_sizes
 from train.config import ARCHITECTURES as TRAINED
@@ -729,6 +731,14 @@ class TestAgainstMegatronCore:
         assert outcome[case]["largest"] > 0.5
         assert outcome[case]["to_megatron"] < TOLERANCE
         assert outcome[case]["to_hub"] < TOLERANCE
+
+    @pytest.mark.parametrize("case", [name for name, (architecture, _) in CASES.items() if architecture in COMPOSITES])
+    def test_an_image_between_tokens_gives_the_same_logits(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
+        """The tower is transformers' own, loaded by the names that Megatron-Bridge's model has for its tensors."""
+        if CASES[case][0] in TEXT_ALONE:
+            assert outcome[case]["seen"] is None
+        else:
+            assert outcome[case]["seen"] < TOLERANCE
 
 
 @pytest.mark.parametrize(

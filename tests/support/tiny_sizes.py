@@ -110,6 +110,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "glm4v_moe": {
         "text_config": {
             **_MOE_TEXT,
+            "head_dim": 16,
             "n_routed_experts": 6,
             "num_experts": 6,
             "num_local_experts": 6,
@@ -117,7 +118,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
             "n_group": 2,
             "topk_group": 1,
             "first_k_dense_replace": 1,
-            "rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5, "mrope_section": [1, 1]},
+            "rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5},
         },
         "vision_config": {**_GLM_TOWER, "image_size": 28},
         **_TOKENS,

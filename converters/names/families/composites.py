@@ -445,12 +445,17 @@ def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 _OF_QWEN: dict[str, Any] = {"tower": "visual.", "model": "model.", "head": "", "base": "model", "text_ties": True}
 _NESTED: dict[str, Any] = {"tower": "model.visual.", "model": "model.language_model.", "head": "", "base": "model"}
 _COMMON_TEXTS = {name: FAMILIES[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
-_QWEN3_MOE = FAMILIES["qwen3_moe"]
 _STACKED_EXPERTS = """
     mlp.gate.weight e h ? sparse
     mlp.experts.gate_up_proj e 2m h ? sparse
     mlp.experts.down_proj e h m ? sparse
 """
+_QWEN3_MOE = replace(
+    FAMILIES["qwen3_moe"],
+    layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS,
+    defaults={"rope_theta": 500000.0, "norm_topk_prob": True},
+    unread=("norm_topk_prob",),  # its router always does
+)
 _GLM = replace(FAMILIES["glm4_moe"], unread=("use_qk_norm",), defaults={"attention_bias": True}, prediction="")
 COMPOSITES = {
     "llava": Composite(
@@ -515,7 +520,7 @@ COMPOSITES = {
     "qwen3_vl_moe": Composite(
         "Qwen3VLMoeForConditionalGeneration",
         ("qwen3_vl_moe_vision",),
-        {"qwen3_vl_moe_text": replace(_QWEN3_MOE, layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS)},
+        {"qwen3_vl_moe_text": _QWEN3_MOE},
         **_NESTED,
     ),
     "glm4v_moe": Composite(
