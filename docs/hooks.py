@@ -134,8 +134,8 @@ def architectures() -> str:
     """Which model types are proved by tables, and which of them Megatron's formats hold."""
     from pkgutil import iter_modules
 
+    from converters.names.families.composites import COMPOSITES
     from converters.names.families.tables import FAMILIES
-    from converters.names.hub.composites import COMPOSITES
     from converters.names.megatron import architectures as megatron
 
     placed = {module.name for module in iter_modules(megatron.__path__)}

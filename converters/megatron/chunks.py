@@ -23,6 +23,7 @@ from converters.names.megatron.model.spelling import (
     LayerKind,
     Spelling,
     expert_of,
+    is_beside,
     is_expert,
     layer_kinds,
     registered,
@@ -135,6 +136,11 @@ class MegatronModel:
     def tied(self) -> bool:
         return OUTPUT not in self.chosen
 
+    @cached_property
+    def sees(self) -> bool:
+        """Whether the GPTModel is only the language model in it, and is called so in its files."""
+        return any(map(is_beside, self.chosen))
+
     @property
     def has_expert_optimizer(self) -> bool:
         """Whether experts, spread over ranks, have an optimizer of their own."""
@@ -176,7 +182,7 @@ class MegatronModel:
         """The place of a tensor."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
-        if name.startswith("embedding."):
+        if name.startswith("embedding.") or is_beside(name):
             return 0, 0
         if name.startswith("mtp."):
             return next((place for place in self._places if self.stages.has_mtp(*place)), self._places[-1])
@@ -258,6 +264,8 @@ def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str
     Linear ones have one, and of Transformer Engine's layers also attention and norms that stand by themselves.
     """
     for name in names:
+        if is_beside(name):
+            continue
         if match := _LINEAR.fullmatch(name):
             yield match["module"]
         if spelling.local_spec:

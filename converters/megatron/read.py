@@ -6,14 +6,14 @@ Format facts: see `converters.megatron.format`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
@@ -28,10 +28,12 @@ from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
     EMBEDDING,
+    LANGUAGE,
     OUTPUT,
     LayerKind,
     Spelling,
     in_order,
+    is_beside,
     is_expert,
     layer_kinds,
     registered,
@@ -120,6 +122,7 @@ class MegatronReading:
     extra: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     own_module_order: bool = False
+    in_larger: bool = False
 
     @property
     def tied(self) -> bool:
@@ -177,7 +180,18 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
         for local in chain.from_iterable(file.chunks):
             reading.add(local, BUFFER if local.is_buffer else WEIGHT, local.stored.extent, file.path, file.rank)
             reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
+    check_larger(reading.in_larger, [fqn for fqn, _ in reading.parts], reading.folder)
     return files
+
+
+def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
+    """LossError for a language model that is named as the part of a larger one, and is alone."""
+    if in_larger and not any(map(is_beside, fqns)):
+        raise LossError(
+            "a language model that is part of a larger model, and of the rest nothing is here that has a name known",
+            path=folder,
+            expected="visual., vision_model., vision_tower. or multi_modal_projector. beside language_model.",
+        )
 
 
 def _model_file(folder: Path, name: str) -> Path:
@@ -353,6 +367,7 @@ def _chunks(
         reading.stages = _recorded_stages(reading, content, keys)
     for number, key in enumerate(keys):
         chunk = tuple(_Chunk(reading, rank, number, path, _flat_names(content[key])).tensors())
+        reading.in_larger |= any(_WRAPPERS.sub("", str(name)).startswith(LANGUAGE) for name in content[key])
         names = [local.name for local in chunk]
         if LANGUAGE_MODEL not in content[key] and names != in_order(names) and not reading.own_module_order:
             reading.notes.append(OTHER_ORDER)
@@ -374,7 +389,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
-    return {_WRAPPERS.sub("", str(name)): value for name, value in state.items()}
+    return {_WRAPPERS.sub("", str(name)).removeprefix(LANGUAGE): value for name, value in state.items()}
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from converters.megatron.folder import DISTRIBUTED, MODEL, RELEASE, iteration_fo
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import OTHER_ORDER, folder_name
 from converters.names.megatron.model.axes import Grid
+from converters.names.megatron.model.spelling import in_whole_model
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -95,12 +96,13 @@ class ModelFiles:
             "checkpoint_version": self.items.get("checkpoint_version", 3.0),
             "iteration": model.checkpoint.state.step or 0,
         }
+        name_of = in_whole_model if model.sees else str
         for chunk in chunks:
             state = StoredDict("OrderedDict")
             for one in chunk.tensors:
                 choice = model.chosen[one.fqn]
-                state[one.name] = new_tensor(one, choice.key, choice.dtype)
-            state.update(dict.fromkeys(chunk.extra))
+                state[name_of(one.name)] = new_tensor(one, choice.key, choice.dtype)
+            state.update(dict.fromkeys(map(name_of, chunk.extra)))
             root["model" if len(chunks) == 1 else f"model{chunk.vp}"] = state
         root |= {name: value for name, value in self.items.items() if name not in root}
         return root | ({"optimizer": self.optimizer.of_rank(chunks)} if self.optimizer else {})

@@ -15,11 +15,12 @@ from typing import Any
 
 from ckpt.base.errors import UsageError
 from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.model.axes import Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBEDDING
-from converters.names.megatron.model.spelling import OUTPUT
+from converters.names.megatron.model.spelling import OUTPUT, is_beside
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
 from converters.names.megatron.rows import PADDED
 from converters.names.megatron.table import RowPlace, Table
@@ -47,7 +48,7 @@ def in_memory(config: Mapping[str, Any]) -> Model:
     config that lacks a size.
     """
     model_type = config.get("model_type")
-    if model_type not in megatron.architectures():
+    if model_type not in megatron.architectures() or model_type in COMPOSITES:
         return _from_transformers(config)
     table, sizes = _table_of_config(config)
     return Model(
@@ -124,7 +125,7 @@ def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, gri
         elif parameter.name == MEGATRON_EMBEDDING:
             here = first or (last and sizes.tied)  # the last stage has a copy of a tied embedding
         else:
-            here = first if parameter.name.startswith("embedding.") else last
+            here = first if parameter.name.startswith("embedding.") or is_beside(parameter.name) else last
         if here:
             held.append(_on_rank(parameter, grid))
     return Stage(tuple(held), layers, last)

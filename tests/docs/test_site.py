@@ -18,8 +18,8 @@ from typer.core import TyperGroup
 import ckpt
 from ckpt import errors
 from ckpt.cli import app
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.tables import FAMILIES
-from converters.names.hub.composites import COMPOSITES
 from tests.support.commands import ckpt as ckpt_command
 from tests.support.places import REPOSITORY
 

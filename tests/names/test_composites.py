@@ -1,5 +1,5 @@
-"""`converters/names/hub/composites.py`: tables of models that see, against models that transformers builds and saves;
-and names of earlier releases.
+"""`converters/names/families/composites.py`: tables of models that see, against models that transformers builds and
+saves; and names of earlier releases.
 """
 
 from __future__ import annotations
@@ -9,12 +9,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt
 from ckpt.errors import LossError
-from converters.names.hub import composites
+from converters.names.families import composites
+from converters.names.families.composites import COMPOSITES
 from converters.names.hub.proof import compare, prove
+from converters.names.transformers.order import as_registered
 from converters.names.transformers.relation import relation
 from tests.support.architectures import numbered
 
@@ -87,6 +90,67 @@ def test_qwen(tmp_path: Path, model_type: str, change: dict[str, Any]) -> None:
     found = composites.saved(config)
     assert found is not None and dict(found.required) == shapes(files)
     assert len(found.optional) == config["tie_word_embeddings"]
+
+
+_PATCHED = {"depth": 2, "num_heads": 2, "patch_size": 7, "temporal_patch_size": 2, "spatial_merge_size": 2}
+GLM_TOWER = {**_PATCHED, "hidden_size": 20, "intermediate_size": 26, "out_hidden_size": 24, "image_size": 28}
+EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2, "num_experts": 5, "num_local_experts": 5}
+GLM_EXPERTS = {**EXPERTS, "n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+#: A case: the model type, its text model, its vision tower, what the whole config says beside these.
+LATER: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "llava_next": ("llava_next", {"model_type": "mistral"}, {"model_type": "clip_vision_model", **TOWER}, {}),
+    "llava_onevision": (
+        "llava_onevision",
+        {"model_type": "qwen2"},
+        {"model_type": "siglip_vision_model", "vision_use_head": False, **TOWER},
+        {"tie_word_embeddings": True},
+    ),
+    "internvl": ("internvl", {"model_type": "qwen2"}, {"attention_bias": True, **TOWER}, {}),
+    "internvl-norms": (
+        "internvl",
+        {"model_type": "qwen3_moe", **EXPERTS},
+        {"use_qk_norm": True, "norm_type": "rms_norm", "use_mean_pooling": False, "use_mask_token": True, **TOWER},
+        {"tie_word_embeddings": False},
+    ),
+    "mistral3": ("mistral3", {"model_type": "mistral"}, {"model_type": "pixtral", **TOWER}, {}),
+    "mistral3-biases": (
+        "mistral3",
+        {"model_type": "ministral3"},
+        {"model_type": "pixtral", **TOWER},
+        {"multimodal_projector_bias": True, "spatial_merge_size": 1, "tie_word_embeddings": False},
+    ),
+    "qwen3_vl_moe": ("qwen3_vl_moe", EXPERTS, QWEN_TOWERS["qwen3_vl"], {}),
+    "glm4v_moe": ("glm4v_moe", {**GLM_EXPERTS, "first_k_dense_replace": 1}, GLM_TOWER, {}),
+    "glm4v_moe-biases": ("glm4v_moe", GLM_EXPERTS, {**GLM_TOWER, "attention_bias": True}, {}),
+}
+
+
+@pytest.mark.parametrize("case", LATER)
+def test_later_ones(tmp_path: Path, case: str) -> None:
+    model_type, text, vision, more = LATER[case]
+    inner = {"text_config": {**TEXT, **text}, "vision_config": vision}
+    config, files = saved_model(tmp_path, model_type, **inner, **more)
+    found = composites.saved(config)
+    assert found is not None and dict(found.required) == shapes(files)
+    assert len(found.optional) == config["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize("case", [*LATER, *QWEN_TOWERS, "llava-clip", "llava-siglip"])
+def test_the_order_of_rows_is_that_of_the_modules(case: str) -> None:
+    """An optimizer knows parameters by their order alone."""
+    towers = {"llava-clip": "clip_vision_model", "llava-siglip": "siglip_vision_model"}
+    if case in towers:
+        model_type, text, vision = "llava", {"model_type": "llama"}, {"model_type": towers[case], **TOWER}
+    else:
+        model_type, text, vision, _ = LATER.get(case, (case, {}, QWEN_TOWERS.get(case, {}), {}))
+    made = transformers.CONFIG_MAPPING[model_type](text_config={**TEXT, **text}, vision_config=vision)
+    with torch.device("meta"):
+        names = [name for name, _ in getattr(transformers, COMPOSITES[model_type].cls)(made).named_parameters()]
+    assert as_registered(sorted(names), model_type) == names
+    rows = dict(COMPOSITES[model_type].sizes(json.loads(json.dumps(made.to_dict()))).top)
+    seen = [COMPOSITES[model_type].current(name) for name in names if "language_model" not in name]
+    assert [name for name in rows if name in seen] == [name for name in seen if name in rows]
+    assert len(seen) > 20
 
 
 def test_a_config_with_another_part_or_a_size_that_is_none_has_no_answer() -> None:

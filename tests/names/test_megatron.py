@@ -37,11 +37,13 @@ from converters.megatron.chunks import describe_model
 from converters.megatron.read import folder_name
 from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
+from tests.support.images import TEXT_ALONE
 from tests.support.megatron_logits import random_model, save
 from tests.support.tiny_sizes import TWINS, tiny_sizes
 from train.config import ARCHITECTURES as TRAINED
@@ -130,6 +132,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2": ("kimi_k2", {"num_nextn_predict_layers": 1}),
     "mimo": ("mimo", {"num_nextn_predict_layers": 2}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
+    "qwen2_vl": ("qwen2_vl", {}),
+    "qwen2_vl-tied": ("qwen2_vl", {"tie_word_embeddings": True}),
+    "qwen2_5_vl": ("qwen2_5_vl", {}),
+    "qwen3_vl": ("qwen3_vl", {}),
+    "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "llava": ("llava", {}),
+    "llava_next": ("llava_next", {}),
+    "llava_onevision": ("llava_onevision", {}),
+    "internvl": ("internvl", {}),
+    "mistral3": ("mistral3", {}),
+    "glm4v_moe": ("glm4v_moe", {}),
 }
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
 
@@ -737,6 +750,14 @@ class TestAgainstMegatronCore:
         assert outcome[case]["largest"] > 0.5
         assert outcome[case]["to_megatron"] < TOLERANCE
         assert outcome[case]["to_hub"] < TOLERANCE
+
+    @pytest.mark.parametrize("case", [name for name, (architecture, _) in CASES.items() if architecture in COMPOSITES])
+    def test_an_image_between_tokens_gives_the_same_logits(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
+        """The tower is transformers' own, loaded by the names that Megatron-Bridge's model has for its tensors."""
+        if CASES[case][0] in TEXT_ALONE:
+            assert outcome[case]["seen"] is None
+        else:
+            assert outcome[case]["seen"] < TOLERANCE
 
 
 @pytest.mark.parametrize(

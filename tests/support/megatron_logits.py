@@ -20,13 +20,16 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
+from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
+from converters.names.megatron.model.spelling import is_beside
+from tests.support import images
 from tests.support.tiny_sizes import TWINS, tiny_sizes
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
@@ -78,6 +81,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     }
     (chunk,) = megatron.build_chunks(args, megatron_args.transformer_config(args))
     tensors = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    if architecture in COMPOSITES:
+        tensors |= {name: torch.empty(moved.shapes[name]) for name in moved.shapes if is_beside(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = {name: tensor.shape for (name, _), tensor in moved.tensors.items()}
     different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))
@@ -91,6 +96,10 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             tensors[name].copy_(moved[name, role][...])
         expected = model(inputs).logits
         to_megatron = _difference(_logits(chunk, inputs, args), expected)
+        if architecture in COMPOSITES:
+            outcome["seen"] = images.difference(
+                model, architecture, tensors, lambda *given: _forward(chunk, args, *given)
+            )
 
         generator = torch.Generator().manual_seed(2)
         for name, tensor in tensors.items():  # the padding's rows too
@@ -103,10 +112,15 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             api.open(folder / "megatron"), namespace=MEGATRON, config=moved.config, folders=(str(folder / "hub"),)
         )
         api.plan(trained, "hf").run(folder / "back")
-        named(folder / "back", TWINS.get(architecture, architecture))
-        back = AutoModelForCausalLM.from_pretrained(
-            folder / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
-        ).eval()
+        if architecture in TWINS:
+            named(folder / "back", TWINS[architecture])
+        back = (
+            auto_class(architecture)
+            .from_pretrained(
+                folder / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
+            )
+            .eval()
+        )
         to_hub = _difference(_logits(chunk, inputs, args), back(inputs).logits)
     return {**outcome, "to_megatron": to_megatron, "to_hub": to_hub, "largest": float(expected.abs().max())}
 
@@ -116,7 +130,7 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     torch.manual_seed(0)
     known = TWINS.get(architecture, architecture.removesuffix("_wide"))
     config = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more})
-    model = AutoModelForCausalLM.from_config(
+    model = auto_class(architecture).from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
     kept = model.state_dict()
@@ -129,9 +143,16 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     return model.eval()
 
 
+def auto_class(architecture: str) -> Any:
+    """The class that makes transformers' model, with images around it or without."""
+    return AutoModelForImageTextToText if architecture in COMPOSITES else AutoModelForCausalLM
+
+
 def save(model: Any, hub: Path, architecture: str) -> None:
     """As the architecture's release is: under its own `model_type`, with what it has for multi-token prediction."""
     model.save_pretrained(hub)
+    if architecture in COMPOSITES:
+        return
     if architecture in TWINS:
         named(hub, architecture)
     config = json.loads((hub / "config.json").read_text())
@@ -169,11 +190,21 @@ def arguments(moved: Checkpoint) -> Namespace:
 
 
 def _logits(chunk: Any, inputs: torch.Tensor, args: Namespace) -> torch.Tensor:
-    chunk.eval()
     positions = torch.arange(_LENGTH).expand_as(inputs)
+    if args.position_embedding_type == "mrope":
+        positions = positions.expand(3, *inputs.shape)
+    return _forward(chunk, args, inputs, positions)
+
+
+def _forward(
+    chunk: Any, args: Namespace, inputs: torch.Tensor, positions: torch.Tensor, embedded: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Logits; `embedded` is what the embedding and the vision tower make of the inputs, for each of them in turn."""
+    chunk.eval()
     chunk.mtp_process = False  # transformers has nothing to compare with it
+    given = None if embedded is None else embedded.transpose(0, 1).contiguous()
     with mock.patch.object(chunk.config, "mtp_num_layers", None):
-        logits = chunk(input_ids=inputs, position_ids=positions, attention_mask=None)
+        logits = chunk(input_ids=inputs, position_ids=positions, attention_mask=None, decoder_input=given)
     return logits[..., : args.vocab_size]
 
 

@@ -102,10 +102,76 @@ _SIZES: dict[str, dict[str, Any]] = {
     },
 }
 
+#: Text and vision of models with images; no two sizes of a tower are the same.
+_TEXT: dict[str, Any] = {**_COMMON, "head_dim": 8, "num_key_value_heads": 1}
+_SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_MOE_TEXT = {**_TEXT, **_EXPERTS, "num_experts": 5, "num_local_experts": 5}
+_LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 20, "intermediate_size": 26}
+_TOWER: dict[str, Any] = {**_LAYERS, "image_size": 28, "patch_size": 7}
+_QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 6, "temporal_patch_size": 2, "spatial_merge_size": 2}
+_QWEN2_TOWER = {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 40, "mlp_ratio": 3}
+_QWEN2_5_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40, "window_size": 24}
+_QWEN3_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40}
+_QWEN3_TOWER |= {"num_position_embeddings": 49, "deepstack_visual_indexes": [0, 1]}
+_GLM_TOWER = {**_QWEN_TOWER, "patch_size": 7, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40}
+_TOKENS = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203}
+_WITH_IMAGES: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN2_TOWER, **_TOKENS},
+    "qwen2_5_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN2_5_TOWER, **_TOKENS},
+    "qwen3_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN3_TOWER, **_TOKENS},
+    "qwen3_vl_moe": {"text_config": {**_MOE_TEXT, **_SECTIONS}, "vision_config": _QWEN3_TOWER, **_TOKENS},
+    "llava": {
+        "text_config": {"model_type": "llama", **_TEXT},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER},
+        "image_token_index": 200,
+    },
+    "llava_next": {
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
+        "vision_config": {"model_type": "clip_vision_model", **_TOWER},
+        "image_token_index": 200,
+    },
+    "llava_onevision": {
+        "text_config": {"model_type": "qwen2", **_TEXT},
+        "vision_config": {"model_type": "siglip_vision_model", "vision_use_head": False, **_TOWER},
+        "image_token_index": 200,
+        "video_token_index": 201,
+    },
+    "internvl": {
+        "text_config": {"model_type": "qwen3", **_TEXT},
+        "vision_config": {**_TOWER, "image_size": [28, 28], "patch_size": [7, 7], "attention_bias": True},
+        "image_token_id": 200,
+        "tie_word_embeddings": False,
+    },
+    "mistral3": {
+        "text_config": {"model_type": "mistral", **_TEXT, "sliding_window": None},
+        "vision_config": {"model_type": "pixtral", **_TOWER},
+        "image_token_index": 200,
+        "tie_word_embeddings": False,
+    },
+    "glm4v_moe": {
+        "text_config": {
+            **_MOE_TEXT,
+            "head_dim": 16,
+            "n_routed_experts": 6,
+            "num_experts": 6,
+            "num_local_experts": 6,
+            "n_shared_experts": 1,
+            "n_group": 2,
+            "topk_group": 1,
+            "first_k_dense_replace": 1,
+            "rope_parameters": {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5},
+        },
+        "vision_config": {**_GLM_TOWER, "image_size": 28},
+        **_TOKENS,
+    },
+}
+
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:
     """What the configuration of a tiny model has otherwise than the architecture's defaults."""
     architecture = TWINS.get(architecture, architecture)
     if architecture.removesuffix("_wide") in ARCHITECTURES:
         return sizes_of(architecture)
+    if architecture in _WITH_IMAGES:
+        return _WITH_IMAGES[architecture]
     return {**_COMMON, **_SIZES[architecture]}

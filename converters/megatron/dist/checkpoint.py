@@ -17,7 +17,8 @@ from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
-from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.megatron.facts import MegatronFacts
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
@@ -46,6 +47,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes),
+        facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )
 
 

@@ -44,7 +44,7 @@ from converters.megatron.dist.keys import ObjectKey, TensorKey
 from converters.megatron.dist.read import DistReading, is_models
 from converters.megatron.optimizer import Optimizers, check_alike, plain
 from converters.names.megatron.model.axes import Grid
-from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
+from converters.names.megatron.model.spelling import LANGUAGE, Spelling, is_expert, layer_kinds, split_layer
 from converters.names.megatron.model.splits import is_gated, second_linear
 from converters.optimizers.state_dicts import with_same_options
 
@@ -175,7 +175,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
     """Tensor of the whole model and half of it, by the name that is stored."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name in names:
-        bare = re.sub(r"^(?:module\.)+", "", name)
+        bare = re.sub(r"^(?:module\.)+", "", name).removeprefix(LANGUAGE)
         match = _HALF.fullmatch(bare)
         parts[name] = (match["name"], "wv".index(match["half"])) if match else (bare, None)
     own = {bare for bare, _ in parts.values()}

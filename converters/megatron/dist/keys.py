@@ -23,7 +23,14 @@ from itertools import product
 
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Box, Extent, Shape
-from converters.names.megatron.model.spelling import LayerKind, Spelling, layer_kinds, split_layer
+from converters.names.megatron.model.spelling import (
+    LANGUAGE,
+    LayerKind,
+    Spelling,
+    in_whole_model,
+    layer_kinds,
+    split_layer,
+)
 
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)")
@@ -81,7 +88,7 @@ class TensorKey:
     @classmethod
     def parse(cls, key: str) -> TensorKey:
         """What `key` says; the name is as megatron-core's own layers spell it: see `canonical_names`."""
-        half = None
+        half, key = None, key.removeprefix(LANGUAGE)
         if match := _HALF.fullmatch(key):
             key, half = match["name"], "wv".index(match["half"])
         layers = _STACKED.fullmatch(key)
@@ -148,10 +155,14 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class KeyWriter:
-    """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers."""
+    """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers.
+
+    `sees` says that the GPTModel is only the language model in a larger one.
+    """
 
     stacked: bool
     local_spec: bool
+    sees: bool = False
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
         """The key of a tensor of the whole model (or an entry of a module), and its place in the key's leading dims."""
@@ -161,7 +172,7 @@ class KeyWriter:
             index, name = (int(match["layer"]),), f"decoder.layers.{match['rest']}"
         if match := _EXPERT.fullmatch(name):
             index, name = (*index, int(match["expert"])), f"{match['before']}experts.{match['rest']}"
-        return name, index
+        return (in_whole_model(name) if self.sees else name), index
 
     def _spelled(self, name: str, kind: LayerKind | None) -> str:
         if kind is None or not self.local_spec:

@@ -53,7 +53,7 @@ from converters.megatron.optimizer import (
     stepped_by,
 )
 from converters.names.megatron.model.axes import Grid, Rank
-from converters.names.megatron.model.spelling import Spelling, is_expert, layer_kinds, split_layer
+from converters.names.megatron.model.spelling import Spelling, is_beside, is_expert, layer_kinds, split_layer
 
 _OBJECT = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"
@@ -221,6 +221,13 @@ def _read_buffers(reading: DistReading) -> None:
             "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
             path=reading.folder,
             expected="args in the common state",
+            hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
+        )
+    if beside := next((fqn for fqn, _ in reading.placed if is_beside(fqn)), None):
+        raise NotFoundError(
+            "the optimizer's state is stored as buffers, in the order of modules that are not Megatron's own",
+            path=reading.folder,
+            fqn=beside,
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
     is_partly = is_partly_distributed(reading.args) and reading.sharding == "dp_reshardable"

@@ -25,7 +25,8 @@ from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.entries import is_empty, plain_args
-from converters.names.megatron.model.spelling import registered
+from converters.megatron.read import check_larger
+from converters.names.megatron.model.spelling import LANGUAGE, is_beside, registered
 
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
 _COMMON_STATE = "common_state"
@@ -212,6 +213,7 @@ def read_folder(folder: Path) -> DistReading:
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     models = {key: None for key in tensors if is_models(key)}
     reading.read_keys(models.keys(), tensors)
+    check_larger(any(key.startswith(LANGUAGE) for key in models), models, folder)
     reading.flat = {key: tensor for key, tensor in tensors.items() if ".gbuf_idx_" in key}
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
     if strangers:
@@ -226,8 +228,9 @@ def read_folder(folder: Path) -> DistReading:
 
 
 def is_models(key: str) -> bool:
-    """Whether a key or name belongs to a tensor of a GPT model."""
-    return key.startswith(("embedding.", "decoder.", "mtp.", "output_layer."))
+    """Whether a key or name belongs to a tensor of a GPT model, or of one with images around it."""
+    name = key.removeprefix(LANGUAGE)
+    return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.")) or is_beside(name)
 
 
 def _check_backends(folder: Path) -> None:

@@ -48,7 +48,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
-    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec)
+    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.sees)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
     scales = checkpoint.state.private.get("megatron", {}).get(FP8, {})
     for entry, value in _extra_states(model, keys, scales):

@@ -16,10 +16,11 @@ from typing import Any
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.plan.tensors import Shape
+from converters.names.families import composites
 from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
-from converters.names.hub import asked, composites
+from converters.names.hub import asked
 from converters.names.transformers.tables import declared
 
 OWN_NAMES = "--names own writes every tensor under the name that it has"

@@ -125,13 +125,20 @@ def rotary(config: Config, base: float = 10000.0, partial: float | None = None) 
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", 8.0)}
     if kind == "linear":
         return found | {"rotary_seq_len_interpolation_factor": _plain_number(rope.get("factor"))}
-    if kind != "default":
+    if kind not in ("default", "mrope"):  # of which `mrope` tells
         raise LossError(
             "Megatron has no such rotary positions for this architecture",
             expected="rope_type default, llama3 or linear",
             found=kind,
         )
     return found
+
+
+def mrope(config: Config, sections: tuple[int, ...], *, interleaved: bool) -> dict[str, Any]:
+    """Rotary positions of time, height and width, which in a text are the same: how many frequencies each has."""
+    stated = config.rope.get("mrope_section")
+    found = {"position_embedding_type": "mrope", "mrope_section": list(stated or sections)}
+    return found | ({"mrope_interleaved": True} if interleaved else {})
 
 
 def yarn(config: Config, base: float) -> dict[str, Any]:

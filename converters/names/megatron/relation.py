@@ -18,14 +18,16 @@ from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, HUB, MEGATRON, MODEL_ROLES, WEIGHT, Checkpoint, Key, Layout, ParamGroup
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
-from ckpt.plan.tensors import Box, Shape, Tensor
+from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen
+from converters.names.families.composites import Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
+from converters.names.megatron.rows import EVERY
 from converters.names.megatron.table import Table
 
 #: Names in which the Hub's files keep quantized weights and their scales.
@@ -33,6 +35,8 @@ _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight
 #: Endings of the names of Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT)
+#: Endings of the names of an output layer, here and on the Hub.
+_OUTPUTS = (OUTPUT, "lm_head.weight")
 #: The option that tells Megatron's param groups of experts from others.
 _EXPERTS = "is_expert_parallel"
 
@@ -56,7 +60,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """
     table, sizes = _table_of_checkpoint(checkpoint)
     args = table.args(sizes)
-    checkpoint = _with_prefix(checkpoint, table.prefix)
+    checkpoint = _with_current_names(_with_prefix(checkpoint, table.prefix), table, sizes)
     checkpoint, notes = _without_derived(checkpoint, (*DERIVED, *table.family.ignored))
     shapes = _shapes(checkpoint)
     _refuse_quantized(shapes)
@@ -87,6 +91,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     config says.
     """
     table, sizes = _table_of_checkpoint(checkpoint)
+    checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
     notes = []
@@ -256,8 +261,10 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
     """The size of the vocabulary without padding, where the config or the run's arguments tell it."""
-    if checkpoint.config and checkpoint.config.get("vocab_size") is not None:
-        return Config(checkpoint.config).size("vocab_size")
+    config = checkpoint.config or {}
+    config = Config(config).mapping("text_config") or config
+    if config.get("vocab_size") is not None:
+        return Config(config).size("vocab_size")
     recorded = args.get("vocab_size")
     return recorded if type(recorded) is int and recorded > 0 else None
 
@@ -274,7 +281,11 @@ def _table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
             hint="docs/new-architecture.md says how to add one",
         )
     table = table_of(model_type)
-    return table, table.family.sizes(checkpoint.config)
+    config = checkpoint.config
+    if isinstance(table.family, Composite) and table.family.ties(config) is None:
+        has_output = any(fqn.endswith(_OUTPUTS) for fqn, _ in checkpoint.tensors)
+        config = {**config, "tie_word_embeddings": not has_output}
+    return table, table.family.sizes(config)
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
@@ -292,6 +303,43 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
         return checkpoint
     shapes = _shapes(checkpoint)
     names = {name: name if name == "lm_head.weight" else prefix + name for name in shapes}
+    return translate(checkpoint, Relation.renaming(names, shapes), checkpoint.namespace)
+
+
+def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
+    """`checkpoint`, of the Hub, with the names that transformers writes today, and with its dims of stacked experts.
+
+    Releases of models with images have others.
+    """
+    family = table.family
+    if not isinstance(family, Composite):
+        return checkpoint
+    shapes, stacks = _shapes(checkpoint), {}
+    for number, held in enumerate(sizes.layers):
+        stacks |= {family.prefix(number) + name: shape for name, shape in held.items() if len(shape) == 3}
+    links: dict[str, Link] = {}
+    for name, shape in shapes.items():
+        current, turned = family.current(name), shape[:1] + shape[:0:-1]
+        if current in links:
+            raise LossError("two tensors would get the same name", fqn=name, found=links[current].a)
+        is_turned = stacks.get(current, shape) == turned != shape
+        links[current] = Link.rename(name, current, shape)
+        if is_turned:
+            links[current] = Link(name, whole(shape), current, whole(turned), (0, 2, 1))
+    after = {current: link.b_box.sizes for current, link in links.items()}
+    return translate(checkpoint, Relation(tuple(links.values()), shapes, after), checkpoint.namespace)
+
+
+def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
+    """`checkpoint`, of Megatron, with the modules that mcore-bridge has inside one more, `visual`."""
+    shapes = _shapes(checkpoint)
+    modules = {f"visual.{row.hubs[0].split('.')[-2]}.": row.megatron.removesuffix(EVERY) for row in table.kept}
+    names = {}
+    for name in shapes:
+        inside = next((inner for inner in modules if name.startswith(inner)), None)
+        names[name] = modules[inside] + name.removeprefix(inside) if inside else name
+    if all(name == own for own, name in names.items()):
+        return checkpoint
     return translate(checkpoint, Relation.renaming(names, shapes), checkpoint.namespace)
 
 

@@ -6,7 +6,8 @@
 
 Brackets with the same words in both names are alternatives: this is one row for weights and one for biases.  Other
 brackets of the Hub's name are several tensors that make up one of Megatron's.  `{e}` is an expert; where only
-Megatron's name has it, the Hub's tensor is a stack of all experts'.
+Megatron's name has it, the Hub's tensor is a stack of all experts'.  `**` is the rest of any name: a module that both
+sides have as it is.
 
 Megatron's conventions (megatron-core 0.16.1): `linear_qkv` holds, for each query group, the group's query heads, its
 key head and its value head (transformer/attention.py, `get_query_key_value_tensors`); `linear_fc1` of a gated MLP
@@ -25,6 +26,8 @@ from converters.names.families.rows import Sizes, choices
 
 #: Kinds of rows that are `same` otherwise: rows of the vocabulary, which Megatron pads; the Hub's second copy of one.
 PADDED, COPY = "padded", "copy"
+#: What stands for the rest of a name.
+EVERY = "**"
 
 _CHOICE = re.compile(r"\[[^]]+\]")
 

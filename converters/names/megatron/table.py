@@ -11,13 +11,14 @@ from typing import Any
 from ckpt.base.errors import LossError
 from ckpt.plan.relation import Link, Relation
 from ckpt.plan.tensors import Box, Shape
+from converters.names.families.composites import Composite
 from converters.names.families.rows import Family, Sizes
 from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
-from converters.names.megatron.rows import COPY, PADDED, MegatronRow, Pattern, parse, stacked
+from converters.names.megatron.rows import COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
 #: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
-_LINEAR = re.compile(r"\.linear_(proj|fc1|fc2)\.(weight|bias)$")
+_LINEAR = re.compile(r"^(?:decoder|mtp)\..*\.linear_(proj|fc1|fc2)\.(weight|bias)$")
 #: A layer's number, what begins the Hub's names in it, and the rest of these names.
 _Layer = tuple[int | None, str, Mapping[str, Shape]]
 
@@ -54,7 +55,7 @@ class Table:
     what all names of a layer begin with; how a row is read, `rows` says.
     """
 
-    family: Family
+    family: Family | Composite
     #: Megatron-LM's arguments (megatron/training/arguments.py) for the same model.
     args: Callable[[Sizes], dict[str, Any]]
     top: str
@@ -71,6 +72,11 @@ class Table:
     def rows(self) -> tuple[MegatronRow, ...]:
         """All rows but those of multi-token prediction."""
         return parse(self.top) + parse(self.layer + self.dense + self.sparse, _LAYER)
+
+    @property
+    def kept(self) -> tuple[MegatronRow, ...]:
+        """The rows of modules that are kept as they are."""
+        return tuple(row for row in parse(self.top) if row.hubs[0].endswith(EVERY))
 
     def hub_name(self, megatron: str) -> str:
         """The Hub's name of a tensor that is one of its own and in no layer."""
@@ -95,7 +101,7 @@ class Table:
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
         behind = self.family.predicted_prefix
         predicted = [(n, behind(n, sizes.num_layers), held) for n, held in enumerate(sizes.predicted)]
-        yield parse(self.top), [(None, "", sizes.top)]
+        yield tuple(_spread(parse(self.top), sizes.top)), [(None, "", sizes.top)]
         yield parse(self.layer, _LAYER), layers
         yield parse(self.dense, _LAYER), [layer for layer in layers if layer[0] not in sizes.sparse]
         yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
@@ -145,7 +151,19 @@ class Table:
         return found
 
 
-def _check_all_placed(family: Family, sizes: Sizes, places: Iterable[RowPlace]) -> None:
+def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[MegatronRow]:
+    """Rows, those of a module that is kept as it is once for each of its tensors."""
+    for row in rows:
+        before, is_module, _ = row.hubs[0].partition(EVERY)
+        if not is_module:
+            yield row
+            continue
+        for name in names:
+            if name.startswith(before):
+                yield MegatronRow(row.megatron.replace(EVERY, name.removeprefix(before)), (name,), row.kind)
+
+
+def _check_all_placed(family: Family | Composite, sizes: Sizes, places: Iterable[RowPlace]) -> None:
     """Megatron has a place for every tensor of the Hub's."""
     placed = {name for place in places for name in place.hubs}
     held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in enumerate(sizes.layers))]

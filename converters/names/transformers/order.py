@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+from converters.names.families import composites
 from converters.names.families.rows import Family
 from converters.names.families.tables import FAMILIES
 
@@ -54,7 +55,19 @@ _EXPERTS = re.compile(r"(?:shared_)?experts?\.")
 
 def as_registered(names: Iterable[str], model_type: str) -> list[str]:
     """Names of parameters, as memory has them, in the order of the architecture's modules, or of Llama's."""
-    family = FAMILIES.get(model_type, Family)
+    if (composite := composites.COMPOSITES.get(model_type)) is not None:
+        return _around_text(list(names), model_type, next(iter(composite.texts.values())))
+    return _in_modules(names, FAMILIES.get(model_type, Family))
+
+
+def _around_text(names: list[str], model_type: str, text: Family) -> list[str]:
+    """Names of a model with a text model inside: what is around that comes first, and its output layer last."""
+    around = composites.registered(names, model_type)
+    inside = {name.replace("model.language_model.", "model.", 1): name for name in names if name not in around}
+    return sorted(around, key=around.__getitem__) + [inside[name] for name in _in_modules(inside, text)]
+
+
+def _in_modules(names: Iterable[str], family: Family | type[Family]) -> list[str]:
     layer, mlp = family.modules, family.expert_modules + _MLP
 
     def key(name: str) -> tuple[object, ...]:

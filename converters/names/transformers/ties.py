@@ -13,6 +13,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
+from converters.names.families.composites import COMPOSITES
 from converters.names.transformers.installed import all_tied_weights, chosen_inside, model_types, ties_by_default
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
@@ -68,9 +69,16 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Aliases that a Hub model's files leave out, and their owners, as config and model class declare."""
+    """Aliases that a Hub model's files leave out, and their owners, as config and model class declare.
+
+    The class declares names in memory, of which the files have others where a text model is a part.
+    """
+    declared = declared_ties(config)
+    composite = COMPOSITES.get(str(config.get("model_type")))
+    if composite is not None and not any(owner in stored for owner in declared.values()):
+        declared = {composite.current(alias): owner and composite.current(owner) for alias, owner in declared.items()}
     return {
         alias: owner
-        for alias, owner in declared_ties(config).items()
+        for alias, owner in declared.items()
         if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
     }

@@ -13,6 +13,11 @@ _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
+#: What begins the names of a GPTModel that is part of a model with images.
+LANGUAGE = "language_model."
+#: Modules that such a model has beside it, which are transformers' own and whole on every tensor parallel rank.
+_BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
+
 _EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
 _MTP = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<inner>transformer_layer|mtp_model_layer)\.(?P<rest>.*)")
@@ -61,6 +66,17 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
         if prefix:
             members.setdefault(prefix, []).append(rest)
     return {prefix: LayerKind.of(rest) for prefix, rest in members.items()}
+
+
+@lru_cache(_NAMES)
+def is_beside(name: str) -> bool:
+    """Whether a tensor of a model with images is no part of its language model."""
+    return _BESIDE.fullmatch(name) is not None
+
+
+def in_whole_model(name: str) -> str:
+    """The name that a tensor has in a model with images: those of the language model get its prefix."""
+    return name if is_beside(name) else LANGUAGE + name
 
 
 @lru_cache(_NAMES)
@@ -191,6 +207,8 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
 @lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
     """A sort key that puts the names of one chunk, as the chunk spells them, into the order of its modules."""
+    if is_beside(name):
+        return (-1,)  # first, in the order in which they come: that of transformers' modules
     place: tuple[Any, ...] = (_position(name, _MODULES),)
     if match := re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(.*)", name):
         place += (int(match[1]),)

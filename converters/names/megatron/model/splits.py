@@ -10,6 +10,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.tensors import Box, Shape, whole
+from converters.names.megatron.model.spelling import is_beside
 
 
 class Split(Enum):
@@ -42,6 +43,8 @@ def split_of(name: str, *, gated: bool, local_spec: bool = False) -> Split | Non
     `gated`: the MLP's first layer holds gate and up rows.  `local_spec`: the model is made of megatron-core's own
     layers, in which the down projections of latent attention are sharded.
     """
+    if is_beside(name):
+        return Split.WHOLE
     if _ROWS.fullmatch(name):
         return Split.HALVES if gated and _FIRST_LINEAR.fullmatch(name) else Split.ROWS
     if _COLUMNS.fullmatch(name):

@@ -1,0 +1,598 @@
+"""Vision-language models: tables of vision towers and projectors; `tables` has those of text models.
+
+As transformers 5.23 saves them (`modeling_*.py` of each model type); `tests/names/test_composites.py` holds each
+against models that transformers builds and saves.  Rows of a tower are in the order in which its modules register them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt.base.errors import CkptError, CorruptError
+from ckpt.plan.tensors import Shape
+from converters.names.families.config import Config, architectures
+from converters.names.families.rows import DERIVED, Family, Saved, Sizes, filled, parse, spelled_out
+from converters.names.families.tables import FAMILIES
+
+_ATTENTION = """
+    self_attn.k_proj.weight h h
+    self_attn.k_proj.bias h
+    self_attn.v_proj.weight h h
+    self_attn.v_proj.bias h
+    self_attn.q_proj.weight h h
+    self_attn.q_proj.bias h
+    self_attn.out_proj.weight h h
+    self_attn.out_proj.bias h
+"""
+_FC = """
+    mlp.fc1.weight f h
+    mlp.fc1.bias f
+    mlp.fc2.weight h f
+    mlp.fc2.bias h
+"""
+_QWEN_ATTENTION = """
+    attn.qkv.weight 3h h
+    attn.qkv.bias 3h
+    attn.proj.weight h h
+    attn.proj.bias h
+"""
+_QWEN_MERGER = """
+    merger.mlp.0.weight m m
+    merger.mlp.0.bias m
+    merger.mlp.2.weight o m
+    merger.mlp.2.bias o
+"""
+_LLAVA = """
+    linear_1.weight t w
+    linear_1.bias t ? multimodal_projector_bias
+    linear_2.weight t t
+    linear_2.bias t ? multimodal_projector_bias
+"""
+
+_TowerSizes = Callable[[Config], Mapping[str, int]]
+
+
+def _patches(read: Config) -> dict[str, int]:
+    """Sizes of CLIP's and SigLIP's towers; `n` is the number of patches."""
+    patches = (read.size("image_size") // read.size("patch_size")) ** 2
+    return {**_layers(read), "p": read.size("patch_size"), "n": patches, "n1": patches + 1}
+
+
+def _layers(read: Config) -> dict[str, int]:
+    return {"h": read.size("hidden_size"), "f": read.size("intermediate_size"), "c": read.size("num_channels")}
+
+
+def _internvl(read: Config) -> dict[str, int]:
+    """Sizes of InternVL's tower, whose images and patches have a height and a width."""
+    (height, width), (p, p2) = _sides(read, "image_size"), _sides(read, "patch_size")
+    return {**_layers(read), "p": p, "p2": p2, "n1": (height // p) * (width // p2) + 1}
+
+
+def _sides(read: Config, name: str) -> tuple[int, int]:
+    value = read.get(name)
+    sides = value if isinstance(value, list) and len(value) == 2 else [value, value]
+    return tuple(Config({name: side}).size(name) for side in sides)  # type: ignore[return-value]
+
+
+def _pixtral(read: Config) -> dict[str, int]:
+    return {**_layers(read), "p": read.size("patch_size")}
+
+
+def _qwen(read: Config) -> dict[str, int]:
+    """Sizes of Qwen's towers: `m` is a patch and its neighbours that are merged, `o` what comes of them."""
+    hidden, merged = read.size("hidden_size"), read.size("spatial_merge_size", default=2)
+    sizes = {"f": read.size("intermediate_size"), "o": read.size("out_hidden_size")}
+    sizes |= {"c": read.size("in_chans", "in_channels")}  # what a release says; transformers 5 has the other
+    sizes |= {"p": read.size("patch_size"), "t": read.size("temporal_patch_size")}
+    return {"h": hidden, "m": hidden * merged**2, **sizes}
+
+
+def _qwen2(read: Config) -> dict[str, int]:
+    hidden = read.size("embed_dim")
+    inner = {"hidden_size": hidden, "intermediate_size": int(hidden * read.number("mlp_ratio"))}
+    return _qwen(Config({**read.values, **inner, "out_hidden_size": read.size("hidden_size")}))
+
+
+def _qwen3(read: Config) -> dict[str, int]:
+    tapped = read.get("deepstack_visual_indexes")
+    if not isinstance(tapped, list):
+        raise CorruptError("the config does not list layers", expected="deepstack_visual_indexes", found=tapped)
+    return {**_qwen(read), "n": read.size("num_position_embeddings"), "e": len(tapped)}
+
+
+def _glm(read: Config) -> dict[str, int]:
+    """Sizes of GLM's tower: `s` is how many patches are merged along a side."""
+    patches = (read.size("image_size") // read.size("patch_size")) ** 2
+    return {**_qwen(read), "n": patches, "s": read.size("spatial_merge_size")}
+
+
+@dataclass(frozen=True)
+class Tower:
+    """One `model_type` of a vision tower: the rows before its layers, those of each layer, and those behind them."""
+
+    before: str
+    sizes: _TowerSizes
+    layer: str
+    behind: str = ""
+    layers: str = "encoder.layers"
+    count: str = "num_hidden_layers"
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+
+    def shapes(self, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
+        """The tower's tensors, in the order in which transformers registers them."""
+        stated = {name: value for name, value in config.items() if value is not None}
+        read = Config({**self.defaults, **stated, str(config.get("norm_type")): True})
+        dims = self.sizes(read)
+        found = dict(spelled_out(dict(filled(self.before, read, dims)), prefix, 0))
+        layer = dict(filled(self.layer, read, dims))
+        for number in range(read.count(self.count)):
+            found.update(spelled_out(layer, f"{prefix}{self.layers}.{number}.", 0))
+        behind = dict(filled(self.behind, read, dims))
+        found |= {prefix + name: shape for name, shape in behind.items() if "{e}" not in name}
+        for number in range(dims.get("e", 0)):  # of an entry of a list all tensors, then those of the next
+            found |= {prefix + n.replace("{e}", str(number)): shape for n, shape in behind.items() if "{e}" in n}
+        return found
+
+    def rows(self) -> list[str]:
+        """The names of its rows, where `{e}` is the number of a layer."""
+        layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
+        return [*(row.name for row in parse(self.before)), *layer, *(row.name for row in parse(self.behind))]
+
+
+_PATCHES = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2}
+_QWEN3 = Tower(
+    """
+    patch_embed.proj.weight h c t p p
+    patch_embed.proj.bias h
+    pos_embed.weight n h
+    """,
+    _qwen3,
+    """
+    norm[1|2].[weight|bias] h
+    attn.qkv.weight 3h h
+    attn.qkv.bias 3h
+    attn.proj.weight h h
+    attn.proj.bias h
+    mlp.linear_fc1.weight f h
+    mlp.linear_fc1.bias f
+    mlp.linear_fc2.weight h f
+    mlp.linear_fc2.bias h
+    """,
+    """
+    merger.norm.[weight|bias] h
+    merger.linear_fc1.weight m m
+    merger.linear_fc1.bias m
+    merger.linear_fc2.weight o m
+    merger.linear_fc2.bias o
+    deepstack_merger_list.{e}.norm.[weight|bias] m
+    deepstack_merger_list.{e}.linear_fc1.weight m m
+    deepstack_merger_list.{e}.linear_fc1.bias m
+    deepstack_merger_list.{e}.linear_fc2.weight o m
+    deepstack_merger_list.{e}.linear_fc2.bias o
+    """,
+    "blocks",
+    "depth",
+    {**_PATCHES, "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
+)
+_TOWERS = {
+    "clip_vision_model": Tower(
+        """
+        embeddings.class_embedding h
+        embeddings.patch_embedding.weight h c p p
+        embeddings.position_embedding.weight n1 h
+        pre_layrnorm.[weight|bias] h
+        """,
+        _patches,
+        _ATTENTION + "layer_norm1.[weight|bias] h" + _FC + "layer_norm2.[weight|bias] h",
+        "post_layernorm.[weight|bias] h",
+        defaults={"num_channels": 3},
+    ),
+    "siglip_vision_model": Tower(
+        """
+        embeddings.patch_embedding.weight h c p p
+        embeddings.patch_embedding.bias h
+        embeddings.position_embedding.weight n h
+        """,
+        _patches,
+        "layer_norm1.[weight|bias] h" + _ATTENTION + "layer_norm2.[weight|bias] h" + _FC,
+        """
+        post_layernorm.[weight|bias] h
+        head.probe 1 1 h ? vision_use_head
+        head.attention.in_proj_weight 3h h ? vision_use_head
+        head.attention.in_proj_bias 3h ? vision_use_head
+        head.attention.out_proj.weight h h ? vision_use_head
+        head.attention.out_proj.bias h ? vision_use_head
+        head.layernorm.[weight|bias] h ? vision_use_head
+        head.mlp.fc1.weight f h ? vision_use_head
+        head.mlp.fc1.bias f ? vision_use_head
+        head.mlp.fc2.weight h f ? vision_use_head
+        head.mlp.fc2.bias h ? vision_use_head
+        """,
+        defaults={"vision_use_head": True, "num_channels": 3},
+    ),
+    "internvl_vision": Tower(
+        """
+        embeddings.cls_token 1 1 h
+        embeddings.mask_token 1 1 h ? use_mask_token
+        embeddings.position_embeddings 1 n1 h ? use_absolute_position_embeddings
+        embeddings.patch_embeddings.projection.weight h c p p2
+        embeddings.patch_embeddings.projection.bias h
+        """,
+        _internvl,
+        """
+        lambda_[1|2] h
+        attention.q_proj.weight h h
+        attention.q_proj.bias h ? attention_bias
+        attention.k_proj.weight h h
+        attention.k_proj.bias h ? attention_bias
+        attention.v_proj.weight h h
+        attention.v_proj.bias h ? attention_bias
+        attention.projection_layer.weight h h
+        attention.projection_layer.bias h
+        attention.[q|k]_norm.weight h ? use_qk_norm
+        mlp.fc1.weight f h
+        mlp.fc1.bias f
+        mlp.fc2.weight h f
+        mlp.fc2.bias h
+        layernorm_before.weight h
+        layernorm_before.bias h ? !rms_norm
+        layernorm_after.weight h
+        layernorm_after.bias h ? !rms_norm
+        """,
+        "layernorm.[weight|bias] h ? !use_mean_pooling",
+        "encoder.layer",
+        defaults={
+            "num_channels": 3,
+            "image_size": 448,
+            "patch_size": 14,
+            "use_absolute_position_embeddings": True,
+            "use_mean_pooling": True,
+        },
+    ),
+    "pixtral": Tower(
+        "patch_conv.weight h c p p \n ln_pre.weight h",
+        _pixtral,
+        """
+        attention_norm.weight h
+        feed_forward.[gate|up]_proj.weight f h
+        feed_forward.down_proj.weight h f
+        attention.[k|v|q|o]_proj.weight h h
+        ffn_norm.weight h
+        """,
+        layers="transformer.layers",
+        defaults={"num_channels": 3},
+    ),
+    "qwen2_vl_vision": Tower(
+        "patch_embed.proj.weight h c t p p",
+        _qwen2,
+        "norm[1|2].[weight|bias] h" + _QWEN_ATTENTION + _FC,
+        "merger.ln_q.[weight|bias] h" + _QWEN_MERGER,
+        "blocks",
+        "depth",
+        {**_PATCHES, "mlp_ratio": 4},
+    ),
+    "qwen2_5_vl_vision": Tower(
+        "patch_embed.proj.weight h c t p p",
+        _qwen,
+        "norm[1|2].weight h"
+        + _QWEN_ATTENTION
+        + """
+        mlp.gate_proj.weight f h
+        mlp.gate_proj.bias f
+        mlp.up_proj.weight f h
+        mlp.up_proj.bias f
+        mlp.down_proj.weight h f
+        mlp.down_proj.bias h
+        """,
+        "merger.ln_q.weight h" + _QWEN_MERGER,
+        "blocks",
+        "depth",
+        _PATCHES,
+    ),
+    "qwen3_vl_vision": _QWEN3,
+    "qwen3_vl_moe_vision": _QWEN3,
+    "glm4v_moe_vision": Tower(
+        """
+        embeddings.position_embedding.weight n h
+        patch_embed.proj.weight h c t p p
+        patch_embed.proj.bias h
+        """,
+        _glm,
+        """
+        norm[1|2].weight h
+        attn.qkv.weight 3h h
+        attn.qkv.bias 3h ? attention_bias
+        attn.proj.weight h h
+        mlp.[gate|up]_proj.weight o h
+        mlp.down_proj.weight h o
+        """,
+        """
+        merger.proj.weight o o
+        merger.post_projection_norm.[weight|bias] o
+        merger.[gate|up]_proj.weight f o
+        merger.down_proj.weight o f
+        post_conv_layernorm.weight h
+        downsample.weight o h s s
+        downsample.bias o
+        post_layernorm.weight h
+        """,
+        "blocks",
+        "depth",
+        {**_PATCHES, "image_size": 336, "spatial_merge_size": 2},
+    ),
+}
+
+#: What the text model's class takes where a config, as those of LLaVA's releases, states no sizes.
+_TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
+    for name, more in {
+        "llama": {"intermediate_size": 11008, "max_position_embeddings": 2048, "vocab_size": 32000},
+        "mistral": {
+            "intermediate_size": 14336,
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+            "vocab_size": 32000,
+        },
+    }.items()
+}
+#: A module of the whole model, with or without what transformers 4 or its models in memory have around it.
+_MODULE = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?(.*)")
+_TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.(.*)")
+
+
+@dataclass(frozen=True)
+class Composite:
+    """One `model_type`: the rows of its projector, where `t` is the text model's hidden size and `w` the tower's.
+
+    `q` is `w` times the number of patches that become one.  `beside` are rows of what is in no module.  `towers` are
+    the model types of the vision tower, `texts` those of the text model and the tables for them.  `tower` begins the
+    names of the tower, `model` those of the text model, `head` that of its output layer, `base` all others.
+    """
+
+    cls: str
+    towers: tuple[str, ...]
+    texts: Mapping[str, Family]
+    projector: str = ""
+    beside: str = ""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    tower: str = "vision_tower."
+    model: str = "language_model.model."
+    head: str = "language_model."
+    base: str = ""
+    ignored: tuple[str, ...] = ()
+    #: Whether the text model's config may tie the output layer, too.
+    text_ties: bool = False
+
+    def name(self, name: str) -> str:
+        """The name that a tensor of the text model has here."""
+        return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
+
+    def named(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Tensors of the text model under the names that they have here."""
+        return {self.name(name): shape for name, shape in shapes.items()}
+
+    def prefix(self, layer: int | str) -> str:
+        """What the names of a layer of the text model begin with."""
+        return f"{self.model}layers.{layer}."
+
+    def predicted_prefix(self, number: int, num_layers: int) -> str:
+        """What the names of a layer of multi-token prediction begin with."""
+        return self.prefix(num_layers + number)
+
+    def current(self, name: str) -> str:
+        """The name that transformers 5.23 writes for a tensor, by that of another release or of the model in memory."""
+        if (match := _MODULE.fullmatch(name)) is not None:
+            module = "multi_modal_projector." if match[1] == "multi_modal_projector" else self.tower
+            return module + match[2]
+        if name.endswith("lm_head.weight"):
+            return self.head + "lm_head.weight"
+        if name == "model.image_newline":
+            return "image_newline"
+        match = _TEXT.fullmatch(name)
+        return name if match is None else self.model + match[1]
+
+    def sizes(self, config: Mapping[str, Any]) -> Sizes:
+        """What a config says of the text model, and in no layer of it all tensors of the tower and the projector."""
+        family, text = self.text(config)
+        sizes = family.sizes(text)
+        return replace(sizes, top=self.seeing(config, sizes.config) | self.named(sizes.top))
+
+    def ties(self, config: Mapping[str, Any]) -> bool | None:
+        """Whether the output layer is the embedding; None where the config does not say, but the class."""
+        parts = (config, _part(config, "text_config")) if self.text_ties else (config,)
+        stated = [bool(part["tie_word_embeddings"]) for part in parts if part.get("tie_word_embeddings") is not None]
+        return any(stated) if stated else None
+
+    def text(self, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
+        """The text model's table, and its config: the whole one where releases have it flat."""
+        inner = _part(config, "text_config") or {name: value for name, value in config.items() if name != "model_type"}
+        kind = str(inner.get("model_type", next(iter(self.texts))))
+        if kind not in self.texts:
+            raise CorruptError(
+                "the text model has no table", expected="one of " + ", ".join(self.texts), found=f"model_type {kind!r}"
+            )
+        ties = self.ties(config)
+        tied = self.defaults.get("tie_word_embeddings", False) if ties is None else ties
+        stated = {name: value for name, value in inner.items() if value is not None or name == "sliding_window"}
+        defaults = _TEXT_DEFAULTS.get(kind, {})
+        return self.texts[kind], {**defaults, **stated, "model_type": kind, "tie_word_embeddings": tied}
+
+    def seeing(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
+        """What is no part of the text model."""
+        vision = _part(config, "vision_config")
+        kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
+        if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
+            raise CorruptError(  # with a list, the projector takes several layers side by side
+                "the vision tower has no table", expected="one of " + ", ".join(self.towers), found=f"model_type {kind}"
+            )
+        found: dict[str, Shape] = {}
+        whole = Config({**self.defaults, **{name: value for name, value in config.items() if value is not None}})
+        sizes = {"t": text.size("hidden_size")}
+        if self.projector:
+            merged = whole.size("spatial_merge_size", default=int(1 / whole.number("downsample_ratio", 1.0)))
+            width = Config(vision).size("hidden_size")
+            sizes |= {"w": width, "q": width * merged**2}
+        found |= dict(filled(self.beside, whole, sizes))
+        found |= _TOWERS[str(kind)].shapes(vision, self.tower)
+        return found | dict(filled(self.projector, whole, sizes, prefix="multi_modal_projector."))
+
+
+def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    value = config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+_OF_QWEN: dict[str, Any] = {"tower": "visual.", "model": "model.", "head": "", "base": "model", "text_ties": True}
+_NESTED: dict[str, Any] = {"tower": "model.visual.", "model": "model.language_model.", "head": "", "base": "model"}
+_COMMON_TEXTS = {name: FAMILIES[name] for name in ("llama", "mistral", "qwen2", "qwen3")}
+_STACKED_EXPERTS = """
+    mlp.gate.weight e h ? sparse
+    mlp.experts.gate_up_proj e 2m h ? sparse
+    mlp.experts.down_proj e h m ? sparse
+"""
+_QWEN3_MOE = replace(
+    FAMILIES["qwen3_moe"],
+    layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS,
+    defaults={"rope_theta": 500000.0, "norm_topk_prob": True},
+    unread=("norm_topk_prob",),  # its router always does
+)
+_GLM = replace(FAMILIES["glm4_moe"], unread=("use_qk_norm",), defaults={"attention_bias": True}, prediction="")
+COMPOSITES = {
+    "llava": Composite(
+        "LlavaForConditionalGeneration",
+        ("clip_vision_model", "siglip_vision_model"),
+        _COMMON_TEXTS,
+        _LLAVA,
+        defaults={"multimodal_projector_bias": True},
+        text_ties=True,
+    ),
+    **{
+        name: Composite(
+            cls,
+            towers,
+            _COMMON_TEXTS,
+            _LLAVA,
+            "image_newline t",
+            {"multimodal_projector_bias": True},
+            text_ties=name == "llava_onevision",
+        )
+        for name, cls, towers in (
+            ("llava_next", "LlavaNextForConditionalGeneration", ("clip_vision_model", "siglip_vision_model")),
+            ("llava_onevision", "LlavaOnevisionForConditionalGeneration", ("siglip_vision_model",)),
+        )
+    },
+    "internvl": Composite(
+        "InternVLForConditionalGeneration",
+        ("internvl_vision",),
+        {name: FAMILIES[name] for name in ("qwen2", "qwen3", "llama", "qwen3_moe")},
+        """
+        layer_norm.[weight|bias] q
+        linear_1.weight t q
+        linear_1.bias t
+        linear_2.weight t t
+        linear_2.bias t
+        """,
+        defaults={"tie_word_embeddings": True, "downsample_ratio": 0.5},
+    ),
+    "mistral3": Composite(
+        "Mistral3ForConditionalGeneration",
+        ("pixtral",),
+        {name: FAMILIES[name] for name in ("mistral", "ministral3")},
+        "norm.weight w \n patch_merger.merging_layer.weight w q" + _LLAVA,
+        defaults={"tie_word_embeddings": True, "spatial_merge_size": 2},
+    ),
+    "gemma3": Composite(
+        "Gemma3ForConditionalGeneration",
+        ("siglip_vision_model",),
+        {"gemma3_text": FAMILIES["gemma3_text"]},
+        "mm_input_projection_weight w t \n mm_soft_emb_norm.weight w",
+        defaults={"tie_word_embeddings": True},
+    ),
+    "qwen2_vl": Composite(
+        "Qwen2VLForConditionalGeneration", ("qwen2_vl_vision",), {"qwen2_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+    ),
+    "qwen2_5_vl": Composite(
+        "Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_vision",), {"qwen2_5_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+    ),
+    "qwen3_vl": Composite(
+        "Qwen3VLForConditionalGeneration", ("qwen3_vl_vision",), {"qwen3_vl_text": FAMILIES["qwen3"]}, **_NESTED
+    ),
+    "qwen3_vl_moe": Composite(
+        "Qwen3VLMoeForConditionalGeneration",
+        ("qwen3_vl_moe_vision",),
+        {"qwen3_vl_moe_text": _QWEN3_MOE},
+        **_NESTED,
+    ),
+    "glm4v_moe": Composite(
+        "Glm4vMoeForConditionalGeneration",
+        ("glm4v_moe_vision",),
+        {"glm4v_moe_text": _GLM},
+        text_ties=True,
+        **_NESTED,
+    ),
+}
+
+
+def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, ...]]:
+    """Sort keys of tensors that are no part of the text model: the order in which transformers' modules have them."""
+    composite = COMPOSITES[model_type]
+    beside, projector = ([row.name for row in parse(text)] for text in (composite.beside, composite.projector))
+    found: dict[str, tuple[int, ...]] = {}
+    rests: dict[str, str] = {}
+    for name in names:
+        current = composite.current(name)
+        module, _, rest = current.partition(".")
+        if current in beside:
+            found[name] = (0, beside.index(current))
+        elif module == "multi_modal_projector" and rest in projector:
+            found[name] = (2, projector.index(rest))
+        elif current.startswith(composite.tower):
+            rests[name] = current.removeprefix(composite.tower)
+    for kind in composite.towers:
+        rows, places = _TOWERS[kind].rows(), {}
+        for name, rest in rests.items():
+            if (place := _place(rows, rest)) is not None:
+                places[name] = (1, *place)
+        if len(places) == len(rests):
+            return found | places
+    return found
+
+
+def _place(rows: list[str], name: str) -> tuple[int, int, int] | None:
+    """Which of a tower's rows a tensor is of: the first of its list, its number in that, and its own."""
+    head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
+    if name in rows or not numbered:
+        return (rows.index(name), 0, 0) if name in rows else None
+    lists, number, rest = f"{head}.{{e}}.", *numbered
+    if lists + rest not in rows:
+        return None
+    first = next(index for index, row in enumerate(rows) if row.startswith(lists))
+    return first, int(number), rows.index(lists + rest)
+
+
+def saved(config: Mapping[str, Any]) -> Saved | None:
+    """What the class that the config names writes; None where no table answers, as of a size that is not stated."""
+    composite = COMPOSITES.get(str(config.get("model_type")))
+    named = architectures(config)
+    text, vision = config.get("text_config"), config.get("vision_config")
+    if composite is None or (named and named[0] != composite.cls):
+        return None
+    if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
+        return None
+    if any(text.get(name) is None for name in ("intermediate_size", "num_key_value_heads")):
+        return None  # classes of one family have other ones where these are left out
+    if str(text.get("model_type")) not in composite.texts or vision.get("model_type") not in composite.towers:
+        return None
+    try:
+        family, inner = composite.text(config)
+        model = family.saved(inner, family.stem + family.causal)
+        if model is None:
+            return None
+        required = composite.seeing(config, Config(inner)) | composite.named(model.required)
+    except CkptError:
+        return None  # the class has sizes of its own for what is not stated
+    return Saved(composite.cls, required, composite.named(model.optional), DERIVED, composite.base)

@@ -1,0 +1,14 @@
+"""GLM-4.5V: GLM-4.5's text model without multi-token prediction, and the vision tower as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from converters.names.megatron.architectures import glm4_moe
+from converters.names.megatron.args import mrope
+from converters.names.megatron.sighted import sighted
+
+VISION = "visual.**    model.visual.**    same"
+POSITIONS = partial(mrope, sections=(8, 12, 12), interleaved=False)
+
+TABLE = sighted("glm4v_moe", {"glm4v_moe_text": glm4_moe.TABLE}, VISION, POSITIONS)

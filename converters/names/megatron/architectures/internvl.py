@@ -1,0 +1,10 @@
+"""InternVL 3 and 3.5 as transformers has them: a text model of Qwen's or Llama, and the other modules as they are."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import llava, qwen3_moe
+from converters.names.megatron.sighted import sighted
+
+TEXTS = {name: llava.TEXTS[name] for name in ("qwen2", "qwen3", "llama")}
+
+TABLE = sighted("internvl", {**TEXTS, "qwen3_moe": qwen3_moe.TABLE}, llava.VISION)

@@ -1,0 +1,16 @@
+"""LLaVA 1.5: one of several text models, and vision tower and projector as they are."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import llama, mistral, qwen2, qwen3
+from converters.names.megatron.sighted import sighted
+
+TEXTS = {"mistral": mistral.TABLE, "qwen2": qwen2.TABLE, "qwen3": qwen3.TABLE, "llama": llama.TABLE}
+VISION = """
+    vision_tower.**             vision_tower.**             same
+    multi_modal_projector.**    multi_modal_projector.**    same
+"""
+#: Of models that lay out an image in tiles: what stands at the end of a row of them.
+NEWLINE = "image_newline    image_newline    same \n"
+
+TABLE = sighted("llava", TEXTS, VISION)

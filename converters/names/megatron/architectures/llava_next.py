@@ -1,0 +1,8 @@
+"""LLaVA-NeXT: LLaVA with images in tiles."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import llava
+from converters.names.megatron.sighted import sighted
+
+TABLE = sighted("llava_next", llava.TEXTS, llava.NEWLINE + llava.VISION)

@@ -1,0 +1,8 @@
+"""Mistral Small 3.1 and later: Mistral's text model, and Pixtral's tower and the projector as they are."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import llava, mistral
+from converters.names.megatron.sighted import sighted
+
+TABLE = sighted("mistral3", {"mistral": mistral.TABLE}, llava.VISION)

@@ -1,0 +1,8 @@
+"""Qwen2.5-VL: Qwen2's text model, and the vision tower as it is."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import qwen2, qwen2_vl
+from converters.names.megatron.sighted import sighted
+
+TABLE = sighted("qwen2_5_vl", {"qwen2_5_vl_text": qwen2.TABLE}, qwen2_vl.VISION, qwen2_vl.POSITIONS)

@@ -1,0 +1,14 @@
+"""Qwen2-VL: Qwen2's text model, and the vision tower as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from converters.names.megatron.architectures import qwen2
+from converters.names.megatron.args import mrope
+from converters.names.megatron.sighted import sighted
+
+VISION = "visual.**    visual.**    same"
+POSITIONS = partial(mrope, sections=(16, 24, 24), interleaved=False)
+
+TABLE = sighted("qwen2_vl", {"qwen2_vl_text": qwen2.TABLE}, VISION, POSITIONS)

@@ -1,0 +1,14 @@
+"""Qwen3-VL: Qwen3's text model, and the vision tower as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from converters.names.megatron.architectures import qwen3
+from converters.names.megatron.args import mrope
+from converters.names.megatron.sighted import sighted
+
+VISION = "vision_model.**    model.visual.**    same"
+POSITIONS = partial(mrope, sections=(24, 20, 20), interleaved=True)
+
+TABLE = sighted("qwen3_vl", {"qwen3_vl_text": qwen3.TABLE}, VISION, POSITIONS)

@@ -1,0 +1,41 @@
+"""Tables of models with images: the language model's own, and the modules around it as transformers has them.
+
+That is how Megatron-Bridge builds such a model: megatron-core's GPTModel is its `language_model`, whose names here, as
+everywhere, do without that prefix (`model.spelling`), and vision tower and projector are transformers' modules, whole
+on every tensor parallel rank of the first pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.base.errors import LossError
+from converters.names.families.composites import COMPOSITES
+from converters.names.families.config import Config
+from converters.names.families.rows import Sizes
+from converters.names.megatron.table import Table
+
+#: What a text model adds to Megatron-LM's arguments.
+More = Callable[[Config], dict[str, Any]]
+
+
+def sighted(
+    model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: str
+) -> Table:
+    """The table of a model with images, by those of its text models; `kept` are the rows of the modules around.
+
+    All rows are those of the last text model, which serve for the others; `parts` are rows that it has otherwise.
+    """
+    composite, (*_, text) = COMPOSITES[model_type], texts.values()
+    lines = [line.split() for line in text.top.strip().splitlines()]
+    top = "\n".join(f"{megatron} {composite.name(hub)} {kind}" for megatron, hub, kind in lines)
+
+    def args(sizes: Sizes) -> dict[str, Any]:
+        kind = str(sizes.config.get("model_type"))
+        if kind not in texts:
+            raise LossError("Megatron's formats have no such text model", expected=", ".join(texts), found=kind)
+        return texts[kind].args(sizes) | more(sizes.config)
+
+    return replace(text, family=composite, args=args, top=f"{kept}\n{top}", prediction="", prefix="", **parts)
