@@ -17,9 +17,11 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     vocabulary is padded.  Raises LossError where a relation does not place a tensor, NotFoundError where it takes a
     config and none is there.
     """
+    layout = layout or Layout()
+    if checkpoint.is_adapter and (adapter := _adapter_in(checkpoint, namespace, layout)) is not None:
+        return adapter
     if namespace is None or namespace == OWN:
         return checkpoint
-    layout = layout or Layout()
     if namespace == checkpoint.namespace:
         return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
     if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
@@ -31,6 +33,21 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     if checkpoint.namespace != HUB:
         checkpoint = registry.namespace(checkpoint.namespace).to_hub(checkpoint)
     return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)
+
+
+def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint | None:
+    """An adapter under the names of `namespace`; None where neither it nor the adapter's own has other ones than PEFT."""
+    if checkpoint.namespace == namespace:
+        return checkpoint
+    if checkpoint.namespace not in OF_THE_MODEL:
+        to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
+        assert to_peft is not None
+        checkpoint = to_peft(_with_known_names(checkpoint, OWN))
+    from_peft = None if namespace in (None, *OF_THE_MODEL) else registry.namespace(namespace).adapter_from_peft
+    if from_peft is not None:
+        _with_known_names(checkpoint, namespace)
+        return from_peft(checkpoint, layout)
+    return checkpoint if namespace is None else None
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:

@@ -13,6 +13,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter
 from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -31,7 +32,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     folders = tuple(p for p in (request.config, path, path.parent) if p)
     world_size = reading.args.get("world_size")
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=str(path),
         format="megatron-dist",
         tensors=tensors,
@@ -46,6 +47,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes),
     )
+    return as_adapter(checkpoint, path) if has_adapter(parameters) else checkpoint
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

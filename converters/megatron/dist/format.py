@@ -63,10 +63,10 @@ class MegatronDist(Format):
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.megatron.dist.write`."""
-        from converters.megatron.dist.write import lay_out
+        """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
+        from converters.megatron.dist import adapter_write, write
 
-        return lay_out(checkpoint, layout)
+        return (adapter_write if checkpoint.is_adapter else write).lay_out(checkpoint, layout)
 
 
 MEGATRON_DIST = MegatronDist()
