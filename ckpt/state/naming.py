@@ -18,8 +18,8 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     config and none is there.
     """
     layout = layout or Layout()
-    if checkpoint.is_adapter and (adapter := _adapter_in(checkpoint, namespace, layout)) is not None:
-        return adapter
+    if checkpoint.is_adapter and namespace != checkpoint.namespace:
+        checkpoint = _adapter_in(checkpoint, namespace, layout)
     if namespace is None or namespace == OWN:
         return checkpoint
     if namespace == checkpoint.namespace:
@@ -35,19 +35,19 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)
 
 
-def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint | None:
-    """An adapter under the names of `namespace`; None where neither it nor the adapter's own has other ones than PEFT."""
-    if checkpoint.namespace == namespace:
-        return checkpoint
+def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint:
+    """An adapter under the names that `namespace` has for adapters: its own, or those of PEFT's files."""
     if checkpoint.namespace not in OF_THE_MODEL:
         to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
         assert to_peft is not None
         checkpoint = to_peft(_with_known_names(checkpoint, OWN))
-    from_peft = None if namespace in (None, *OF_THE_MODEL) else registry.namespace(namespace).adapter_from_peft
-    if from_peft is not None:
-        _with_known_names(checkpoint, namespace)
-        return from_peft(checkpoint, layout)
-    return checkpoint if namespace is None else None
+    if namespace is None or namespace in OF_THE_MODEL:
+        return checkpoint
+    from_peft = registry.namespace(namespace).adapter_from_peft
+    if from_peft is None:
+        return checkpoint
+    _with_known_names(checkpoint, namespace)
+    return from_peft(checkpoint, layout)
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
