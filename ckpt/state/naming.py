@@ -40,7 +40,7 @@ def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -
     if checkpoint.namespace not in OF_THE_MODEL:
         to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
         assert to_peft is not None
-        checkpoint = to_peft(_with_known_names(checkpoint, OWN))
+        checkpoint = to_peft(_with_known_names(checkpoint, HUB))
     if namespace is None or namespace in OF_THE_MODEL:
         return checkpoint
     from_peft = registry.namespace(namespace).adapter_from_peft
@@ -65,7 +65,9 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
 
 
 def as_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` under the Hub's names, where its config names an architecture."""
+    """`checkpoint` under the Hub's names, where its config names an architecture; an adapter under those of PEFT's files."""
+    if checkpoint.is_adapter:
+        return to_namespace(checkpoint, OWN)
     if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):
         checkpoint = replace(checkpoint, namespace=TRANSFORMERS)
     return to_namespace(checkpoint, HUB)
