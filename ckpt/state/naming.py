@@ -65,7 +65,7 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
 
 
 def as_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` under the Hub's names, where its config names an architecture; an adapter under those of PEFT's files."""
+    """`checkpoint` under the Hub's names, where its config names an architecture; an adapter under PEFT's."""
     if checkpoint.is_adapter:
         return to_namespace(checkpoint, OWN)
     if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):

@@ -5,8 +5,8 @@ Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_l
 
 Written from any checkpoint of a model that PEFT has wrapped, sharded ones above all: what
 `get_peft_model_state_dict` would return on the gathered model, under the names that it would have in the file.  The
-config is the run's own, byte for byte; where a trainer has another form of it (`Checkpoint.adapter_config`), it says the
-same.  None is ever made up, since alpha and the flags stand nowhere else.
+config is the run's own, byte for byte; where a trainer has another form of it (`Checkpoint.adapter_config`), it says
+the same.  None is ever made up, since alpha and the flags stand nowhere else.
 """
 
 from __future__ import annotations

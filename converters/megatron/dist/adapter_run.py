@@ -16,6 +16,7 @@ training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,11 +35,24 @@ CONFIG = "run_config.yaml"
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
 _MARK = ".adapter."
+_PEFTS = re.compile(r"\.lora_[AB]\.")
 
 
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
     return any(_MARK in fqn for fqn in fqns)
+
+
+def refuse_others(fqns: Iterable[str], folder: Path) -> None:
+    """NotFoundError for an adapter under PEFT's names in Megatron's modules, as ms-swift saves it."""
+    found = next((fqn for fqn in fqns if _PEFTS.search(fqn)), None)
+    if found is not None:
+        raise NotFoundError(
+            "this is an adapter of ms-swift's, which is not read",
+            path=folder,
+            fqn=found,
+            hint="ms-swift's own `swift export --mcore_adapters RUN --to_hf true` makes a Hugging Face folder of it",
+        )
 
 
 def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
@@ -86,7 +100,7 @@ def read_run(path: Path) -> AdapterRun:
             expected=" or ".join(CLASSES.values()) + ", as `_target_` of `peft`",
             found=target or "no adapter",
         )
-    fields = _Fields(path, {"peft": peft, "model": model})
+    fields = _Sections(path, {"peft": peft, "model": model})
     dim, expert_dim = fields.count("peft", "dim"), None
     if peft.get("normalize_moe_lora"):
         expert_dim = dim // fields.count("model", "moe_router_topk")
@@ -111,7 +125,7 @@ def read_run(path: Path) -> AdapterRun:
 
 
 @dataclass(frozen=True)
-class _Fields:
+class _Sections:
     """The sections of a config that somebody else wrote, with the types of their fields checked."""
 
     path: Path
@@ -144,7 +158,10 @@ _Runs = tuple[tuple[int, int, int], ...]
 
 
 def stored(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """An adapter whose rows are in the order of the whole, with those of a run's sizes; UsageError for what does not divide."""
+    """An adapter with its rows in the order of a run's sizes, for one that has them in the order of the whole.
+
+    UsageError where they do not divide.
+    """
     chosen = []
     for tensor in checkpoint.tensors.values():
         parsed = parse_name(tensor.fqn)
@@ -170,12 +187,14 @@ def _stored_rows(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str,
         assert parsed is not None
         name, kind = parsed
         size = tp_of(name, run)
-        if name.leaf != "linear_fc1" or size == 1 and kind == MAGNITUDE:
+        if name.leaf != "linear_fc1" or (size == 1 and kind == MAGNITUDE):
             continue
         if kind == MAGNITUDE and run.gated:
             yield tensor.fqn, _swapped(_halves(tensor, size))
         elif kind == OUT and (name.part or not run.gated):
-            cuts = len({fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)})
+            cuts = len(
+                {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
+            )
             if cuts not in (size, 2 * size):
                 raise CorruptError(
                     "the adapter was saved by another number of tensor parallel ranks than its run's config says",

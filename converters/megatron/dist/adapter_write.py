@@ -1,7 +1,7 @@
 """Adapters in Megatron's `torch_dist` format: write what Megatron-Bridge loads into its own modules.
 
-The folder is that of `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state for each of its
-linear layers, and the run's config with the adapter's class, rank and alpha.
+The folder is that of `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state for each of
+its linear layers, and the run's config with the adapter's class, rank and alpha.
 
 Format facts: see `converters.megatron.dist.adapter_run`.
 """
@@ -53,7 +53,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     writing = Writing(1, f"{folder}/", is_nested=False)
     members = _by_key(chosen)
     for key, of in members.items():
-        _add(writing, key, of, chosen, run)
+        _add_key(writing, key, of, chosen, run)
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     common = {"checkpoint_version": 3.0, "iteration": checkpoint.state.step or 0, "content_metadata": metadata}
     step = checkpoint.state.step
@@ -75,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 def _is_bound(fqn: str, run: AdapterRun) -> bool:
     """Whether the order of the tensor's rows is that of a number of tensor parallel ranks."""
     name, kind = _parsed(fqn)
-    return name.leaf == "linear_fc1" and (kind == OUT and name.part is not None or run.has_magnitudes)
+    return name.leaf == "linear_fc1" and ((kind == OUT and name.part is not None) or run.has_magnitudes)
 
 
 def _parsed(fqn: str) -> tuple[ModuleName, str]:
@@ -117,7 +117,7 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
     return members
 
 
-def _add(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
+def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
     """Add a key's tensor, cut as the ranks of the run hold it, and the empty states of its layer."""
     name, kind = _parsed(next(iter(of.fqns.values())))
     size = tp_of(name, run) if kind == OUT else 1
@@ -156,5 +156,3 @@ def _target(name: ModuleName) -> str:
     if name.part is None:
         return name.leaf
     return f"linear_{name.part}" if name.leaf == "linear_qkv" else f"{name.leaf}_{name.part}"
-
-

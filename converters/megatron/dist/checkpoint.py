@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others
 from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -30,6 +30,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors = reading.tensors()
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
+    refuse_others(parameters, path)
     folders = tuple(p for p in (request.config, path, path.parent) if p)
     world_size = reading.args.get("world_size")
     checkpoint = Checkpoint(

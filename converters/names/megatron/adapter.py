@@ -106,28 +106,43 @@ class Modules:
     sizes: Sizes
     shapes: Mapping[str, Shape]
     hubs: Mapping[str, tuple[HubModule, ...]]
+    #: Modules that the Hub has in a tensor of all experts.
+    stacked: frozenset[str]
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """By the config of `checkpoint`."""
+        """The modules of the model that the config of `checkpoint` tells of."""
         table, sizes = table_of_checkpoint(checkpoint)
         relation = table.relation(sizes, sizes.dims["v"], {})
         links: dict[str, dict[str, list[Link]]] = {}
+        stacked = set()
         for link in relation.links:
-            if len(relation.b_shapes[link.b]) == 2 and len(relation.a_shapes[link.a]) == 2:
+            if len(relation.b_shapes[link.b]) != 2:
+                continue
+            if len(relation.a_shapes[link.a]) != 2:
+                stacked.add(link.b.removesuffix(".weight"))
+            else:
                 links.setdefault(link.b.removesuffix(".weight"), {}).setdefault(link.a, []).append(link)
         hubs = {
             module: tuple(_hub_module(name, relation.a_shapes[name], parts) for name, parts in found.items())
             for module, found in links.items()
         }
         shapes = {module: relation.b_shapes[f"{module}.weight"] for module in hubs}
-        return cls(checkpoint.path, sizes, shapes, hubs)
+        return cls(checkpoint.path, sizes, shapes, hubs, frozenset(stacked))
 
     def parts(self, name: ModuleName, run: AdapterRun) -> tuple[HubModule, ...]:
         """The Hub's modules that the adapter of `name` is for; LossError where the model has none such."""
+        if name.module in self.stacked:
+            raise LossError(
+                "an adapter of an expert has no place in PEFT's files where the Hub has one tensor of all experts",
+                path=self.path,
+                fqn=name.module,
+            )
         hubs = self.hubs.get(name.module)
         if hubs is None:
-            raise self._misfit(run, name.module, "a linear layer of the model that the config tells of", "no such layer")
+            raise self._misfit(
+                run, name.module, "a linear layer of the model that the config tells of", "no such layer"
+            )
         if name.part is None:
             return hubs
         number = _PARTS.get(name.leaf, ()).index(name.part) if name.part in _PARTS.get(name.leaf, ()) else len(hubs)
@@ -246,8 +261,8 @@ def _by_module(
             )
         if run.has_magnitudes and run.tp > 1 and (name.leaf in ("linear_proj", "linear_fc2") or name.is_expert):
             raise LossError(
-                "DoRA of a layer whose inputs are split has other norms on each tensor parallel rank, of which the run "
-                "has saved one: no merged model computes what was trained",
+                "DoRA of a layer whose inputs are split takes the norms of each tensor parallel rank's columns by "
+                "themselves, and the run has saved those of one rank: no merged model computes what was trained",
                 path=checkpoint.path,
                 fqn=name.of(MAGNITUDE),
                 expected="tensor parallel size 1, or layers whose outputs are split",
@@ -258,7 +273,7 @@ def _by_module(
 
 @dataclass
 class _Pefts:
-    """PEFT's tensors that are made of Megatron's, of which `shapes_before` are the shapes."""
+    """PEFT's tensors that are made of Megatron's, whose shapes are `shapes_before`."""
 
     modules: Modules
     run: AdapterRun
@@ -281,8 +296,10 @@ class _Pefts:
         for hub in hubs:
             placed = hub.rows if name.part is None else ((0, 0, hub.shape[0]),)
             for kind, fqn in factors.items():
-                everything = ((0, 0, dim),) if kind == IN else placed
-                self._place(fqn, hub.name, kind, everything, (hub.shape[0], *expected[kind][1:]) if kind != IN else expected[IN])
+                if kind == IN:
+                    self._place(fqn, hub.name, kind, ((0, 0, dim),), expected[IN])
+                else:
+                    self._place(fqn, hub.name, kind, placed, (hub.shape[0], *expected[kind][1:]))
             self.ranks[hub.name] = dim
             self.transposed.add(hub.is_transposed)
         self.names.append(name)
@@ -334,7 +351,7 @@ class _Pefts:
 
 
 def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """An adapter under PEFT's names as canonical LoRA of Megatron-Bridge's, which has a pair of factors for each module.
+    """An adapter under PEFT's names as canonical LoRA of Megatron-Bridge's: a pair of factors for each module.
 
     LossError for what that has no place for: DoRA, biases, modules trained as a whole, ranks that differ, modules that
     are not one of Megatron's or a whole part of one.
@@ -351,7 +368,9 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         if name.kind not in _MEGATRONS or config.is_of_peft:
             raise _no_place(checkpoint, fqn, "lora_A and lora_B of linear layers alone", name.kind)
         if name.module not in places:
-            raise _no_place(checkpoint, fqn, "a linear layer that Megatron has too, whole or as q, k, v, gate or up", name.module)
+            raise _no_place(
+                checkpoint, fqn, "a linear layer that Megatron has too, whole or as q, k, v, gate or up", name.module
+            )
         scalings.setdefault((config.rank_of(name.module), config.scaling(name.module)), fqn)
         place, hub = places[name.module]
         rank = config.rank_of(name.module)
@@ -384,6 +403,8 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 def _places(modules: Modules) -> Iterator[tuple[tuple[ModuleName, HubModule], HubModule]]:
     """What canonical LoRA calls the module of each of the Hub's that it has a pair of factors for."""
     for module, hubs in modules.hubs.items():
+        if not module.startswith("decoder.layers."):
+            continue  # the rows of a vocabulary are padded in Megatron
         parts = _PARTS.get(module.rpartition(".")[2], ())
         if len(hubs) == len(parts):
             for part, hub in zip(parts, hubs, strict=True):
@@ -405,5 +426,3 @@ def _no_place(checkpoint: Checkpoint, fqn: str, expected: str, found: str) -> Lo
         expected=expected,
         found=found,
     )
-
-

@@ -372,4 +372,3 @@ def _padding_notes(vocabulary: int, padded: int) -> list[str]:
     if padded == vocabulary:
         return []
     return [f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero"]
-

@@ -28,8 +28,8 @@ from tests.support.places import FIXTURES
 FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
 RUNS = sorted(LOGITS.keys() - {"ids"})
-#: Of which the trainer computes something else than what the adapter says, or nothing that one model computes.
-WRONG = {"experts-etp2", "dora-tp2-rows"}
+#: Runs whose trainer computed something else than what the adapter says, or nothing that one model computes.
+WRONG = {"experts-etp2", "dora-tp2-columns"}
 
 
 def base_of(run: str) -> Path:
@@ -97,7 +97,7 @@ def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path)
 
 
 def test_dora_of_layers_whose_inputs_are_split_is_refused(tmp_path: Path) -> None:
-    run = "dora-tp2-rows"
+    run = "dora-tp2-columns"
     outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
     assert outcome.code == 6
     assert "linear_proj" in outcome.err
@@ -106,7 +106,7 @@ def test_dora_of_layers_whose_inputs_are_split_is_refused(tmp_path: Path) -> Non
 
 def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
     """Canonical adapters of queries and values alone: keys and what is not adapted stay as the base has them."""
-    adapter = as_peft("canonical-tp1", tmp_path / "peft")
+    adapter = as_peft("canonical-tp2", tmp_path / "peft")
     tensors = load_file(adapter / "adapter_model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "v_proj" in name}
     from safetensors.torch import save_file
@@ -114,7 +114,7 @@ def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
     save_file(kept, adapter / "adapter_model.safetensors")
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj", "v_proj"]}))
-    run, base = tmp_path / "run", base_of("canonical-tp1")
+    run, base = tmp_path / "run", base_of("canonical-tp2")
     outcome = ckpt("convert", "peft", "megatron-dist", adapter, "-o", run, "--config", base)
     assert outcome.code == 0, outcome.err
     package.merge_lora(run, tmp_path / "merged", base=base)
@@ -141,7 +141,7 @@ def stored(run: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     return found, metadata.state_dict_metadata.keys() - shapes.keys()
 
 
-@pytest.mark.parametrize(("run", "tp"), [("canonical-tp1", 1), ("canonical-tp2", 2), ("experts-tp2-ep2", 2)])
+@pytest.mark.parametrize(("run", "tp"), [("canonical-tp2", 1), ("canonical-tp2", 2), ("experts-tp2-ep2", 2)])
 def test_what_is_written_is_what_megatron_bridge_saves(run: str, tp: int, tmp_path: Path) -> None:
     sizes = ("--tp", tp, "--ep", 2, "--etp", 1) if run.startswith("experts") else ("--tp", tp)
     peft = as_peft(run, tmp_path / "peft")
@@ -172,7 +172,7 @@ def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int
     [({"use_dora": True}, "lora_magnitude"), ({"rank_pattern": {"q_proj": 2}}, "rank"), ({"peft_type": "IA3"}, "LoRA")],
 )
 def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    run = "dora-tp2" if "use_dora" in changes else "canonical-tp1"
+    run = "dora-tp2" if "use_dora" in changes else "canonical-tp2"
     peft = as_peft(run, tmp_path / "peft")
     settings = json.loads((peft / "adapter_config.json").read_text())
     (peft / "adapter_config.json").write_text(json.dumps(settings | changes))
