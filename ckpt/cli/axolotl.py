@@ -19,9 +19,9 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
     path = Path(where)
     if path.suffix not in SUFFIXES or not path.is_file():
         return where, None
-    from ckpt.estimate.run_config import load
+    from ckpt.run_folder.yaml_files import read_run_config
 
-    content = load(path)
+    content = read_run_config(path)
     run, base = content.get("output_dir"), content.get("base_model")
     if not isinstance(run, str) or not run:
         raise UsageError(

@@ -110,7 +110,8 @@ def merge_lora(
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
     opened = [
-        open_adapter(where, config=parts.config, tag=parts.tag, expert_layout=parts.expert_layout) for where in wanted
+        open_adapter(where, config=parts.config, tag=parts.tag, expert_layout=parts.expert_layout, base=base)
+        for where in wanted
     ]
     if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")

@@ -17,6 +17,7 @@ from ckpt.estimate import text
 from ckpt.estimate.setup import RECOMPUTED, STRATEGIES, Device, Optimizer, Setup, StateDType, TrainDType
 from ckpt.estimate.table import USABLE, Sizing, find, size
 from ckpt.plan.options import Option
+from ckpt.run_folder.yaml_files import read_run_config
 from ckpt.show.bars import draw_bars
 
 #: Options that are counts, with the least that each may be.
@@ -92,11 +93,11 @@ def estimate(
         if run_config is not None:
             raise UsageError("a run has one config", found=f"{where} and --run-config {run_config}")
         run_config = where
-        where = configs.model_of(configs.load(Path(where)), Path(where))
+        where = configs.model_of(read_run_config(Path(where)), Path(where))
     subject = find(where)
     run = configs.RunConfig()
     for path in (Path(one) for one in (run_config, ds_config) if one is not None):
-        run = run.under(configs.understand(configs.load(path), path, subject.model.hidden))
+        run = run.under(configs.understand(read_run_config(path), path, subject.model.hidden))
     asked: dict[str, Any] = {
         "gpus": gpus,
         "context_parallel": cp,

@@ -9,10 +9,8 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
-from ckpt.move.files import translate_os_errors
-from ckpt.move.source import read_file
+from ckpt.run_folder.yaml_files import read_run_config
 
-_MAX_BYTES = 1 << 20
 #: Fields of DeepSpeed's zero_optimization, and what transformers puts for "auto" (integrations/deepspeed.py), which
 #: depends on the hidden size.  Stage 3's are also read without their prefix (zero/config.py, `populate_by_name`).
 _ZERO: dict[str, tuple[str, Callable[[int], int] | None]] = {
@@ -42,21 +40,6 @@ class RunConfig:
             {**self.setup, **other.setup},
             {**self.axes, **other.axes},
         )
-
-
-def load(path: Path) -> Mapping[str, Any]:
-    """The object in a YAML or JSON file; NotFoundError, CorruptError."""
-    import yaml
-
-    with translate_os_errors(path):
-        content = read_file(path, _MAX_BYTES + 1)
-    try:
-        found = yaml.safe_load(content[:_MAX_BYTES]) if len(content) <= _MAX_BYTES else None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        raise CorruptError("this is neither YAML nor JSON", path=path, found=str(error).splitlines()[0]) from error
-    if not isinstance(found, dict):
-        raise CorruptError("this is not the config of a run", path=path, expected="an object with names")
-    return found
 
 
 def model_of(content: Mapping[str, Any], path: Path) -> str:
@@ -219,7 +202,7 @@ def _other(named: Any, path: Path, hidden: int) -> RunConfig:
         return understand(named, path, hidden)
     for place in (Path(str(named)), path.parent / str(named)):
         if place.is_file():
-            return understand(load(place), place, hidden)
+            return understand(read_run_config(place), place, hidden)
     raise NotFoundError(
         "the DeepSpeed config that the run's config names is not here",
         path=path,

@@ -13,15 +13,16 @@ from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.run_folder.adapter_config import AdapterConfig, Columns, config_path, read_config
+from ckpt.run_folder.adapter_config import AdapterConfig, Columns, parse_config, settings_of
 from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
+from ckpt.state.naming import to_namespace
 from ckpt.stores import standins
 from ckpt.stores.places import local
 from ckpt.views.lazy import LazyTensor
@@ -87,13 +88,19 @@ class Adapter:
 
 
 def open_adapter(
-    where: str, *, config: str | None = None, tag: str | None = None, expert_layout: ExpertLayout | None = None
+    where: str,
+    *,
+    config: str | None = None,
+    tag: str | None = None,
+    expert_layout: ExpertLayout | None = None,
+    base: str | None = None,
 ) -> Adapter:
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
     `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
     `expert_layout` says how adapters of stacked experts are packed, where that is not recorded.  Hub ids are looked up
-    in the local cache only.
+    in the local cache only.  An adapter under names that a model's config gives those of PEFT takes it from `base`,
+    where it has none of its own.
     """
     path = local(where)
     if not path.exists() and HUB_ID.fullmatch(where):
@@ -101,20 +108,28 @@ def open_adapter(
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
-        checkpoint = _open(path, config, tag)
+        checkpoint = to_namespace(_with_config_of(_open(path, config, tag), base), OWN)
     place = local(config) if config else None
-    found = config_path(checkpoint, place if place is not None and place.is_dir() else None)
-    settings = replace(read_config(found), given_layout=expert_layout and _COLUMNS[expert_layout])
+    raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None)
+    settings = replace(parse_config(raw, found), given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
     with translate_os_errors(found):
-        files = (*checkpoint.files, SourceFile.stat(str(found)))
+        files = (*checkpoint.files, *([SourceFile.stat(str(found))] if found.is_file() else []))
     given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
     checkpoint = replace(checkpoint, files=files, given=given)
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
+
+
+def _with_config_of(checkpoint: Checkpoint, base: str | None) -> Checkpoint:
+    """An adapter with the config of its base, where its names take one and it has none."""
+    if base is None or checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
+        return checkpoint
+    place = local(base)
+    return replace(checkpoint, config=api.open(place if place.exists() else cached_snapshot(base, None)).config)
 
 
 def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
@@ -150,7 +165,7 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         inside = _open(run, config, tag)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)
-    if not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
+    if not checkpoint.is_adapter and not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
         )

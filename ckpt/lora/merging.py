@@ -82,9 +82,10 @@ def merge_lora(
     if not several:
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
+    model = None if base is None else fspath(base)
     conversion, _ = planned(
-        [open_adapter(fspath(one), config=place, tag=tag, expert_layout=expert_layout) for one in several],
-        base=None if base is None else fspath(base),
+        [open_adapter(fspath(one), config=place, tag=tag, expert_layout=expert_layout, base=model) for one in several],
+        base=model,
         accept_base=accept_base,
         adapter_weights=adapter_weights,
         combination=combination,

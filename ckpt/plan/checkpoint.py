@@ -244,8 +244,10 @@ class Checkpoint:
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
-    #: Whether it is what PEFT saves, under the names of its files, without the model that it adapts.
+    #: Whether it is an adapter without the model that it adapts, under the names of PEFT's files or a namespace's own.
     is_adapter: bool = False
+    #: What PEFT's `adapter_config.json` would say of an adapter that another trainer configured otherwise.
+    adapter_config: Mapping[str, Any] | None = None
     config: Mapping[str, Any] | None = None
     #: The places in which the run's other files (config, tokenizer) may stand, nearest first.
     folders: tuple[str, ...] = ()

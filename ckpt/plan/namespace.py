@@ -21,7 +21,8 @@ class Namespace:
     `to_hub` and `from_hub` give a checkpoint the other names; they raise LossError for a tensor that they do not place,
     CorruptError where one is missing or not as the config says.  `adapted` changes what a layout asks for within the
     namespace, `comparable` brings two of its checkpoints into the same shapes, and `padding` tells the parts of tensors
-    that are padding, by fqn.
+    that are padding, by fqn.  `adapter_to_peft` and `adapter_from_peft` give an adapter without its model the names of
+    PEFT's files, and take them from it; they are None where adapters have no names of the namespace.
     """
 
     to_hub: Callable[[Checkpoint], Checkpoint]
@@ -29,6 +30,8 @@ class Namespace:
     adapted: Callable[[Checkpoint, Layout], Checkpoint] = lambda checkpoint, _: checkpoint
     comparable: Callable[[Checkpoint, Checkpoint], tuple[Checkpoint, Checkpoint]] = lambda a, b: (a, b)
     padding: Callable[[Checkpoint], Mapping[str, Box]] = lambda _: {}
+    adapter_to_peft: Callable[[Checkpoint], Checkpoint] | None = None
+    adapter_from_peft: Callable[[Checkpoint, Layout], Checkpoint] | None = None
 
 
 def in_words(namespace: str) -> str:

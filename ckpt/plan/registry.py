@@ -58,7 +58,7 @@ _OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
     "transformers": "converters.names.hub.wrapped:NAMESPACE",
-    "megatron": "converters.names.megatron.relation:NAMESPACE",
+    "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
 }
 

@@ -148,6 +148,18 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
     )
 
 
+def settings_of(checkpoint: Checkpoint, folder: Path | None = None) -> tuple[Mapping[str, Any], Path]:
+    """What `adapter_config.json` says of the adapter in `checkpoint`, and the file that it is from.
+
+    It is in `folder`, or in the checkpoint's own; NotFoundError without, where no other config of the trainer's says
+    the same.
+    """
+    if checkpoint.adapter_config is not None and find_config([folder] if folder else []) is None:
+        return checkpoint.adapter_config, Path(checkpoint.path)
+    path = config_path(checkpoint, folder)
+    return read_object(path, "the adapter's config"), path
+
+
 def read_config(path: Path) -> AdapterConfig:
     """The config of a LoRA adapter.  UsageError names the feature that cannot be merged."""
     return parse_config(read_object(path, "the adapter's config"), path)

@@ -50,7 +50,7 @@ _WEIGHTS = re.compile(
 #: What is named, and holds no tensors of the run: positions in data and counters of Megatron-LM and Megatron-Bridge
 #: (training/checkpointing.py of both), and the same model in formats of other programs.
 _NAMED = {
-    **dict.fromkeys(("train_dataloader_dprank*.pt", "train_state.pt"), "the run's place in its data, without tensors"),
+    **dict.fromkeys(("train_dataloader_dprank*.pt", "*train_state.pt"), "the run's place in its data, without tensors"),
     **dict.fromkeys(
         ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.tflite", "rust_model.*"),
         "a file of another program's",

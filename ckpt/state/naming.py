@@ -17,9 +17,11 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     vocabulary is padded.  Raises LossError where a relation does not place a tensor, NotFoundError where it takes a
     config and none is there.
     """
+    layout = layout or Layout()
+    if checkpoint.is_adapter and namespace != checkpoint.namespace:
+        checkpoint = _adapter_in(checkpoint, namespace, layout)
     if namespace is None or namespace == OWN:
         return checkpoint
-    layout = layout or Layout()
     if namespace == checkpoint.namespace:
         return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
     if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
@@ -31,6 +33,21 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     if checkpoint.namespace != HUB:
         checkpoint = registry.namespace(checkpoint.namespace).to_hub(checkpoint)
     return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)
+
+
+def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint:
+    """An adapter under the names that `namespace` has for adapters: its own, or those of PEFT's files."""
+    if checkpoint.namespace not in OF_THE_MODEL:
+        to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
+        assert to_peft is not None
+        checkpoint = to_peft(_with_known_names(checkpoint, HUB))
+    if namespace is None or namespace in OF_THE_MODEL:
+        return checkpoint
+    from_peft = registry.namespace(namespace).adapter_from_peft
+    if from_peft is None:
+        return checkpoint
+    _with_known_names(checkpoint, namespace)
+    return from_peft(checkpoint, layout)
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
@@ -48,7 +65,9 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
 
 
 def as_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` under the Hub's names, where its config names an architecture."""
+    """`checkpoint` under the Hub's names, where its config names an architecture; an adapter under PEFT's."""
+    if checkpoint.is_adapter:
+        return to_namespace(checkpoint, OWN)
     if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):
         checkpoint = replace(checkpoint, namespace=TRANSFORMERS)
     return to_namespace(checkpoint, HUB)

@@ -5,11 +5,13 @@ Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_l
 
 Written from any checkpoint of a model that PEFT has wrapped, sharded ones above all: what
 `get_peft_model_state_dict` would return on the gathered model, under the names that it would have in the file.  The
-config is the run's own, byte for byte; none is ever made up, since alpha and the flags stand nowhere else.
+config is the run's own, byte for byte; where a trainer has another form of it (`Checkpoint.adapter_config`), it says
+the same.  None is ever made up, since alpha and the flags stand nowhere else.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -36,8 +38,8 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
-from ckpt.run_folder.adapter_config import config_path
-from ckpt.run_folder.companions import CONFIG, companions, read_object
+from ckpt.run_folder.adapter_config import settings_of
+from ckpt.run_folder.companions import CONFIG, companions
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter
@@ -92,20 +94,22 @@ class Peft(Format):
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
         adapter.check_is_there(checkpoint)
-        config = config_path(checkpoint)
-        chosen = adapter.tensors(checkpoint, read_object(config, "the adapter's config"), layout.dtype)
+        settings, config = settings_of(checkpoint)
+        chosen = adapter.tensors(checkpoint, settings, layout.dtype)
         weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
         beside = [
             TargetFile.of_bytes(name, content)
             for name, content in companions(map(Path, checkpoint.folders)).items()
             if name not in (CONFIG, "generation_config.json")
         ]
+        made = checkpoint.adapter_config is not None
+        content = json.dumps(settings, indent=2).encode() if made else read_file(config)
         written = {choice.key for choice in chosen.values()}
         left = [key for key in checkpoint.tensors if key not in written and key[1] in MODEL_ROLES]
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
         why = f"the base model's {count} parameters and buffers ({size}), which were not trained"
         return Target(
-            files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, read_file(config)), *beside),
+            files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, content), *beside),
             left_out=dict.fromkeys(left, why),
             dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(describe(chosen, checkpoint, layout.dtype)),

@@ -14,9 +14,9 @@ from ckpt.plan.checkpoint import WEIGHT, Checkpoint, ReadRequest
 from ckpt.run_folder.companions import read_config
 from converters.megatron.chunks import EXTRA
 from converters.megatron.entries import OF_RANKS, read_state
-from converters.megatron.facts import MegatronFacts
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import MegatronReading, RankContent, folder_name, read_ranks
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from ckpt.base.errors import UsageError
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
 from converters.megatron.folder import find_iteration, is_iteration
@@ -40,7 +41,13 @@ class Megatron(Format):
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.megatron.write`."""
+        """The files of a run folder; see `converters.megatron.write`.  UsageError for an adapter without a model."""
+        if checkpoint.is_adapter:
+            raise UsageError(
+                "Megatron-LM has no adapters in this format",
+                path=checkpoint.path,
+                hint="the formats megatron-dist, as Megatron-Bridge loads it, and peft have a place for an adapter",
+            )
         from converters.megatron.write import lay_out
 
         return lay_out(checkpoint, layout)

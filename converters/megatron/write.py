@@ -21,10 +21,10 @@ from ckpt.run_folder.steps import TRACKER
 from converters.megatron.buffers import bucket_sizes
 from converters.megatron.chunks import Chunk, MegatronModel, describe_model
 from converters.megatron.entries import to_write
-from converters.megatron.facts import MegatronFacts
 from converters.megatron.folder import DISTRIBUTED, MODEL, RELEASE, iteration_folder
 from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import OTHER_ORDER, folder_name
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import in_whole_model
 

@@ -89,6 +89,7 @@ _OTHERS = (
     "model_optim_rng.pt",
     "distrib_optim.pt",
     "common.pt",
+    "*train_state.pt",
     "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")

@@ -13,6 +13,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others
 from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -30,10 +31,11 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors = reading.tensors()
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
+    refuse_others(parameters, path)
     folders = tuple(p for p in (request.config, path, path.parent) if p)
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=str(path),
         format="megatron-dist",
         tensors=tensors,
@@ -49,6 +51,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         notes=(*reading.notes, *reading.data.notes),
         facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )
+    return as_adapter(checkpoint, path) if has_adapter(parameters) else checkpoint
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

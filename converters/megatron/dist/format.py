@@ -27,6 +27,9 @@ from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
 from converters.megatron.dist.folder import BACKENDS, COMMON, is_fsdp_iteration, is_iteration
 from converters.megatron.folder import find_iteration, is_iterations_name
 
+#: What NeMo 2 puts beside the weights of an adapter.
+_NEMO_ADAPTER = "adapter_metadata.json"
+
 
 class MegatronDist(Format):
     """The format `megatron-dist`."""
@@ -63,10 +66,10 @@ class MegatronDist(Format):
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.megatron.dist.write`."""
-        from converters.megatron.dist.write import lay_out
+        """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
+        from converters.megatron.dist import adapter_write, write
 
-        return lay_out(checkpoint, layout)
+        return (adapter_write if checkpoint.is_adapter else write).lay_out(checkpoint, layout)
 
 
 MEGATRON_DIST = MegatronDist()
@@ -76,11 +79,14 @@ def _refuse_nemo(path: Path) -> None:
     """NotFoundError for a checkpoint of NeMo 2: a torch_dist folder `weights` beside `context`, its names NeMo's."""
     for folder in (path, path.parent, *folders_in(path / "checkpoints")):
         if (folder / "context").is_dir() and (folder / "weights" / ".metadata").is_file():
+            is_adapter = (folder / "weights" / _NEMO_ADAPTER).is_file()
+            what = "an adapter" if is_adapter else "a checkpoint"
+            target, made = ("hf-peft", "PEFT") if is_adapter else ("hf", "Hugging Face")
             raise NotFoundError(
-                "this is a checkpoint of NeMo 2, whose names and optimizer in torch_dist files are not read",
+                f"this is {what} of NeMo 2, whose names and optimizer in torch_dist files are not read",
                 path=folder,
                 found="weights/.metadata beside context/",
-                hint="NeMo's own llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it",
+                hint=f"NeMo's own llm.export_ckpt(path, target='{target}') makes a {made} folder of it",
             )
 
 

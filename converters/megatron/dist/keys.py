@@ -36,7 +36,9 @@ _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)")
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<before>.*\.mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
-_HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias))_(?P<half>[wv])")
+_HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias|adapter\.(?:.*\.)?linear_out\.weight))_(?P<half>[wv])")
+_FACTOR = re.compile(r".*\.adapter\..*linear_(?:in|out)\.weight")
+_FACTOR_DIMS = 2
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
 
@@ -86,8 +88,11 @@ class TensorKey:
     half: int | None = None
 
     @classmethod
-    def parse(cls, key: str) -> TensorKey:
-        """What `key` says; the name is as megatron-core's own layers spell it: see `canonical_names`."""
+    def parse(cls, key: str, num_dims: int = 0) -> TensorKey:
+        """What `key` says; the name is as megatron-core's own layers spell it: see `canonical_names`.
+
+        `num_dims` are those of its tensor: an adapter of experts that they share has no dim of them.
+        """
         half, key = None, key.removeprefix(LANGUAGE)
         if match := _HALF.fullmatch(key):
             key, half = match["name"], "wv".index(match["half"])
@@ -95,6 +100,8 @@ class TensorKey:
         if layers:
             key = f"decoder.layers.{{layer}}.{layers['rest']}"
         experts = _EXPERTS.fullmatch(key)
+        if experts and not experts["expert"] and _FACTOR.fullmatch(key) and num_dims == bool(layers) + _FACTOR_DIMS:
+            return cls(f"{experts['before']}{experts['rest']}", bool(layers), False, half)
         if experts:
             key = f"{experts['before']}local_experts.{experts['expert'] or '{expert}'}.{experts['rest']}"
         return cls(key, bool(layers), bool(experts and not experts["expert"]), half)

@@ -139,10 +139,10 @@ class DistReading:
         """Note the model's tensors and those optimizer states that have keys of their own."""
         meanings = {key: (BUFFER if key.endswith(BUFFERS) else WEIGHT, key) for key in models}
         meanings |= {key: known for key in tensors if (known := state_key(key)) is not None}
-        parsed = {model: TensorKey.parse(model) for _, model in meanings.values()}
         shapes: dict[str, Shape] = {}
         for key, (_, model) in meanings.items():
             shapes.setdefault(model, tensors[key].entry.shape)
+        parsed = {model: TensorKey.parse(model, len(shape)) for model, shape in shapes.items()}
         for model, one in parsed.items():
             self._check_dims(model, one, shapes[model])
         names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())

@@ -16,7 +16,6 @@ from typing import Any, cast
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, HUB, MEGATRON, MODEL_ROLES, WEIGHT, Checkpoint, Key, Layout, ParamGroup
-from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen
@@ -58,7 +57,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     Raises LossError for a tensor or a property of the model that Megatron has no place for, CorruptError where a
     tensor is missing or not as the config says.
     """
-    table, sizes = _table_of_checkpoint(checkpoint)
+    table, sizes = table_of_checkpoint(checkpoint)
     args = table.args(sizes)
     checkpoint = _with_current_names(_with_prefix(checkpoint, table.prefix), table, sizes)
     checkpoint, notes = _without_derived(checkpoint, (*DERIVED, *table.family.ignored))
@@ -90,7 +89,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     Raises LossError for a tensor that the table does not place, CorruptError where one is missing or not as the
     config says.
     """
-    table, sizes = _table_of_checkpoint(checkpoint)
+    table, sizes = table_of_checkpoint(checkpoint)
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
@@ -269,7 +268,8 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
     return recorded if type(recorded) is int and recorded > 0 else None
 
 
-def _table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
+def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
+    """The table of the architecture that the config names, and the sizes of the model; UsageError without a table."""
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if model_type not in architectures():
@@ -420,6 +420,3 @@ def _padding_notes(vocabulary: int, padded: int) -> list[str]:
     if padded == vocabulary:
         return []
     return [f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero"]
-
-
-NAMESPACE = Namespace(to_hub, to_megatron, repadded, with_same_padding, padding)

@@ -28,9 +28,9 @@ from ckpt.errors import CkptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from ckpt.plan.tiling import check_tiling
 from converters.megatron.buffers import find_buffer, stored_buffer
-from converters.megatron.facts import MegatronFacts
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import OTHER_ORDER, MegatronReading, RankContent
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid, Rank, Stages, expert_range, parse_layout
 from converters.names.megatron.model.spelling import LayerKind, Spelling, in_order, layer_kinds, split_layer
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, rank_shape

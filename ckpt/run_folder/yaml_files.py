@@ -1,0 +1,28 @@
+"""The YAML (or JSON) files that say how a run was configured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError
+from ckpt.move.files import translate_os_errors
+from ckpt.move.source import read_file
+
+_MAX_BYTES = 1 << 20
+
+
+def read_run_config(path: Path) -> Mapping[str, Any]:
+    """The object in a YAML or JSON file; NotFoundError, CorruptError."""
+    import yaml
+
+    with translate_os_errors(path):
+        content = read_file(path, _MAX_BYTES + 1)
+    try:
+        found = yaml.safe_load(content[:_MAX_BYTES]) if len(content) <= _MAX_BYTES else None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise CorruptError("this is neither YAML nor JSON", path=path, found=str(error).splitlines()[0]) from error
+    if not isinstance(found, dict):
+        raise CorruptError("this is not the config of a run", path=path, expected="an object with names")
+    return found

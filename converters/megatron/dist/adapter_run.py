@@ -1,0 +1,247 @@
+"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge saves them.
+
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    the adapter's tensors alone
+    <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, its rank and alpha; `model`: sizes of the axes
+    <run>/iter_0000100/train_state.pt, <run>/latest_train_state.pt, <run>/latest_checkpointed_iteration.txt
+
+Tensors are whole in it, but for the rows of `linear_fc1`, which are in an order of the tensor parallel size:
+
+- `linear_out` is stored as if it held gate and up: the first halves of the ranks' parts, then the second ones.  For one
+  that holds both, this is the order of the whole; a factor of one of them has its rows exchanged by it.
+- `weight_magnitude`, which DoRA has, is stored as the ranks hold it: each rank's gate, then its up.
+
+Format facts: megatron-bridge 0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
+training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint, SourceFile
+from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.tensors import Box, Tensor
+from ckpt.run_folder.yaml_files import read_run_config
+from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
+from converters.names.megatron.facts import AdapterRun, MegatronFacts
+
+CONFIG = "run_config.yaml"
+#: What the classes of megatron.bridge.peft are called, by the module that has each.
+CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
+_MARK = ".adapter."
+_PEFTS = re.compile(r"\.lora_[AB]\.")
+
+
+def has_adapter(fqns: Iterable[str]) -> bool:
+    """Whether some of a model's tensors are an adapter's."""
+    return any(_MARK in fqn for fqn in fqns)
+
+
+def refuse_others(fqns: Iterable[str], folder: Path) -> None:
+    """NotFoundError for an adapter under PEFT's names in Megatron's modules, as ms-swift saves it."""
+    found = next((fqn for fqn in fqns if _PEFTS.search(fqn)), None)
+    if found is not None:
+        raise NotFoundError(
+            "this is an adapter of ms-swift's, which is not read",
+            path=folder,
+            fqn=found,
+            hint="ms-swift's own `swift export --mcore_adapters RUN --to_hf true` makes a Hugging Face folder of it",
+        )
+
+
+def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+    """The `checkpoint` of the iteration `folder`, which holds an adapter: its rows in the order of the whole.
+
+    Raises NotFoundError without the run's config, UsageError for an adapter of a class that is not read.
+    """
+    others = [fqn for fqn, _ in checkpoint.tensors if parse_name(fqn) is None]
+    if others:
+        raise LossError(
+            "the checkpoint holds an adapter and other tensors of the model",
+            path=folder,
+            fqn=others[0],
+            expected="an adapter alone, as Megatron-Bridge saves it",
+            found=f"{len(others)} other tensors",
+        )
+    path = folder / CONFIG
+    if not path.is_file():
+        raise NotFoundError(
+            "the config of the run is missing, and nothing else tells the adapter's alpha or its class",
+            path=folder,
+            expected=f"{CONFIG}, as Megatron-Bridge writes it",
+        )
+    run = read_run(confined(folder, CONFIG))
+    named = _translated(checkpoint, list(_stored_rows(checkpoint, run)), inverse=False)
+    return replace(
+        named,
+        is_adapter=True,
+        framework="Megatron-Bridge",
+        facts=MegatronFacts(adapter=run),
+        files=(*checkpoint.files, SourceFile.stat(str(path))),
+    )
+
+
+def read_run(path: Path) -> AdapterRun:
+    """What the config of a run says of its adapter; UsageError for a class that is not read, CorruptError."""
+    content = read_run_config(path)
+    peft, model = (one if isinstance(one := content.get(name), Mapping) else {} for name in ("peft", "model"))
+    target = str(peft.get("_target_") or "")
+    kind = next((one for one in CLASSES if target == f"megatron.bridge.peft.{one}.{CLASSES[one]}"), None)
+    if kind is None:
+        raise UsageError(
+            "adapters of this class are not read",
+            path=path,
+            expected=" or ".join(CLASSES.values()) + ", as `_target_` of `peft`",
+            found=target or "no adapter",
+        )
+    fields = _Sections(path, {"peft": peft, "model": model})
+    dim, expert_dim = fields.count("peft", "dim"), None
+    if peft.get("normalize_moe_lora"):
+        expert_dim = dim // fields.count("model", "moe_router_topk")
+    tp = fields.count("model", "tensor_model_parallel_size", 1)
+    checkpoint = content.get("checkpoint")
+    trained_on = checkpoint.get("pretrained_checkpoint") if isinstance(checkpoint, Mapping) else None
+    base = model.get("hf_model_id") or trained_on
+    return AdapterRun(
+        path=str(path),
+        kind=kind,
+        dim=dim,
+        alpha=fields.number("peft", "alpha"),
+        dropout=fields.number("peft", "dropout", 0.0),
+        expert_dim=expert_dim,
+        num_layers=fields.count("model", "num_layers") if model.get("num_layers") is not None else None,
+        base=str(base) if base else None,
+        gated=model.get("gated_linear_unit") is not False,
+        tp=tp,
+        ep=fields.count("model", "expert_model_parallel_size", 1),
+        etp=fields.count("model", "expert_tensor_parallel_size", tp),
+    )
+
+
+@dataclass(frozen=True)
+class _Sections:
+    """The sections of a config that somebody else wrote, with the types of their fields checked."""
+
+    path: Path
+    sections: Mapping[str, Mapping[str, Any]]
+
+    def count(self, section: str, name: str, default: int | None = None) -> int:
+        found = self.sections[section].get(name)
+        value = default if found is None else found
+        if type(value) is not int or value < 1:
+            raise self._fault(section, name, "a number above zero", found)
+        return value
+
+    def number(self, section: str, name: str, default: float | None = None) -> float:
+        found = self.sections[section].get(name)
+        value = default if found is None else found
+        if not isinstance(value, int | float) or isinstance(value, bool) or not abs(value) < 1 << 64:
+            raise self._fault(section, name, "a number", found)
+        return value
+
+    def _fault(self, section: str, name: str, expected: str, found: object) -> CorruptError:
+        return CorruptError(
+            f"{name} of the run's {section} is wrong", path=self.path, expected=expected, found=repr(found)
+        )
+
+
+# -- the order of rows ---------------------------------------------------------------------------------------
+
+#: (first row as stored, first row in the whole, number of rows)
+_Runs = tuple[tuple[int, int, int], ...]
+
+
+def stored(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
+    """An adapter with its rows in the order of a run's sizes, for one that has them in the order of the whole.
+
+    UsageError where they do not divide.
+    """
+    chosen = []
+    for tensor in checkpoint.tensors.values():
+        parsed = parse_name(tensor.fqn)
+        assert parsed is not None
+        name, kind = parsed
+        if name.leaf == "linear_fc1" and (size := tp_of(name, run)) > 1:
+            if kind == OUT and (name.part or not run.gated):
+                chosen.append((tensor.fqn, _halves(tensor, size)))
+            elif kind == MAGNITUDE and run.gated:
+                chosen.append((tensor.fqn, _swapped(_halves(tensor, size))))
+    return _translated(checkpoint, chosen, inverse=True)
+
+
+def tp_of(name: ModuleName, run: AdapterRun) -> int:
+    """How many ranks share the layer."""
+    return run.etp if name.is_expert else run.tp
+
+
+def _stored_rows(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, _Runs]]:
+    """The tensors whose rows are stored in another order than that of the whole."""
+    for tensor in checkpoint.tensors.values():
+        parsed = parse_name(tensor.fqn)
+        assert parsed is not None
+        name, kind = parsed
+        size = tp_of(name, run)
+        if name.leaf != "linear_fc1" or (size == 1 and kind == MAGNITUDE):
+            continue
+        if kind == MAGNITUDE and run.gated:
+            yield tensor.fqn, _swapped(_halves(tensor, size))
+        elif kind == OUT and (name.part or not run.gated):
+            cuts = len(
+                {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
+            )
+            if cuts not in (size, 2 * size):
+                raise CorruptError(
+                    "the adapter was saved by another number of tensor parallel ranks than its run's config says",
+                    path=run.path,
+                    fqn=tensor.fqn,
+                    expected=f"{2 * size} parts of rows, of {size} ranks",
+                    found=f"{cuts} parts",
+                )
+            if cuts == 2 * size and size > 1:
+                yield tensor.fqn, _halves(tensor, size)
+
+
+def _halves(tensor: Tensor, size: int) -> _Runs:
+    """Rows stored as the first halves of all ranks' parts, and then the second ones."""
+    rows = tensor.shape[0]
+    if rows % (2 * size):
+        raise UsageError(
+            "the rows of the factor do not divide among the tensor parallel ranks",
+            fqn=tensor.fqn,
+            expected=f"a multiple of {2 * size}",
+            found=f"{rows} rows",
+        )
+    half = rows // (2 * size)
+    return tuple(
+        (part * rows // 2 + rank * half, (2 * rank + part) * half, half) for rank in range(size) for part in range(2)
+    )
+
+
+def _swapped(runs: _Runs) -> _Runs:
+    return tuple((whole, stored, number) for stored, whole, number in runs)
+
+
+def _translated(checkpoint: Checkpoint, changed: Iterable[tuple[str, _Runs]], *, inverse: bool) -> Checkpoint:
+    """`checkpoint` with the rows of some tensors in the order of the whole, or the other way round."""
+    rows = dict(changed)
+    if not rows:
+        return checkpoint
+    shapes = checkpoint.shapes
+    links = []
+    for fqn, shape in shapes.items():
+        if fqn not in rows:
+            links.append(Link.rename(fqn, fqn, shape))
+            continue
+        tail, dims = shape[1:], tuple(range(len(shape)))
+        zeros = (0,) * len(tail)
+        for first, place, number in rows[fqn]:
+            boxes = (Box((start, *zeros), (number, *tail)) for start in (first, place))
+            links.append(Link(fqn, next(boxes), fqn, next(boxes), dims))
+    relation = Relation(tuple(links), shapes, shapes)
+    return translate(checkpoint, relation.inverse() if inverse else relation, MEGATRON)

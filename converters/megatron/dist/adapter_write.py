@@ -1,0 +1,158 @@
+"""Adapters in Megatron's `torch_dist` format: write what Megatron-Bridge loads into its own modules.
+
+The folder is that of `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state for each of
+its linear layers, and the run's config with the adapter's class, rank and alpha.
+
+Format facts: see `converters.megatron.dist.adapter_run`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+from ckpt.base.errors import LossError
+from ckpt.containers.dcp.write import Writing, dim0_boxes
+from ckpt.containers.torchfile.write import FromSource, torch_file
+from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
+from ckpt.plan.precision import Choice, choices, describe
+from ckpt.plan.tensors import Box, Shape
+from ckpt.run_folder.left_out import training_left_out
+from ckpt.run_folder.steps import TRACKER
+from converters.megatron.dist.adapter_run import CLASSES, CONFIG, stored, tp_of
+from converters.megatron.dist.folder import BACKENDS, COMMON
+from converters.megatron.dist.keys import KeyWriter, ObjectKey
+from converters.megatron.folder import iteration_folder
+from converters.names.megatron.adapter import OUT, ModuleName, parse_name
+from converters.names.megatron.facts import AdapterRun, MegatronFacts
+from converters.names.megatron.options import MegatronOptions
+
+_BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
+    """The files of a run folder: the iteration's folder (or `release`) with the adapter and the config, the tracker.
+
+    LossError where layers are not adapted alike, which one class of adapters cannot say.
+    """
+    known = checkpoint.facts_of(MegatronFacts).adapter
+    assert known is not None
+    options = layout.read(MegatronOptions)
+    tp = options.tp or known.tp
+    run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
+    chosen = choices(stored(checkpoint, run), layout.dtype)
+    folder = iteration_folder(checkpoint.state.step)
+    writing = Writing(1, f"{folder}/", is_nested=False)
+    members = _by_key(chosen)
+    for key, of in members.items():
+        _add_key(writing, key, of, chosen, run)
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    common = {"checkpoint_version": 3.0, "iteration": checkpoint.state.step or 0, "content_metadata": metadata}
+    step = checkpoint.state.step
+    files = (
+        *writing.files(),
+        torch_file(f"{folder}/{COMMON}", common),
+        TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(_BACKENDS).encode()),
+        TargetFile.of_bytes(f"{folder}/{CONFIG}", json.dumps(_config(run, chosen), indent=2).encode()),
+        TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
+    )
+    notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]
+    if any(_is_bound(fqn, run) for fqn in chosen):
+        notes[0] += f" and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"
+    return Target(
+        files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
+    )
+
+
+def _is_bound(fqn: str, run: AdapterRun) -> bool:
+    """Whether the order of the tensor's rows is that of a number of tensor parallel ranks."""
+    name, kind = _parsed(fqn)
+    return name.leaf == "linear_fc1" and ((kind == OUT and name.part is not None) or run.has_magnitudes)
+
+
+def _parsed(fqn: str) -> tuple[ModuleName, str]:
+    parsed = parse_name(fqn)
+    assert parsed is not None
+    return parsed
+
+
+@dataclass(frozen=True)
+class _Members:
+    """The tensors of a key, by their numbers of layer and expert."""
+
+    shape: Shape
+    fqns: Mapping[Shape, str]
+
+    @property
+    def sizes(self) -> Shape:
+        return tuple(max(numbers) + 1 for numbers in zip(*self.fqns, strict=True))
+
+
+def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
+    """The tensors by key.  LossError where one is not there for every layer and expert."""
+    keys = KeyWriter(stacked=True, local_spec=False)
+    found: dict[str, dict[Shape, str]] = {}
+    for fqn in chosen:
+        key, index = keys.key(fqn, None)
+        found.setdefault(key.replace(".mlp.experts.linear_", ".mlp.experts.experts.linear_"), {})[index] = fqn
+    members = {}
+    for key, fqns in found.items():
+        one = _Members(chosen[next(iter(fqns.values()))].tensor.shape, fqns)
+        if len(fqns) != prod(one.sizes) or len({chosen[fqn].tensor.shape for fqn in fqns.values()}) > 1:
+            raise LossError(
+                "layers are not adapted alike: tensors of all layers are stored as one",
+                fqn=key,
+                expected=f"{prod(one.sizes)} tensors of one shape",
+                found=f"{len(fqns)} tensors",
+            )
+        members[key] = one
+    return members
+
+
+def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
+    """Add a key's tensor, cut as the ranks of the run hold it, and the empty states of its layer."""
+    name, kind = _parsed(next(iter(of.fqns.values())))
+    size = tp_of(name, run) if kind == OUT else 1
+    boxes = list(dim0_boxes(of.shape, 2 * size if name.leaf == "linear_fc1" and kind == OUT else size))
+    tiles = [
+        (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(chosen[fqn].key, box))
+        for index, fqn in sorted(of.fqns.items())
+        for box in boxes
+    ]
+    (dtype,) = {chosen[fqn].dtype for fqn in of.fqns.values()}
+    writing.add_tiles(key, dtype, of.sizes + of.shape, tiles)
+    if kind.endswith(".weight"):
+        for index in sorted(of.fqns):
+            state = ObjectKey(f"{key.removesuffix('weight')}_extra_state", index or (0,), of.sizes or (1,))
+            writing.add((str(state),), [None])
+
+
+def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
+    """The sections of the run's config that say what the adapter is."""
+    names = {_parsed(fqn)[0] for fqn in chosen}
+    peft = {"_target_": f"megatron.bridge.peft.{run.kind}.{CLASSES[run.kind]}", "dim": run.dim, "alpha": run.alpha}
+    peft |= {"dropout": run.dropout, "target_modules": sorted({_target(name) for name in names})}
+    model = {
+        "num_layers": run.num_layers,
+        "gated_linear_unit": run.gated,
+        "hf_model_id": run.base,
+        "tensor_model_parallel_size": run.tp,
+        "expert_model_parallel_size": run.ep,
+        "expert_tensor_parallel_size": run.etp,
+    }
+    return {"model": model, "peft": peft}
+
+
+def _target(name: ModuleName) -> str:
+    """What the class calls the module, or the part of one."""
+    if name.part is None:
+        return name.leaf
+    return f"linear_{name.part}" if name.leaf == "linear_qkv" else f"{name.leaf}_{name.part}"

@@ -1,0 +1,44 @@
+"""The facts about a source that only Megatron's own writers, and the relation to Megatron's names, understand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterRun:
+    """What the config of a run of Megatron-Bridge, the file at `path`, says of the adapter that it trained.
+
+    `kind` is the module of `megatron.bridge.peft` that has the class.  `expert_dim` is the rank of adapters of experts,
+    which may be another one than `dim`.
+    """
+
+    path: str
+    kind: str
+    dim: int
+    alpha: float
+    dropout: float = 0.0
+    expert_dim: int | None = None
+    num_layers: int | None = None
+    base: str | None = None
+    gated: bool = True
+    tp: int = 1
+    ep: int = 1
+    etp: int = 1
+
+    @property
+    def has_magnitudes(self) -> bool:
+        return self.kind == "dora"
+
+    def dim_of(self, *, is_expert: bool) -> int:
+        return self.expert_dim if is_expert and self.expert_dim is not None else self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class MegatronFacts:
+    """What Megatron's readers tell their writers, in `Checkpoint.facts`."""
+
+    #: Whether modules are in another order than Megatron's own: its optimizers know parameters by their order.
+    own_module_order: bool = False
+    #: Of an adapter under Megatron's names, what its run's config says.
+    adapter: AdapterRun | None = None

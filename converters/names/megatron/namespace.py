@@ -1,0 +1,16 @@
+"""What is registered under the namespace of Megatron's names: how models and adapters get them, and lose them."""
+
+from __future__ import annotations
+
+from ckpt.plan.namespace import Namespace
+from converters.names.megatron import adapter, relation
+
+NAMESPACE = Namespace(
+    relation.to_hub,
+    relation.to_megatron,
+    relation.repadded,
+    relation.with_same_padding,
+    relation.padding,
+    adapter_to_peft=adapter.to_peft,
+    adapter_from_peft=adapter.from_peft,
+)

@@ -1,0 +1,270 @@
+"""`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_write.py`: adapters of
+Megatron-Bridge's.
+
+The fixture's logits are those of the live model with its adapter, on megatron-core's ranks, in the run that saved it
+(fixtures/make_megatron_bridge.py).
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import FileSystemReader
+
+import ckpt as package
+from ckpt.errors import LossError
+from tests.support.adapters import load_base, weights
+from tests.support.commands import ckpt
+from tests.support.places import FIXTURES
+
+FIXTURE = FIXTURES / "megatron-bridge"
+LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
+RUNS = sorted(LOGITS.keys() - {"ids"})
+#: Runs whose trainer computed something else than what the adapter says, or nothing that one model computes.
+WRONG = {"experts-etp2", "dora-tp2-columns"}
+
+
+def base_of(run: str) -> Path:
+    return FIXTURE / ("experts" if run.startswith("experts") else "dense")
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        computed: torch.Tensor = model(input_ids=LOGITS["ids"]).logits
+    return computed
+
+
+def edited(run: str, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
+    """A copy of a run whose config has been changed."""
+    shutil.copytree(FIXTURE / run, folder)
+    path = folder / "iter_0000002/run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    change(config)
+    path.write_text(yaml.safe_dump(config))
+    return folder
+
+
+def as_peft(run: str, folder: Path) -> Path:
+    outcome = ckpt("convert", "megatron-dist", "peft", FIXTURE / run, "-o", folder, "--config", base_of(run))
+    assert outcome.code == 0, outcome.err
+    return folder
+
+
+# -- what the trainer computed -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("run", sorted(set(RUNS) - WRONG))
+def test_the_merged_model_computes_what_the_trained_one_did(run: str, tmp_path: Path) -> None:
+    outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
+    assert outcome.code == 0, outcome.err
+    torch.testing.assert_close(logits(load_base(tmp_path / "merged")), LOGITS[run], rtol=0, atol=1e-5)
+    assert (logits(load_base(base_of(run))) - LOGITS[run]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("run", ["lora-tp2-pp2", "canonical-tp2", "dora-tp2"])
+def test_peft_loads_the_converted_adapter_and_computes_the_same(run: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_base(base_of(run)), as_peft(run, tmp_path / "peft"))
+    torch.testing.assert_close(logits(model.eval()), LOGITS[run], rtol=0, atol=1e-5)
+
+
+def test_a_base_in_megatrons_format_gives_the_same_bits(tmp_path: Path) -> None:
+    run, base = "canonical-tp2", base_of("canonical-tp2")
+    package.convert(base, "megatron-dist", tmp_path / "base", tp=2)
+    for number, given in enumerate((base, tmp_path / "base")):
+        package.merge_lora(FIXTURE / run, tmp_path / str(number), base=given)
+    first, second = (weights(tmp_path / str(number)) for number in range(2))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path) -> None:
+    run = "experts-etp2"
+    outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
+    assert outcome.code == 0
+    assert "Megatron-Bridge#5634" in outcome.err
+    difference = (logits(load_base(tmp_path / "merged")) - LOGITS[run]).abs().max()
+    assert difference > 0.01, "the trainer computes what the adapter says: nothing is wrong any more"
+
+
+def test_dora_of_layers_whose_inputs_are_split_is_refused(tmp_path: Path) -> None:
+    run = "dora-tp2-columns"
+    outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
+    assert outcome.code == 6
+    assert "linear_proj" in outcome.err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
+    """Canonical adapters of queries and values alone: keys and what is not adapted stay as the base has them."""
+    adapter = as_peft("canonical-tp2", tmp_path / "peft")
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "v_proj" in name}
+    from safetensors.torch import save_file
+
+    save_file(kept, adapter / "adapter_model.safetensors")
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj", "v_proj"]}))
+    run, base = tmp_path / "run", base_of("canonical-tp2")
+    outcome = ckpt("convert", "peft", "megatron-dist", adapter, "-o", run, "--config", base)
+    assert outcome.code == 0, outcome.err
+    package.merge_lora(run, tmp_path / "merged", base=base)
+    before, after = weights(base), weights(tmp_path / "merged")
+    changed = {name for name in before if not torch.equal(before[name], after[name])}
+    assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
+
+
+# -- written for Megatron-Bridge -----------------------------------------------------------------------------
+
+
+def stored(run: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The tensors of an iteration as torch reads them, and the keys of all else but random states."""
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
+
+    folder = next(path.parent for path in run.glob("*/.metadata"))
+    reader = FileSystemReader(folder)
+    metadata = reader.read_metadata()
+    shapes = {key: entry for key, entry in metadata.state_dict_metadata.items() if hasattr(entry, "size")}
+    found = {key: torch.zeros(entry.size, dtype=entry.properties.dtype) for key, entry in shapes.items()}
+    _load_state_dict(found, FileSystemReader(folder), planner=None, no_dist=True)
+    assert _EmptyStateDictLoadPlanner is not None
+    return found, metadata.state_dict_metadata.keys() - shapes.keys()
+
+
+@pytest.mark.parametrize(("run", "tp"), [("canonical-tp2", 1), ("canonical-tp2", 2), ("experts-tp2-ep2", 2)])
+def test_what_is_written_is_what_megatron_bridge_saves(run: str, tp: int, tmp_path: Path) -> None:
+    sizes = ("--tp", tp, "--ep", 2, "--etp", 1) if run.startswith("experts") else ("--tp", tp)
+    peft = as_peft(run, tmp_path / "peft")
+    outcome = ckpt("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base_of(run), *sizes)
+    assert outcome.code == 0, outcome.err
+    (theirs, their_states), (ours, our_states) = stored(FIXTURE / run), stored(tmp_path / "run")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    assert our_states == {key for key in their_states if "_extra_state" in key}
+    back = package.verify(tmp_path / "run", peft, config=base_of(run))
+    assert back.outcome == "equal"
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int, tmp_path: Path) -> None:
+    peft = as_peft("canonical-tp2", tmp_path / "peft")
+    base = base_of("canonical-tp2")
+    outcome = ckpt("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base, "--tp", tp)
+    assert f"tensor parallel size {tp}" in outcome.err
+    gate = weights(peft)["base_model.model.model.layers.0.mlp.gate_proj.lora_B.weight"]
+    found = stored(tmp_path / "run")[0]["decoder.layers.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight"][0]
+    parts = torch.stack(gate.chunk(2 * tp))
+    assert torch.equal(found, torch.cat([*parts[::2], *parts[1::2]]))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [({"use_dora": True}, "lora_magnitude"), ({"rank_pattern": {"q_proj": 2}}, "rank"), ({"peft_type": "IA3"}, "LoRA")],
+)
+def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
+    run = "dora-tp2" if "use_dora" in changes else "canonical-tp2"
+    peft = as_peft(run, tmp_path / "peft")
+    settings = json.loads((peft / "adapter_config.json").read_text())
+    (peft / "adapter_config.json").write_text(json.dumps(settings | changes))
+    outcome = ckpt("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base_of(run))
+    assert outcome.code in (2, 4, 6)
+    assert words in outcome.err
+    assert not (tmp_path / "run").exists()
+
+
+# -- looked at -----------------------------------------------------------------------------------------------
+
+
+def test_inspect_check_and_verify_say_what_it_is() -> None:
+    run = FIXTURE / "canonical-tp2"
+    assert "Megatron-Bridge" in ckpt("inspect", run).out
+    checked = ckpt("check", run)
+    assert checked.code == 0
+    assert "whole (megatron-dist" in checked.out
+    assert package.verify(run, run, config=base_of("canonical-tp2")).outcome == "equal"
+    assert "lora_A" in ckpt("hash", run, "--config", base_of("canonical-tp2"), "--all").out
+
+
+# -- bad input -----------------------------------------------------------------------------------------------
+
+
+def refused(code: int, words: str, adapter: Path, base: Path, tmp_path: Path) -> None:
+    outcome = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "merged")
+    assert outcome.code == code, outcome.err
+    assert words in outcome.err
+    assert not (tmp_path / "merged").exists()
+
+
+def test_another_rank_than_the_configs_is_refused(tmp_path: Path) -> None:
+    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(dim=8))
+    refused(4, "rank 4", run, base_of("lora-tp2-pp2"), tmp_path)
+
+
+def test_an_adapter_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    changed = {"tensor_model_parallel_size": 8}
+    run = edited("canonical-tp2", tmp_path / "run", lambda config: config["model"].update(changed))
+    refused(4, "another number of tensor parallel ranks", run, base_of("canonical-tp2"), tmp_path)
+
+
+def test_another_base_is_refused(tmp_path: Path) -> None:
+    shutil.copytree(base_of("lora-tp2-pp2"), tmp_path / "wider")
+    path = tmp_path / "wider/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 32}))
+    refused(6, "not one of the model", FIXTURE / "lora-tp2-pp2", tmp_path / "wider", tmp_path)
+    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["model"].update(num_layers=3))
+    refused(6, "3 layers", run, base_of("lora-tp2-pp2"), tmp_path)
+    refused(6, "not one of the model", FIXTURE / "lora-tp2-pp2", base_of("experts-ep2"), tmp_path)
+
+
+def test_a_run_that_names_another_base_is_refused(tmp_path: Path) -> None:
+    named = {"hf_model_id": "Qwen/Qwen3-0.6B"}
+    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["model"].update(named))
+    outcome = ckpt("merge-lora", run, "--base", base_of("lora-tp2-pp2"), "-o", tmp_path / "merged")
+    assert "trained on Qwen/Qwen3-0.6B" in outcome.err
+
+
+def test_a_missing_config_and_a_class_that_is_not_read_are_named(tmp_path: Path) -> None:
+    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(_target_="nemo.LoRA"))
+    refused(2, "LoRA or CanonicalLoRA or DoRA", run, base_of("lora-tp2-pp2"), tmp_path)
+    (run / "iter_0000002/run_config.yaml").unlink()
+    refused(3, "run_config.yaml", run, base_of("lora-tp2-pp2"), tmp_path)
+
+
+def test_a_missing_factor_is_named() -> None:
+    from dataclasses import replace
+
+    checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
+    name = "decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] != name}
+    with pytest.raises(package.errors.CorruptError, match="lacks one of a layer's factors"):
+        package.plan(replace(checkpoint, tensors=tensors), "peft")
+
+
+def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
+    """One that experts of a rank share, saved for the first rank alone: the others' is lost (Megatron-Bridge 0.3)."""
+    from dataclasses import replace
+
+    checkpoint = package.open(FIXTURE / "experts-ep2", config=base_of("experts-ep2"))
+    tensors = {
+        (name, role): tensor.renamed(name)
+        for (fqn, role), tensor in checkpoint.tensors.items()
+        if (name := fqn.replace("local_experts.0.", "")) and ".local_experts." not in name
+    }
+    with pytest.raises(LossError, match="the first rank alone"):
+        package.plan(replace(checkpoint, tensors=tensors), "peft")
+
+
+def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
+    outcome = ckpt("convert", "megatron-dist", "megatron", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "out")
+    assert outcome.code == 2
+    assert "adapter" in outcome.err
