@@ -202,6 +202,12 @@ class Conversion(Returned):
         """Names of the target's files, relative to its folder."""
         return tuple(file.name for file in self.plan.target.files)
 
+    def as_written(self) -> Checkpoint:
+        """A description of what it writes; each tensor that is cast or computed is made where it is read."""
+        from ckpt.verify.written import as_written
+
+        return as_written(self.plan, every_cast=True)
+
     @cached_property
     def views(self) -> Views:
         """The target's files to be read without being written, by offset and by several threads at a time."""
