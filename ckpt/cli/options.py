@@ -29,7 +29,7 @@ DIFFERENT = 1
 
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
-    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base adapter "
+    "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
     "expert_layout model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast rtol atol loads every_byte "
@@ -182,7 +182,7 @@ def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Arguments that may be URLs, by the function of the command.
 _TAKES_URLS = {
-    "convert": ("source", "path", "output", "config"),
+    "convert": ("source", "path", "output", "config", "complete_from"),
     "resume": ("config",),
     "mount": ("path", "config"),
     "merge_lora": ("sources", "base", "config", "output"),
@@ -193,7 +193,7 @@ _TAKES_URLS = {
     "verify": ("a", "b", "adapter", "config"),
     "diff": ("a", "b", "config"),
 }
-_URL = re.compile(r"(?:-o|--(?:output|config|base|adapter)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
+_URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: Those that are no places, whatever they look like.
 _TEXTS = ("commit_message", "tensor")
 

@@ -39,7 +39,7 @@ class Sides:
 
 @dataclass(frozen=True)
 class Claimed:
-    """What B is said to be made of A by."""
+    """What made B of A."""
 
     adapter: Annotated[
         list[str] | None,

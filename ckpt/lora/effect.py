@@ -16,7 +16,7 @@ from ckpt.base.text import counted
 if TYPE_CHECKING:
     import torch
 
-_SHOWN = 20  # targets of which nothing arrived that are named
+_SHOWN = 20  # targets that are named which were rounded away
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Effects:
 
     @property
     def lost(self) -> tuple[Effect, ...]:
-        """Targets that have something to add, of which nothing arrived in the weight."""
+        """Targets that have something to add, and whose weight is what it was."""
         return tuple(one for one in self.targets if one.is_lost)
 
     def to_json(self) -> dict[str, Any]:
@@ -140,7 +140,8 @@ class MergedModel(api.Converted):
         return {**super().to_json(), "targets": self.effects.to_json()}
 
     def lines(self) -> list[str]:
-        return [*self.effects.lines(), *super().lines()]
+        *lines, wrote = super().lines()
+        return [*lines, *self.effects.lines(), wrote]
 
 
 @dataclass(frozen=True, repr=False)

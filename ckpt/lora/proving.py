@@ -181,7 +181,7 @@ def verify_merge(
         deviations.append(
             Deviation(
                 one.fqn,
-                _words(one),
+                _difference_words(one),
                 one.fqn in targets,
                 between == 0.0,
                 sqrt(away / between) if away is not None and between else None,
@@ -239,7 +239,7 @@ def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dic
     return found
 
 
-def _words(result: Any) -> str:
+def _difference_words(result: Any) -> str:
     """How a tensor differs, in words."""
     if result.difference is not None:
         return str(result.difference)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,9 @@ from safetensors.torch import load_file, save_file
 
 import ckpt as package
 from tests.support.adapters import edited, merge_by_peft, save_adapter, save_base
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, ckpt_in_order
+from tests.support.pages import commands, differences
+from tests.support.places import FIXTURES, REPOSITORY
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
@@ -165,3 +169,15 @@ def test_a_base_in_fp32_of_a_merge_in_bf16(linear: Path, tmp_path: Path) -> None
     base = save_base("llama", torch.float32, tmp_path / "base")
     package.merge_lora(linear, tmp_path / "merged", base=base, dtype="bf16")
     assert package.verify_merge(base, tmp_path / "merged", linear).equal
+
+
+def test_the_page_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder in ("Qwen", "outputs"):
+        shutil.copytree(FIXTURES / "trl-lora-zero3" / folder, tmp_path / folder)
+    monkeypatch.chdir(tmp_path)
+    page = (REPOSITORY / "docs/merge-lora.md").read_text()
+    shown = [one for one in commands(page) if one.heading == "Did it do anything?"]
+    assert len(shown) == 2
+    for one in shown:
+        done = ckpt_in_order(*shlex.split(one.text)[1:])
+        assert not differences(one.printed or [], done.out + done.err)
