@@ -55,7 +55,6 @@ from ckpt.run_folder.steps import (
     trainer_step,
 )
 from ckpt.show.rows import picture
-from ckpt.state.adapter import is_adapter
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -399,8 +398,6 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
     """What the model's config promises, and the checkpoint has not."""
-    if checkpoint.is_adapter or is_adapter(fqn for fqn, _ in checkpoint.tensors):
-        return
     find = registry.service("lacking")
     if found := find(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB):
         yield Problem(LACKING, CONFIG, "; ".join(found))

@@ -66,6 +66,8 @@ NAMESPACES = {
 SERVICES = {
     # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
     "kept_names": "converters.names.transformers.ties:kept_names",
+    # which names files of the config's architecture leave out, as they are tied to one that is stored
+    "tied_names": "converters.names.transformers.ties:tied_names",
     # the namespace of a run's own names, where these tell it
     "namespace_of": "converters.names.torchtitan:namespace_of",
     # how a model's files differ from what its architecture saves

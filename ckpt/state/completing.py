@@ -10,6 +10,7 @@ from typing import Any
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
@@ -41,7 +42,8 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
         {fqn: tensor.shape for (fqn, role), tensor in of.tensors.items() if role in MODEL_ROLES} for of in (run, base)
     )
     _check_same(run, base, has, gives)
-    lacks = gives.keys() - has.keys() - run.ties.keys()
+    tied = registry.service("tied_names")(run.config, has) if run.config else {}
+    lacks = gives.keys() - has.keys() - run.ties.keys() - tied.keys()
     taken = {key: tensor for key, tensor in base.tensors.items() if key[0] in lacks and key[1] in MODEL_ROLES}
     return replace(
         run,
@@ -49,7 +51,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
         computed={**base.computed, **run.computed},
         files=tuple({file.path: file for file in (*run.files, *base.files)}.values()),
         given=replace(run.given, places=tuple(dict.fromkeys((*run.given.places, base.path, *base.given.places)))),
-        notes=(*run.notes, _listed(base.path, taken)),
+        notes=(*run.notes, _note_of_taken(base.path, taken)),
     )
 
 
@@ -79,7 +81,7 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
             yield size
 
 
-def _listed(path: str, taken: Mapping[Key, Tensor]) -> str:
+def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
     """A note with the parts of the model that were taken, all of them."""
     if not taken:
         return f"nothing is taken from {path}: the run lacks nothing that it has"

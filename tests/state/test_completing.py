@@ -22,7 +22,7 @@ from tests.support.commands import ckpt
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 3}
-SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, "head_dim": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
 TOWER: dict[str, Any] = {"depth": 2, "hidden_size": 20, "intermediate_size": 26, "num_heads": 2, "patch_size": 7}
 PROMISE = {"mtp_num_hidden_layers": 1}
 
@@ -36,7 +36,7 @@ def saved(folder: Path, model_type: str, kind: Any, **entries: Any) -> Path:
 @pytest.fixture(scope="module")
 def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model with a vision tower."""
-    text = {"model_type": "qwen2_5_vl_text", **SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}
+    text = {"model_type": "qwen2_5_vl_text", **SIZES, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 1]}}
     vision = {**TOWER, "model_type": "qwen2_5_vl", "out_hidden_size": 24, "fullatt_block_indexes": [1]}
     folder = tmp_path_factory.mktemp("sees") / "base"
     kind = transformers.AutoModelForImageTextToText
@@ -47,7 +47,13 @@ def sees(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def predicts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model as it is released, with multi-token prediction that transformers passes over."""
     folder = tmp_path_factory.mktemp("predicts") / "base"
-    sizes = {**SIZES, "moe_intermediate_size": 11, "shared_expert_intermediate_size": 12, "num_experts": 4}
+    sizes = {
+        **SIZES,
+        "head_dim": 8,
+        "moe_intermediate_size": 11,
+        "shared_expert_intermediate_size": 12,
+        "num_experts": 4,
+    }
     saved(folder, "qwen3_next", transformers.AutoModelForCausalLM, **sizes, num_experts_per_tok=2)
     file = folder / "model.safetensors"
     tensors = load_file(file)
@@ -127,10 +133,7 @@ def test_check_says_what_a_folder_lacks_of_what_its_config_promises(sees: Path, 
     assert ckpt("convert", "dcp", "hf", run, "-o", own, "--names", "own").code == 0
     assert "a vision tower (vision_config)" in ckpt("check", own).out
     frozen = tmp_path / "frozen"
-    assert (
-        ckpt("convert", "dcp", "hf", without(sees, tmp_path / "2", "layers.1."), "-o", frozen, "--names", "own").code
-        == 0
-    )
+    package.convert(without(sees, tmp_path / "2", "layers.1."), "hf", frozen, names="own")
     checked = package.check(frozen)
     assert checked.whole and "that files of Qwen2_5_VLForConditionalGeneration have" in str(checked)
     assert "promises" not in ckpt("check", sees).out
@@ -155,7 +158,12 @@ def test_another_model_is_refused(sees: Path, predicts: Path, tmp_path: Path) ->
     run = without(predicts, tmp_path / "run", "mtp.")
     with pytest.raises(UsageError, match="not the base of the run"):
         package.convert(run, "hf", tmp_path / "out", complete_from=sees)
-    small = saved(tmp_path / "small", "qwen3_next", transformers.AutoModelForCausalLM, **{**SIZES, "hidden_size": 16})
+    small = saved(
+        tmp_path / "small",
+        "qwen3_next",
+        transformers.AutoModelForCausalLM,
+        **{**SIZES, "hidden_size": 16, "head_dim": 8},
+    )
     with pytest.raises(LossError, match="a tensor has another shape"):
         package.convert(run, "hf", tmp_path / "out", complete_from=small)
     assert not (tmp_path / "out").exists()

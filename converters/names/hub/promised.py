@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.base.text import counted
 from ckpt.plan.tensors import Shape
-from converters.names.hub.proof import missing
+from converters.names.hub.proof import PEFT, missing
 
 #: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax.
 _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules")
@@ -26,9 +26,10 @@ _TOWERS = {"vision_config": ("a vision tower", "vis"), "audio_config": ("an audi
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:
     """A sentence for each thing that a config promises and that is not among tensors of `shapes`, by name.
 
+    Of an adapter, and of a model with adapters, there is none: what is frozen stands elsewhere.
     Where these are names of the Hub's files (`is_hub`), they are compared with a table of the architecture too.
     """
-    if not config or not shapes:
+    if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
     found = [*_predictions(config, shapes), *_towers(config, shapes)]
     names, cls = missing(config, shapes) if is_hub else ([], "")

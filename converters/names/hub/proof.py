@@ -30,7 +30,8 @@ _BEHIND = re.compile(
     r"\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__(nf4|fp4))$"
 )
 _INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
-_PEFT = "base_model.model."
+#: How names begin in a model that PEFT wraps.
+PEFT = "base_model.model."
 _SHOWN = 2
 
 
@@ -102,7 +103,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     transformers is not asked, which takes seconds to import.
     """
     found: list[str] = []
-    for ask in _TABLES if config and not any(name.startswith(_PEFT) for name in shapes) else ():
+    for ask in _TABLES if config and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
@@ -251,7 +252,7 @@ def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
 
 
 def _hint(shapes: Mapping[str, Shape], differ: Differences) -> str:
-    if any(name.startswith(_PEFT) for name in shapes):
+    if any(name.startswith(PEFT) for name in shapes):
         return (
             "this is a model with PEFT adapters: `ckpt merge-lora PATH` merges them into the base, "
             f"`ckpt convert auto peft PATH` takes them out; {OWN_NAMES}"
