@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from ckpt.estimate.estimating import estimate
     from ckpt.hub.pushing import push
     from ckpt.lora.merging import merge_lora
+    from ckpt.lora.proving import verify_merge
     from ckpt.resume.resuming import resume
     from ckpt.show.formats import formats
     from ckpt.training.callback import TrainerCallback
@@ -53,6 +54,7 @@ _FROM = {
         "ckpt.estimate.estimating": "estimate",
         "ckpt.hub.pushing": "push",
         "ckpt.lora.merging": "merge_lora",
+        "ckpt.lora.proving": "verify_merge",
         "ckpt.resume.resuming": "resume",
         "ckpt.show.formats": "formats",
         "ckpt.training.callback": "TrainerCallback",
@@ -81,6 +83,7 @@ __all__ = [
     "push",
     "resume",
     "verify",
+    "verify_merge",
 ]
 
 

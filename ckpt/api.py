@@ -202,6 +202,12 @@ class Conversion(Returned):
         """Names of the target's files, relative to its folder."""
         return tuple(file.name for file in self.plan.target.files)
 
+    def as_written(self) -> Checkpoint:
+        """A description of what it writes; each tensor that is cast or computed is made where it is read."""
+        from ckpt.verify.written import as_written
+
+        return as_written(self.plan, every_cast=True)
+
     @cached_property
     def views(self) -> Views:
         """The target's files to be read without being written, by offset and by several threads at a time."""
@@ -332,6 +338,7 @@ def plan(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
+    complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
     optimizer_dtype: Literal["keep", "fp32"] = "keep",
@@ -345,7 +352,8 @@ def plan(
 
     `source` is a path, a URL or what `ckpt.open` returned; all options are those of `ckpt convert`, and `options` those
     that the format `to` declares, as `tp=2`.  A `layout` of one's own says what is written in place of these.
-    Raises LossError where a tensor would go nowhere or part of the target would be filled by nothing, UsageError.
+    `complete_from` is a model from which everything is taken that the run lacks of its own.  Raises LossError where a
+    tensor would go nowhere or part of the target would be filled by nothing, UsageError.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
@@ -364,6 +372,10 @@ def plan(
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
+    added: tuple[str, ...] = ()
+    if complete_from is not None:
+        done = _completed(replace(checkpoint, notes=()), complete_from, target)
+        added, checkpoint = done.notes, replace(done, notes=checkpoint.notes)
     if optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
@@ -381,11 +393,31 @@ def plan(
             "at, not the averaged ones to evaluate (which are there when it is saved after optimizer.eval())"
         )
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
-    laid_out = replace(laid_out, notes=(*named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
+    laid_out = replace(laid_out, notes=(*added, *named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
     if named.quantized.blocks and target.carries_optimizer:
         named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources, to, checkpoint)
+
+
+def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:
+    """`checkpoint` with what it lacks of a model from `source`.  UsageError where that does not go together."""
+    from ckpt.state.completing import completed
+
+    if target.carries_optimizer or target.name == "peft":
+        raise UsageError(
+            f"--complete-from completes a model, and the format {target.name!r} is not one alone",
+            hint="convert to hf first, and what comes of that to another format",
+            code="option-not-taken",
+        )
+    base = opened(source)
+    if quantized_parts(base) and not quantized_parts(checkpoint):
+        raise UsageError(
+            "the base is quantized and the run is not: its tensors would not go together",
+            path=base.path,
+            hint="ckpt convert hf hf BASE --dequantize makes a plain one",
+        )
+    return completed(checkpoint, base)
 
 
 @dataclass(frozen=True, repr=False)
@@ -423,6 +455,7 @@ def convert(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
+    complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
     optimizer_dtype: Literal["keep", "fp32"] = "keep",
@@ -451,6 +484,7 @@ def convert(
         tag=tag,
         config=config,
         replica=replica,
+        complete_from=complete_from,
         dtype=dtype,
         dequantize=dequantize,
         optimizer_dtype=optimizer_dtype,

@@ -23,6 +23,7 @@ from ckpt.base.typed import typed
 from ckpt.check.files import (
     DAMAGED,
     INCOMPLETE,
+    LACKING,
     LEFT,
     NOT_READ,
     UNKNOWN,
@@ -37,7 +38,8 @@ from ckpt.check.files import (
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import HUB, Checkpoint
+from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
@@ -72,7 +74,8 @@ class Checked:
     """One checkpoint of a run: `path` relative to what was asked about, and what is wrong with it.
 
     `format` is None where it cannot be read; `usable` is what still can be read where files are missing.  Files that
-    were not looked into stand last in `problems`; with these alone it is whole.
+    were not looked into, and what the config promises and no file has, stand last in `problems`; with these alone it is
+    whole.
     """
 
     path: str
@@ -315,9 +318,10 @@ def _check_one(
         problems += _differing_from_manifest(place)
     if checkpoint is not None:
         problems += _not_read(checkpoint, place)
+        problems += _lacking(checkpoint)
     told: dict[str, Problem] = {}
     # the reader's own problem with a file comes before a second one about the same file
-    for problem in sorted(problems, key=lambda problem: problem.kind == LEFT):
+    for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
         told.setdefault(problem.where, problem)
     return Checked(
         str(place.relative_to(root)) if place != root else str(root),
@@ -390,6 +394,13 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
     if state.zero_stage is not None and state.step is not None and taken not in (None, state.step - skipped):
         what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
         yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+
+
+def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """What the model's config promises, and the checkpoint has not."""
+    find = registry.service("lacking")
+    if found := find(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB):
+        yield Problem(LACKING, CONFIG, "; ".join(found))
 
 
 def _lacking_beside(place: Path) -> Iterator[Problem]:

@@ -41,6 +41,8 @@ INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
 NOT_READ = "not all read"
 #: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
 LEFT = "not looked into"
+#: The config promises what no file has: the checkpoint is as its run saved it, and nothing is wrong with its files.
+LACKING = "lacking"
 
 #: What errors say of files that are not all there.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")

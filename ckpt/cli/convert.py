@@ -36,6 +36,13 @@ class Read:
     replica: Annotated[
         int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
     ] = None
+    complete_from: Annotated[
+        str | None,
+        typer.Option(
+            metavar="BASE",
+            help="Take what the run lacks of its model (a frozen tower, multi-token prediction) from this model.",
+        ),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -111,6 +118,7 @@ def convert(
                 tag=read.tag,
                 config=config,
                 replica=read.replica,
+                complete_from=read.complete_from,
                 **vars(precision),
                 **vars(sharding),
                 optimizer_dtype=optimizer_dtype,

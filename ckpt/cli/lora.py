@@ -40,13 +40,7 @@ class MergeOptions:
     accept_base: Annotated[
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False
-    expert_layout: Annotated[
-        opt.ExpertLayout | None,
-        typer.Option(
-            "--expert-layout",
-            help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
-        ),
-    ] = None
+    expert_layout: opt.ExpertLayoutOption = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +141,10 @@ def merge_lora(
     )
     if report is None:
         return
+    effects = conversion.noted.effects()
+    report["targets"] = effects.to_json()
+    if quiet:  # what is wrong with the result is said even then
+        say_notes(list(effects.warnings()))
     if to is not None:
         from ckpt.hub.pushing import push_files
 

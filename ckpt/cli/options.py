@@ -30,7 +30,8 @@ DIFFERENT = 1
 
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
-    "What is read": "format tag config replica from_a from_b tag_a tag_b base accept_base expert_layout model_only",
+    "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
+    "expert_layout model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast rtol atol loads every_byte "
     "weights combination density seed",
@@ -76,6 +77,13 @@ ConfigOption = Annotated[
 ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
 WorkersOption = Annotated[
     int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
+]
+ExpertLayoutOption = Annotated[
+    ExpertLayout | None,
+    typer.Option(
+        "--expert-layout",
+        help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
+    ),
 ]
 DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
@@ -175,7 +183,7 @@ def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 #: Arguments that may be URLs, by the function of the command.
 _TAKES_URLS = {
-    "convert": ("source", "path", "output", "config"),
+    "convert": ("source", "path", "output", "config", "complete_from"),
     "resume": ("config",),
     "mount": ("path", "config"),
     "merge_lora": ("sources", "base", "config", "output"),
@@ -183,10 +191,10 @@ _TAKES_URLS = {
     "inspect": ("path", "config"),
     "check": ("path",),
     "hash_": ("path", "config"),
-    "verify": ("a", "b", "config"),
+    "verify": ("a", "b", "adapter", "config"),
     "diff": ("a", "b", "config"),
 }
-_URL = re.compile(r"(?:-o|--(?:output|config|base)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
+_URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: What the environment and a table say for yes.
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 #: Those that are no places, whatever they look like.

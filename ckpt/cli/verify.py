@@ -37,6 +37,21 @@ class Sides:
     config: opt.ConfigOption = None
 
 
+@dataclass(frozen=True)
+class Claimed:
+    """What made B of A."""
+
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="Whether B is A with this LoRA adapter merged into it, and nothing else; of several in their order.",
+        ),
+    ] = None
+    expert_layout: opt.ExpertLayoutOption = None
+
+
 def verify(
     *,
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
@@ -56,6 +71,7 @@ def verify(
     loads: Annotated[
         bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
     ] = False,
+    claimed: Claimed,
     page: HeatMap,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
@@ -65,6 +81,12 @@ def verify(
     from ckpt import api
 
     api.check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **vars(sides))
+    if claimed.adapter or claimed.expert_layout:
+        others = {"--only": only != "all", "--cast": cast, "--run": run, "--loads": loads, "--html": bool(page.html)}
+        _verify_merge(
+            a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
+        )
+        return
     if page.html and (b is None or run):
         raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
     if b is None:
@@ -87,6 +109,42 @@ def verify(
             )
         )
     page.write(report)
+    _conclude(report, report.lines(verbose), as_json, quiet)
+
+
+def _verify_merge(
+    base: Path,
+    merged: Path | None,
+    sides: Sides,
+    claimed: Claimed,
+    others: list[str],
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    from ckpt.lora.proving import verify_merge
+
+    others += [
+        f"--{name.replace('_', '-')}" for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)
+    ]
+    if merged is None or not claimed.adapter or others:
+        raise UsageError(
+            "--adapter takes a base and a merged model, and compares all of both",
+            expected="ckpt verify BASE MERGED --adapter ADAPTER",
+            found=" ".join(others) or None,
+        )
+    with progress(0, "compare", quiet=quiet) as meter:
+        report = verify_merge(
+            base,
+            merged,
+            claimed.adapter,
+            expert_layout=claimed.expert_layout,
+            format=sides.from_b,
+            tag=sides.tag_b,
+            config=sides.config,
+            progress=meter,
+            expected=meter.expect,
+        )
     _conclude(report, report.lines(verbose), as_json, quiet)
 
 

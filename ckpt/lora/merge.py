@@ -26,6 +26,7 @@ from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
+from ckpt.lora.effect import Merge, Noted, Update
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
@@ -45,8 +46,8 @@ from ckpt.state.naming import to_namespace
 if TYPE_CHECKING:
     import torch
 
-    Update = Callable[[torch.Tensor], torch.Tensor]
-
+#: How the places of tensors begin that are computed here.
+_MERGED = "merged:"
 #: The config's entry that says whether the output layer is the embedding.
 _TIE = "tie_word_embeddings"
 #: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
@@ -63,9 +64,11 @@ _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "pro
 class _Merged:
     """A tensor of the merged model: `source`, rounded to `dtype`, with every update in turn."""
 
+    fqn: str
     source: Factor
     dtype: DType
     updates: tuple[Update, ...]
+    noted: Noted
 
     def __call__(self) -> memoryview:
         import torch
@@ -73,8 +76,7 @@ class _Merged:
         torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
         with torch.no_grad():
             weight = self.source.load().to(getattr(torch, self.dtype.name))
-            for update in self.updates:
-                weight = update(weight)
+            weight = self.noted.updated(self.fqn, weight, self.updates)
             return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
@@ -84,7 +86,7 @@ def plan(
     layout: Layout | None = None,
     resources: Resources | None = None,
     notes: Sequence[str] = (),
-) -> api.Conversion:
+) -> Merge:
     """The conversion of `base` with `adapters` merged into it, one after the other, to a Hugging Face folder.
 
     `base` may be of any format, with the names of the Hub or of transformers.  Raises LossError where an adapter does
@@ -112,8 +114,8 @@ def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layou
 
 def _plan(
     adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, resources: Resources, notes: Sequence[str]
-) -> api.Conversion:
-    merge = _Merge(to_namespace(base, TRANSFORMERS), layout)
+) -> Merge:
+    merge = _Merge(to_namespace(base, TRANSFORMERS), layout, Noted(len(adapters)))
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
@@ -128,7 +130,12 @@ def _plan(
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
     merged = _with_sources(merged, [c for one in given for c in (one.checkpoint, *one.others)])
-    return api.Conversion(make_plan(merged, target, carries_optimizer=False), resources, "hf", base)
+    return Merge(make_plan(merged, target, carries_optimizer=False), resources, "hf", base, merge.noted)
+
+
+def is_merged(tensor: Tensor) -> bool:
+    """Whether a tensor of a merge is computed, and not the base's as it is."""
+    return any(fragment.extent.path.startswith(_MERGED) for fragment in tensor.fragments())
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
@@ -171,6 +178,7 @@ class _Merge:
 
     base: Checkpoint
     layout: Layout
+    noted: Noted
     updates: dict[str, list[Update]] = field(default_factory=dict)
     replaced: dict[str, Factor] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
@@ -253,7 +261,13 @@ class _Merge:
         if rows.shape != (len(index), dim) or not all(0 <= i < num for i in index):
             raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
         # rounded once, from whatever dtype they are stored in
-        self._update(owner, _arithmetic("replace_rows", replace(rows, is_held=True), index=index))
+        apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
+
+        def is_nothing(weight: torch.Tensor) -> bool:
+            trained = rows.load().double()
+            return bool((weight[index].double() == trained).all())
+
+        self._update(owner, Update(adapter.path, module, apply, is_nothing))
 
     def _place_embedding(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         a, b, magnitude = parts[names.EMBEDDING_A], parts[names.EMBEDDING_B], parts.get(names.MAGNITUDE)
@@ -261,7 +275,8 @@ class _Merge:
         _check_shape(adapter, a, (adapter.config.rank_of(module), self.shapes[owner][0]))
         _check_shape(adapter, b, (self.shapes[owner][1], adapter.config.rank_of(module)))
         scaling = adapter.config.scaling(module)
-        self._update(owner, _arithmetic("merge_embedding", a, b, magnitude, scaling=scaling))
+        apply = _arithmetic("merge_embedding", a, b, magnitude, scaling=scaling)
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         """Add the update of a linear layer's or a convolution's weight."""
@@ -295,12 +310,12 @@ class _Merge:
         if magnitude is not None:
             self.normed.add(owner)
         if attention:
-            update = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
+            apply = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
         elif is_conv:
-            update = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
+            apply = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
         else:
-            update = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
-        self._update(owner, update)
+            apply = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
@@ -322,20 +337,21 @@ class _Merge:
         a, b = parts[names.A], parts[names.B]
         transposed = self._is_transposed(adapter, module, self.shapes[owner], a, b)
 
-        def update(weight: torch.Tensor) -> torch.Tensor:
+        def apply(weight: torch.Tensor) -> torch.Tensor:
             from ckpt.lora.layer import merge_layer
 
             state = {factor.fqn: factor.load() for factor in parts.values()}
             return merge_layer(adapter.config, module, weight, state, transposed=transposed)
 
-        self._update(owner, update)
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(adapter.config.scaling(module), a, b)))
 
     def _place_bias(self, adapter: Adapter, module: str, factor: Factor, scaling: float) -> None:
         fqn = f"{module}.bias"
         if fqn not in self.shapes:
             raise _misfit(adapter, factor.fqn, f"a base layer with a bias, {fqn}", "none")
         _check_shape(adapter, factor, self.shapes[fqn])
-        self._update(fqn, _arithmetic("merge_bias", factor, scaling=scaling))
+        apply = _arithmetic("merge_bias", factor, scaling=scaling)
+        self._update(fqn, Update(adapter.path, module, apply, _is_zero(scaling, factor)))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
         """Parameters that `target_parameters` names: wrappers of one module, the innermost first."""
@@ -375,7 +391,8 @@ class _Merge:
         if any(kind not in (names.A, names.B) for kind in parts):
             raise UsageError("a targeted parameter has neither DoRA nor a bias", path=adapter.path, fqn=fqn)
         by_expert = self._is_packed_by_expert(adapter, fqn, shape)
-        update = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
+        apply = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
+        update = Update(adapter.path, fqn, apply, _is_zero(scaling, a, b))
         self._update(self.base.ties.get(fqn, fqn), update)
 
     def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
@@ -487,14 +504,16 @@ class _Merge:
         for alias in self.untied - changed:
             owner = self.chosen[self.base.ties[alias]].tensor
             tensors[alias, owner.role] = owner.renamed(alias)
-        computed = dict(self.base.computed)
+        computed, compute = dict(self.base.computed), dict[str, Callable[[], memoryview]]()
         for fqn in changed:
             choice = self.chosen[fqn]
             source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)
-            path = f"merged:{identity}:{fqn}"
-            computed[path] = _Merged(source, choice.dtype, tuple(self.updates.get(fqn, ())))
+            path = f"{_MERGED}{identity}:{fqn}"
+            one = _Merged(fqn, source, choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
+            computed[path], compute[fqn] = one, one
             extent = Extent.contiguous(path, 0, choice.dtype, choice.tensor.shape)
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, choice.tensor.shape, Whole(extent))
+        self.noted.compute = {fqn: compute[fqn] for fqn in self.updates}
         ties = {alias: owner for alias, owner in self.base.ties.items() if alias not in self.untied}
         config = self.base.config
         if config is not None and self.untied:
@@ -514,7 +533,12 @@ class _Merge:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
 
 
-def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Update:
+def _is_zero(scaling: float, *factors: Factor) -> Callable[[torch.Tensor], bool]:
+    """Whether nothing is added, by a scaling or a factor that is zero; no weight is looked at."""
+    return lambda _: not scaling or any(not factor.load().any() for factor in factors)
+
+
+def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     """A function of `ckpt.lora.arithmetic` on a weight, an adapter's `factors` as PEFT holds them, and `options`."""
 
     def update(weight: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from ckpt import api
 from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
+from ckpt.lora.effect import Merge, MergedModel
 from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.lora.merge import plan
 from ckpt.move.workers import Resources
@@ -31,7 +32,7 @@ def planned(
     max_shard_size: str,
     names: str,
     workers: int,
-) -> tuple[api.Conversion, Sequence[Adapter]]:
+) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
     model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
     if dequantize:
@@ -68,7 +69,7 @@ def merge_lora(
     restart: bool = False,
     manifest: bool = True,
     progress: api.Progress | None = None,
-) -> api.Converted:
+) -> MergedModel:
     """Merge a LoRA adapter into its base model, as PEFT does, without loading the model, and write it to `output`.
 
     An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache; of

@@ -66,10 +66,14 @@ NAMESPACES = {
 SERVICES = {
     # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
     "kept_names": "converters.names.transformers.ties:kept_names",
+    # which names files of the config's architecture leave out, as they are tied to one that is stored
+    "tied_names": "converters.names.transformers.ties:tied_names",
     # the namespace of a run's own names, where these tell it
     "namespace_of": "converters.names.torchtitan:namespace_of",
     # how a model's files differ from what its architecture saves
     "name_differences": "converters.names.hub.proof:differences",
+    # what a config promises and a checkpoint lacks
+    "lacking": "converters.names.hub.promised:lacking",
     # proves that they do not, or raises
     "prove_names": "converters.names.hub.proof:prove",
     # proves that an adapter's are ones that PEFT loads, or raises

@@ -15,16 +15,17 @@ from ckpt.verify.compare import narrower
 from ckpt.verify.pairs import EQUAL, ONLY_B, Report
 
 
-def as_written(plan: Plan) -> Checkpoint:
+def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
     """The plan's checkpoint with tensors that are cast between bf16 and fp16 as they are written.
 
-    Neither of the two dtypes holds what the other does, so that no rounding makes them comparable.
+    Neither of the two dtypes holds what the other does, so that no rounding makes them comparable.  With `every_cast`
+    tensors of any dtypes that are cast are as they are written.
     """
     source = plan.checkpoint
     tensors, computed = dict(source.tensors), dict(source.computed)
     for slot in (slot for file in plan.target.files for slot in file.slots):
         tensor, dtype = source.tensors[slot.key], slot.extent.dtype
-        if narrower(tensor.dtype, dtype) is None:
+        if narrower(tensor.dtype, dtype) is None or (every_cast and tensor.dtype != dtype):
             path = f"cast:{tensor.role}:{tensor.fqn}"
             computed[path] = partial(_cast, tensor, dtype, source.computed)
             stored = Whole(Extent.contiguous(path, 0, dtype, tensor.shape))

@@ -104,6 +104,7 @@ class HuggingFace(Format):
             + _tie_notes(checkpoint, names)
             + _adapter_notes(chosen, checkpoint, layout)
             + _name_notes(checkpoint, chosen, layout)
+            + _promises(checkpoint, chosen)
             + notes
         )
         dropped = (*training_left_out(checkpoint), *run_files_left_out(checkpoint))
@@ -223,6 +224,17 @@ def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: La
     if layout.read(NameOptions).names == OWN_NAMES:
         return ["the names are not compared with those of the config's architecture, as --names own asks"]
     return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)
+
+
+def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
+    """Notes on what the config promises, and what is written lacks."""
+    from converters.names.hub.promised import lacking
+
+    shapes = {name: choice.tensor.shape for name, choice in chosen.items()}
+    cure = (
+        "--complete-from BASE takes it from the model that was trained, and a config.json without it promises nothing"
+    )
+    return [f"{one}: {cure}" for one in lacking(checkpoint.config, shapes)]
 
 
 def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:

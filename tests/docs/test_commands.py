@@ -76,6 +76,7 @@ COMPARED = {
     ("hf-trainer-resume", ""): "tests/engines/test_trainer_recipe.py",
     ("hf-trainer-resume", "Tried"): "tests/engines/test_trainer_recipe.py",
     ("merge-lora", "A run under ZeRO-3"): "tests/train/test_demo.py",
+    ("merge-lora", "Did it do anything?"): "tests/lora/test_proving.py",
     ("operations", "Spikes"): "tests/engines/test_operations.py",
     ("resume", "From 2 ranks to 3"): "tests/train/test_demo.py",
     ("resume", "How close the losses are"): "tests/engines/test_resume.py",

@@ -31,7 +31,8 @@ _BEHIND = re.compile(
     r"\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__(nf4|fp4))$"
 )
 _INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
-_PEFT = "base_model.model."
+#: How names begin in a model that PEFT wraps.
+PEFT = "base_model.model."
 _SHOWN = 2
 
 
@@ -82,13 +83,14 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         known = saved or known
     if known is None:
         raise _unknown(config, path)
+    differ = compare(known, shapes, config)
     raise LossError(
         f"this is not what save_pretrained of {known.cls} writes, which the config names, "
         "and from_pretrained and others would not find their tensors",
         path=path,
         expected=f"{counted(len(known.required), 'tensor')} under the names that the Hub's files have",
-        found=str(compare(known, shapes, config)),
-        hint=_hint(shapes),
+        found=str(differ),
+        hint=_hint(shapes, differ),
     )
 
 
@@ -102,7 +104,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     transformers is not asked, which takes seconds to import.
     """
     found: list[str] = []
-    for ask in _TABLES if config and not any(name.startswith(_PEFT) for name in shapes) else ():
+    for ask in _TABLES if config and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
@@ -112,6 +114,22 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
         if saved is not None:
             found = [f"names or shapes are not those that save_pretrained of {saved.cls} writes: {wrong}"]
     return found
+
+
+def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
+    """Names that a table of the config's architecture has and that are not among `shapes`, and its class.
+
+    There are none where other names are not as they should be: it is another model's config then.
+    """
+    for ask in _TABLES:
+        try:
+            saved = ask(config)
+        except CkptError:
+            continue
+        if saved is not None:
+            found = compare(saved, shapes, config)
+            return ([] if found.extra or found.shapes else found.missing), saved.cls
+    return [], ""
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
@@ -234,10 +252,15 @@ def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
     )
 
 
-def _hint(shapes: Mapping[str, Shape]) -> str:
-    if any(name.startswith(_PEFT) for name in shapes):
+def _hint(shapes: Mapping[str, Shape], differ: Differences) -> str:
+    if any(name.startswith(PEFT) for name in shapes):
         return (
             "this is a model with PEFT adapters: `ckpt merge-lora PATH` merges them into the base, "
             f"`ckpt convert auto peft PATH` takes them out; {OWN_NAMES}"
+        )
+    if not differ.extra and not differ.shapes:
+        return (
+            "--complete-from BASE takes what is missing from the model that was trained; a config.json that does not "
+            f"promise it needs none of it; {OWN_NAMES}"
         )
     return f"does the config belong to this checkpoint? {OWN_NAMES}"

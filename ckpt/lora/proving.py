@@ -1,0 +1,250 @@
+"""`ckpt verify BASE MERGED --adapter A`: whether a merged model is its base with what the adapter adds, and no more.
+
+Every tensor of the merged model is computed again from the base and the adapter, and compared bit by bit.  One that
+differs is held against the base too: a tool that merged nothing left the base's bits, and one that added in another
+order is off by a small part of what the adapter adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from os import PathLike, fspath
+from typing import Any
+
+from ckpt import api
+from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.returned import Returned
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
+from ckpt.base.typed import typed
+from ckpt.lora.effect import Effects
+from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
+from ckpt.lora.merge import is_merged, plan
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
+from ckpt.plan.dtypes import CASTABLE, DType
+
+#: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
+_ROUNDING = 0.05
+_SHOWN = 20  # tensors of a kind that are named without `verbose`
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A tensor of the merged model that is not what the base and the adapters make it.
+
+    `is_target` says that an adapter changes it; `is_base` that it has the bits of the base all the same.  `off` is how
+    far it is from what it should be, by how far that is from the base.
+    """
+
+    fqn: str
+    what: str
+    is_target: bool
+    is_base: bool = False
+    off: float | None = None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it differs by so little as another order of adding does."""
+        return self.is_target and self.off is not None and self.off < _ROUNDING
+
+    def __str__(self) -> str:
+        name = printable(self.fqn)
+        if self.is_base:
+            return f"{name}: the adapter changes it, and it has the bits of the base"
+        if not self.is_target:
+            return f"{name}: the adapter does not change it, and it is not what the base has: {self.what}"
+        off = "" if self.off is None else f"; it is off by {self.off:.2g} of what the adapter adds"
+        return f"{name}: not what the adapter makes of it: {self.what}{off}"
+
+
+@dataclass(frozen=True, repr=False)
+class MergeReport(Returned):
+    """Whether `merged` is `base` with the adapters merged into it, to the last bit."""
+
+    base: str
+    merged: str
+    num_targets: int
+    num_others: int
+    num_bytes: int
+    deviations: tuple[Deviation, ...]
+    effects: Effects
+    notes: tuple[str, ...] = ()
+    code: int = 0
+
+    def __repr__(self) -> str:
+        outcome = "as the adapter says" if self.equal else "different"
+        return f"<{shown(self.merged)}: {outcome}, {self.num_targets + self.num_others} tensors compared>"
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor has the bits that the base and the adapters make."""
+        return not self.code
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        return self.code
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "equal": self.equal,
+            "base": shown(self.base),
+            "merged": shown(self.merged),
+            "tensors": {"targets": self.num_targets, "others": self.num_others},
+            "bytes_compared": self.num_bytes,
+            "targets": self.effects.to_json(),
+            "deviations": [
+                {
+                    "fqn": printable(one.fqn),
+                    "what": printable(one.what),
+                    "target": one.is_target,
+                    "has_bits_of_base": one.is_base,
+                    "off": one.off,
+                }
+                for one in self.deviations
+            ],
+            "notes": [printable(note) for note in self.notes],
+        }
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """What is not as it should be, line by line, then the counts and the outcome."""
+        named = self.deviations if verbose else self.deviations[:_SHOWN]
+        yield from (f"* {one}" for one in named)
+        if len(named) < len(self.deviations):
+            yield f"... and {len(self.deviations) - len(named)} more; -v lists them all"
+        yield from (f"note: {printable(note)}" for note in self.notes)
+        if self.deviations and all(one.is_rounded for one in self.deviations):
+            yield "note: so small a part is another order of adding or another rounding (a GPU, another dtype)"
+        yield from self.effects.lines()
+        yield self.outcome
+
+    @property
+    def outcome(self) -> str:
+        if self.equal:
+            rest = counted(self.num_others, "other tensor")
+            size = show_size(self.num_bytes)
+            return f"as the adapter says: {counted(self.num_targets, 'tensor')} changed, {rest} equal ({size}), " + (
+                "every bit compared"
+            )
+        targets = [one for one in self.deviations if one.is_target]
+        same = sum(one.is_base for one in targets)
+        of_base = f" ({same} of them with the bits of the base)" if same else ""
+        others = counted(len(self.deviations) - len(targets), "other tensor")
+        changed = f"{len(targets)} of the {self.num_targets} that the adapter changes{of_base}"
+        return f"different: {changed}, {others} of {self.num_others}"
+
+
+@typed
+def verify_merge(
+    base: str | PathLike[str],
+    merged: str | PathLike[str],
+    adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    expert_layout: ExpertLayout | None = None,
+    format: str = "auto",
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    progress: api.Progress | None = None,
+    expected: api.Progress | None = None,
+) -> MergeReport:
+    """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
+
+    Both models may be of any format; `format`, `tag` and `config` are for the merged one.  Adapters are given as for
+    `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a note says so.  `expected` is told first
+    of how many bytes `progress` will be told.  Raises LossError where an adapter does not fit the base.
+    """
+    several = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    found = [open_adapter(fspath(one), expert_layout=expert_layout) for one in several]
+    if not found:
+        raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
+    model, notes = _base(found[0], fspath(base))
+    other = api.open(merged, format, tag=tag, config=config)
+    dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
+    if api.quantized_parts(model) and not api.quantized_parts(other):
+        model = api.dequantized(model, dtype)
+        notes.append("the quantized weights of the base are compared by their plain values")
+    if dtype is not None:
+        notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
+    merge = plan(found, model, Layout(dtype, names="own"))
+    made = merge.as_written()
+    report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)
+    targets = {fqn for (fqn, role), tensor in made.tensors.items() if role in MODEL_ROLES and is_merged(tensor)}
+    wrong = [one for one in report.results if one.status != "="]
+    apart = _from_base(model, other, [one.fqn for one in wrong if one.kind == "values" and one.fqn in targets])
+    deviations = []
+    for one in wrong:
+        between = apart.get(one.fqn)
+        away = one.change.squares[2] if one.change is not None else None
+        deviations.append(
+            Deviation(
+                one.fqn,
+                _difference_words(one),
+                one.fqn in targets,
+                between == 0.0,
+                sqrt(away / between) if away is not None and between else None,
+            )
+        )
+    num_compared = len([one for one in report.results if one.fqn in targets])
+    return MergeReport(
+        model.path,
+        other.path,
+        num_compared,
+        len(report.results) - num_compared,
+        report.num_bytes,
+        tuple(deviations),
+        merge.noted.effects(),
+        tuple(notes),
+        report.exit_code,
+    )
+
+
+def _base(adapter: Adapter, where: str) -> tuple[Checkpoint, list[str]]:
+    """The model at `where`, and notes on whether it is the base that the adapter names."""
+    try:
+        model = open_base(adapter, where)
+    except UsageError as error:
+        model = open_base(adapter, where, accept=True)
+        return model, [f"{error.what}: it names {error.expected}, and this is {error.found}", *model.notes]
+    return model, list(model.notes)
+
+
+def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
+    """The dtype in which the merged model is, where its weights have one, and it is not the base's; None otherwise."""
+    plain = set(CASTABLE.values())
+    one, other = (
+        {tensor.dtype for (_, role), tensor in of.tensors.items() if role in MODEL_ROLES} & plain
+        for of in (base, merged)
+    )
+    return next(iter(other)) if len(other) == 1 and one != other else None
+
+
+def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
+    """The squared distance of each tensor of the merged model from that of the base; 0.0 where the bits are equal."""
+    if not fqns:
+        return {}
+    wanted = set(fqns)
+    a, b = api.as_hub(base), api.as_hub(replace(merged, config=merged.config or base.config))
+    one, other = (
+        replace(of, tensors={key: t for key, t in of.tensors.items() if key[0] in wanted}, ties={}) for of in (a, b)
+    )
+    found = {}
+    for result in api.verify(one, other, only="weights", cast=True, measured=True).results:
+        if result.kind == "equal":
+            found[result.fqn] = 0.0
+        elif result.change is not None:
+            found[result.fqn] = result.change.squares[2]
+    return found
+
+
+def _difference_words(result: Any) -> str:
+    """How a tensor differs, in words."""
+    if result.difference is not None:
+        return str(result.difference)
+    if result.kind in ("shape", "dtype"):
+        return f"{result.kind} {result.b} instead of {result.a}"
+    if result.error is not None:
+        return str(result.error)
+    return "it is missing" if result.kind == "missing" else "the base and the adapter have none of this name"

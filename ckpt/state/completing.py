@@ -1,0 +1,96 @@
+"""A run's checkpoint with what it lacks from another one, of the model that was trained: `--complete-from`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ckpt.base.errors import LossError, UsageError
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
+from ckpt.plan.tensors import Shape, Tensor
+from ckpt.state.naming import as_hub
+
+#: The part of a model that a tensor is of: all before the second number in its name, or before what a layer has.
+_PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
+
+
+def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
+    """`run` under the Hub's names, with every tensor of `base` that it has not; the last note lists them.
+
+    Nothing that the run has is replaced.  UsageError where the two are models of other kinds, LossError where a tensor
+    that both have is not of one shape, but for the rows of a vocabulary.
+    """
+    for key in ("model_type", "num_hidden_layers"):
+        one, other = ((of.config or {}).get(key) for of in (run, base))
+        if None not in (one, other) and one != other:
+            raise UsageError(
+                "this is not the base of the run, which is completed from its own only",
+                path=base.path,
+                expected=f"{key} {one}",
+                found=f"{key} {other}",
+            )
+    if run.is_adapter or base.is_adapter:
+        raise UsageError("a model is completed from a model, and no adapter is one", path=run.path)
+    run = as_hub(run)
+    base = as_hub(replace(base, config=base.config or run.config))
+    has, gives = (
+        {fqn: tensor.shape for (fqn, role), tensor in of.tensors.items() if role in MODEL_ROLES} for of in (run, base)
+    )
+    _check_same(run, base, has, gives)
+    tied = registry.service("tied_names")(run.config, has) if run.config else {}
+    lacks = gives.keys() - has.keys() - run.ties.keys() - tied.keys()
+    taken = {key: tensor for key, tensor in base.tensors.items() if key[0] in lacks and key[1] in MODEL_ROLES}
+    return replace(
+        run,
+        tensors={**run.tensors, **taken},
+        computed={**base.computed, **run.computed},
+        files=tuple({file.path: file for file in (*run.files, *base.files)}.values()),
+        given=replace(run.given, places=tuple(dict.fromkeys((*run.given.places, base.path, *base.given.places)))),
+        notes=(*run.notes, _note_of_taken(base.path, taken)),
+    )
+
+
+def _check_same(run: Checkpoint, base: Checkpoint, has: Mapping[str, Shape], gives: Mapping[str, Shape]) -> None:
+    """Raise an error where the tensors that both have tell that one is not the other's base."""
+    common = [fqn for fqn in has if fqn in gives]
+    if not common:
+        raise LossError("no name of the run is in this base", path=base.path, expected=next(iter(has), None))
+    rows = {*_vocabularies(run.config), *_vocabularies(base.config)}
+    for fqn in common:
+        one, other = has[fqn], gives[fqn]
+        is_resized = one[1:] == other[1:] and {one[:1], other[:1]} & {(size,) for size in rows}
+        if one != other and not is_resized:
+            raise LossError(
+                "this is not the base of the run: a tensor has another shape",
+                path=base.path,
+                fqn=fqn,
+                expected=f"shape {list(one)}",
+                found=f"shape {list(other)}",
+            )
+
+
+def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
+    for source in (config or {}, (config or {}).get("text_config")):
+        size = source.get("vocab_size") if isinstance(source, Mapping) else None
+        if isinstance(size, int):
+            yield size
+
+
+def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
+    """A note with the parts of the model that were taken, all of them."""
+    if not taken:
+        return f"nothing is taken from {path}: the run lacks nothing that it has"
+    parts: dict[str, list[Tensor]] = {}
+    for (fqn, _), tensor in taken.items():
+        match = _PART.match(fqn)
+        parts.setdefault(match[0] if match else fqn, []).append(tensor)
+    listed = ", ".join(
+        f"{part} ({counted(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
+        for part, of in parts.items()
+    )
+    return f"taken from {path} as it is there, as the run has nothing of it: {listed}"
