@@ -1,8 +1,8 @@
 """Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`.
 
 The jobs are as `tests.frameworks.worker` has them; Transformer Engine's wheel is unpacked in `ENGINE`.  Layers, names,
-the order of parameters, buffers and files are those of megatron-core's specs for Transformer Engine over its own modules.
-These compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
+the order of parameters, buffers and files are those of megatron-core's specs for it over its own modules.  These
+compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
 """
 
 import zlib

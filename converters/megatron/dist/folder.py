@@ -12,6 +12,8 @@ from ckpt.containers.dcp.metadata import METADATA
 from ckpt.move.source import read_file
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
+#: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
+WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )
@@ -23,6 +25,11 @@ def is_iteration(folder: Path) -> bool:
     if not folder.is_dir():
         return False
     return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / METADATA).is_file())
+
+
+def is_nemo(folder: Path) -> bool:
+    """Whether megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
+    return is_iteration(folder) and folder.name == WEIGHTS and (folder.parent / CONTEXT).is_dir()
 
 
 def is_fsdp_iteration(folder: Path) -> bool:

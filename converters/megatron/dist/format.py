@@ -9,6 +9,9 @@
 Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
 are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
 
+NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
+Megatron-LM's: of it the model is read.
+
 `fsdp_dtensor`, which is DCP without these files, is read as well: see `converters.megatron.dist.fsdp`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
@@ -24,7 +27,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
-from converters.megatron.dist.folder import BACKENDS, COMMON, is_fsdp_iteration, is_iteration
+from converters.megatron.dist.folder import BACKENDS, COMMON, WEIGHTS, is_fsdp_iteration, is_iteration, is_nemo
 from converters.megatron.folder import find_iteration, is_iterations_name
 
 
@@ -41,7 +44,8 @@ class MegatronDist(Format):
     ranks_on_axes = "all"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        _refuse_nemo(path if tag is None else confined(path, tag))
+        if (weights := _nemos(path if tag is None else confined(path, tag))) is not None:
+            return weights
         found = find_iteration(path, tag, _is_read)
         if found is None:
             other = find_iteration(path, tag, lambda folder: (folder / ".metadata").is_file())
@@ -72,16 +76,21 @@ class MegatronDist(Format):
 MEGATRON_DIST = MegatronDist()
 
 
-def _refuse_nemo(path: Path) -> None:
-    """NotFoundError for a checkpoint of NeMo 2: a torch_dist folder `weights` beside `context`, its names NeMo's."""
-    for folder in (path, path.parent, *folders_in(path / "checkpoints")):
-        if (folder / "context").is_dir() and (folder / "weights" / ".metadata").is_file():
-            raise NotFoundError(
-                "this is a checkpoint of NeMo 2, whose names and optimizer in torch_dist files are not read",
-                path=folder,
-                found="weights/.metadata beside context/",
-                hint="NeMo's own llm.export_ckpt(path, target='hf') makes a Hugging Face folder of it",
-            )
+def _nemos(path: Path) -> Path | None:
+    """The weights in a checkpoint of NeMo 2, or in the only one of a run.  NotFoundError where there are several."""
+    for folder in (path, path / WEIGHTS):
+        if is_nemo(folder):
+            return folder
+    found = [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]
+    if len(found) > 1:
+        raise NotFoundError(
+            "there are several checkpoints of NeMo 2 here, and nothing records which one is meant",
+            path=path,
+            expected="one of them",
+            found=", ".join(sorted(folder.parent.name for folder in found)),
+            hint=f"give one: {max(found).parent}",
+        )
+    return found[0] if found else None
 
 
 def _is_read(folder: Path) -> bool:
