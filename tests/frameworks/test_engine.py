@@ -27,7 +27,7 @@ SOURCES = [
 #: (the run's name, the job that loads it, the target's format, what ckpt is told)
 MOVES = [
     ("dist", Job("dist-ep4", 4, ep=4, engine=True), "megatron-dist", "--world-size 4 --pp 1 --ep 4"),
-    ("dist", Job("dist-tp2", 2, tp=2, engine=True), "megatron-dist", "--world-size 2 --tp 2 --pp 1 --ep 1"),
+    ("dist", Job("dist-tp2", 2, tp=2, engine=True), "megatron-dist", "--world-size 2 --tp 2 --pp 1 --ep 1 --etp 1"),
     ("fp8", Job("fp8-ep4", 4, FP8, ep=4, engine=True), "megatron-dist", "--world-size 4 --ep 4"),
     ("dist", Job("to-torch", 2, ep=2, engine=True), "megatron", "--world-size 2 --pp 1 --ep 2"),
     ("torch", Job("from-torch", 2, ep=2, engine=True), "megatron-dist", ""),

@@ -13,10 +13,12 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
-from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo
+from converters.megatron.dist import torch_dcp
+from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo, is_torch_dcp_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
+from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
@@ -25,6 +27,8 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     if is_iteration(path):
         reading = read_folder(path)
         optimizers = read_optimizer(reading)
+    elif is_torch_dcp_iteration(path):
+        reading, optimizers = torch_dcp.read_folder(path), Optimizers()
     else:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors = reading.tensors()

@@ -17,6 +17,7 @@ WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )
+_PLAIN_MARK = re.compile(rb"model\.decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.))")
 _MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
 
 
@@ -34,7 +35,16 @@ def is_nemo(folder: Path) -> bool:
 
 def is_fsdp_iteration(folder: Path) -> bool:
     """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
+    return _is_plain(folder, _MARK)
+
+
+def is_torch_dcp_iteration(folder: Path) -> bool:
+    """Whether this is DCP's folder of a GPT model of megatron-core under torch's FSDP2, by names in the same way."""
+    return _is_plain(folder, _PLAIN_MARK)
+
+
+def _is_plain(folder: Path, mark: re.Pattern[bytes]) -> bool:
     path = folder / METADATA
     if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
         return False
-    return _MARK.search(read_file(path, _MARKED)) is not None
+    return mark.search(read_file(path, _MARKED)) is not None

@@ -12,7 +12,8 @@ are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron
 NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
 Megatron-LM's: of it the model is read.
 
-`fsdp_dtensor`, which is DCP without these files, is read as well: see `converters.megatron.dist.fsdp`.
+`fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read as well: see `converters.megatron.dist.fsdp`
+and `converters.megatron.dist.torch_dcp`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
 core.py); Megatron-LM of August 2026, training/checkpointing.py.
@@ -27,7 +28,15 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
-from converters.megatron.dist.folder import BACKENDS, COMMON, WEIGHTS, is_fsdp_iteration, is_iteration, is_nemo
+from converters.megatron.dist.folder import (
+    BACKENDS,
+    COMMON,
+    WEIGHTS,
+    is_fsdp_iteration,
+    is_iteration,
+    is_nemo,
+    is_torch_dcp_iteration,
+)
 from converters.megatron.folder import find_iteration, is_iterations_name
 
 
@@ -51,10 +60,10 @@ class MegatronDist(Format):
             other = find_iteration(path, tag, lambda folder: (folder / ".metadata").is_file())
             if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
-                    "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
-                    "--ckpt-format torch_dcp, whose names in Megatron are not read",
+                    "PyTorch's distributed checkpoint without megatron-core's files, and without names that "
+                    "Megatron-LM writes with --ckpt-format torch_dcp or fsdp_dtensor",
                     path=other,
-                    expected=f"{COMMON} or {BACKENDS}, or names of Megatron-FSDP's in the metadata",
+                    expected=f"{COMMON} or {BACKENDS}, or model.decoder.layers. in the metadata",
                     hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
                     "dcp, under the names that it has",
                 )
@@ -94,4 +103,4 @@ def _nemos(path: Path) -> Path | None:
 
 
 def _is_read(folder: Path) -> bool:
-    return is_iteration(folder) or is_fsdp_iteration(folder)
+    return is_iteration(folder) or is_fsdp_iteration(folder) or is_torch_dcp_iteration(folder)
