@@ -18,7 +18,6 @@ from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
-from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
@@ -28,7 +27,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading = read_folder(path)
         optimizers = read_optimizer(reading)
     elif is_torch_dcp_iteration(path):
-        reading, optimizers = torch_dcp.read_folder(path), Optimizers()
+        reading, optimizers = torch_dcp.read_folder(path)
     else:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors = reading.tensors()

@@ -20,23 +20,21 @@ FIXTURE = FIXTURES / "megatron-torch-dcp"
 FOLDER = "iter_0000002"
 
 
-def test_every_tensor_of_the_model_is_what_the_ranks_held() -> None:
-    checkpoint = ckpt.open(FIXTURE)
-    expected = {key: value for key, value in held(FIXTURE / "truth").tensors.items() if key[1] in ("weight", "buffer")}
+def test_every_tensor_is_what_the_ranks_held() -> None:
+    checkpoint, known = ckpt.open(FIXTURE), held(FIXTURE / "truth")
     assert (checkpoint.format, checkpoint.world_size, checkpoint.state.step) == ("megatron-dist", 2, 2)
-    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == expected
-    assert any("numbers and no names" in note for note in checkpoint.notes)
+    assert {role for _, role in known.tensors} == {"weight", "master", "exp_avg", "exp_avg_sq"}
+    assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == known.tensors
+    assert set(checkpoint.state.scalars["step"].values()) == set(known.facts["steps"]) == {2}
+    assert {frozenset(group.fqns) for group in checkpoint.state.param_groups} == {
+        frozenset(members) for _, members in known.facts["groups"]
+    }
 
 
 def test_it_is_written_as_torch_dist(tmp_path: Path) -> None:
     done = commands.ckpt("convert", "auto", "megatron-dist", FIXTURE, "-o", tmp_path / "out", "--ep", "2")
     assert done.code == 0, done.err
     assert commands.ckpt("verify", FIXTURE, tmp_path / "out").code == 0
-
-
-def test_nothing_is_resumed_without_its_optimizer(tmp_path: Path) -> None:
-    done = commands.ckpt("resume", FIXTURE)
-    assert done.code == 6 and "no checkpoint with an optimizer" in done.err, done.err
 
 
 LAYER = "decoder.layers.0."
@@ -61,6 +59,7 @@ def test_faults(
     if args is not None:
         state["args"] = Namespace(**{"num_layers": 1, "tensor_model_parallel_size": 1, **args})
     dcp.save(state, checkpoint_id=tmp_path / FOLDER, no_dist=True)
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     with pytest.raises(error) as caught:
         ckpt.open(tmp_path)
     assert said in str(caught.value) + str(getattr(caught.value, "found", ""))
