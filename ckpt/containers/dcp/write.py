@@ -184,7 +184,9 @@ class Writing:
         self.values, self.pieces = [], []  # a large model has many: they go as they are laid out
         places: _Places = {}
         files = [self._file(rank, by_rank.pop(0), places) for rank in range(self.num_ranks)]
-        content = dumps(self._metadata(places), protocol=4)
+        metadata = self._metadata(places)
+        places.clear()
+        content = dumps(metadata, protocol=4)
         return [*files, TargetFile.of_bytes(self.prefix + METADATA, content)]
 
     def _file(self, rank: int, items: list[_Item], places: _Places) -> TargetFile:

@@ -73,9 +73,12 @@ def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef |
     """
     if protocol not in (2, 4):
         raise ValueError(f"protocol {protocol}: only 2 and 4 are written")
-    encoder = _Encoder(protocol, tensors)
+    encoder = _Encoder(protocol, tensors, bytearray((0x80, protocol)))
     encoder.save(value)
-    return bytes(b"\x80" + bytes([protocol]) + encoder.out + b".")
+    out = encoder.out
+    del encoder  # and its memo, before there are two copies of what may be large
+    out += b"."
+    return bytes(out)
 
 
 @dataclass(slots=True)
