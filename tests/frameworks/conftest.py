@@ -8,6 +8,8 @@ from packaging.version import Version
 
 #: The first one whose Megatron-LM starts as `tests.frameworks.worker` starts it.
 _FIRST = "0.18"
+#: And whose specs `tests.frameworks.engine_worker` builds over Transformer Engine's modules.
+_WITH_ENGINE = "0.19"
 
 
 def _installed() -> Version | None:
@@ -19,3 +21,5 @@ def _installed() -> Version | None:
 
 _version = _installed()
 collect_ignore_glob = [] if _version is not None and _version >= Version(_FIRST) else ["test_*.py"]
+if _version is not None and _version < Version(_WITH_ENGINE):
+    collect_ignore_glob.append("test_engine.py")

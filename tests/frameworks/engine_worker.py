@@ -1,36 +1,51 @@
 """Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`.
 
 The jobs are as `tests.frameworks.worker` has them; Transformer Engine's wheel is unpacked in `ENGINE`.  Layers, names,
-order of parameters, buffers and files are those of megatron-core's specs for Transformer Engine over its own modules.
-These compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
+the order of parameters, buffers and files are those of megatron-core's specs for it over its own modules.  These
+compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
 """
 
+import os
 import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tests.frameworks import worker
 from tests.frameworks.engine_double import install
 from tests.frameworks.runs import ENGINE
 
+#: Whether this rank is to load a run.
+_loads = False
+
 
 def main() -> None:
     import torch
 
     torch.cuda.is_available = lambda: True  # which Transformer Engine asks as it is made, and megatron-core as well
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # its own FP8 state, which is a pickle
     install(ENGINE)
     torch.cuda.is_available = lambda: False
     from megatron.core import optimizer, utils
-    from megatron.core.optimizer import clip_grads
+    from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as stepping
 
     optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+    distrib_optimizer.HAVE_APEX_OR_TE = False
     for module in (clip_grads, stepping):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
     clip_grads.l2_norm_impl = utils.local_multi_tensor_l2_norm
     worker._build_model = _build_model
     worker._step = _step
+    worker._run = partial(_run, worker._run)
     worker.main()
+
+
+def _run(run: Callable[[dict[str, Any]], Any], job: dict[str, Any]) -> Any:
+    global _loads
+    _loads = bool(job.get("load"))
+    return run(job)
 
 
 def _build_model(
@@ -73,7 +88,10 @@ def _build_model(
 
 
 def _scale(chunk: Any) -> None:
-    """What the first forward pass in fp8 makes: scales and their history, with numbers that tell modules apart."""
+    """What the first forward pass in fp8 makes: scales and their history, with numbers that tell modules apart.
+
+    A run that is to load others begins with zeros.
+    """
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
@@ -84,7 +102,7 @@ def _scale(chunk: Any) -> None:
             module.fp8_meta |= {"recipe": recipe, "num_gemms": getattr(module, "num_gemms", 1)}
             module.init_fp8_meta_tensors(recipe)
             for state in ("scaling_fwd", "scaling_bwd"):
-                module.fp8_meta[state].scale.fill_(1 + zlib.crc32(name.encode()) % 1000)
+                module.fp8_meta[state].scale.fill_(0 if _loads else 1 + zlib.crc32(name.encode()) % 1000)
 
 
 def _step(model: list[Any], optimizer: Any, scheduler: Any, step: int) -> float:

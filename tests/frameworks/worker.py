@@ -25,7 +25,8 @@ from typing import Any
 def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         jobs = [json.loads(line) for line in file]
-    os.environ |= {"CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # torch's FSDP asks for more
     import gc
 
     import megatron.training.training  # noqa: F401

@@ -1,13 +1,11 @@
 """`ckpt/run_folder/opening.py`: folders that are of no format here: the message says what is there, and what to do.
 
 The names are those that the frameworks write: deepspeed 0.19.8 (runtime/engine.py, `_get_expert_ckpt_name`,
-`_get_optimizer_ckpt_name`, `_get_ckpt_name`), NeMo 2 (nemo/lightning/ckpt_utils.py), diffusers' training scripts,
-NeMo 1's EMA callback.
+`_get_optimizer_ckpt_name`, `_get_ckpt_name`), diffusers' training scripts, NeMo 1's EMA callback.
 """
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -48,17 +46,6 @@ def test_deepspeed_says_which_ranks_are_there(tmp_path: Path, case: str, format:
         with pytest.raises(NotFoundError, match=what) as caught:
             api.open(path, format)
         assert hint in str(caught.value.hint) and str(step) in str(caught.value.path)
-
-
-def test_nemo_2_is_named(fixtures: Path, tmp_path: Path) -> None:
-    """NeMo 2 has megatron-core write its `weights`."""
-    run = tmp_path / "run"
-    step = fill(run / "checkpoints" / "model--step=10-last", ("context/model.yaml",))
-    shutil.copytree(fixtures / "megatron-dist-flattened" / "iter_0000002", step / "weights")
-    for path in (run, step, step / "weights"):
-        with pytest.raises(NotFoundError, match="checkpoint of NeMo 2") as caught:
-            api.open(path)
-        assert "export_ckpt" in str(caught.value.hint) and str(caught.value.path) == str(step)
 
 
 def test_files_that_stand_by_themselves_are_listed(tmp_path: Path) -> None:

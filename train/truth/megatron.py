@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from train.truth.pieces import Piece, Place, bits
 
@@ -109,7 +110,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
     """This rank's part of every parameter and buffer; without `parameters`, of the buffers alone."""
     return [
-        Piece("weight" if is_parameter else "buffer", place, 0, tensor.detach().cpu().reshape(-1).clone())
+        Piece("weight" if is_parameter else "buffer", place, 0, _elements(tensor))
         for chunk in chunks
         for place, tensor, is_parameter in placed(chunk)
         if parameters or not is_parameter
@@ -128,8 +129,14 @@ def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]
                 tensors["master"] = master
             for role, value in tensors.items():
                 if torch.is_tensor(value) and value.shape == master.shape and role != "step":
-                    pieces.append(Piece(role, place, start, value.detach().cpu().reshape(-1).clone()))
+                    pieces.append(Piece(role, place, start, _elements(value)))
     return pieces
+
+
+def _elements(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy of its elements; under torch's FSDP2, of all ranks' parts."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu().reshape(-1).clone()
 
 
 def leaves(optimizer: Any) -> Iterator[Any]:

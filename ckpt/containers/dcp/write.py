@@ -30,6 +30,8 @@ from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
+#: File, offset and length of each item, by key and the offsets of its box.
+_Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
 _VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
 
 
@@ -179,12 +181,15 @@ class Writing:
         by_rank: list[list[_Item]] = [[] for _ in range(self.num_ranks)]
         for rank, item in (*self.values, *self.pieces):
             by_rank[rank].append(item)
-        places: dict[tuple[str, Shape | None], Record] = {}
-        files = [self._file(rank, items, places) for rank, items in enumerate(by_rank)]
-        content = dumps(self._metadata(places), protocol=4)
+        self.values, self.pieces = [], []  # a large model has many: they go as they are laid out
+        places: _Places = {}
+        files = [self._file(rank, by_rank.pop(0), places) for rank in range(self.num_ranks)]
+        metadata = self._metadata(places)
+        places.clear()
+        content = dumps(metadata, protocol=4)
         return [*files, TargetFile.of_bytes(self.prefix + METADATA, content)]
 
-    def _file(self, rank: int, items: list[_Item], places: dict[tuple[str, Shape | None], Record]) -> TargetFile:
+    def _file(self, rank: int, items: list[_Item], places: _Places) -> TargetFile:
         name = f"__{rank}_0.distcp"
         path = self.prefix + name
         literals: list[tuple[int, bytes]] = []
@@ -199,9 +204,8 @@ class Writing:
                     (slot.key, slot.region) if (one := _only_fill(item.root)) is None else (one.key, one.region)
                 )
                 slots.append(Slot(key, region, extent))
-            info = {"relative_path": name, "offset": at, "length": part.size}
             where = None if item.box is None else item.box.offsets
-            places[item.key, where] = Record(_FILESYSTEM, "_StorageInfo", state=info)
+            places[item.key, where] = name, at, part.size
             at += part.size
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
@@ -217,19 +221,20 @@ class Writing:
             alike = self._alike[kind] = torch_item(root)
         return alike
 
-    def _metadata(self, places: Mapping[tuple[str, Shape | None], Record]) -> Record:
+    def _metadata(self, places: _Places) -> Record:
         described: dict[str, Record] = {}
         stored: dict[Record, Record] = {}
+        sizes = _Sizes()
         for key in self.paths:
             if key not in self.tensors:
                 described[key] = Record(_METADATA, "BytesStorageMetadata")
-                stored[_index(key, None, None)] = places[key, None]
+                stored[_index(key, None, None, sizes)] = _storage_info(*places[key, None])
                 continue
             dtype, shape, boxes = self.tensors[key]
-            described[key] = _tensor_metadata(dtype, shape, boxes)
+            described[key] = _tensor_metadata(dtype, shape, boxes, sizes)
             for number, box in enumerate(boxes):
                 place = places[self.aliases.get(key, key), box.offsets]
-                stored[_index(key, box.offsets, number)] = Record(place.module, place.name, state=dict(place.state))
+                stored[_index(key, box.offsets, number, sizes)] = _storage_info(*place)
         state = {
             "state_dict_metadata": described,
             "planner_data": self.paths if self.is_nested else None,
@@ -246,19 +251,31 @@ def _only_fill(root: Any) -> FromSource | None:
     return fill[0] if len(fill) == 1 and isinstance(fill[0], FromSource) else None
 
 
-def _tensor_metadata(dtype: DType, shape: Shape, boxes: list[Box]) -> Record:
+class _Sizes(dict[Shape, Size]):
+    """One torch.Size for each shape, however often it stands in the metadata."""
+
+    def __missing__(self, shape: Shape) -> Size:
+        return self.setdefault(shape, Size(shape))
+
+
+def _tensor_metadata(dtype: DType, shape: Shape, boxes: list[Box], sizes: _Sizes) -> Record:
     layout = Record("torch.serialization", "_get_layout", ("torch.strided",))
     encoding = Record(_METADATA, "_MEM_FORMAT_ENCODING", (0,))  # contiguous
     properties = Record(_METADATA, "TensorProperties", state=(dtype, layout, False, encoding, False))
     chunks = [
-        Record(_METADATA, "ChunkStorageMetadata", state={"offsets": Size(box.offsets), "sizes": Size(box.sizes)})
+        Record(_METADATA, "ChunkStorageMetadata", state={"offsets": sizes[box.offsets], "sizes": sizes[box.sizes]})
         for box in boxes
     ]
     return Record(
-        _METADATA, "TensorStorageMetadata", state={"properties": properties, "size": Size(shape), "chunks": chunks}
+        _METADATA, "TensorStorageMetadata", state={"properties": properties, "size": sizes[shape], "chunks": chunks}
     )
 
 
-def _index(key: str, offset: Shape | None, number: int | None) -> Record:
-    where = {} if offset is None else {"offset": Size(offset)}
+def _storage_info(name: str, offset: int, length: int) -> Record:
+    info = {"relative_path": name, "offset": offset, "length": length}
+    return Record(_FILESYSTEM, "_StorageInfo", state=info)
+
+
+def _index(key: str, offset: Shape | None, number: int | None, sizes: _Sizes) -> Record:
+    where = {} if offset is None else {"offset": sizes[offset]}
     return Record(_METADATA, "MetadataIndex", state={"fqn": key, "index": number, **where})

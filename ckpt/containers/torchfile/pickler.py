@@ -73,9 +73,12 @@ def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef |
     """
     if protocol not in (2, 4):
         raise ValueError(f"protocol {protocol}: only 2 and 4 are written")
-    encoder = _Encoder(protocol, tensors)
+    encoder = _Encoder(protocol, tensors, bytearray((0x80, protocol)))
     encoder.save(value)
-    return bytes(b"\x80" + bytes([protocol]) + encoder.out + b".")
+    out = encoder.out
+    del encoder  # and its memo, before there are two copies of what may be large
+    out += b"."
+    return bytes(out)
 
 
 @dataclass(slots=True)
@@ -85,8 +88,9 @@ class _Encoder:
     protocol: int
     tensors: Callable[[Any], TensorRef | None] | None
     out: bytearray = field(default_factory=bytearray)
-    #: By identity; the object is kept, so that its id is not given to another one.
-    memo: dict[int, tuple[int, Any]] = field(default_factory=dict)
+    #: By identity; the objects are kept, so that their ids are not given to others.
+    memo: dict[int, int] = field(default_factory=dict)
+    kept: list[Any] = field(default_factory=list)
     texts: dict[str, int] = field(default_factory=dict)
     names: dict[tuple[str, str], int] = field(default_factory=dict)
 
@@ -101,7 +105,7 @@ class _Encoder:
             return
         known = self.memo.get(id(value))
         if known is not None:
-            self.get(known[0])
+            self.get(known)
             return
         writer = _OBJECTS.get(kind)
         if writer is not None:
@@ -127,7 +131,8 @@ class _Encoder:
         return index
 
     def put(self, value: Any) -> None:
-        self.memo[id(value)] = (self.next_index(), value)
+        self.memo[id(value)] = self.next_index()
+        self.kept.append(value)
 
     def get(self, index: int) -> None:
         self.out += b"h%c" % index if index < 256 else b"j" + _u32(index)
@@ -345,7 +350,7 @@ def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
         encoder.put(value)
     else:  # it contains itself through a Record: writing its items has written it, so that one is fetched
         encoder.out += b"0"
-        encoder.get(known[0])
+        encoder.get(known)
 
 
 def _list(encoder: _Encoder, value: list[Any]) -> None:

@@ -13,8 +13,9 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
+from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others
-from converters.megatron.dist.folder import is_iteration
+from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo, is_torch_dcp_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
@@ -27,12 +28,15 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     if is_iteration(path):
         reading = read_folder(path)
         optimizers = read_optimizer(reading)
+    elif is_torch_dcp_iteration(path):
+        reading, optimizers = torch_dcp.read_folder(path)
     else:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors = reading.tensors()
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     refuse_others(parameters, path)
-    folders = tuple(p for p in (request.config, path, path.parent) if p)
+    beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
+    folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
     checkpoint = Checkpoint(

@@ -12,9 +12,12 @@ from ckpt.containers.dcp.metadata import METADATA
 from ckpt.move.source import read_file
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
+#: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
+WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )
+_PLAIN_MARK = re.compile(rb"model\.decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.))")
 _MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
 
 
@@ -25,9 +28,23 @@ def is_iteration(folder: Path) -> bool:
     return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / METADATA).is_file())
 
 
+def is_nemo(folder: Path) -> bool:
+    """Whether megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
+    return is_iteration(folder) and folder.name == WEIGHTS and (folder.parent / CONTEXT).is_dir()
+
+
 def is_fsdp_iteration(folder: Path) -> bool:
     """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
+    return _is_plain(folder, _MARK)
+
+
+def is_torch_dcp_iteration(folder: Path) -> bool:
+    """Whether this is DCP's folder of a GPT model of megatron-core under torch's FSDP2, by names in the same way."""
+    return _is_plain(folder, _PLAIN_MARK)
+
+
+def _is_plain(folder: Path, mark: re.Pattern[bytes]) -> bool:
     path = folder / METADATA
     if not path.is_file() or (folder / BACKENDS).is_file() or (folder / COMMON).is_file():
         return False
-    return _MARK.search(read_file(path, _MARKED)) is not None
+    return mark.search(read_file(path, _MARKED)) is not None

@@ -9,7 +9,11 @@
 Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
 are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
 
-`fsdp_dtensor`, which is DCP without these files, is read as well: see `converters.megatron.dist.fsdp`.
+NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
+Megatron-LM's: of it the model is read.
+
+`fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read as well: see `converters.megatron.dist.fsdp`
+and `converters.megatron.dist.torch_dcp`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
 core.py); Megatron-LM of August 2026, training/checkpointing.py.
@@ -24,7 +28,15 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
-from converters.megatron.dist.folder import BACKENDS, COMMON, is_fsdp_iteration, is_iteration
+from converters.megatron.dist.folder import (
+    BACKENDS,
+    COMMON,
+    WEIGHTS,
+    is_fsdp_iteration,
+    is_iteration,
+    is_nemo,
+    is_torch_dcp_iteration,
+)
 from converters.megatron.folder import find_iteration, is_iterations_name
 
 #: What NeMo 2 puts beside the weights of an adapter.
@@ -44,16 +56,17 @@ class MegatronDist(Format):
     ranks_on_axes = "all"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        _refuse_nemo(path if tag is None else confined(path, tag))
+        if (weights := _nemos(path if tag is None else confined(path, tag))) is not None:
+            return weights
         found = find_iteration(path, tag, _is_read)
         if found is None:
             other = find_iteration(path, tag, lambda folder: (folder / ".metadata").is_file())
             if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
-                    "PyTorch's distributed checkpoint without megatron-core's files: Megatron-LM writes such with "
-                    "--ckpt-format torch_dcp, whose names in Megatron are not read",
+                    "PyTorch's distributed checkpoint without megatron-core's files, and without names that "
+                    "Megatron-LM writes with --ckpt-format torch_dcp or fsdp_dtensor",
                     path=other,
-                    expected=f"{COMMON} or {BACKENDS}, or names of Megatron-FSDP's in the metadata",
+                    expected=f"{COMMON} or {BACKENDS}, or model.decoder.layers. in the metadata",
                     hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
                     "dcp, under the names that it has",
                 )
@@ -77,20 +90,30 @@ class MegatronDist(Format):
 MEGATRON_DIST = MegatronDist()
 
 
-def _refuse_nemo(path: Path) -> None:
-    """NotFoundError for a checkpoint of NeMo 2: a torch_dist folder `weights` beside `context`, its names NeMo's."""
-    for folder in (path, path.parent, *folders_in(path / "checkpoints")):
-        if (folder / "context").is_dir() and (folder / "weights" / ".metadata").is_file():
-            is_adapter = (folder / "weights" / _NEMO_ADAPTER).is_file()
-            what = "an adapter" if is_adapter else "a checkpoint"
-            target, made = ("hf-peft", "PEFT") if is_adapter else ("hf", "Hugging Face")
-            raise NotFoundError(
-                f"this is {what} of NeMo 2, whose names and optimizer in torch_dist files are not read",
-                path=folder,
-                found="weights/.metadata beside context/",
-                hint=f"NeMo's own llm.export_ckpt(path, target='{target}') makes a {made} folder of it",
-            )
+def _nemos(path: Path) -> Path | None:
+    """The weights in a checkpoint of NeMo 2, or in the only one of a run.
+
+    NotFoundError where there are several, or an adapter's.
+    """
+    known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
+    found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]
+    if not known and len(found) > 1:
+        raise NotFoundError(
+            "there are several checkpoints of NeMo 2 here, and nothing records which one is meant",
+            path=path,
+            expected="one of them",
+            found=", ".join(sorted(folder.parent.name for folder in found)),
+            hint=f"give one: {max(found).parent}",
+        )
+    if found and (found[0] / _NEMO_ADAPTER).is_file():
+        raise NotFoundError(
+            "this is an adapter of NeMo 2, whose names in torch_dist files are not read",
+            path=found[0].parent,
+            found=f"{WEIGHTS}/{_NEMO_ADAPTER} beside context/",
+            hint="NeMo's own llm.export_ckpt(path, target='hf-peft') makes a PEFT folder of it",
+        )
+    return found[0] if found else None
 
 
 def _is_read(folder: Path) -> bool:
-    return is_iteration(folder) or is_fsdp_iteration(folder)
+    return is_iteration(folder) or is_fsdp_iteration(folder) or is_torch_dcp_iteration(folder)

@@ -72,7 +72,7 @@ def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
     stored = _SavedState.of(folder)
     reading = stored.reading
     _note_model(stored)
-    _check_layers(reading)
+    check_layers(reading)
     _check_experts(reading)
     _check_sinks(reading)
     _note_random_states(stored)
@@ -268,7 +268,8 @@ def _are_all(found: set[int], number: int) -> bool:
     return len(found) == number and found == set(range(number))
 
 
-def _check_layers(reading: DistReading) -> None:
+def check_layers(reading: DistReading) -> None:
+    """LossError where layers are missing that the arguments record."""
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
     number = _recorded_number(reading, "num_layers") or max(found, default=-1) + 1
     if not _are_all(found, number):
@@ -277,7 +278,7 @@ def _check_layers(reading: DistReading) -> None:
             path=reading.folder,
             expected=f"{number} layers",
             found=f"{len(found)} layers",
-            hint="Megatron-FSDP is for --pipeline-model-parallel-size 1",
+            hint="FSDP is for --pipeline-model-parallel-size 1",
         )
 
 

@@ -22,7 +22,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
-from converters.megatron.dist.folder import BACKENDS, COMMON
+from converters.megatron.dist.folder import BACKENDS, COMMON, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_larger
@@ -35,6 +35,8 @@ _CLASSES = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",  # 0.15
 )
 _EXTRA = "._extra_state"
+#: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
+_NEMO = "module."
 _MAX_NAMES = 1 << 20
 
 
@@ -102,8 +104,8 @@ class DistReading:
             found[key] = Tensor(*key, dtype, shape, source, native if native != dtype else None, copies)
         return found
 
-    def _common(self) -> Mapping[Any, Any]:
-        """What all ranks have in common: arguments, param groups, iteration."""
+    def read_common(self) -> Mapping[Any, Any]:
+        """What all ranks have in common: arguments, param groups, iteration; call after `read_objects`."""
         stored = next(iter(self.objects.pop(_COMMON_STATE, {}).values()), None)
         path = self.folder / COMMON
         if stored is None and not path.is_file():
@@ -133,7 +135,15 @@ class DistReading:
                 one = TensorKey.parse(parsed.key)
                 scales[one.at(parsed.offsets[: one.num_dims])] = value[0]
         self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
-        self.common = self._common()
+
+    def keep_nemos(self, found: Mapping[str, Any]) -> dict[str, Any]:
+        """The model in what NeMo 2 saved, by Megatron's own keys; the rest is left out, and a note says so."""
+        kept = {key.removeprefix(_NEMO): leaf for key, leaf in found.items() if key.startswith(_NEMO)}
+        self.notes.append(
+            "a checkpoint of NeMo 2: its training state is left out, "
+            f"{len(found) - len(kept)} items beside the model's and {COMMON}"
+        )
+        return kept
 
     def read_keys(self, models: Collection[str], tensors: Mapping[str, FoundTensor]) -> None:
         """Note the model's tensors and those optimizer states that have keys of their own."""
@@ -207,10 +217,14 @@ def read_folder(folder: Path) -> DistReading:
     _check_backends(folder)
     reading = DistReading(folder)
     metadata = read_metadata(folder, _CLASSES)
-    found = dict(zip(metadata.keys, reading.data.read(metadata), strict=True))
+    found, nemo = dict(zip(metadata.keys, reading.data.read(metadata), strict=True)), is_nemo(folder)
+    if nemo:
+        found = reading.keep_nemos(found)
     tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, FoundTensor)}
     reading.data.count_ranks(folder)
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
+    if not nemo:
+        reading.common = reading.read_common()
     models = {key: None for key in tensors if is_models(key)}
     reading.read_keys(models.keys(), tensors)
     check_larger(any(key.startswith(LANGUAGE) for key in models), models, folder)

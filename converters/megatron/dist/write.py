@@ -131,12 +131,13 @@ class _Tensors:
                 found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
             )
         # A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of.
-        boxes = list(dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1))
-        tiles = [
-            (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(members[index], box))
+        cut = dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1)
+        boxes = [(box, (1,) * len(sizes) + box.sizes) for box in cut]  # the sizes are the same for all members
+        tiles = (
+            (Box(index + box.offsets, inner), FromSource(members[index], box))
             for index in sorted(members)
-            for box in boxes
-        ]
+            for box, inner in boxes
+        )
         self.writing.add_tiles(key, dtype, sizes + shape, tiles)
 
 
