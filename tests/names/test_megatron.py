@@ -120,15 +120,15 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {}),
     "youtu": ("youtu", {}),
     "youtu-whole-queries": ("youtu", {"q_lora_rank": None}),
-    "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6}),
     "dots1": ("dots1", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}),
     "solar_open": ("solar_open", {}),
     "exaone_moe": ("exaone_moe", {}),
-    "hy_v3": ("hy_v3", {}),
+    "hy_v3": ("hy_v3", {"num_nextn_predict_layers": 1}),
     "flint": ("flint", {}),
     "aria_text": ("aria_text", {}),
     "kimi_k2": ("kimi_k2", {"num_nextn_predict_layers": 1}),
-    "mimo": ("mimo", {"num_nextn_predict_layers": 2}),
+    "mimo": ("mimo", {"num_nextn_predict_layers": 2, "tie_word_embeddings": False}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
 }
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})

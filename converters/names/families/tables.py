@@ -681,6 +681,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_mlp_type,
+        ignored=(r"mtp.*",),
     ),
     "hy_v3": Family(
         "HYV3",
@@ -703,6 +704,7 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts",),
         kinds=_by_mlp_type,
         expert_modules=("gate.", "experts.", "shared_experts."),
+        prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
     ),
     "flint": Family(
         "Flint",
