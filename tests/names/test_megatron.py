@@ -1,6 +1,6 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `model/axes.py`,
-`model/spelling.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals;
-logits of both.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `missing.py`,
+`model/axes.py`, `model/spelling.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows,
+padding, refusals; logits of both.
 
 The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
 make, compares all names and shapes, and runs the same weights in both models.
@@ -38,6 +38,7 @@ from converters.megatron.read import folder_name
 from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
 from converters.names.families.rows import Sizes
+from converters.names.megatron.missing import MISSING
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
@@ -243,6 +244,33 @@ class TestTables:
         assert api.verify(source, back).equal
 
 
+class TestWhatMegatronLacks:
+    @pytest.mark.parametrize("model_type", MISSING)
+    def test_it_is_refused_by_name(self, model_type: str) -> None:
+        for namespace, there in ((HUB, MEGATRON), (MEGATRON, HUB)):
+            error = refused(LossError, described({EMBEDDING: (8, 4)}, {"model_type": model_type}, namespace), there)
+            assert MISSING[model_type] in str(error) and model_type in str(error)
+
+    def test_it_is_of_architectures_that_transformers_has_and_ckpt_has_no_table_for(self) -> None:
+        from transformers import CONFIG_MAPPING
+
+        assert MISSING.keys() <= set(CONFIG_MAPPING)
+        assert not MISSING.keys() & set(architectures())
+
+    def test_norms_inside_latent_attention_have_another_epsilon(self) -> None:
+        """transformers' class has 1e-6 there, whatever the config states; Megatron has one for all."""
+        for epsilon, said in ((1e-6, 0), (1e-5, 1)):
+            config = config_of("deepseek_v3", rms_norm_eps=epsilon)
+            there = to_namespace(hub_of(config), MEGATRON, Layout())
+            assert sum("rms_norm_eps, 1e-05" in note for note in there.notes) == said
+
+    def test_multi_token_prediction_that_no_table_knows_is_left_out_and_named(self) -> None:
+        config = config_of("exaone_moe")
+        shapes = {**relation_of(config)[0].a_shapes, "mtp.fc.weight": (35, 70)}
+        notes = to_namespace(described(shapes, config), MEGATRON, Layout()).notes
+        assert any("1 tensor for multi-token prediction" in note and "mtp.fc.weight" in note for note in notes)
+
+
 class TestTrainingState:
     """What a run of transformers' model, and one of Megatron's, make of the other's."""
 
@@ -310,6 +338,15 @@ class TestArrangement:
         hub, there = saved(tmp_path, "llama", num_hidden_layers=1), moved(tmp_path)
         halves = [hub[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(there["decoder.layers.0.mlp.linear_fc1.weight"][...], torch.cat(halves))
+
+    def test_mimos_multi_token_prediction_takes_the_embedding_first(self, tmp_path: Path) -> None:
+        """Its matrix reads the hidden state, then the embedding; Megatron's reads them the other way round."""
+        hub = saved(tmp_path, "mimo", num_nextn_predict_layers=2, tie_word_embeddings=False)
+        there = moved(tmp_path)
+        for layer in range(2):
+            hidden, embedding = hub[f"model.mtp_layers.{layer}.input_proj.weight"].chunk(2, dim=1)
+            found = there[f"mtp.layers.{layer}.eh_proj.weight"][...]
+            assert torch.equal(found, torch.cat([embedding, hidden], dim=1))
 
     def test_gpt_oss_gate_and_up_take_turns_in_the_hub_alone(self, tmp_path: Path) -> None:
         """3 gate and 3 up columns g0 u0 g1 u1 g2 u2 are rows g0 g1 g2 u0 u1 u2; down is transposed, though square."""

@@ -19,7 +19,7 @@ _LACKS = {
     "norms without weights": "olmo",
     "gated norms": "axk2",
     "norms inside attention and MLP": "bitnet",
-    "a norm behind the embedding": "modernbert_decoder",
+    "a norm behind the embedding": "modernbert-decoder",
     "embeddings that are multiplied by a number": "biogpt gemma vaultgemma xglm",
     "multipliers of embeddings, residuals or logits": """
         granite granite_swa granitemoe granitemoe_swa granitemoeshared hyperclovax minicpm3
