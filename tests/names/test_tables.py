@@ -17,7 +17,7 @@ from converters.names.families import tables as families
 from converters.names.families.tables import FAMILIES
 from converters.names.hub import asked as installed
 from converters.names.megatron import relation as megatron
-from tests.support.tiny_sizes import TWINS
+from tests.support.twins import SAME_NAMES, TWINS, twin_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -139,9 +139,9 @@ def test_transformers_is_asked_for_what_it_really_saves(tmp_path: Path, model_ty
         assert len(found.optional) == tied
 
 
-@pytest.mark.parametrize("model_type", TWINS)
+@pytest.mark.parametrize("model_type", SAME_NAMES)
 def test_a_model_type_without_a_class_has_the_tensors_of_its_twin(model_type: str) -> None:
-    twin = TWINS[model_type]
+    twin = twin_of(model_type)
     config = {**base_of(twin), "num_nextn_predict_layers": 0}
     found, other = (families.saved({**config, "model_type": name}) for name in (model_type, twin))
     assert found is not None and other is not None
@@ -174,7 +174,9 @@ def test_entries_that_a_class_does_not_read_change_nothing(model_type: str) -> N
 
 @pytest.mark.parametrize("model_type", megatron.architectures())
 def test_megatrons_tables_and_these_are_of_the_same_tensors(model_type: str) -> None:
-    config = {**base_of(TWINS.get(model_type, model_type)), "model_type": model_type, "num_nextn_predict_layers": 0}
+    config = {**base_of(twin_of(model_type)), "model_type": model_type, "num_nextn_predict_layers": 0}
+    if model_type in TWINS:
+        config = TWINS[model_type].config(model_type, config)
     if model_type in ("gpt_neox", "mimo", "qwen2"):
         config.pop("head_dim", None)
     table = megatron.table_of(model_type)

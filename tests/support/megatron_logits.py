@@ -27,7 +27,8 @@ from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
-from tests.support.tiny_sizes import TWINS, tiny_sizes
+from tests.support.tiny_sizes import tiny_sizes
+from tests.support.twins import TWINS, to_release, to_twin, twin_of
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
@@ -103,7 +104,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             api.open(folder / "megatron"), namespace=MEGATRON, config=moved.config, folders=(str(folder / "hub"),)
         )
         api.plan(trained, "hf").run(folder / "back")
-        named(folder / "back", TWINS.get(architecture, architecture))
+        if architecture in TWINS:
+            to_twin(folder / "back", architecture, model.config)
         back = AutoModelForCausalLM.from_pretrained(
             folder / "back", attn_implementation="eager", experts_implementation="eager", dtype=torch.float32
         ).eval()
@@ -114,8 +116,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
 def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     """transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
-    known = TWINS.get(architecture, architecture.removesuffix("_wide"))
-    config = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more})
+    known = architecture.removesuffix("_wide")
+    config = AutoConfig.for_model(twin_of(known), **{**tiny_sizes(architecture), **more})
     model = AutoModelForCausalLM.from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
@@ -133,7 +135,7 @@ def save(model: Any, hub: Path, architecture: str) -> None:
     """As the architecture's release is: under its own `model_type`, with what it has for multi-token prediction."""
     model.save_pretrained(hub)
     if architecture in TWINS:
-        named(hub, architecture)
+        to_release(hub, architecture)
     config = json.loads((hub / "config.json").read_text())
     family = FAMILIES[config["model_type"]]
     sizes = family.sizes(config)
@@ -148,14 +150,6 @@ def save(model: Any, hub: Path, architecture: str) -> None:
             if prefix + copy in tensors:
                 tensors[prefix + copy] = tensors[original].clone()
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
-
-
-def named(folder: Path, architecture: str) -> None:
-    """The config.json in a folder under another `model_type`, and its class."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": architecture, "architectures": [f"{FAMILIES[architecture].stem}ForCausalLM"]}
-    path.write_text(json.dumps(config))
 
 
 def arguments(moved: Checkpoint) -> Namespace:
