@@ -28,7 +28,7 @@ from ckpt.state.naming import to_namespace
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
 from tests.support.tiny_sizes import tiny_sizes
-from tests.support.twins import TWINS, to_release, to_twin, twin_of
+from tests.support.twins import PARTS, TWINS, twin_of
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
@@ -150,6 +150,40 @@ def save(model: Any, hub: Path, architecture: str) -> None:
             if prefix + copy in tensors:
                 tensors[prefix + copy] = tensors[original].clone()
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
+
+
+def to_release(folder: Path, architecture: str) -> None:
+    """What a twin saved, as the release has it."""
+    twin, path = TWINS[architecture], folder / "config.json"
+    config = twin.config(architecture, json.loads(path.read_text()))
+    path.write_text(json.dumps(config))
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for theirs, own in twin.names:
+            name = name.replace(theirs, own)
+        renamed[name] = tensor
+    for name in [name for name in renamed if "#q." in name]:
+        renamed[name.replace("#q.", "")] = torch.cat([renamed.pop(name.replace("#q", f"#{part}")) for part in PARTS])
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+def to_twin(folder: Path, architecture: str, config: Any) -> None:
+    """What ckpt wrote for a release, as the twin's class loads it; `config` is the twin's."""
+    twin, renamed = TWINS[architecture], {}
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        parts = {name: tensor}
+        if "query_key_value." in name and twin.names:
+            head = len(tensor) // (heads + 2 * groups)
+            split = tensor.split([heads * head, groups * head, groups * head])
+            place = "query_key_value."
+            parts = {name.replace(place, f"{place}#{part}."): one for part, one in zip(PARTS, split, strict=True)}
+        for one, value in parts.items():
+            for theirs, own in reversed(twin.names):
+                one = one.replace(own, theirs)
+            renamed[one] = value.contiguous()
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
 
 
 def arguments(moved: Checkpoint) -> Namespace:

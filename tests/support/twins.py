@@ -5,18 +5,13 @@ A twin's tensors get the release's names, and its config the release's words; an
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-import torch
-from safetensors.torch import load_file, save_file
 
 from converters.names.families.tables import FAMILIES
 
-_PARTS = "qkv"
+PARTS = "qkv"
 
 
 @dataclass(frozen=True)
@@ -37,7 +32,7 @@ class Twin:
         return {**words, **self.stated, "model_type": own, "architectures": [cls]}
 
 
-_FUSED = tuple((f"self_attn.{part}_proj.", f"self_attn.query_key_value.#{part}.") for part in _PARTS)
+_FUSED = tuple((f"self_attn.{part}_proj.", f"self_attn.query_key_value.#{part}.") for part in PARTS)
 _LING = Twin(
     "glm4_moe",
     {"n_routed_experts": "num_experts", "n_shared_experts": "num_shared_experts"},
@@ -90,37 +85,3 @@ SAME_NAMES = [name for name, twin in TWINS.items() if not twin.names]
 def twin_of(architecture: str) -> str:
     """The model type of the class in transformers."""
     return TWINS[architecture].model_type if architecture in TWINS else architecture
-
-
-def to_release(folder: Path, architecture: str) -> None:
-    """What a twin saved, as the release has it."""
-    twin, path = TWINS[architecture], folder / "config.json"
-    config = twin.config(architecture, json.loads(path.read_text()))
-    path.write_text(json.dumps(config))
-    renamed = {}
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        for theirs, own in twin.names:
-            name = name.replace(theirs, own)
-        renamed[name] = tensor
-    for name in [name for name in renamed if "#q." in name]:
-        renamed[name.replace("#q.", "")] = torch.cat([renamed.pop(name.replace("#q", f"#{part}")) for part in _PARTS])
-    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-
-
-def to_twin(folder: Path, architecture: str, config: Any) -> None:
-    """What ckpt wrote for a release, as the twin's class loads it; `config` is the twin's."""
-    twin, renamed = TWINS[architecture], {}
-    heads, groups = config.num_attention_heads, config.num_key_value_heads
-    for name, tensor in load_file(folder / "model.safetensors").items():
-        parts = {name: tensor}
-        if "query_key_value." in name and twin.names:
-            head = len(tensor) // (heads + 2 * groups)
-            split = tensor.split([heads * head, groups * head, groups * head])
-            place = "query_key_value."
-            parts = {name.replace(place, f"{place}#{part}."): one for part, one in zip(_PARTS, split, strict=True)}
-        for one, value in parts.items():
-            for theirs, own in reversed(twin.names):
-                one = one.replace(own, theirs)
-            renamed[one] = value.contiguous()
-    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
