@@ -142,7 +142,7 @@ def _behind_dense(config: Config, layer: int) -> Collection[str]:
 
 
 def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
-    """As `mlp_layer_types` lists it; without that list, behind the dense first layers, which is one by itself."""
+    """Whether a layer has experts: as `mlp_layer_types` lists it, or behind the first dense layers, one by itself."""
     types = config.get("mlp_layer_types")
     if types is None:
         return (SPARSE if layer >= config.number("first_k_dense_replace", 1) else DENSE,)
