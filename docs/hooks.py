@@ -1,7 +1,7 @@
 """What `mkdocs build` takes from the repository instead of having it written twice (see `hooks` in mkdocs.yml).
 
 - `<!-- README: Speed and memory -->` on a page is that section of the README.
-- `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code.
+- `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code, and so with others.
 - CONTRIBUTING.md and CHANGELOG.md are pages.
 - Each command has a page in `commands/`: its help.
 - Lines of a Japanese page are joined without a space where neither side is of another script.
@@ -138,14 +138,56 @@ def architectures() -> str:
     from converters.names.families.tables import FAMILIES
     from converters.names.megatron import architectures as megatron
 
-    placed = {module.name for module in iter_modules(megatron.__path__)}
+    placed = [module.name for module in iter_modules(megatron.__path__)]
     classes: dict[str, str] = {name: family.stem + family.causal for name, family in FAMILIES.items()}
     classes |= {name: composite.cls for name, composite in COMPOSITES.items()}
-    rows = [
-        f"| `{name}` | `{classes[name]}` | {'yes' if name in placed else ''} |" for name in sorted({*classes, *placed})
-    ]
-    head = "| model type | class | Megatron's formats |\n| --- | --- | --- |"
+    rows = []
+    for name in sorted({*classes, *placed}):
+        held = ("yes", held_by_megatron(name), proof(name)) if name in placed else ("", "", "")
+        rows.append(f"| `{name}` | `{classes[name]}` | {' | '.join(held)} |")
+    head = "| model type | class | Megatron's formats | what they hold | proved |\n| --- | --- | --- | --- | --- |"
     return "\n".join([f"{len(classes)} model types; {len(placed)} in Megatron's formats.", "", head, *rows])
+
+
+def held_by_megatron(name: str) -> str:
+    """What Megatron's table of an architecture has rows for."""
+    from converters.names.families.rows import parse
+    from converters.names.megatron.relation import table_of
+
+    table = table_of(name)
+    on_hub = {row.name for row in parse(table.family.layer)}
+    rows = {row.megatron for row in table.rows if row.hubs[0] in on_hub or ".layers." not in row.megatron}
+    features = {
+        "latent attention": any("linear_kv_up_proj" in row for row in rows),
+        "q/k norms": any(".q_layernorm." in row for row in rows),
+        "sinks": any("softmax_offset" in row for row in rows),
+        "learned positions": any("position_embeddings" in row for row in rows),
+        "experts": any("local_experts" in row for row in rows),
+        "shared experts": any("shared_experts" in row for row in rows),
+        "multi-token prediction": bool(table.prediction),
+    }
+    return ", ".join(feature for feature, has in features.items() if has)
+
+
+def proof(name: str) -> str:
+    """How Megatron's table of an architecture was proved: by tests/names/test_megatron.py, or by training as well."""
+    from tests.support.twins import TWINS
+    from train.config import ARCHITECTURES
+
+    if name in ARCHITECTURES:
+        return "trained"
+    return f"logits, of a twin (`{TWINS[name].model_type}`)" if name in TWINS else "logits"
+
+
+def missing() -> str:
+    """The architectures that are refused with what megatron-core lacks."""
+    from converters.names.megatron.missing import MISSING
+
+    lacking: dict[str, list[str]] = {}
+    for name, what in MISSING.items():
+        lacking.setdefault(what, []).append(f"`{name}`")
+    rows = [f"| {what} | {', '.join(sorted(names))} |" for what, names in lacking.items()]
+    return "\n".join(["| what is missing | model types |", "| --- | --- |", *rows])
 
 
 def examples() -> str:
@@ -172,4 +214,4 @@ def command_page(name: str) -> str:
 
 
 #: By the name that stands behind `made:` on a page.
-MADE: Mapping[str, Callable[[], str]] = {"architectures": architectures, "examples": examples}
+MADE: Mapping[str, Callable[[], str]] = {"architectures": architectures, "missing": missing, "examples": examples}

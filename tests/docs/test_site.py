@@ -20,6 +20,8 @@ from ckpt import errors
 from ckpt.cli import app
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.tables import FAMILIES
+from converters.names.megatron.missing import MISSING
+from converters.names.megatron.relation import architectures
 from tests.support.commands import ckpt as ckpt_command
 from tests.support.places import REPOSITORY
 
@@ -103,13 +105,31 @@ def test_the_reference_shows_no_constructor_that_only_ckpt_calls(site: Path) -> 
 
 
 def test_the_table_of_architectures_is_the_code(site: Path) -> None:
-    rows = re.findall(
-        r"<td><code>(\w+)</code></td>\s*<td><code>(\w+)</code></td>\s*<td>(\w*)</td>", html(site, "architectures.md")
-    )
+    cell = r"\s*<td>(.*?)</td>"
+    page = html(site, "architectures.md")
+    found = re.findall(rf"<td><code>(\w+)</code></td>\s*<td><code>(\w+)</code></td>{cell * 3}", page)
+    rows = [row[:3] for row in found]
     assert {name for name, _, _ in rows} == {*FAMILIES, *COMPOSITES}
     folder = REPOSITORY / "converters/names/megatron/architectures"
     assert {name for name, _, placed in rows if placed} == {p.stem for p in folder.glob("*.py")} - {"__init__"}
     assert ("llama", "LlamaForCausalLM", "yes") in rows and ("gpt2", "GPT2LMHeadModel", "yes") in rows
+    more = {name: (held, proved) for name, _, _, held, proved in found}
+    assert more["llama"] == ("", "trained") and more["olmo2"] == ("", "")
+    assert more["glm4_moe"] == ("q/k norms, experts, shared experts, multi-token prediction", "logits")
+    assert "latent attention" in more["kimi_k2"][0] and "twin" in more["kimi_k2"][1]
+    lacking = page.partition("What megatron-core lacks")[2]
+    assert all(f"<code>{name}</code>" in lacking for name in MISSING)
+
+
+def test_the_numbers_of_architectures_are_the_codes() -> None:
+    """The pages of limits, in two languages, and that of errors."""
+    known, lacking = len(architectures()), len(MISSING)
+    assert f"the list](architectures.md), {known} of them" in (DOCS / "limits.md").read_text()
+    assert f"for {lacking} [the refusal says]" in (DOCS / "limits.md").read_text()
+    assert (
+        f"{known} 種" in (DOCS / "ja/limits.md").read_text() and f"{lacking} 種" in (DOCS / "ja/limits.md").read_text()
+    )
+    assert f"Megatron's formats know {known} architectures" in (DOCS / "errors.md").read_text()
 
 
 def test_what_the_readme_says_is_on_the_pages(site: Path) -> None:

@@ -1,6 +1,6 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `model/axes.py`,
-`model/spelling.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals;
-logits of both.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `missing.py`,
+`model/axes.py`, `model/spelling.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows,
+padding, refusals; logits of both.
 
 The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
 make, compares all names and shapes, and runs the same weights in both models.
@@ -39,13 +39,15 @@ from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
+from converters.names.megatron.missing import MISSING
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
 from tests.support.images import TEXT_ALONE
 from tests.support.megatron_logits import random_model, save
-from tests.support.tiny_sizes import TWINS, tiny_sizes
+from tests.support.tiny_sizes import tiny_sizes
+from tests.support.twins import SAME_NAMES, TWINS, twin_of
 from train.config import ARCHITECTURES as TRAINED
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -122,15 +124,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_bigcode": ("gpt_bigcode", {}),
     "youtu": ("youtu", {}),
     "youtu-whole-queries": ("youtu", {"q_lora_rank": None}),
-    "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1}),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_nextn_predict_layers": 1, "rms_norm_eps": 1e-6}),
     "dots1": ("dots1", {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 5}),
     "solar_open": ("solar_open", {}),
     "exaone_moe": ("exaone_moe", {}),
-    "hy_v3": ("hy_v3", {}),
+    "hy_v3": ("hy_v3", {"num_nextn_predict_layers": 1}),
     "flint": ("flint", {}),
     "aria_text": ("aria_text", {}),
+    "bailing_moe": ("bailing_moe", {"use_qk_norm": True, "num_nextn_predict_layers": 1}),
+    "bailing_moe_v2": ("bailing_moe_v2", {"use_qk_norm": False}),
+    "chatglm": ("chatglm", {}),
     "kimi_k2": ("kimi_k2", {"num_nextn_predict_layers": 1}),
-    "mimo": ("mimo", {"num_nextn_predict_layers": 2}),
+    "mimo": ("mimo", {"num_nextn_predict_layers": 2, "tie_word_embeddings": False}),
     "deepseek_v2-whole-queries": ("deepseek_v2", {"q_lora_rank": None, "routed_scaling_factor": 2.0}),
     "qwen2_vl": ("qwen2_vl", {}),
     "qwen2_vl-tied": ("qwen2_vl", {"tie_word_embeddings": True}),
@@ -153,9 +158,9 @@ TOLERANCE = 2e-6
 def config_of(architecture: str, **more: Any) -> dict[str, Any]:
     from transformers import AutoConfig
 
-    known = TWINS.get(architecture, architecture)
-    made = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more}).to_dict()
-    return json.loads(json.dumps({**made, "model_type": architecture}))
+    made = AutoConfig.for_model(twin_of(architecture), **{**tiny_sizes(architecture), **more}).to_dict()
+    own = TWINS[architecture].config(architecture, made) if architecture in TWINS else made
+    return json.loads(json.dumps(own))
 
 
 def table_of(architecture: str) -> Table:
@@ -256,10 +261,37 @@ class TestTables:
         assert api.verify(source, back).equal
 
 
+class TestWhatMegatronLacks:
+    @pytest.mark.parametrize("model_type", MISSING)
+    def test_it_is_refused_by_name(self, model_type: str) -> None:
+        for namespace, there in ((HUB, MEGATRON), (MEGATRON, HUB)):
+            error = refused(LossError, described({EMBEDDING: (8, 4)}, {"model_type": model_type}, namespace), there)
+            assert MISSING[model_type] in str(error) and model_type in str(error)
+
+    def test_it_is_of_architectures_that_transformers_has_and_ckpt_has_no_table_for(self) -> None:
+        from transformers import CONFIG_MAPPING
+
+        assert MISSING.keys() <= set(CONFIG_MAPPING)
+        assert not MISSING.keys() & set(architectures())
+
+    def test_norms_inside_latent_attention_have_another_epsilon(self) -> None:
+        """transformers' class has 1e-6 there, whatever the config states; Megatron has one for all."""
+        for epsilon, said in ((1e-6, 0), (1e-5, 1)):
+            config = config_of("deepseek_v3", rms_norm_eps=epsilon)
+            there = to_namespace(hub_of(config), MEGATRON, Layout())
+            assert sum("rms_norm_eps, 1e-05" in note for note in there.notes) == said
+
+    def test_multi_token_prediction_that_no_table_knows_is_left_out_and_named(self) -> None:
+        config = config_of("exaone_moe")
+        shapes = {**relation_of(config)[0].a_shapes, "mtp.fc.weight": (35, 70)}
+        notes = to_namespace(described(shapes, config), MEGATRON, Layout()).notes
+        assert any("1 tensor for multi-token prediction" in note and "mtp.fc.weight" in note for note in notes)
+
+
 class TestTrainingState:
     """What a run of transformers' model, and one of Megatron's, make of the other's."""
 
-    @pytest.mark.parametrize("architecture", ARCHITECTURES)
+    @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in TWINS or a in SAME_NAMES])
     def test_param_groups_are_in_the_order_of_transformers_modules(self, architecture: str) -> None:
         """Which parameter lies where in a ZeRO partition, an engine knows by that order alone."""
         model = random_model(architecture, {})
@@ -323,6 +355,15 @@ class TestArrangement:
         hub, there = saved(tmp_path, "llama", num_hidden_layers=1), moved(tmp_path)
         halves = [hub[f"model.layers.0.mlp.{name}_proj.weight"] for name in ("gate", "up")]
         assert torch.equal(there["decoder.layers.0.mlp.linear_fc1.weight"][...], torch.cat(halves))
+
+    def test_mimos_multi_token_prediction_takes_the_embedding_first(self, tmp_path: Path) -> None:
+        """Its matrix reads the hidden state, then the embedding; Megatron's reads them the other way round."""
+        hub = saved(tmp_path, "mimo", num_nextn_predict_layers=2, tie_word_embeddings=False)
+        there = moved(tmp_path)
+        for layer in range(2):
+            hidden, embedding = hub[f"model.mtp_layers.{layer}.input_proj.weight"].chunk(2, dim=1)
+            found = there[f"mtp.layers.{layer}.eh_proj.weight"][...]
+            assert torch.equal(found, torch.cat([embedding, hidden], dim=1))
 
     def test_gpt_oss_gate_and_up_take_turns_in_the_hub_alone(self, tmp_path: Path) -> None:
         """3 gate and 3 up columns g0 u0 g1 u1 g2 u2 are rows g0 g1 g2 u0 u1 u2; down is transposed, though square."""

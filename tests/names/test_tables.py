@@ -17,6 +17,7 @@ from converters.names.families import tables as families
 from converters.names.families.tables import FAMILIES
 from converters.names.hub import asked as installed
 from converters.names.megatron import relation as megatron
+from tests.support.twins import SAME_NAMES, TWINS, twin_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -75,6 +76,8 @@ FLAGS = (
     *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "lm_head_bias"),
     *("tie_word_embeddings", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "multi_query", "use_conv_bias"),
 )
+#: Types whose class is another's.
+BORROWED = {"internlm3": "llama", "iquestcoder": "llama"}
 #: Classes read it from the config whether or not they declare it, but for these.
 NO_HEAD_DIM = ("phi", "gpt2")
 
@@ -82,6 +85,8 @@ NO_HEAD_DIM = ("phi", "gpt2")
 def variants(model_type: str) -> list[dict[str, Any]]:
     known = transformers.CONFIG_MAPPING[model_type]().to_dict()
     found: list[dict[str, Any]] = [{}]
+    if model_type == "internlm3":  # whose class has these two alike
+        return [*found, {"attention_bias": True, "mlp_bias": True}]
     found += [{flag: not known[flag]} for flag in FLAGS if flag in known]
     found += [{name: value} for name, value in CHANGES.items() if name in known]
     return found
@@ -103,14 +108,14 @@ def really_saved(model_type: str, cls: Any, change: dict[str, Any], folder: Path
     return json.loads((folder / "config.json").read_text()), shapes
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TWINS.keys()))
 def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> None:
     family, compared = FAMILIES[model_type], 0
     for number, change in enumerate(variants(model_type)):
         heads = (family.causal,) if change else (family.causal, "ForSequenceClassification", "Model")
         for head in heads:
             cls = getattr(transformers, family.stem + head, None)
-            if cls is None or cls.config_class.model_type != model_type:
+            if cls is None or cls.config_class.model_type not in (model_type, BORROWED.get(model_type)):
                 continue
             config, truth = really_saved(model_type, cls, change, tmp_path / f"{number}{head}")
             found = families.saved(config)
@@ -134,7 +139,17 @@ def test_transformers_is_asked_for_what_it_really_saves(tmp_path: Path, model_ty
         assert len(found.optional) == tied
 
 
-@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - {"ministral"}))  # whose class takes no silent config
+@pytest.mark.parametrize("model_type", SAME_NAMES)
+def test_a_model_type_without_a_class_has_the_tensors_of_its_twin(model_type: str) -> None:
+    twin = twin_of(model_type)
+    config = {**base_of(twin), "num_nextn_predict_layers": 0}
+    found, other = (families.saved({**config, "model_type": name}) for name in (model_type, twin))
+    assert found is not None and other is not None
+    assert found.required == other.required
+
+
+#: `ministral`'s class takes no silent config.
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TWINS.keys() - {"ministral"}))
 def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> None:
     """transformers 4 wrote no entry that had its base class's value; a release may lack what came later."""
     family = FAMILIES[model_type]
@@ -145,11 +160,11 @@ def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> No
     assert dict(found.required) == dict(other.required)
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TWINS.keys()))
 def test_entries_that_a_class_does_not_read_change_nothing(model_type: str) -> None:
     """As another architecture's configs have them, of whose names this one's may be."""
     known, family = transformers.CONFIG_MAPPING[model_type], FAMILIES[model_type]
-    stray = dict.fromkeys(set(FLAGS) - known().to_dict().keys(), True)
+    stray = dict.fromkeys(set(FLAGS) - known().to_dict().keys() - known.attribute_map.keys(), True)
     config = known.from_dict(base_of(model_type)).to_dict() | {"architectures": [family.stem + family.causal]}
     config = json.loads(json.dumps({**config, **stray}, default=str))
     found, other = families.saved(config), installed.saved(config)
@@ -159,8 +174,10 @@ def test_entries_that_a_class_does_not_read_change_nothing(model_type: str) -> N
 
 @pytest.mark.parametrize("model_type", megatron.architectures())
 def test_megatrons_tables_and_these_are_of_the_same_tensors(model_type: str) -> None:
-    config = {**base_of(model_type), "model_type": model_type, "num_nextn_predict_layers": 0}
-    if model_type in ("gpt_neox", "qwen2"):
+    config = {**base_of(twin_of(model_type)), "model_type": model_type, "num_nextn_predict_layers": 0}
+    if model_type in TWINS:
+        config = TWINS[model_type].config(model_type, config)
+    if model_type in ("gpt_neox", "mimo", "qwen2"):
         config.pop("head_dim", None)
     table = megatron.table_of(model_type)
     sizes = table.family.sizes(config)

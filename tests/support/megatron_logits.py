@@ -30,7 +30,8 @@ from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.model.spelling import is_beside
 from tests.support import images
-from tests.support.tiny_sizes import TWINS, tiny_sizes
+from tests.support.tiny_sizes import tiny_sizes
+from tests.support.twins import PARTS, TWINS, twin_of
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
 from train.megatron import engine as megatron
@@ -113,7 +114,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
         )
         api.plan(trained, "hf").run(folder / "back")
         if architecture in TWINS:
-            named(folder / "back", TWINS[architecture])
+            to_twin(folder / "back", architecture, model.config)
         back = (
             auto_class(architecture)
             .from_pretrained(
@@ -128,8 +129,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
 def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
     """transformers' model with random weights and buffers everywhere, norms and biases included."""
     torch.manual_seed(0)
-    known = TWINS.get(architecture, architecture.removesuffix("_wide"))
-    config = AutoConfig.for_model(known, **{**tiny_sizes(architecture), **more})
+    known = architecture.removesuffix("_wide")
+    config = AutoConfig.for_model(twin_of(known), **{**tiny_sizes(architecture), **more})
     model = auto_class(architecture).from_config(
         config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
@@ -154,7 +155,7 @@ def save(model: Any, hub: Path, architecture: str) -> None:
     if architecture in COMPOSITES:
         return
     if architecture in TWINS:
-        named(hub, architecture)
+        to_release(hub, architecture)
     config = json.loads((hub / "config.json").read_text())
     family = FAMILIES[config["model_type"]]
     sizes = family.sizes(config)
@@ -171,12 +172,38 @@ def save(model: Any, hub: Path, architecture: str) -> None:
     save_file(tensors, hub / "model.safetensors", {"format": "pt"})
 
 
-def named(folder: Path, architecture: str) -> None:
-    """The config.json in a folder under another `model_type`, and its class."""
-    path = folder / "config.json"
-    config = json.loads(path.read_text())
-    config |= {"model_type": architecture, "architectures": [f"{FAMILIES[architecture].stem}ForCausalLM"]}
+def to_release(folder: Path, architecture: str) -> None:
+    """What a twin saved, as the release has it."""
+    twin, path = TWINS[architecture], folder / "config.json"
+    config = twin.config(architecture, json.loads(path.read_text()))
     path.write_text(json.dumps(config))
+    renamed = {}
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        for theirs, own in twin.names:
+            name = name.replace(theirs, own)
+        renamed[name] = tensor
+    for name in [name for name in renamed if "#q." in name]:
+        renamed[name.replace("#q.", "")] = torch.cat([renamed.pop(name.replace("#q", f"#{part}")) for part in PARTS])
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+def to_twin(folder: Path, architecture: str, config: Any) -> None:
+    """What ckpt wrote for a release, as the twin's class loads it; `config` is the twin's."""
+    twin, renamed = TWINS[architecture], {}
+    heads, groups = config.num_attention_heads, config.num_key_value_heads
+    for name, tensor in load_file(folder / "model.safetensors").items():
+        parts = {name: tensor}
+        if "query_key_value." in name and twin.names:
+            head = len(tensor) // (heads + 2 * groups)
+            split = tensor.split([heads * head, groups * head, groups * head])
+            place = "query_key_value."
+            parts = {name.replace(place, f"{place}#{part}."): one for part, one in zip(PARTS, split, strict=True)}
+        for one, value in parts.items():
+            for theirs, own in reversed(twin.names):
+                one = one.replace(own, theirs)
+            renamed[one] = value.contiguous()
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
 
 
 def arguments(moved: Checkpoint) -> Namespace:

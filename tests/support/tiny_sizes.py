@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from tests.support.twins import twin_of
 from train.config import ARCHITECTURES
 from train.data import VOCABULARY
 from train.models import sizes_of
@@ -32,8 +33,6 @@ _LATENT = {
     "qk_nope_head_dim": 6,
     "v_head_dim": 7,
 }
-#: Model types whose classes no transformers has, and the one whose class is the same.
-TWINS = {"kimi_k2": "deepseek_v3", "mimo": "qwen2"}
 _SIZES: dict[str, dict[str, Any]] = {
     "seed_oss": _HEAD,
     "ministral": _HEAD,
@@ -169,7 +168,7 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:
     """What the configuration of a tiny model has otherwise than the architecture's defaults."""
-    architecture = TWINS.get(architecture, architecture)
+    architecture = twin_of(architecture)
     if architecture.removesuffix("_wide") in ARCHITECTURES:
         return sizes_of(architecture)
     if architecture in _WITH_IMAGES:

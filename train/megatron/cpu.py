@@ -70,7 +70,7 @@ def _has_gpu() -> bool:
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """torch's norm also with weights stored less one, and under sequence parallelism, for which a mark is enough.
+    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark is all that it needs.
 
     Without Apex, WrappedTorchNorm refuses, and so training experts under tensor parallelism, which demands it, fails.
     """

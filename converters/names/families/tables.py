@@ -142,7 +142,7 @@ def _behind_dense(config: Config, layer: int) -> Collection[str]:
 
 
 def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
-    """The kind that `mlp_layer_types` lists; without a list, sparse behind the first dense layers, by default one."""
+    """Whether a layer has experts: as `mlp_layer_types` lists it, or behind the first dense layers, one by itself."""
     types = config.get("mlp_layer_types")
     if types is None:
         return (SPARSE if layer >= config.number("first_k_dense_replace", 1) else DENSE,)
@@ -247,6 +247,27 @@ _GLM4_MOE = Family(
     experts=("n_routed_experts",),
     kinds=_behind_dense,
     prediction=PREDICTION,
+)
+_BAILING = Family(
+    "BailingMoeV2",
+    """
+    attention.query_key_value.weight qkv h
+    attention.dense.weight h a
+    attention.[query|key]_layernorm.weight d ? use_qk_norm
+    mlp.gate.expert_bias e ? sparse moe_router_enable_expert_bias
+    """
+    + MLP
+    + EXPERTS
+    + SHARED_EXPERTS
+    + NORMS,
+    top="word_embeddings.weight v h \n norm.weight h",
+    defaults={"use_qk_norm": True, "moe_router_enable_expert_bias": True},
+    spelled={"num_shared_experts": "n_shared_experts"},
+    dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"], **_experts(config, dims)},
+    experts=("num_experts",),
+    kinds=_behind_dense,
+    unknown=("use_bias", "use_qkv_bias"),
+    prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
 )
 _NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS)
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
@@ -681,6 +702,7 @@ FAMILIES: dict[str, Family] = {
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_mlp_type,
+        ignored=(r"mtp.*",),
     ),
     "hy_v3": Family(
         "HYV3",
@@ -703,6 +725,7 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts",),
         kinds=_by_mlp_type,
         expert_modules=("gate.", "experts.", "shared_experts."),
+        prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
     ),
     "flint": Family(
         "Flint",
@@ -726,6 +749,36 @@ FAMILIES: dict[str, Family] = {
         spelled={"v_head_dim": "head_dim"},
         unread=("num_key_value_heads",),
         dims=_latent,
+    ),
+    "bailing_moe": _BAILING,
+    "bailing_moe_v2": _BAILING,
+    "chatglm": Family(
+        "ChatGLM",
+        """
+        [input|post_attention]_layernorm.weight h
+        self_attention.query_key_value.weight qkv h
+        self_attention.query_key_value.bias qkv ? add_qkv_bias
+        self_attention.dense.weight h a
+        mlp.dense_h_to_4h.weight 2f h
+        mlp.dense_4h_to_h.weight h f
+        """,
+        top="embedding.word_embeddings.weight v h \n encoder.final_layernorm.weight h",
+        base="transformer",
+        layers="encoder.layers",
+        causal="ForConditionalGeneration",
+        output="transformer.output_layer.weight v h",
+        spelled={
+            "padded_vocab_size": "vocab_size",
+            "num_layers": "num_hidden_layers",
+            "kv_channels": "head_dim",
+            "ffn_hidden_size": "intermediate_size",
+            "multi_query_group_num": "num_key_value_heads",
+            "layernorm_epsilon": "rms_norm_eps",
+            "seq_length": "max_position_embeddings",
+        },
+        dims=lambda config, dims: {"qkv": dims["a"] + 2 * dims["k"]},
+        unknown=("add_bias_linear",),
+        ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
     ),
     "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),

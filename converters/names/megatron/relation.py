@@ -23,6 +23,7 @@ from converters.names.families.composites import Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
+from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
@@ -31,6 +32,8 @@ from converters.names.megatron.table import Table
 
 #: Names in which the Hub's files keep quantized weights and their scales.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
+#: Names of tensors for multi-token prediction, where a table passes them over.
+_PREDICTING = re.compile(r"(^|\.)mtp")
 #: Endings of the names of Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT)
@@ -79,7 +82,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         tensors=_with_buffers(named.tensors),
         ties={OUTPUT: EMBEDDING} if sizes.tied else {},
         state=replace(named.state, **position, args={**args, **seen}),
-        notes=(*checkpoint.notes, *notes, *more, *_padding_notes(sizes.dims["v"], padded)),
+        notes=(*checkpoint.notes, *notes, *more, *table.notes(sizes), *_padding_notes(sizes.dims["v"], padded)),
     )
 
 
@@ -272,6 +275,13 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
     """The table of the architecture that the config names, and the sizes of the model; UsageError without a table."""
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
+    if str(model_type) in MISSING:
+        raise LossError(
+            "megatron-core cannot compute this architecture",
+            path=checkpoint.path,
+            expected=f"what megatron-core has not: {MISSING[str(model_type)]}",
+            found=f"model_type {model_type!r}",
+        )
     if model_type not in architectures():
         raise UsageError(
             "there is no mapping between Megatron's names and the Hub's for this architecture",
@@ -345,15 +355,21 @@ def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
 
 
 def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[Checkpoint, list[str]]:
-    """`checkpoint` without tensors that follow from the config, and a note of them."""
+    """`checkpoint` without tensors that Megatron has no use for or ckpt no rows, and a note of each kind."""
     derived = [re.compile(pattern) for pattern in patterns]
     left = sorted({fqn for fqn, _ in checkpoint.tensors if any(pattern.fullmatch(fqn) for pattern in derived)})
     if not left:
         return checkpoint, []
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in set(left)}
-    shown = ", ".join(left[:2]) + (", ..." if len(left) > 2 else "")
-    note = f"{counted(len(left), 'tensor')} that follow from the config are left out: {shown}"
-    return replace(checkpoint, tensors=tensors), [note]
+    predicting = [fqn for fqn in left if _PREDICTING.search(fqn)]
+    notes = []
+    for names, what in (
+        ([fqn for fqn in left if fqn not in predicting], "that follow from the config"),
+        (predicting, "for multi-token prediction, which ckpt does not know for this architecture,"),
+    ):
+        shown = ", ".join(names[:2]) + (", ..." if len(names) > 2 else "")
+        notes += [f"{counted(len(names), 'tensor')} {what} are left out: {shown}"] if names else []
+    return replace(checkpoint, tensors=tensors), notes
 
 
 def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:

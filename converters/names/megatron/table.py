@@ -67,6 +67,8 @@ class Table:
     prediction: str = ""
     #: What begins the Hub's names, where files may leave it out.
     prefix: str = ""
+    #: What Megatron computes a little otherwise than transformers: sentences for whoever converts.
+    notes: Callable[[Sizes], Sequence[str]] = lambda sizes: ()
 
     @property
     def rows(self) -> tuple[MegatronRow, ...]:

@@ -30,4 +30,5 @@ TABLE = Table(
     deepseek_v3.ATTENTION,
     dense=llama.MLP,
     sparse=qwen3_moe.EXPERTS + deepseek_v3.SHARED,
+    notes=deepseek_v3.notes,
 )

@@ -16,6 +16,9 @@ from converters.names.megatron.architectures import llama, qwen3_moe
 from converters.names.megatron.args import common, experts, silu
 from converters.names.megatron.table import Table
 
+#: The epsilon of transformers' norms of latent queries, keys and values, whatever the config states.
+_INSIDE = 1e-6
+
 ATTENTION = """
     input_layernorm.weight                                  input_layernorm.weight                      same
     self_attention.linear_q_proj.weight                     self_attn.q_proj.weight                     same
@@ -80,6 +83,17 @@ def latent(sizes: Sizes) -> dict[str, Any]:
     )
 
 
+def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
+    """Say where transformers' norms inside the attention have another epsilon than the others; Megatron has one."""
+    epsilon = sizes.config.number("rms_norm_eps", epsilon)
+    if epsilon == _INSIDE:
+        return []
+    return [
+        f"Megatron's norms of the latent queries, keys and values take the config's rms_norm_eps, {epsilon:g}; "
+        f"transformers' class takes {_INSIDE:g} there"
+    ]
+
+
 def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
     """A router that takes sigmoids and a bias for the choice, shared experts, and multi-token prediction.
 
@@ -130,4 +144,5 @@ TABLE = Table(
     dense=llama.MLP,
     sparse=qwen3_moe.EXPERTS + SHARED,
     prediction=PREDICTION,
+    notes=notes,
 )

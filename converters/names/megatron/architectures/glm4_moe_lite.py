@@ -12,4 +12,5 @@ TABLE = replace(
     deepseek_v3.TABLE,
     family=FAMILIES["glm4_moe_lite"],
     args=partial(deepseek_v3.args, scaling=1.8, epsilon=1e-5),
+    notes=partial(deepseek_v3.notes, epsilon=1e-5),
 )

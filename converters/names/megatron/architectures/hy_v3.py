@@ -18,10 +18,17 @@ EXPERTS = (
     mlp.shared_experts.linear_fc2.weight        mlp.shared_mlp.down_proj.weight             same
 """
 )
+PREDICTION = """
+    mtp.layers.{n}.[enorm|hnorm].weight         [enorm|hnorm].weight                        same
+    mtp.layers.{n}.eh_proj.weight               eh_proj.weight                              same
+    mtp.layers.{n}.final_layernorm.weight       final_layernorm.weight                      same
+"""
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
     return gated(sizes, base=11158840.0, slides=False, epsilon=1e-5) | deepseek_v3.routing(sizes, scaling=2.826)
 
 
-TABLE = Table(FAMILIES["hy_v3"], args, llama.TOP, llama.ATTENTION, dense=llama.MLP, sparse=EXPERTS)
+TABLE = Table(
+    FAMILIES["hy_v3"], args, llama.TOP, llama.ATTENTION, dense=llama.MLP, sparse=EXPERTS, prediction=PREDICTION
+)

@@ -15,4 +15,4 @@ def args(sizes: Sizes) -> dict[str, Any]:
     return deepseek_v3.latent(sizes)
 
 
-TABLE = Table(FAMILIES["youtu"], args, llama.TOP, deepseek_v3.ATTENTION, dense=llama.MLP)
+TABLE = Table(FAMILIES["youtu"], args, llama.TOP, deepseek_v3.ATTENTION, dense=llama.MLP, notes=deepseek_v3.notes)

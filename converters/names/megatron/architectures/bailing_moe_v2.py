@@ -1,0 +1,7 @@
+"""Ling 2 under the `model_type` of models that were made from it."""
+
+from __future__ import annotations
+
+from converters.names.megatron.architectures import bailing_moe
+
+TABLE = bailing_moe.TABLE

@@ -1,0 +1,45 @@
+"""ChatGLM 2 and 3, GLM-4-9B as first released: names that are nearly Megatron's, rotary positions of half a head."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ckpt.base.errors import LossError
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.args import common
+from converters.names.megatron.table import Table
+
+TOP = """
+    embedding.word_embeddings.weight                transformer.embedding.word_embeddings.weight        padded
+    output_layer.weight                             transformer.output_layer.weight                     padded
+    decoder.final_layernorm.weight                  transformer.encoder.final_layernorm.weight          same
+"""
+LAYER = """
+    self_attention.linear_qkv.layer_norm_weight     input_layernorm.weight                              same
+    self_attention.linear_qkv.[weight|bias]         self_attention.query_key_value.[weight|bias]        one_qkv
+    self_attention.linear_proj.weight               self_attention.dense.weight                         same
+    mlp.linear_fc1.layer_norm_weight                post_attention_layernorm.weight                     same
+    mlp.linear_fc1.weight                           mlp.dense_h_to_4h.weight                            same
+    mlp.linear_fc2.weight                           mlp.dense_4h_to_h.weight                            same
+"""
+#: What a config may ask for that Megatron has not, and what it must be.
+_PLAIN = {"rmsnorm": True, "apply_residual_connection_post_layernorm": False, "post_layer_norm": True}
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    config = sizes.config
+    other = {name: config.flag(name, plain) for name, plain in _PLAIN.items() if config.flag(name, plain) != plain}
+    if other:
+        raise LossError("ckpt knows this architecture with RMS norms before attention and MLP", found=other)
+    return common(sizes) | {
+        "add_qkv_bias": config.flag("add_qkv_bias"),
+        "norm_epsilon": config.number("rms_norm_eps", 1e-5),
+        "rotary_base": 10000 * config.number("rope_ratio", 1),
+        "rotary_percent": 0.5,
+        "rotary_interleaved": True,
+        "hidden_dropout": config.number("hidden_dropout", 0.0),
+    }
+
+
+TABLE = Table(FAMILIES["chatglm"], args, TOP, LAYER)
