@@ -450,6 +450,8 @@ _STACKED_EXPERTS = """
     mlp.experts.gate_up_proj e 2m h ? sparse
     mlp.experts.down_proj e h m ? sparse
 """
+_QWEN2 = replace(FAMILIES["qwen2"], defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5})
+_QWEN3_TEXT = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 500000.0})
 _QWEN3_MOE = replace(
     FAMILIES["qwen3_moe"],
     layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS,
@@ -460,7 +462,7 @@ _GLM = replace(FAMILIES["glm4_moe"], unread=("use_qk_norm",), defaults={"attenti
 COMPOSITES = {
     "llava": Composite(
         "LlavaForConditionalGeneration",
-        ("clip_vision_model", "siglip_vision_model"),
+        ("clip_vision_model", "siglip_vision_model", "pixtral"),
         _COMMON_TEXTS,
         _LLAVA,
         defaults={"multimodal_projector_bias": True},
@@ -509,13 +511,13 @@ COMPOSITES = {
         defaults={"tie_word_embeddings": True},
     ),
     "qwen2_vl": Composite(
-        "Qwen2VLForConditionalGeneration", ("qwen2_vl_vision",), {"qwen2_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+        "Qwen2VLForConditionalGeneration", ("qwen2_vl_vision",), {"qwen2_vl_text": _QWEN2}, **_OF_QWEN
     ),
     "qwen2_5_vl": Composite(
-        "Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_vision",), {"qwen2_5_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+        "Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_vision",), {"qwen2_5_vl_text": _QWEN2}, **_OF_QWEN
     ),
     "qwen3_vl": Composite(
-        "Qwen3VLForConditionalGeneration", ("qwen3_vl_vision",), {"qwen3_vl_text": FAMILIES["qwen3"]}, **_NESTED
+        "Qwen3VLForConditionalGeneration", ("qwen3_vl_vision",), {"qwen3_vl_text": _QWEN3_TEXT}, **_NESTED
     ),
     "qwen3_vl_moe": Composite(
         "Qwen3VLMoeForConditionalGeneration",
