@@ -450,7 +450,7 @@ _STACKED_EXPERTS = """
     mlp.experts.gate_up_proj e 2m h ? sparse
     mlp.experts.down_proj e h m ? sparse
 """
-_QWEN2 = replace(FAMILIES["qwen2"], defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5})
+_QWEN2 = replace(FAMILIES["qwen2"], defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5}, unread=("head_dim",))
 _QWEN3_TEXT = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 500000.0})
 _QWEN3_MOE = replace(
     FAMILIES["qwen3_moe"],
