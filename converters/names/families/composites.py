@@ -399,13 +399,15 @@ class Composite:
 
     def ties(self, config: Mapping[str, Any]) -> bool | None:
         """Whether the output layer is the embedding; None where the config does not say, but the class."""
-        parts = (config, _part(config, "text_config")) if self.text_ties else (config,)
+        parts = (config, _config_inside(config, "text_config")) if self.text_ties else (config,)
         stated = [bool(part["tie_word_embeddings"]) for part in parts if part.get("tie_word_embeddings") is not None]
         return any(stated) if stated else None
 
     def text(self, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         """The text model's table, and its config: the whole one where releases have it flat."""
-        inner = _part(config, "text_config") or {name: value for name, value in config.items() if name != "model_type"}
+        inner = _config_inside(config, "text_config") or {
+            name: value for name, value in config.items() if name != "model_type"
+        }
         kind = str(inner.get("model_type", next(iter(self.texts))))
         if kind not in self.texts:
             raise CorruptError(
@@ -419,7 +421,7 @@ class Composite:
 
     def seeing(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
         """What is no part of the text model."""
-        vision = _part(config, "vision_config")
+        vision = _config_inside(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
         if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
             raise CorruptError(  # with a list, the projector takes several layers side by side
@@ -437,7 +439,7 @@ class Composite:
         return found | dict(filled(self.projector, whole, sizes, prefix="multi_modal_projector."))
 
 
-def _part(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _config_inside(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = config.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -553,15 +555,15 @@ def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, 
     for kind in composite.towers:
         rows, places = _TOWERS[kind].rows(), {}
         for name, rest in rests.items():
-            if (place := _place(rows, rest)) is not None:
+            if (place := _row_and_number(rows, rest)) is not None:
                 places[name] = (1, *place)
         if len(places) == len(rests):
             return found | places
     return found
 
 
-def _place(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """Which of a tower's rows a tensor is of: the first of its list, its number in that, and its own."""
+def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
+    """Numbers of a tensor's place among a tower's rows: the first row of its list, its number in that, its own row."""
     head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
     if name in rows or not numbered:
         return (rows.index(name), 0, 0) if name in rows else None
