@@ -41,7 +41,7 @@ def shapes(files: Files) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape) for name, tensor in files.items()}
 
 
-@pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model"])
+@pytest.mark.parametrize("tower", ["clip_vision_model", "siglip_vision_model", "pixtral"])
 @pytest.mark.parametrize("text", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}, {"multimodal_projector_bias": False}])
 def test_llava(tmp_path: Path, tower: str, text: str, change: dict[str, Any]) -> None:

@@ -8,11 +8,15 @@ the place of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ckpt import api
+from ckpt.plan.checkpoint import Checkpoint, Layout
 from converters.names.megatron.model.spelling import is_beside
+from train.truth import megatron as megatron_truth
 
 #: Models whose language model takes more of the tower than embeddings: megatron-core 0.16.1 has no place for that.
 TEXT_ALONE = ("qwen3_vl", "qwen3_vl_moe")
@@ -43,6 +47,30 @@ def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor
         positions = torch.arange(tokens.shape[1]).expand_as(tokens)
     assert not torch.equal(embedded, model.get_input_embeddings()(tokens)), "the image changes nothing"
     return float((forward(tokens, positions[-3:], embedded) - expected).abs().max())
+
+
+def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
+    """Names of tensors that megatron-core's own loader takes otherwise from a `torch_dist` checkpoint that we write.
+
+    Its sharded state dict is that of a model of which GPTModel is `language_model`.
+    """
+    from megatron.core import dist_checkpointing
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    api.plan(moved, "megatron-dist", Layout(transformer_impl="local")).run(folder)
+    with torch.no_grad():
+        for tensor in chunk.parameters():
+            tensor.zero_()
+    beside = {name: torch.zeros(shape) for name, shape in moved.shapes.items() if is_beside(name)}
+    wanted = chunk.sharded_state_dict(prefix="language_model.")
+    wanted |= make_sharded_tensors_for_checkpoint(beside, "")
+    (iteration,) = (path for path in folder.iterdir() if path.is_dir())
+    loaded = dist_checkpointing.load({"model": wanted}, str(iteration))["model"]
+    chunk.load_state_dict({name.removeprefix("language_model."): t for name, t in loaded.items() if name not in beside})
+    held = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    held |= {name: loaded[name] for name in beside}
+    assert held.keys() == moved.shapes.keys()
+    return [name for name, role in moved.tensors if not torch.equal(held[name], moved[name, role][...])]
 
 
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

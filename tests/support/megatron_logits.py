@@ -92,6 +92,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
         return outcome
 
     inputs = torch.randint(0, args.vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
+    if architecture in COMPOSITES:
+        outcome["unlike"] = images.unlike(chunk, moved, folder / "dist")
     with torch.no_grad():
         for name, role in moved.tensors:
             tensors[name].copy_(moved[name, role][...])

@@ -403,13 +403,13 @@ class Composite:
 
     def ties(self, config: Mapping[str, Any]) -> bool | None:
         """Whether the output layer is the embedding; None where the config does not say, but the class."""
-        parts = (config, _inner_config(config, "text_config")) if self.text_ties else (config,)
+        parts = (config, _config_inside(config, "text_config")) if self.text_ties else (config,)
         stated = [bool(part["tie_word_embeddings"]) for part in parts if part.get("tie_word_embeddings") is not None]
         return any(stated) if stated else None
 
     def text(self, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
         """The text model's table, and its config: the whole one where releases have it flat."""
-        inner = _inner_config(config, "text_config") or {
+        inner = _config_inside(config, "text_config") or {
             name: value for name, value in config.items() if name != "model_type"
         }
         kind = str(inner.get("model_type", next(iter(self.texts))))
@@ -425,7 +425,7 @@ class Composite:
 
     def seeing(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
         """What is no part of the text model."""
-        vision = _inner_config(config, "vision_config")
+        vision = _config_inside(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
         if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
             raise CorruptError(  # with a list, the projector takes several layers side by side
@@ -443,7 +443,7 @@ class Composite:
         return found | dict(filled(self.projector, whole, sizes, prefix="multi_modal_projector."))
 
 
-def _inner_config(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _config_inside(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     value = config.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -456,6 +456,8 @@ _STACKED_EXPERTS = """
     mlp.experts.gate_up_proj e 2m h ? sparse
     mlp.experts.down_proj e h m ? sparse
 """
+_QWEN2 = replace(FAMILIES["qwen2"], defaults={"rope_theta": 1000000.0, "rms_norm_eps": 1e-5}, unread=("head_dim",))
+_QWEN3_TEXT = replace(FAMILIES["qwen3"], defaults={"head_dim": 128, "rope_theta": 500000.0})
 _QWEN3_MOE = replace(
     FAMILIES["qwen3_moe"],
     layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS,
@@ -466,7 +468,7 @@ _GLM = replace(FAMILIES["glm4_moe"], unread=("use_qk_norm",), defaults={"attenti
 COMPOSITES = {
     "llava": Composite(
         "LlavaForConditionalGeneration",
-        ("clip_vision_model", "siglip_vision_model"),
+        ("clip_vision_model", "siglip_vision_model", "pixtral"),
         _COMMON_TEXTS,
         _LLAVA,
         defaults={"multimodal_projector_bias": True},
@@ -515,13 +517,13 @@ COMPOSITES = {
         defaults={"tie_word_embeddings": True},
     ),
     "qwen2_vl": Composite(
-        "Qwen2VLForConditionalGeneration", ("qwen2_vl_vision",), {"qwen2_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+        "Qwen2VLForConditionalGeneration", ("qwen2_vl_vision",), {"qwen2_vl_text": _QWEN2}, **_OF_QWEN
     ),
     "qwen2_5_vl": Composite(
-        "Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_vision",), {"qwen2_5_vl_text": FAMILIES["qwen2"]}, **_OF_QWEN
+        "Qwen2_5_VLForConditionalGeneration", ("qwen2_5_vl_vision",), {"qwen2_5_vl_text": _QWEN2}, **_OF_QWEN
     ),
     "qwen3_vl": Composite(
-        "Qwen3VLForConditionalGeneration", ("qwen3_vl_vision",), {"qwen3_vl_text": FAMILIES["qwen3"]}, **_NESTED
+        "Qwen3VLForConditionalGeneration", ("qwen3_vl_vision",), {"qwen3_vl_text": _QWEN3_TEXT}, **_NESTED
     ),
     "qwen3_vl_moe": Composite(
         "Qwen3VLMoeForConditionalGeneration",
@@ -557,15 +559,15 @@ def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, 
     for kind in composite.towers:
         rows, places = _TOWERS[kind].rows(), {}
         for name, rest in rests.items():
-            if (place := _place_in_tower(rows, rest)) is not None:
+            if (place := _row_and_number(rows, rest)) is not None:
                 places[name] = (1, *place)
         if len(places) == len(rests):
             return found | places
     return found
 
 
-def _place_in_tower(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """A tensor's place among a tower's rows: the first row of its list, its number in the list, its own row."""
+def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
+    """Numbers of a tensor's place among a tower's rows: the first row of its list, its number in that, its own row."""
     head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
     if name in rows or not numbered:
         return (rows.index(name), 0, 0) if name in rows else None

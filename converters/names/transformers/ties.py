@@ -71,7 +71,7 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
     """Aliases that a Hub model's files leave out, and their owners, as config and model class declare.
 
-    The class declares names in memory; the files have others where a text model is a part.
+    The class declares names in memory.  Those in the files are other ones where a text model is a part.
     """
     declared = declared_ties(config)
     composite = COMPOSITES.get(str(config.get("model_type")))

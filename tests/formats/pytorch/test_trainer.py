@@ -16,6 +16,7 @@ import torch
 from ckpt import api
 from ckpt.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
+from converters.names.families.composites import COMPOSITES
 from converters.names.megatron.relation import architectures
 from converters.names.transformers.order import as_registered
 from converters.names.transformers.relation import build_model
@@ -98,7 +99,9 @@ def test_an_optimizer_of_another_kind_is_refused(run: Path) -> None:
 
 @pytest.mark.parametrize("model_type", architectures())
 def test_tables_have_the_order_in_which_transformers_registers(model_type: str) -> None:
-    model = build_model({"model_type": model_type, **tiny_sizes(model_type)}, {})
+    composite = COMPOSITES.get(model_type)
+    classes = {"architectures": [composite.cls]} if composite else {}
+    model = build_model({"model_type": model_type, **classes, **tiny_sizes(model_type)}, {})
     names = [name for name, _ in model.named_parameters()]
     assert as_registered(sorted(names), model_type) == names
 
