@@ -24,10 +24,12 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import MEGATRON, Checkpoint, SourceFile
+from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.run_folder.yaml_files import read_run_config
+from converters.megatron.dist.read import DistReading
+from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import AdapterRun, MegatronFacts
 
@@ -41,6 +43,17 @@ _PEFTS = re.compile(r"\.lora_[AB]\.")
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
     return any(_MARK in fqn for fqn in fqns)
+
+
+def without_optimizer(reading: DistReading) -> Optimizers:
+    """No optimizer, for an adapter: its states are taken out of `reading`, which notes that there were some."""
+    states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
+    if states or reading.flat or reading.common.get("optimizer"):
+        reading.notes.append("the optimizer of the adapter is not read: no other trainer has a place for it")
+    for key in states:
+        del reading.placed[key]
+    reading.flat.clear()
+    return Optimizers()
 
 
 def refuse_others(fqns: Iterable[str], folder: Path) -> None:

@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others, without_optimizer
 from converters.megatron.dist.folder import is_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -25,9 +25,11 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     """Describe the checkpoint of one iteration."""
     if is_iteration(path):
         reading = read_folder(path)
-        optimizers = read_optimizer(reading)
+        is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
+        optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)
     else:
         reading, optimizers = megatron_fsdp.read_folder(path)
+        is_adapter = False
     tensors = reading.tensors()
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     refuse_others(parameters, path)
@@ -48,7 +50,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes),
     )
-    return as_adapter(checkpoint, path) if has_adapter(parameters) else checkpoint
+    return as_adapter(checkpoint, path) if is_adapter else checkpoint
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
