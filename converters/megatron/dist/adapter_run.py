@@ -173,13 +173,13 @@ RowRuns = tuple[tuple[int, int, int], ...]
 def stored_rows(name: ModuleName, kind: str, rows: int, run: AdapterRun) -> RowRuns:
     """Where the rows of a tensor are in the files of a run; UsageError where they do not divide among its ranks."""
     size = tp_of(name, run)
-    if size == 1 or not _is_of_ranks(name, kind, run):
+    if size == 1 or not is_of_ranks(name, kind, run):
         return ((0, 0, rows),)
     halves = _halves(name.of(kind), rows, size)
     return halves if kind == OUT else _swapped(halves)
 
 
-def _is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
+def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
     """Whether the order of the rows depends on the number of tensor parallel ranks."""
     if name.leaf != "linear_fc1":
         return False
@@ -196,7 +196,7 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
     for tensor in checkpoint.parameters.values():
         parsed = parse_name(tensor.fqn)
         assert parsed is not None
-        if not _is_of_ranks(*parsed, run):
+        if not is_of_ranks(*parsed, run):
             continue
         rows = stored_rows(*parsed, tensor.shape[0], run)
         cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}

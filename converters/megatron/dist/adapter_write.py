@@ -22,11 +22,11 @@ from ckpt.plan.precision import Choice, choices, describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.dist.adapter_run import CLASSES, CONFIG, stored_rows
+from converters.megatron.dist.adapter_run import CLASSES, CONFIG, is_of_ranks, stored_rows
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.folder import iteration_folder
-from converters.names.megatron.adapter import OUT, ModuleName, parse_name
+from converters.names.megatron.adapter import ModuleName, parse_name
 from converters.names.megatron.facts import AdapterRun, MegatronFacts
 from converters.names.megatron.options import MegatronOptions
 
@@ -65,17 +65,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]
-    if any(_is_bound(fqn, run) for fqn in chosen):
+    if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
         notes[0] += f" and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"
     return Target(
         files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
     )
-
-
-def _is_bound(fqn: str, run: AdapterRun) -> bool:
-    """Whether the order of the tensor's rows is that of a number of tensor parallel ranks."""
-    name, kind = _parsed(fqn)
-    return name.leaf == "linear_fc1" and ((kind == OUT and name.part is not None) or run.has_magnitudes)
 
 
 def _parsed(fqn: str) -> tuple[ModuleName, str]:
