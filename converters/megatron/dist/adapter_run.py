@@ -198,7 +198,6 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
         assert parsed is not None
         if not is_of_ranks(*parsed, run):
             continue
-        rows = stored_rows(*parsed, tensor.shape[0], run)
         cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
         size = tp_of(parsed[0], run)
         if len(cuts) not in (size, 2 * size):
@@ -210,7 +209,7 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
                 found=counted(len(cuts), "part"),
             )
         if parsed[1] == MAGNITUDE or len(cuts) == 2 * size:
-            yield tensor.fqn, rows
+            yield tensor.fqn, stored_rows(*parsed, tensor.shape[0], run)
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:

@@ -149,7 +149,7 @@ def test_what_is_written_is_what_megatron_bridge_saves(run: str, tp: int, tmp_pa
     assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
     assert our_states == {key for key in their_states if "_extra_state" in key}
     back = package.verify(tmp_path / "run", peft, config=base_of(run))
-    assert back.outcome == "equal"
+    assert back.outcome.startswith("equal")
 
 
 @pytest.mark.parametrize("tp", [1, 2])
@@ -188,7 +188,7 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
     checked = ckpt("check", run)
     assert checked.code == 0
     assert "whole (megatron-dist" in checked.out
-    assert package.verify(run, run, config=base_of("canonical-tp2")).outcome == "equal"
+    assert package.verify(run, run, config=base_of("canonical-tp2")).outcome.startswith("equal")
     assert "lora_A" in ckpt("hash", run, "--config", base_of("canonical-tp2"), "--all").out
 
 
