@@ -8,6 +8,7 @@ The fixture's logits are those of the live model with its adapter, on megatron-c
 from __future__ import annotations
 
 import json
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +26,8 @@ import ckpt as package
 from ckpt.errors import LossError
 from tests.support.adapters import load_base, weights
 from tests.support.commands import ckpt
-from tests.support.places import FIXTURES
+from tests.support.pages import commands
+from tests.support.places import FIXTURES, REPOSITORY
 
 FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
@@ -180,6 +182,19 @@ def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any]
 
 
 # -- looked at -----------------------------------------------------------------------------------------------
+
+
+def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of docs/merge-lora.md."""
+    page = (REPOSITORY / "docs/merge-lora.md").read_text()
+    known = [one.text for one in commands(page) if one.heading == "Adapters of Megatron-Bridge"]
+    assert len(known) == 3
+    shutil.copytree(FIXTURE / "canonical-tp2", tmp_path / "run")
+    shutil.copytree(base_of("canonical-tp2"), tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    for command in known:
+        done = ckpt(*shlex.split(command)[1:])
+        assert done.code == 0, f"{command}\n{done.err}"
 
 
 def test_inspect_check_and_verify_say_what_it_is() -> None:
