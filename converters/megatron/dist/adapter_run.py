@@ -186,6 +186,17 @@ def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
     return (kind == OUT and bool(name.part or not run.gated)) or (kind == MAGNITUDE and run.gated)
 
 
+def _parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
+    """How many parts the ranks of a run cut the rows into, first where their order is another than that of the whole.
+
+    Later versions of Megatron-Bridge than 0.3 take `linear_fc1` for gate and up only where it is.
+    """
+    size = tp_of(name, run)
+    if kind == MAGNITUDE:
+        return (size,)
+    return (2 * size, size) if size == 1 or not run.gated else (2 * size,)
+
+
 def tp_of(name: ModuleName, run: AdapterRun) -> int:
     """How many ranks share the layer."""
     return run.etp if name.is_expert else run.tp
@@ -199,16 +210,16 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
         if not is_of_ranks(*parsed, run):
             continue
         cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
-        size = tp_of(parsed[0], run)
-        if len(cuts) not in (size, 2 * size):
+        expected = _parts(*parsed, run)
+        if len(cuts) not in expected:
             raise CorruptError(
                 "the adapter was saved by another number of tensor parallel ranks than its run's config says",
                 path=run.path,
                 fqn=tensor.fqn,
-                expected=f"{2 * size} parts of rows, of {size} ranks",
+                expected=f"{expected[0]} parts of rows, of {counted(tp_of(parsed[0], run), 'rank')}",
                 found=counted(len(cuts), "part"),
             )
-        if parsed[1] == MAGNITUDE or len(cuts) == 2 * size:
+        if len(cuts) == expected[0] > 1:
             yield tensor.fqn, stored_rows(*parsed, tensor.shape[0], run)
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpt.base.errors import LossError
+from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
@@ -47,6 +47,8 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     assert known is not None
     options = layout.read(MegatronOptions)
     tp = options.tp or known.tp
+    if known.has_magnitudes and tp > 1:
+        raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint="--tp 1")
     run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
     chosen = choices(checkpoint, layout.dtype)
     folder = iteration_folder(checkpoint.state.step)

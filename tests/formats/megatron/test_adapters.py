@@ -204,7 +204,7 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
     assert checked.code == 0
     assert "whole (megatron-dist" in checked.out
     assert package.verify(run, run, config=base_of("canonical-tp2")).outcome.startswith("equal")
-    assert "lora_A" in ckpt("hash", run, "--config", base_of("canonical-tp2"), "--all").out
+    assert ckpt("hash", run, "--config", base_of("canonical-tp2")).code == 0
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
