@@ -186,7 +186,7 @@ def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
     return (kind == OUT and bool(name.part or not run.gated)) or (kind == MAGNITUDE and run.gated)
 
 
-def _parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
+def _row_parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
     """How many parts the ranks of a run cut the rows into, first where their order is another than that of the whole.
 
     Later versions of Megatron-Bridge than 0.3 take `linear_fc1` for gate and up only where it is.
@@ -210,7 +210,7 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
         if not is_of_ranks(*parsed, run):
             continue
         cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
-        expected = _parts(*parsed, run)
+        expected = _row_parts(*parsed, run)
         if len(cuts) not in expected:
             raise CorruptError(
                 "the adapter was saved by another number of tensor parallel ranks than its run's config says",
