@@ -11,6 +11,7 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,8 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt as package
 from ckpt.errors import LossError
+from converters.megatron.dist.keys import TensorKey
+from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
 from tests.support.commands import ckpt
 from tests.support.pages import commands
@@ -125,6 +128,42 @@ def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
     before, after = weights(base), weights(tmp_path / "merged")
     changed = {name for name in before if not torch.equal(before[name], after[name])}
     assert changed == {name for name in before if "q_proj" in name or "v_proj" in name}
+
+
+@pytest.mark.parametrize(
+    ("key", "num_dims", "name"),
+    [
+        ("linear_in.weight", 4, "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.adapter."),
+        ("linear_in.weight", 3, "decoder.layers.{layer}.mlp.experts.linear_fc1.adapter."),
+        (
+            "adapter_up.linear_out.weight",
+            4,
+            "decoder.layers.{layer}.mlp.experts.local_experts.{expert}.linear_fc1.adapter.",
+        ),
+    ],
+)
+def test_a_factor_has_a_dim_of_experts_or_they_share_it(key: str, num_dims: int, name: str) -> None:
+    """Grouped experts, which need Transformer Engine: their keys are those of Megatron-Bridge's own code."""
+    parsed = TensorKey.parse(f"decoder.layers.mlp.experts.experts.linear_fc1.adapter.{key}", num_dims)
+    assert (parsed.name, parsed.num_dims) == (name + key, num_dims - 2)
+
+
+def test_an_adapter_that_experts_share_is_each_ones(tmp_path: Path) -> None:
+    """On one rank of experts, where nothing is lost."""
+    checkpoint = package.open(FIXTURE / "experts-ep2", config=base_of("experts-ep2"))
+    facts = checkpoint.facts_of(MegatronFacts)
+    assert facts.adapter is not None
+    tensors = {
+        (name, role): tensor.renamed(name)
+        for (fqn, role), tensor in checkpoint.tensors.items()
+        if ".local_experts." not in (name := fqn.replace("local_experts.0.", ""))
+    }
+    shared = replace(checkpoint, tensors=tensors, facts=replace(facts, adapter=replace(facts.adapter, ep=1)))
+    package.plan(shared, "peft").run(tmp_path / "shared")
+    package.plan(checkpoint, "peft").run(tmp_path / "single")
+    ours, single = weights(tmp_path / "shared"), weights(tmp_path / "single")
+    assert ours.keys() == single.keys()
+    assert all(torch.equal(ours[name], single[name.replace("experts.1.", "experts.0.")]) for name in ours)
 
 
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
@@ -254,8 +293,6 @@ def test_a_missing_config_and_a_class_that_is_not_read_are_named(tmp_path: Path)
 
 
 def test_a_missing_factor_is_named() -> None:
-    from dataclasses import replace
-
     checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
     name = "decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] != name}
@@ -265,8 +302,6 @@ def test_a_missing_factor_is_named() -> None:
 
 def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
     """One that experts of a rank share, saved for the first rank alone: the others' is lost (Megatron-Bridge 0.3)."""
-    from dataclasses import replace
-
     checkpoint = package.open(FIXTURE / "experts-ep2", config=base_of("experts-ep2"))
     tensors = {
         (name, role): tensor.renamed(name)
