@@ -1,5 +1,5 @@
-"""`ckpt/estimate/run_config.py`, `setup.py`: what `ckpt estimate` takes from a run's config: DeepSpeed's, Axolotl's,
-Accelerate's, FSDP's; and its own options.
+"""`ckpt/estimate/run_config.py`, `setup.py`, `ckpt/run_folder/yaml_files.py`: what `ckpt estimate` takes from a run's
+config: DeepSpeed's, Axolotl's, Accelerate's, FSDP's; and its own options.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import pytest
 
 from ckpt.errors import CkptError
 from ckpt.estimate.memory import estimate
-from ckpt.estimate.run_config import RunConfig, load, understand
+from ckpt.estimate.run_config import RunConfig, understand
 from ckpt.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, ZeroOptions
+from ckpt.run_folder.yaml_files import read_run_config
 from converters.names.parameters import in_memory
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt
@@ -43,7 +44,7 @@ activation_offloading: true
 def read(tmp_path: Path, text: str) -> RunConfig:
     path = tmp_path / "run.yaml"
     path.write_text(textwrap.dedent(text))
-    return understand(load(path), path, HIDDEN)
+    return understand(read_run_config(path), path, HIDDEN)
 
 
 def test_axolotl_lora(tmp_path: Path) -> None:

@@ -23,11 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
+from ckpt.base.text import counted
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import MEGATRON, Checkpoint, SourceFile
+from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
-from ckpt.plan.tensors import Box, Tensor
+from ckpt.plan.tensors import Box
 from ckpt.run_folder.yaml_files import read_run_config
+from converters.megatron.dist.read import DistReading
+from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import AdapterRun, MegatronFacts
 
@@ -41,6 +44,17 @@ _PEFTS = re.compile(r"\.lora_[AB]\.")
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
     return any(_MARK in fqn for fqn in fqns)
+
+
+def without_optimizer(reading: DistReading) -> Optimizers:
+    """No optimizer, for an adapter: its states are taken out of `reading`, which notes that there were some."""
+    states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
+    if states or reading.flat or reading.common.get("optimizer"):
+        reading.notes.append("the optimizer of the adapter is not read: no other trainer has a place for it")
+    for key in states:
+        del reading.placed[key]
+    reading.flat.clear()
+    return Optimizers()
 
 
 def refuse_others(fqns: Iterable[str], folder: Path) -> None:
@@ -77,9 +91,8 @@ def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
             expected=f"{CONFIG}, as Megatron-Bridge writes it",
         )
     run = read_run(confined(folder, CONFIG))
-    named = _translated(checkpoint, list(_stored_rows(checkpoint, run)), inverse=False)
     return replace(
-        named,
+        _in_order(checkpoint, run),
         is_adapter=True,
         framework="Megatron-Bridge",
         facts=MegatronFacts(adapter=run),
@@ -154,25 +167,34 @@ class _Sections:
 # -- the order of rows ---------------------------------------------------------------------------------------
 
 #: (first row as stored, first row in the whole, number of rows)
-_Runs = tuple[tuple[int, int, int], ...]
+RowRuns = tuple[tuple[int, int, int], ...]
 
 
-def stored(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """An adapter with its rows in the order of a run's sizes, for one that has them in the order of the whole.
+def stored_rows(name: ModuleName, kind: str, rows: int, run: AdapterRun) -> RowRuns:
+    """Where the rows of a tensor are in the files of a run; UsageError where they do not divide among its ranks."""
+    size = tp_of(name, run)
+    if size == 1 or not is_of_ranks(name, kind, run):
+        return ((0, 0, rows),)
+    halves = _halves(name.of(kind), rows, size)
+    return halves if kind == OUT else _swapped(halves)
 
-    UsageError where they do not divide.
+
+def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
+    """Whether the order of the rows depends on the number of tensor parallel ranks."""
+    if name.leaf != "linear_fc1":
+        return False
+    return (kind == OUT and bool(name.part or not run.gated)) or (kind == MAGNITUDE and run.gated)
+
+
+def _row_parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
+    """How many parts the ranks of a run cut the rows into, first where their order is another than that of the whole.
+
+    Later versions of Megatron-Bridge than 0.3 take `linear_fc1` for gate and up only where it is.
     """
-    chosen = []
-    for tensor in checkpoint.tensors.values():
-        parsed = parse_name(tensor.fqn)
-        assert parsed is not None
-        name, kind = parsed
-        if name.leaf == "linear_fc1" and (size := tp_of(name, run)) > 1:
-            if kind == OUT and (name.part or not run.gated):
-                chosen.append((tensor.fqn, _halves(tensor, size)))
-            elif kind == MAGNITUDE and run.gated:
-                chosen.append((tensor.fqn, _swapped(_halves(tensor, size))))
-    return _translated(checkpoint, chosen, inverse=True)
+    size = tp_of(name, run)
+    if kind == MAGNITUDE:
+        return (size,)
+    return (2 * size, size) if size == 1 or not run.gated else (2 * size,)
 
 
 def tp_of(name: ModuleName, run: AdapterRun) -> int:
@@ -180,40 +202,33 @@ def tp_of(name: ModuleName, run: AdapterRun) -> int:
     return run.etp if name.is_expert else run.tp
 
 
-def _stored_rows(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, _Runs]]:
+def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, RowRuns]]:
     """The tensors whose rows are stored in another order than that of the whole."""
-    for tensor in checkpoint.tensors.values():
+    for tensor in checkpoint.parameters.values():
         parsed = parse_name(tensor.fqn)
         assert parsed is not None
-        name, kind = parsed
-        size = tp_of(name, run)
-        if name.leaf != "linear_fc1" or (size == 1 and kind == MAGNITUDE):
+        if not is_of_ranks(*parsed, run):
             continue
-        if kind == MAGNITUDE and run.gated:
-            yield tensor.fqn, _swapped(_halves(tensor, size))
-        elif kind == OUT and (name.part or not run.gated):
-            cuts = len(
-                {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
+        cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
+        expected = _row_parts(*parsed, run)
+        if len(cuts) not in expected:
+            raise CorruptError(
+                "the adapter was saved by another number of tensor parallel ranks than its run's config says",
+                path=run.path,
+                fqn=tensor.fqn,
+                expected=f"{expected[0]} parts of rows, of {counted(tp_of(parsed[0], run), 'rank')}",
+                found=counted(len(cuts), "part"),
             )
-            if cuts not in (size, 2 * size):
-                raise CorruptError(
-                    "the adapter was saved by another number of tensor parallel ranks than its run's config says",
-                    path=run.path,
-                    fqn=tensor.fqn,
-                    expected=f"{2 * size} parts of rows, of {size} ranks",
-                    found=f"{cuts} parts",
-                )
-            if cuts == 2 * size and size > 1:
-                yield tensor.fqn, _halves(tensor, size)
+        if len(cuts) == expected[0] > 1:
+            yield tensor.fqn, stored_rows(*parsed, tensor.shape[0], run)
 
 
-def _halves(tensor: Tensor, size: int) -> _Runs:
+def _halves(fqn: str, rows: int, size: int) -> RowRuns:
     """Rows stored as the first halves of all ranks' parts, and then the second ones."""
-    rows = tensor.shape[0]
     if rows % (2 * size):
         raise UsageError(
             "the rows of the factor do not divide among the tensor parallel ranks",
-            fqn=tensor.fqn,
+            fqn=fqn,
             expected=f"a multiple of {2 * size}",
             found=f"{rows} rows",
         )
@@ -223,13 +238,13 @@ def _halves(tensor: Tensor, size: int) -> _Runs:
     )
 
 
-def _swapped(runs: _Runs) -> _Runs:
+def _swapped(runs: RowRuns) -> RowRuns:
     return tuple((whole, stored, number) for stored, whole, number in runs)
 
 
-def _translated(checkpoint: Checkpoint, changed: Iterable[tuple[str, _Runs]], *, inverse: bool) -> Checkpoint:
-    """`checkpoint` with the rows of some tensors in the order of the whole, or the other way round."""
-    rows = dict(changed)
+def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
+    """`checkpoint`, as it is stored, with all rows in the order of the whole."""
+    rows = dict(_exchanged(checkpoint, run))
     if not rows:
         return checkpoint
     shapes = checkpoint.shapes
@@ -239,9 +254,7 @@ def _translated(checkpoint: Checkpoint, changed: Iterable[tuple[str, _Runs]], *,
             links.append(Link.rename(fqn, fqn, shape))
             continue
         tail, dims = shape[1:], tuple(range(len(shape)))
-        zeros = (0,) * len(tail)
         for first, place, number in rows[fqn]:
-            boxes = (Box((start, *zeros), (number, *tail)) for start in (first, place))
-            links.append(Link(fqn, next(boxes), fqn, next(boxes), dims))
-    relation = Relation(tuple(links), shapes, shapes)
-    return translate(checkpoint, relation.inverse() if inverse else relation, MEGATRON)
+            before, after = (Box((start, *(0,) * len(tail)), (number, *tail)) for start in (first, place))
+            links.append(Link(fqn, before, fqn, after, dims))
+    return translate(checkpoint, Relation(tuple(links), shapes, shapes), MEGATRON)

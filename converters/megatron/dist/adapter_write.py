@@ -14,19 +14,19 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ckpt.base.errors import LossError
-from ckpt.containers.dcp.write import Writing, dim0_boxes
+from ckpt.base.errors import LossError, UsageError
+from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.precision import Choice, choices, describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.dist.adapter_run import CLASSES, CONFIG, stored, tp_of
+from converters.megatron.dist.adapter_run import CLASSES, CONFIG, is_of_ranks, stored_rows
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.folder import iteration_folder
-from converters.names.megatron.adapter import OUT, ModuleName, parse_name
+from converters.names.megatron.adapter import ModuleName, parse_name
 from converters.names.megatron.facts import AdapterRun, MegatronFacts
 from converters.names.megatron.options import MegatronOptions
 
@@ -47,8 +47,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     assert known is not None
     options = layout.read(MegatronOptions)
     tp = options.tp or known.tp
+    if known.has_magnitudes and tp > 1:
+        raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint="--tp 1")
     run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
-    chosen = choices(stored(checkpoint, run), layout.dtype)
+    chosen = choices(checkpoint, layout.dtype)
     folder = iteration_folder(checkpoint.state.step)
     writing = Writing(1, f"{folder}/", is_nested=False)
     members = _by_key(chosen)
@@ -65,17 +67,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]
-    if any(_is_bound(fqn, run) for fqn in chosen):
+    if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
         notes[0] += f" and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"
     return Target(
         files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
     )
-
-
-def _is_bound(fqn: str, run: AdapterRun) -> bool:
-    """Whether the order of the tensor's rows is that of a number of tensor parallel ranks."""
-    name, kind = _parsed(fqn)
-    return name.leaf == "linear_fc1" and ((kind == OUT and name.part is not None) or run.has_magnitudes)
 
 
 def _parsed(fqn: str) -> tuple[ModuleName, str]:
@@ -118,14 +114,16 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
 
 
 def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
-    """Add a key's tensor, cut as the ranks of the run hold it, and the empty states of its layer."""
+    """Add a key's tensor, in the order in which a run of these sizes stores it, and the empty states of its layer."""
     name, kind = _parsed(next(iter(of.fqns.values())))
-    size = tp_of(name, run) if kind == OUT else 1
-    boxes = list(dim0_boxes(of.shape, 2 * size if name.leaf == "linear_fc1" and kind == OUT else size))
+    tail = of.shape[1:]
     tiles = [
-        (Box(index + box.offsets, (1,) * len(index) + box.sizes), FromSource(chosen[fqn].key, box))
+        (
+            Box((*index, first, *(0,) * len(tail)), ((1,) * len(index)) + (number, *tail)),
+            FromSource(chosen[fqn].key, Box((place, *(0,) * len(tail)), (number, *tail))),
+        )
         for index, fqn in sorted(of.fqns.items())
-        for box in boxes
+        for first, place, number in stored_rows(name, kind, of.shape[0], run)
     ]
     (dtype,) = {chosen[fqn].dtype for fqn in of.fqns.values()}
     writing.add_tiles(key, dtype, of.sizes + of.shape, tiles)

@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others, without_optimizer
 from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo, is_torch_dcp_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -25,9 +25,11 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_besid
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     """Describe the checkpoint of one iteration."""
+    is_adapter = False
     if is_iteration(path):
         reading = read_folder(path)
-        optimizers = read_optimizer(reading)
+        is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
+        optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)
     elif is_torch_dcp_iteration(path):
         reading, optimizers = torch_dcp.read_folder(path)
     else:
@@ -55,7 +57,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         notes=(*reading.notes, *reading.data.notes),
         facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )
-    return as_adapter(checkpoint, path) if has_adapter(parameters) else checkpoint
+    return as_adapter(checkpoint, path) if is_adapter else checkpoint
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

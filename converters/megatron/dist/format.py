@@ -82,9 +82,7 @@ class MegatronDist(Format):
         """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
         from converters.megatron.dist import adapter_write, write
 
-        writer = adapter_write if checkpoint.is_adapter else write
-        target: Target = writer.lay_out(checkpoint, layout)
-        return target
+        return adapter_write.lay_out(checkpoint, layout) if checkpoint.is_adapter else write.lay_out(checkpoint, layout)
 
 
 MEGATRON_DIST = MegatronDist()
