@@ -71,10 +71,13 @@ class AdapterConfig:
         """The rank of module (or targeted parameter) `key`."""
         return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
 
+    def alpha_of(self, key: str) -> float:
+        """The alpha of module (or targeted parameter) `key`."""
+        return self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+
     def scaling(self, key: str) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA, of the patterns' r and alpha."""
-        rank = self.rank_of(key)
-        alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+        rank, alpha = self.rank_of(key), self.alpha_of(key)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
 
     def expert_layout(self, fqn: str) -> Columns | None:

@@ -10,8 +10,9 @@ config is the run's own, byte for byte; none is ever made up, since alpha and th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.base.sizes import show_size
@@ -36,12 +37,14 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
-from ckpt.run_folder.adapter_config import config_path
-from ckpt.run_folder.companions import CONFIG, companions, read_object
+from ckpt.run_folder.adapter_config import config_path, parse_config
+from ckpt.run_folder.companions import CONFIG, companions, dump_config, read_object
+from ckpt.run_folder.companions import read_config as read_model_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter
 from ckpt.state.wrapped import clean_names
+from converters.huggingface.peft_options import ServerOptions
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
@@ -93,22 +96,37 @@ class Peft(Format):
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
         adapter.check_is_there(checkpoint)
         config = config_path(checkpoint)
-        chosen = adapter.tensors(checkpoint, read_object(config, "the adapter's config"), layout.dtype)
-        weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
+        raw = read_object(config, "the adapter's config")
+        chosen = adapter.tensors(checkpoint, raw, layout.dtype)
+        why: dict[str, str] = {}
+        notes = describe(chosen, checkpoint, layout.dtype)
+        if (server := layout.read(ServerOptions).server) is not None:
+            from converters.huggingface.served import served, weights_file
+
+            made = served(chosen, parse_config(raw, config), server, _model_type(checkpoint, raw))
+            weights = [weights_file(SAFETENSORS, made.tensors, chosen)]
+            content, why = dump_config(made.config), dict(made.left_out)
+            notes = [*notes, *made.notes]
+        else:
+            weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
+            content = read_file(config)
         beside = [
             TargetFile.of_bytes(name, content)
             for name, content in companions(map(Path, checkpoint.folders)).items()
             if name not in (CONFIG, "generation_config.json")
         ]
-        written = {choice.key for choice in chosen.values()}
-        left = [key for key in checkpoint.tensors if key not in written and key[1] in MODEL_ROLES]
+        written = {choice.key for name, choice in chosen.items() if name not in why}
+        reasons = {chosen[name].key: reason for name, reason in why.items()}
+        left = [
+            key for key in checkpoint.tensors if key not in written and key not in reasons and key[1] in MODEL_ROLES
+        ]
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
-        why = f"the base model's {count} parameters and buffers ({size}), which were not trained"
+        frozen = f"the base model's {count} parameters and buffers ({size}), which were not trained"
         return Target(
-            files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, read_file(config)), *beside),
-            left_out=dict.fromkeys(left, why),
+            files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, content), *beside),
+            left_out={**dict.fromkeys(left, frozen), **reasons},
             dropped=tuple(training_left_out(checkpoint)),
-            notes=tuple(describe(chosen, checkpoint, layout.dtype)),
+            notes=tuple(notes),
         )
 
 
@@ -127,6 +145,15 @@ def prove_names(folder: Path) -> None:
             found=f"{len(wrapped)} names that hold those of wrappers",
             hint=f"`ckpt convert peft peft {folder}` writes one that it loads; --names own takes this as it is",
         )
+
+
+def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
+    """The base's kind: by the config beside the adapter, or that of the base which it names, where that is a folder."""
+    found = checkpoint.config or read_model_config(map(Path, checkpoint.folders))
+    base = raw.get("base_model_name_or_path")
+    if found is None and isinstance(base, str) and (Path(base) / CONFIG).is_file():
+        found = read_model_config([Path(base)])
+    return str(found["model_type"]) if found and found.get("model_type") else None
 
 
 def _weights(folder: Path) -> str | None:
