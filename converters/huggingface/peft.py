@@ -127,6 +127,7 @@ class Peft(Format):
             left_out={**dict.fromkeys(left, frozen), **reasons},
             dropped=tuple(training_left_out(checkpoint)),
             notes=tuple(notes),
+            is_rearranged=server is not None,
         )
 
 
