@@ -104,7 +104,8 @@ def open_adapter(
         checkpoint = _open(path, config, tag)
     place = local(config) if config else None
     found = config_path(checkpoint, place if place is not None and place.is_dir() else None)
-    settings = replace(read_config(found), given_layout=expert_layout and _COLUMNS[expert_layout])
+    layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
+    settings = replace(read_config(found, layers), given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
@@ -150,6 +151,7 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         inside = _open(run, config, tag)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)
+    names.check_is_no_others(checkpoint)
     if not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
