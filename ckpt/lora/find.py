@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -251,6 +251,21 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> C
     if not accept:
         _check_architecture(adapter.checkpoint, base)
     return replace(base, notes=(*base.notes, note)) if note else base
+
+
+def check_one_base(adapters: Sequence[Adapter]) -> None:
+    """UsageError where adapters that are merged into one base name different ones that they were trained on."""
+    named = [(one.config.base, one.config.path) for one in adapters if one.config.base]
+    for base, path in named[1:]:
+        first, where = named[0]
+        if _model_name(base) != _model_name(first):
+            raise UsageError(
+                "these adapters were trained on different bases",
+                path=path,
+                expected=f"{first}, as {where} has it",
+                found=base,
+                hint="--accept-base merges all the same",
+            )
 
 
 def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:

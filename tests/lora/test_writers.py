@@ -1,6 +1,6 @@
 """`ckpt/lora/find.py`, `ckpt/run_folder/adapter_config.py`, `converters/huggingface/peft.py`: other trainers' adapters.
 
-Those of verl are saved by torch's own DTensors on two ranks; those of mlx-lm have its names and its orientation
+Those of verl are saved by torch's own DTensors on two ranks; the logits of mlx-lm's live model are in the fixture
 (fixtures/make_mlx.py); of others there is what they write in PEFT's layout, or a refusal with the way out.
 """
 
@@ -20,8 +20,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ckpt as package
 from ckpt.errors import CorruptError, UsageError
-from tests.support.adapters import edited, load_base, merge_by_peft, same, save_adapter, weights
+from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
 from tests.support.commands import ckpt
+from tests.support.places import FIXTURES
 
 META = {"r": 3, "lora_alpha": 7, "task_type": "CAUSAL_LM"}
 
@@ -86,6 +87,17 @@ def test_what_verl_records_is_known_or_refused(
     (actor / "lora_train_meta.json").write_text(json.dumps(meta))
     with pytest.raises(error, match=said):
         package.merge_lora(actor, tmp_path / "out")
+
+
+def test_the_merged_model_computes_what_mlx_did(tmp_path: Path) -> None:
+    fixture = FIXTURES / "mlx-lora"
+    done = ckpt("merge-lora", fixture / "adapters", "--base", fixture / "base", "--accept-base", "-o", tmp_path / "out")
+    assert done.code == 0 and "changed the weights of 4 of 4 targets" in done.err, done.err
+    live = load_file(fixture / "logits.safetensors")
+    with torch.no_grad():
+        merged, plain = (load_base(one)(input_ids=live["ids"]).logits for one in (tmp_path / "out", fixture / "base"))
+    torch.testing.assert_close(merged, live["logits"], rtol=0, atol=2e-5)
+    assert (plain - live["logits"]).abs().max() > 0.1
 
 
 def by_mlx(adapter: Path, base: Path, folder: Path, **changes: Any) -> Path:
