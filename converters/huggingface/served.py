@@ -54,7 +54,7 @@ class ServedTensor:
 
 
 @dataclass(frozen=True)
-class Served:
+class ServerLayout:
     """An adapter in a server's layout: its tensors and its config, and what is left out, with why."""
 
     tensors: tuple[ServedTensor, ...]
@@ -79,7 +79,7 @@ class _Layer:
         return self.a_box.sizes[0]
 
 
-def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> Served:
+def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
     """The adapter of `chosen` tensors, by PEFT's names, in the layout of `server`.
 
     UsageError for a kind that the server does not compute, and for experts of a model that is not known; LossError for
@@ -129,7 +129,7 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
         _check_siblings(layers, config)
     rank, raw, notes = (_of_sglang if server == SGLANG else _of_vllm)(layers, tensors, config)
     tensors += [one for layer in layers for one in _factors(layer, rank)]
-    return Served(tuple(tensors), raw, left_out, notes)
+    return ServerLayout(tuple(tensors), raw, left_out, notes)
 
 
 def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[str, Choice]) -> TargetFile:
@@ -181,7 +181,7 @@ def _check_kind(chosen: Mapping[str, Choice], config: AdapterConfig, server: str
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The adapter of a stacked parameter: its factors, the experts that they are of, and how lora_B is packed."""
+    """The adapter of a stacked parameter: its factors, the experts of both, and how lora_B is packed."""
 
     fqn: str
     a: str
@@ -222,7 +222,7 @@ def _parameters(
         fqn = f"{experts}.{name}"
         rank, layout = config.rank_of(fqn), config.expert_layout(fqn)
         if rows != columns or rows % rank:
-            raise _misfit(config, fqn, f"{rank} ranks for each expert in both factors", f"{rows} and {columns}")
+            raise _odd_factors(config, fqn, f"{rank} ranks for each expert in both factors", f"{rows} and {columns}")
         if layout is None and rank > 1 and rows > rank:
             raise UsageError(
                 "nothing records how Unsloth packed this adapter of experts",
@@ -236,7 +236,7 @@ def _parameters(
     if len(found) == 2:
         up, down = found
         if (up.num_in, up.num_out, up.num_experts) != (down.num_out, 2 * down.num_in, down.num_experts):
-            raise _misfit(
+            raise _odd_factors(
                 config,
                 experts,
                 "factors whose inputs and outputs fit each other",
@@ -245,7 +245,7 @@ def _parameters(
     return found
 
 
-def _misfit(config: AdapterConfig, fqn: str, expected: str, found: str) -> LossError:
+def _odd_factors(config: AdapterConfig, fqn: str, expected: str, found: str) -> LossError:
     hint = "PEFT before 2026-04 stored some of these with the roles of A and B exchanged"
     what = "the factors of these experts are not as PEFT lays them"
     return LossError(what, path=config.path, fqn=fqn, expected=expected, found=found, hint=hint)
