@@ -1,4 +1,4 @@
-"""Run by a Python that has vLLM: `vllm_serving.py BASE [ADAPTER ...]` prints log-probabilities at each position, as JSON.
+"""Run by a Python that has vLLM: `vllm_serving.py BASE [ADAPTER ...]` prints log-probabilities by position, as JSON.
 
 They are those of the base, and of each adapter served over it.  One process, without kernels that are compiled.
 """
