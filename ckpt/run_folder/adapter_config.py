@@ -219,7 +219,9 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             "this adapter is not merged: its init takes part of the base weights into the adapter",
             path=path,
             found=f"init_lora_weights: {init!r}",
-            hint="convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=...)",
+            hint="where the model that this init left as the base was saved, give that with --base and set "
+            "init_lora_weights to true in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     fields = _Fields(raw, path)
     return AdapterConfig(
