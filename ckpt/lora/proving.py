@@ -24,6 +24,7 @@ from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.lora.merge import is_merged, plan
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.state.naming import as_hub
 
 #: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
 _ROUNDING = 0.05
@@ -226,7 +227,7 @@ def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dic
     if not fqns:
         return {}
     wanted = set(fqns)
-    a, b = api.as_hub(base), api.as_hub(replace(merged, config=merged.config or base.config))
+    a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
     one, other = (
         replace(of, tensors={key: t for key, t in of.tensors.items() if key[0] in wanted}, ties={}) for of in (a, b)
     )

@@ -137,7 +137,8 @@ def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[s
     dtypes = {one.name: chosen[one.source].dtype for one in tensors}
     by_name = {one.name: one for one in tensors}
     header, placed = build_header([Planned(one.name, dtypes[one.name], one.shape) for one in tensors], {"format": "pt"})
-    slots, zeros = [], []
+    slots: list[Slot] = []
+    zeros: list[tuple[int, int]] = []
     for planned, offset in placed:
         one, extent = by_name[planned.name], Extent.contiguous(name, offset, planned.dtype, planned.shape)
         for target, source in one.boxes:
