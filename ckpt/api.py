@@ -253,6 +253,11 @@ class Conversion(Returned):
 
         place = Path(destination) if scheme_of(destination) is None else standins.place(str(destination))
         self.check_destination(place)
+        if verify and self.plan.target.is_rearranged:
+            raise UsageError(
+                "--verify compares tensors by their names, and this layout has others than the source",
+                hint="leave it out; the manifest has the digests of what is written",
+            )
         what: dict[str, Any] = {
             "progress": progress,
             "check": partial(self._check_source, check),

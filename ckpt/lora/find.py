@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -110,7 +110,8 @@ def open_adapter(
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
         checkpoint = to_namespace(_with_config_of(_open(path, config, tag), base), OWN)
     place = local(config) if config else None
-    raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None)
+    layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
+    raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     settings = replace(parse_config(raw, found), given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
@@ -165,6 +166,7 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         inside = _open(run, config, tag)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
     checkpoint = api.open(path, tag=tag, config=config)
+    names.check_is_no_others(checkpoint)
     if not checkpoint.is_adapter and not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
@@ -264,6 +266,21 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> C
     if not accept:
         _check_architecture(adapter.checkpoint, base)
     return replace(base, notes=(*base.notes, note)) if note else base
+
+
+def check_one_base(adapters: Sequence[Adapter]) -> None:
+    """UsageError where adapters that are merged into one base name different ones that they were trained on."""
+    named = [(one.config.base, one.config.path) for one in adapters if one.config.base]
+    for base, path in named[1:]:
+        first, where = named[0]
+        if _model_name(base) != _model_name(first):
+            raise UsageError(
+                "these adapters were trained on different bases",
+                path=path,
+                expected=f"{first}, as {where} has it",
+                found=base,
+                hint="--accept-base merges all the same",
+            )
 
 
 def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:

@@ -11,7 +11,7 @@ from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
 from ckpt.lora.effect import Merge, MergedModel
-from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
+from ckpt.lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
 from ckpt.lora.merge import plan
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
@@ -34,6 +34,8 @@ def planned(
     workers: int,
 ) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
+    if not accept_base:
+        check_one_base(adapters)
     model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
     if dequantize:
         model = api.dequantized(model, cast)

@@ -402,12 +402,14 @@ class Target:
     `left_out` are tensors that are not written, each with the sentence that tells the user why; any other tensor that
     the plan cannot prove to be placed stops the conversion.  `dropped` names what is no tensor and has no place in this
     format; `notes` is what the user should know about the choice that was made (which precision, which names).
+    `is_rearranged` says that its tensors are parts of the source's, so that read back they are not compared with these.
     """
 
     files: tuple[TargetFile, ...]
     left_out: Mapping[Key, str] = field(default_factory=dict)
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    is_rearranged: bool = False
 
     @property
     def not_written(self) -> tuple[str, ...]:

@@ -50,6 +50,7 @@ OPTIONS = {
     "universal": "converters.deepspeed.options:UniversalOptions",
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
     "fsdp-ranks": "converters.pytorch.ranks_options:RanksOptions",
+    "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 
 #: Options that every format has.

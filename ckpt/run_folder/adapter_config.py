@@ -18,6 +18,10 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.companions import read_object
 
 CONFIG = "adapter_config.json"
+#: What verl writes beside rank files in its place, with nothing but these entries (verl 0.9.1,
+#: `utils/checkpoint/lora_metadata.py`); of its LoRA nothing else can be set but the layers.
+VERL_META = "lora_train_meta.json"
+_OF_VERL = {"r", "lora_alpha", "task_type"}
 #: No rank and no alpha comes near, and it is a float.
 _TOO_LARGE = 1 << 64
 #: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
@@ -71,10 +75,13 @@ class AdapterConfig:
         """The rank of module (or targeted parameter) `key`."""
         return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
 
+    def alpha_of(self, key: str) -> float:
+        """The alpha of module (or targeted parameter) `key`."""
+        return self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+
     def scaling(self, key: str) -> float:
         """alpha / r, or alpha / sqrt(r) with rsLoRA, of the patterns' r and alpha."""
-        rank = self.rank_of(key)
-        alpha = self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+        rank, alpha = self.rank_of(key), self.alpha_of(key)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
 
     def expert_layout(self, fqn: str) -> Columns | None:
@@ -129,10 +136,11 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def find_config(folders: Iterable[str | Path]) -> Path | None:
-    """`adapter_config.json` of the nearest folder that has one."""
-    for folder in map(Path, folders):
-        if (folder / CONFIG).exists():
-            return confined(folder, CONFIG)
+    """`adapter_config.json` of the nearest folder that has one, or what verl writes in its place."""
+    for name in (CONFIG, VERL_META):
+        for folder in map(Path, folders):
+            if (folder / name).exists():
+                return confined(folder, name)
     return None
 
 
@@ -148,8 +156,10 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
     )
 
 
-def settings_of(checkpoint: Checkpoint, folder: Path | None = None) -> tuple[Mapping[str, Any], Path]:
-    """What `adapter_config.json` says of the adapter in `checkpoint`, and the file that it is from.
+def settings_of(
+    checkpoint: Checkpoint, folder: Path | None = None, layers: Iterable[str] = ()
+) -> tuple[Mapping[str, Any], Path]:
+    """What `adapter_config.json` says of the adapter in `checkpoint`, of these `layers`, and the file that it is from.
 
     It is in `folder`, or in the checkpoint's own; NotFoundError without, where no other config of the trainer's says
     the same.
@@ -157,12 +167,57 @@ def settings_of(checkpoint: Checkpoint, folder: Path | None = None) -> tuple[Map
     if checkpoint.adapter_config is not None and find_config([folder] if folder else []) is None:
         return checkpoint.adapter_config, Path(checkpoint.path)
     path = config_path(checkpoint, folder)
-    return read_object(path, "the adapter's config"), path
+    return read_raw(path, layers), path
 
 
-def read_config(path: Path) -> AdapterConfig:
-    """The config of a LoRA adapter.  UsageError names the feature that cannot be merged."""
-    return parse_config(read_object(path, "the adapter's config"), path)
+def read_config(path: Path, layers: Iterable[str] = ()) -> AdapterConfig:
+    """The config of a LoRA adapter of these `layers`.  UsageError names the feature that cannot be merged."""
+    return parse_config(read_raw(path, layers), path)
+
+
+def read_raw(path: Path, layers: Iterable[str] = ()) -> dict[str, Any]:
+    """The config of an adapter as PEFT has it; of verl's and MLX's adapters in PEFT's words, with these `layers`."""
+    raw = read_object(path, "the adapter's config")
+    if path.name == VERL_META:
+        return _of_verl(raw, path, layers)
+    return _of_mlx(raw, path, layers) if is_of_mlx(raw) else raw
+
+
+def is_of_mlx(raw: Mapping[str, Any]) -> bool:
+    """Whether this is the `adapter_config.json` that mlx-lm writes, which is its own."""
+    return "peft_type" not in raw and "fine_tune_type" in raw
+
+
+def _of_verl(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
+    if unknown := sorted(raw.keys() - _OF_VERL):
+        raise UsageError(
+            "verl recorded something of this adapter that is not known here", path=path, found=", ".join(unknown)
+        )
+    for name in ("r", "lora_alpha"):
+        if raw.get(name) is None:
+            raise CorruptError(f"{name} of the adapter is not recorded", path=path)
+    return {"peft_type": "LORA", **raw, "bias": "none", "target_modules": _leaves(layers)}
+
+
+def _of_mlx(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
+    """mlx-lm 0.32 (`tuner/lora.py`): what is added is `scale` times the product, so that alpha is `scale` times r."""
+    if raw["fine_tune_type"] != "lora":
+        raise UsageError(
+            "of mlx-lm's fine-tuning only LoRA is read",
+            path=path,
+            found=f"fine_tune_type {raw['fine_tune_type']!r}",
+            hint="mlx_lm.fuse merges it, where MLX runs",
+        )
+    fields = _Fields(_mapping(raw.get("lora_parameters")), path)
+    rank, scale = fields.get("rank", int, None), fields.number("scale", 0)
+    if rank is None or "scale" not in fields.raw:
+        raise CorruptError("rank and scale of the adapter are not recorded", path=path)
+    found = {"peft_type": "LORA", "r": rank, "lora_alpha": scale * rank, "bias": "none"}
+    return {**found, "target_modules": _leaves(layers), "base_model_name_or_path": raw.get("model")}
+
+
+def _leaves(layers: Iterable[str]) -> list[str]:
+    return sorted({layer.rpartition(".")[2] for layer in layers})
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
@@ -178,7 +233,9 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             "this adapter is not merged: its init takes part of the base weights into the adapter",
             path=path,
             found=f"init_lora_weights: {init!r}",
-            hint="convert it with PEFT: save_pretrained(path_initial_model_for_weight_conversion=...)",
+            hint="where the model that this init left as the base was saved, give that with --base and set "
+            "init_lora_weights to true in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
     fields = _Fields(raw, path)
     return AdapterConfig(

@@ -44,6 +44,24 @@ _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_laye
 #: Names of other methods' tensors, which no LoRA has: DoRA, embeddings and tokens are known above.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
+#: Names of other writers' adapters, who writes them, and how they become PEFT's.
+_OTHERS = (
+    (
+        re.compile(r".+\.lora_[ab]\.weight"),
+        "torchtune or torchtitan",
+        "torchtune also saves it as PEFT does, adapter_model.safetensors beside adapter_config.json: give that folder",
+    ),
+    (
+        re.compile(r"lora_(unet|te\d?|prior)_.+"),
+        "kohya's scripts",
+        "diffusers reads it (load_lora_weights) and saves its model merged (fuse_lora)",
+    ),
+    (
+        re.compile(r"(unet|transformer\.(single_)?transformer_blocks|text_encoder(_\d)?)\..+lora.+"),
+        "diffusers",
+        "diffusers merges it into its pipeline (fuse_lora), which save_pretrained writes",
+    ),
+)
 #: Modules of which PEFT saves the base weights too, where they are targeted (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
@@ -86,8 +104,19 @@ def is_adapter(fqns: Iterable[str]) -> bool:
     return any(parse_name(fqn).kind in (A, EMBEDDING_A) for fqn in fqns)
 
 
+def check_is_no_others(checkpoint: Checkpoint) -> None:
+    """Raise UsageError where `checkpoint` is an adapter with the names of another writer than PEFT."""
+    for pattern, writer, way in _OTHERS:
+        fqn = next((fqn for fqn, _ in checkpoint.tensors if pattern.fullmatch(fqn)), None)
+        if fqn is not None:
+            raise UsageError(
+                f"this is an adapter as {writer} names it, which is not read", path=checkpoint.path, fqn=fqn, hint=way
+            )
+
+
 def check_is_there(checkpoint: Checkpoint) -> None:
     """Raise UsageError where `checkpoint` holds no LoRA adapter."""
+    check_is_no_others(checkpoint)
     if not is_adapter(fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         hint = "the format `hf` is for a whole model"
         raise UsageError("this checkpoint holds no LoRA adapter", path=checkpoint.path, hint=hint)

@@ -11,11 +11,12 @@ the same.  None is ever made up, since alpha and the flags stand nowhere else.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from ckpt.base.errors import CorruptError, LossError, NotFoundError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.sources import Sources
@@ -38,15 +39,20 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
-from ckpt.run_folder.adapter_config import settings_of
-from ckpt.run_folder.companions import CONFIG, companions
+from ckpt.run_folder.adapter_config import is_of_mlx, parse_config, settings_of
+from ckpt.run_folder.companions import CONFIG, companions, dump_config, read_object
+from ckpt.run_folder.companions import read_config as read_model_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter
 from ckpt.state.wrapped import clean_names
+from converters.huggingface.peft_options import ServerOptions
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
+#: mlx-lm's: lora_a [in, r] and lora_b [r, out], PEFT's factors with rows and columns exchanged.
+MLX = "adapters.safetensors"
+_MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes such names under FSDP2 with `activation_checkpointing`.
 _WRAPPED = (
@@ -65,7 +71,7 @@ class Peft(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
         if path.is_file():
-            return path if path.name in (SAFETENSORS, TORCH) else None
+            return path if path.name in (SAFETENSORS, TORCH, MLX) else None
         return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
@@ -94,25 +100,40 @@ class Peft(Format):
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
         adapter.check_is_there(checkpoint)
-        settings, config = settings_of(checkpoint)
-        chosen = adapter.tensors(checkpoint, settings, layout.dtype)
-        weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
+        parsed = map(adapter.parse_name, (fqn for fqn, _ in checkpoint.tensors))
+        raw, config = settings_of(checkpoint, layers={name.module for name in parsed if name.kind == adapter.A})
+        chosen = adapter.tensors(checkpoint, raw, layout.dtype)
+        why: dict[str, str] = {}
+        notes = describe(chosen, checkpoint, layout.dtype)
+        if (server := layout.read(ServerOptions).server) is not None:
+            from converters.huggingface.served import served, weights_file
+
+            made = served(chosen, parse_config(raw, config), server, _model_type(checkpoint, raw))
+            weights = [weights_file(SAFETENSORS, made.tensors, chosen)]
+            content, why = dump_config(made.config), dict(made.left_out)
+            notes = [*notes, *made.notes]
+        else:
+            weights, _ = weight_files(chosen, SAFETENSORS.removesuffix(".safetensors"), METADATA)
+            is_pefts = config.name == ADAPTER_CONFIG and not is_of_mlx(read_object(config, "the adapter's config"))
+            content = read_file(config) if is_pefts else dump_config(raw)
         beside = [
             TargetFile.of_bytes(name, content)
             for name, content in companions(map(Path, checkpoint.folders)).items()
             if name not in (CONFIG, "generation_config.json")
         ]
-        made = checkpoint.adapter_config is not None
-        content = json.dumps(settings, indent=2).encode() if made else read_file(config)
-        written = {choice.key for choice in chosen.values()}
-        left = [key for key in checkpoint.tensors if key not in written and key[1] in MODEL_ROLES]
+        written = {choice.key for name, choice in chosen.items() if name not in why}
+        reasons = {chosen[name].key: reason for name, reason in why.items()}
+        left = [
+            key for key in checkpoint.tensors if key not in written and key not in reasons and key[1] in MODEL_ROLES
+        ]
         count, size = len({fqn for fqn, _ in left}), show_size(sum(checkpoint.tensors[key].nbytes for key in left))
-        why = f"the base model's {count} parameters and buffers ({size}), which were not trained"
+        frozen = f"the base model's {count} parameters and buffers ({size}), which were not trained"
         return Target(
             files=(*weights, TargetFile.of_bytes(ADAPTER_CONFIG, content), *beside),
-            left_out=dict.fromkeys(left, why),
+            left_out={**dict.fromkeys(left, frozen), **reasons},
             dropped=tuple(training_left_out(checkpoint)),
-            notes=tuple(describe(chosen, checkpoint, layout.dtype)),
+            notes=tuple(notes),
+            is_rearranged=server is not None,
         )
 
 
@@ -133,16 +154,27 @@ def prove_names(folder: Path) -> None:
         )
 
 
+def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
+    """The base's kind: by the config beside the adapter, or that of the base which it names, where that is a folder."""
+    found = checkpoint.config or read_model_config(map(Path, checkpoint.folders))
+    base = raw.get("base_model_name_or_path")
+    if found is None and isinstance(base, str) and (Path(base) / CONFIG).is_file():
+        found = read_model_config([Path(base)])
+    return str(found["model_type"]) if found and found.get("model_type") else None
+
+
 def _weights(folder: Path) -> str | None:
     """The file of the weights, which PEFT looks for in this order.  Only beside a config is it an adapter."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
-    return next((name for name in (SAFETENSORS, TORCH) if (folder / name).is_file()), None)
+    return next((name for name in (SAFETENSORS, TORCH, MLX) if (folder / name).is_file()), None)
 
 
 def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
     """The tensors of a file by their names without those of wrappers, and the names that hold some."""
-    stored = _safetensors(file) if file.name == SAFETENSORS else _torch(file)
+    stored = _torch(file) if file.name == TORCH else _safetensors(file)
+    if file.name == MLX:
+        stored = dict(_as_peft_names(fqn, extent, file) for fqn, extent in stored.items())
     names = clean_names(stored, str(file))
     return {names[fqn]: extent for fqn, extent in stored.items()}, [fqn for fqn in stored if names[fqn] != fqn]
 
@@ -150,6 +182,22 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
 def _safetensors(path: Path) -> dict[str, Extent]:
     entries = read_header(path).entries
     return {e.name: Extent.contiguous(str(path), e.start, e.dtype, e.shape) for e in entries}
+
+
+def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
+    """A factor of mlx-lm's under PEFT's name, and as PEFT has it: transposed in the file, where it stays."""
+    match = _MLX_NAME.fullmatch(fqn)
+    if match is None or len(extent.shape) != 2:
+        raise UsageError(
+            "of mlx-lm's adapters only the factors of linear layers are read",
+            path=path,
+            fqn=fqn,
+            expected="lora_a [in, rank] and lora_b [rank, out]",
+            found=f"shape {list(extent.shape)}",
+            hint="mlx_lm.fuse merges it, where MLX runs",
+        )
+    name = f"{adapter.PREFIX}{match['module']}.lora_{match['factor'].upper()}.weight"
+    return name, extent._replace(shape=extent.shape[::-1], strides=extent.strides[::-1])
 
 
 def _torch(path: Path) -> dict[str, Extent]:

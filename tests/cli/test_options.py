@@ -143,6 +143,7 @@ SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
 VALUES: dict[str, Any] = {
     "dtype": "fp16",
     "optimizer_dtype": "fp32",
+    "server": "vllm",
     "world_size": 8,
     "max_shard_size": "2KB",
     "tp": 2,

@@ -20,7 +20,10 @@ _PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_lay
 _PREDICTED = re.compile(r"(^|[._])(mtp|nextn|eh_proj)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: Parts of models by the config of each, and what is in the names of their tensors.
-_TOWERS = {"vision_config": ("a vision tower", "vis"), "audio_config": ("an audio tower", "audio")}
+_TOWERS = {
+    "vision_config": ("a vision tower", re.compile(r"vis(ion|ual)|image|img")),
+    "audio_config": ("an audio tower", re.compile(r"audio|speech")),
+}
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:
@@ -58,6 +61,6 @@ def _is_predicted(name: str, num_layers: object) -> bool:
 
 
 def _towers(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    for key, (what, word) in _TOWERS.items():
-        if isinstance(config.get(key), Mapping) and config[key] and not any(word in name for name in names):
+    for key, (what, pattern) in _TOWERS.items():
+        if isinstance(config.get(key), Mapping) and config[key] and not any(map(pattern.search, names)):
             yield f"{what} ({key})"

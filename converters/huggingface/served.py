@@ -1,0 +1,378 @@
+"""Adapters as servers load them: experts taken apart, ranks and scalings as the server reads them.
+
+Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`) and sglang 0.5.23 (`srt/lora/lora.py`,
+`lora_config.py`, `mem_pool.py`, `lora_manager.py`):
+
+- An adapter of stacked experts (PEFT's `target_parameters`) is one that vLLM refuses for models whose experts it keeps
+  apart, and sglang drops.  Both take `experts.N.gate_proj`, `up_proj` and `down_proj`.  For some models vLLM takes the
+  stacked ones, both of them, in PEFT's packing.
+- vLLM reads rsLoRA and patterns of ranks and alphas; sglang knows one rank and one scaling, alpha / r, for all layers.
+- sglang stacks q, k and v: without q or v it fails, or passes over k.  It stacks gate and up, and passes over up alone.
+
+A target tensor is a box of the source's, so nothing is computed: its bits are those that were trained.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from math import isclose
+from typing import Any
+
+from ckpt.base.errors import CorruptError, LossError, UsageError
+from ckpt.containers.safetensors import Planned, build_header
+from ckpt.plan.checkpoint import Slot, TargetFile
+from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import Box, Extent, Shape, stepped, whole
+from ckpt.run_folder.adapter_config import AdapterConfig
+from ckpt.state import adapter as names
+from ckpt.state.adapter import PREFIX, parse_name
+from converters.huggingface.peft_options import SGLANG, VLLM
+
+#: Models with gate above up in one tensor for each expert, whose files and servers have a tensor for each of the two.
+APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")
+#: Models whose stacked experts vLLM takes as PEFT has them (`is_3d_moe_weight`).
+STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
+#: The largest rank that vLLM can be started for, and all of them (`MaxLoRARanks`).
+_VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+_PARAMETERS = ("gate_up_proj", "down_proj")
+#: Inits that only say where factors began; of others servers refuse the adapter.
+_PLAIN_INITS = ("gaussian", "eva", "orthogonal")
+#: Records of how Unsloth packed experts, which no longer hold.
+_RECORDS = ("lora_B_layout", "unsloth_fused_expert_lora")
+
+
+@dataclass(frozen=True)
+class ServedTensor:
+    """A tensor of the written file: `boxes` of the source's tensor and where each lies in it; the rest are zeros."""
+
+    name: str
+    source: str
+    shape: Shape
+    boxes: tuple[tuple[Box, Box], ...]
+
+
+@dataclass(frozen=True)
+class ServerLayout:
+    """An adapter in a server's layout: its tensors and its config, and what is left out, with why."""
+
+    tensors: tuple[ServedTensor, ...]
+    config: Mapping[str, Any]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer as the server is to have it: where its factors are in the source's tensors `a` and `b`."""
+
+    module: str
+    key: str
+    a: str
+    b: str
+    a_box: Box
+    b_box: Box
+
+    @property
+    def rank(self) -> int:
+        return self.a_box.sizes[0]
+
+
+def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
+    """The adapter of `chosen` tensors, by PEFT's names, in the layout of `server`.
+
+    UsageError for a kind that the server does not compute, and for experts of a model that is not known; LossError for
+    a part that it would pass over.
+    """
+    _check_kind(chosen, config, server)
+    modules: dict[str, dict[str, str]] = {}
+    left_out: dict[str, str] = {}
+    for name in chosen:
+        parsed = parse_name(name)
+        if parsed.kind == names.BASE and ".base_layer." in name:
+            left_out[name] = "the base's own embedding, which the server has"
+        elif parsed.kind in (names.A, names.B):
+            modules.setdefault(parsed.module, {})[parsed.kind] = name
+        else:
+            raise UsageError(
+                f"{server} does not load this part of an adapter",
+                path=config.path,
+                fqn=name,
+                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+            )
+    layers: list[_Layer] = []
+    stacked: dict[str, list[str]] = {}
+    for module, parts in modules.items():
+        if module.partition(".base_layer")[0].endswith(".experts"):
+            stacked.setdefault(module.partition(".base_layer")[0], []).append(module)
+        else:
+            a, b = (chosen[parts[kind]].tensor.shape for kind in (names.A, names.B))
+            layers.append(_Layer(module, module, parts[names.A], parts[names.B], whole(a), whole(b)))
+    tensors: list[ServedTensor] = []
+    for experts, wrappers in stacked.items():
+        both = _parameters(chosen, config, experts, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
+        if model_type in APART:
+            layers += _taken_apart(experts, both)
+        elif model_type in STACKED and server == VLLM:
+            tensors += _repacked(chosen, experts, both, config)
+        else:
+            raise UsageError(
+                f"how {server} has the experts of this model is not known here",
+                path=config.path,
+                fqn=experts,
+                expected=f"a model_type of {', '.join((*APART, *(STACKED if server == VLLM else ())))}",
+                found=f"model_type {model_type}" if model_type else "no config of the base",
+                hint="--config names the base's config.json" if model_type is None else "`ckpt merge-lora` merges it",
+            )
+    if server == SGLANG:
+        _check_siblings(layers, config)
+    rank, raw, notes = (_of_sglang if server == SGLANG else _of_vllm)(layers, tensors, config)
+    tensors += [one for layer in layers for one in _factors(layer, rank)]
+    return ServerLayout(tuple(tensors), raw, left_out, notes)
+
+
+def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[str, Choice]) -> TargetFile:
+    """A safetensors file with `tensors`, whose slots are boxes of the chosen ones."""
+    dtypes = {one.name: chosen[one.source].dtype for one in tensors}
+    by_name = {one.name: one for one in tensors}
+    header, placed = build_header([Planned(one.name, dtypes[one.name], one.shape) for one in tensors], {"format": "pt"})
+    slots: list[Slot] = []
+    zeros: list[tuple[int, int]] = []
+    for planned, offset in placed:
+        one, extent = by_name[planned.name], Extent.contiguous(name, offset, planned.dtype, planned.shape)
+        for target, source in one.boxes:
+            slots.append(Slot(chosen[one.source].key, source, extent.narrow(target)))
+        zeros += _gaps(one, extent)
+    size = len(header) + sum(planned.nbytes for planned, _ in placed)
+    return TargetFile(name, size, ((0, header),), tuple(slots), tuple(zeros))
+
+
+def _gaps(one: ServedTensor, extent: Extent) -> Iterator[tuple[int, int]]:
+    """The ranges of a tensor that no box fills: rows behind the last of lora_A, the ends of rows of lora_B."""
+    (rows, columns), item = one.shape, extent.dtype.itemsize
+    filled = one.boxes[0][0].sizes if len(one.boxes) == 1 else one.shape
+    if filled[0] < rows:
+        yield extent.offset + filled[0] * columns * item, (rows - filled[0]) * columns * item
+    if filled[1] < columns:
+        for row in range(rows):
+            yield extent.offset + (row * columns + filled[1]) * item, (columns - filled[1]) * item
+
+
+def _check_kind(chosen: Mapping[str, Choice], config: AdapterConfig, server: str) -> None:
+    raw, init = config.raw, config.raw.get("init_lora_weights")
+    for what, is_there in (
+        ("DoRA", config.use_dora),
+        ("modules_to_save", bool(config.saved)),
+        ("trained biases", config.bias != "none" or bool(raw.get("lora_bias"))),
+        ("trained tokens", bool(config.token_indices)),
+        ("a kind that PEFT alone merges", config.is_of_peft),
+        (f"the init {init!r}", isinstance(init, str) and init.lower() not in _PLAIN_INITS),
+    ):
+        if is_there:
+            raise UsageError(
+                f"{server} does not serve an adapter with {what}",
+                path=config.path,
+                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+            )
+    for name, choice in chosen.items():
+        if parse_name(name).kind in (names.A, names.B) and len(choice.tensor.shape) != 2:
+            raise UsageError(f"{server} serves adapters of linear layers only", path=config.path, fqn=name)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The adapter of a stacked parameter: its factors, the experts of both, and how lora_B is packed."""
+
+    fqn: str
+    a: str
+    b: str
+    num_experts: int
+    rank: int
+    num_in: int
+    num_out: int
+    by_expert: bool
+
+    def rows(self, expert: int) -> Box:
+        """Where an expert's lora_A is."""
+        return Box((expert * self.rank, 0), (self.rank, self.num_in))
+
+    def columns(self, expert: int, start: int, stop: int) -> Box:
+        """Where rows `start` to `stop` of an expert's lora_B are."""
+        if self.by_expert:
+            return Box((start, expert * self.rank), (stop - start, self.rank))
+        return stepped((start, expert), (stop - start, self.rank), (1, self.num_experts))
+
+
+def _parameters(
+    chosen: Mapping[str, Choice], config: AdapterConfig, experts: str, wrappers: list[dict[str, str]]
+) -> list[_Stacked]:
+    """The adapters of the stacked parameters of `experts`, of whose wrappers the innermost comes first."""
+    targeted = [one for one in _PARAMETERS if config.targets_parameter(f"{experts}.{one}")]
+    if len(targeted) != len(wrappers):
+        raise CorruptError(
+            "the adapter's config and its weights do not agree on which experts' parameters are targeted",
+            path=config.path,
+            fqn=experts,
+            expected=f"adapters of {' and '.join(targeted) or 'none'}",
+            found=f"{len(wrappers)}",
+        )
+    found = []
+    for name, parts in zip(targeted, wrappers, strict=True):
+        (rows, num_in), (num_out, columns) = (chosen[parts[kind]].tensor.shape for kind in (names.A, names.B))
+        fqn = f"{experts}.{name}"
+        rank, layout = config.rank_of(fqn), config.expert_layout(fqn)
+        if rows != columns or rows % rank:
+            raise _odd_factors(config, fqn, f"{rank} ranks for each expert in both factors", f"{rows} and {columns}")
+        if layout is None and rank > 1 and rows > rank:
+            raise UsageError(
+                "nothing records how Unsloth packed this adapter of experts",
+                path=config.path,
+                fqn=fqn,
+                hint='write "lora_B_layout": "grouped_by_expert" into its adapter_config.json where a version before '
+                '2026.9.6 trained it, and "rank_major" where a later one did',
+            )
+        by_expert = layout == "grouped_by_expert"
+        found.append(_Stacked(fqn, parts[names.A], parts[names.B], rows // rank, rank, num_in, num_out, by_expert))
+    if len(found) == 2:
+        up, down = found
+        if (up.num_in, up.num_out, up.num_experts) != (down.num_out, 2 * down.num_in, down.num_experts):
+            raise _odd_factors(
+                config,
+                experts,
+                "factors whose inputs and outputs fit each other",
+                f"gate_up_proj {up.num_in} to {up.num_out}, down_proj {down.num_in} to {down.num_out}",
+            )
+    return found
+
+
+def _odd_factors(config: AdapterConfig, fqn: str, expected: str, found: str) -> LossError:
+    hint = "PEFT before 2026-04 stored some of these with the roles of A and B exchanged"
+    what = "the factors of these experts are not as PEFT lays them"
+    return LossError(what, path=config.path, fqn=fqn, expected=expected, found=found, hint=hint)
+
+
+def _taken_apart(experts: str, both: list[_Stacked]) -> Iterator[_Layer]:
+    """The layers of each expert: gate and up have the same lora_A, and the halves of lora_B's rows."""
+    for one in both:
+        half = one.num_out // 2
+        parts = {"gate_proj": (0, half), "up_proj": (half, one.num_out)}
+        if one.fqn.endswith("down_proj"):
+            parts = {"down_proj": (0, one.num_out)}
+        for expert in range(one.num_experts):
+            for leaf, (start, stop) in parts.items():
+                module = f"{experts}.{expert}.{leaf}"
+                yield _Layer(module, one.fqn, one.a, one.b, one.rows(expert), one.columns(expert, start, stop))
+
+
+def _repacked(
+    chosen: Mapping[str, Choice], experts: str, both: list[_Stacked], config: AdapterConfig
+) -> Iterator[ServedTensor]:
+    """Stacked factors under the names that they have, in PEFT's packing."""
+    if len(both) != 2:
+        raise LossError(
+            "vLLM loads adapters of both stacked parameters of a layer, or of none",
+            path=config.path,
+            fqn=experts,
+            expected=" and ".join(_PARAMETERS),
+            found=both[0].fqn,
+        )
+    for one, module in zip(both, (f"{experts}.base_layer", experts), strict=True):
+        a, b = chosen[one.a].tensor.shape, chosen[one.b].tensor.shape
+        yield ServedTensor(f"{PREFIX}{module}.lora_A.weight", one.a, a, ((whole(a), whole(a)),))
+        boxes = [(whole(b), whole(b))]
+        if one.by_expert:
+            boxes = [
+                (
+                    Box((0, rank * one.num_experts), (b[0], one.num_experts)),
+                    stepped((0, rank), (b[0], one.num_experts), (1, one.rank)),
+                )
+                for rank in range(one.rank)
+            ]
+        yield ServedTensor(f"{PREFIX}{module}.lora_B.weight", one.b, b, tuple(boxes))
+
+
+def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
+    """Both factors of a layer, with zeros up to `rank`."""
+    (own, num_in), (num_out, _) = layer.a_box.sizes, layer.b_box.sizes
+    rank = rank or own
+    a, b = whole((own, num_in)), whole((num_out, own))
+    yield ServedTensor(f"{PREFIX}{layer.module}.lora_A.weight", layer.a, (rank, num_in), ((a, layer.a_box),))
+    yield ServedTensor(f"{PREFIX}{layer.module}.lora_B.weight", layer.b, (num_out, rank), ((b, layer.b_box),))
+
+
+def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
+    """LossError where sglang, which stacks some layers, would fail or pass over one."""
+    known = {layer.module for layer in layers}
+    for layer in layers:
+        parent, _, leaf = layer.module.rpartition(".")
+        needs = {
+            "q_proj": ("v_proj",),
+            "k_proj": ("q_proj", "v_proj"),
+            "v_proj": ("q_proj",),
+            "up_proj": ("gate_proj",),
+        }
+        for other in needs.get(leaf, ()):
+            if f"{parent}.{other}" not in known:
+                raise LossError(
+                    f"sglang loads an adapter of {leaf} only together with one of {other}",
+                    path=config.path,
+                    fqn=layer.module,
+                    hint="`ckpt merge-lora` merges it into the base, which every server loads",
+                )
+
+
+_Written = tuple[int | None, dict[str, Any], tuple[str, ...]]
+
+
+def _of_vllm(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
+    """No rank to be padded to, the config, and what vLLM is started with."""
+    ranks = {re.escape(one.module): one.rank for one in layers if one.rank != config.rank}
+    alphas = {re.escape(one.module): a for one in layers if (a := config.alpha_of(one.key)) != config.alpha}
+    if stacked:
+        ranks, alphas = dict(config.rank_pattern), dict(config.alpha_pattern)
+    largest = max([config.rank, *ranks.values()])
+    if largest > _VLLM_RANKS[-1]:
+        raise UsageError(
+            "the adapter's rank is above what vLLM serves",
+            path=config.path,
+            expected=f"at most {_VLLM_RANKS[-1]}",
+            found=largest,
+        )
+    start = next(one for one in _VLLM_RANKS if one >= largest)
+    raw = {**_plain(layers, stacked, config), "rank_pattern": ranks, "alpha_pattern": alphas}
+    return None, raw, (f"for vLLM: --enable-lora --max-lora-rank {start}, or more",)
+
+
+def _of_sglang(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
+    """The one rank of all layers, a config with the one scaling, and what sglang is started with."""
+    scalings = {layer.module: config.scaling(layer.key) for layer in layers}
+    scaling = next(iter(scalings.values()))
+    for module, other in scalings.items():
+        if other != scaling:
+            raise UsageError(
+                "sglang scales all layers of an adapter alike, and these layers are scaled otherwise",
+                path=config.path,
+                fqn=module,
+                expected=scaling,
+                found=other,
+                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+            )
+    rank = max(layer.rank for layer in layers)
+    alpha = scaling * rank
+    if not isclose(alpha / rank, scaling, rel_tol=1e-15):
+        raise UsageError("this scaling is no alpha / r that sglang could compute", path=config.path, found=scaling)
+    raw = {**_plain(layers, [], config), "r": rank, "lora_alpha": int(alpha) if alpha == int(alpha) else alpha}
+    raw |= {"use_rslora": False, "rank_pattern": {}, "alpha_pattern": {}}
+    return rank, raw, (f"for sglang: --enable-lora --max-lora-rank {rank}, or more",)
+
+
+def _plain(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> dict[str, Any]:
+    """The config with the layers that are targeted by their last names, and no stacked parameters."""
+    leaves = {layer.module.rpartition(".")[2] for layer in layers} | ({"experts"} if stacked else set())
+    raw = {key: value for key, value in config.raw.items() if key not in _RECORDS}
+    mapping = raw.get("auto_mapping")
+    if isinstance(mapping, Mapping):
+        raw["auto_mapping"] = {key: value for key, value in mapping.items() if key not in _RECORDS}
+    raw |= {"target_modules": sorted(leaves), "exclude_modules": None}
+    return raw if stacked else {**raw, "target_parameters": None}

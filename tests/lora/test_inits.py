@@ -1,0 +1,53 @@
+"""`ckpt/run_folder/adapter_config.py`: inits that take part of the base into the adapter: refused, and merged with the
+base that they left.
+"""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.adapters import edited, load_base, merge_by_peft, save_adapter, save_base, weights
+from tests.support.commands import ckpt
+
+
+def trained(base: Path, folder: Path) -> None:
+    """The adapter, the base that the init left, and the live model merged by PEFT, in three folders."""
+    from peft import LoraConfig, get_peft_model
+
+    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa_niter_4")
+    model = get_peft_model(load_base(base), config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder / "adapter")
+    copy.deepcopy(model).merge_and_unload().save_pretrained(folder / "live")
+    model.unload().save_pretrained(folder / "left")
+
+
+def test_it_is_refused_and_merged_into_the_base_that_the_init_left(tmp_path: Path) -> None:
+    base = save_base("llama", torch.float32, tmp_path / "base")
+    trained(base, tmp_path)
+    refused = ckpt("merge-lora", tmp_path / "adapter", "--base", base, "-o", tmp_path / "none")
+    assert refused.code == 2 and "set init_lora_weights to true in a copy of adapter_config.json" in refused.err
+    plain = edited(tmp_path / "adapter", tmp_path / "plain", init_lora_weights=True)
+    merge_by_peft(tmp_path / "left", [plain], tmp_path / "peft")
+    done = ckpt("merge-lora", plain, "--base", tmp_path / "left", "-o", tmp_path / "ours")
+    assert done.code == 0, done.err
+    ours, theirs, live = (weights(tmp_path / name) for name in ("ours", "peft", "live"))
+    assert ours.keys() == theirs.keys() == live.keys()
+    assert all(torch.equal(ours[name], theirs[name]) and torch.equal(ours[name], live[name]) for name in ours)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    assert not torch.equal(weights(tmp_path / "left")[name], weights(base)[name])
+
+
+@pytest.mark.parametrize("init", ["pissa_niter_16", "corda", "loftq", "lora_ga", "LoRA_GA"])
+def test_every_such_init_is_refused_by_its_name(init: str, bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = save_adapter(bases["llama"], tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    refused = ckpt("merge-lora", edited(adapter, tmp_path / "other", init_lora_weights=init), "-o", tmp_path / "out")
+    assert refused.code == 2 and f"init_lora_weights: {init!r}" in refused.err and not (tmp_path / "out").exists()
