@@ -22,7 +22,7 @@ More = Callable[[Config], dict[str, Any]]
 
 
 def sighted(
-    model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: str
+    model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: Any
 ) -> Table:
     """The table of a model with images, by those of its text models; `kept` are the rows of the modules around.
 
