@@ -40,6 +40,7 @@ from converters.names.families import tables as families
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
 from converters.names.megatron.missing import MISSING
+from converters.names.megatron.model.splits import split_of
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
@@ -222,6 +223,12 @@ class TestTables:
         relation.inverse().check()
         assert relation.inverse().inverse() == relation
         assert relation.b_shapes[EMBEDDING] == (384, sizes.dims["h"])
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_every_tensor_of_megatrons_has_a_way_to_be_split(self, case: str) -> None:
+        architecture, more = CASES[case]
+        relation, _ = relation_of(config_of(architecture, **more))
+        assert [name for name in relation.b_shapes if split_of(name, gated=True) is None] == []
 
     def test_a_line_is_a_row_for_each_alternative(self) -> None:
         line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"

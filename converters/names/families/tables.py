@@ -401,6 +401,7 @@ FAMILIES: dict[str, Family] = {
             "p": config.size("n_positions", "max_position_embeddings", default=1024),
             "c": dims["h"] + 2 * (dims["h"] // dims["heads"] if config.flag("multi_query") else dims["h"]),
         },
+        unread=("head_dim", "intermediate_size", "num_key_value_heads"),
         unknown=("add_cross_attention",),
         modules=("ln_1.", "attn.", "ln_2.", "mlp."),
     ),
