@@ -242,6 +242,7 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
     checked = ckpt("check", run)
     assert checked.code == 0
     assert "whole (megatron-dist" in checked.out
+    assert "full" not in checked.out, "the file with the run's counters is taken for a model"
     assert package.verify(run, run, config=base_of("canonical-tp2")).outcome.startswith("equal")
     assert ckpt("hash", run, "--config", base_of("canonical-tp2")).code == 0
 
