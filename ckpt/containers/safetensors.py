@@ -157,11 +157,13 @@ class _Entries:
             if key is None:
                 raise self.fault("the header is not JSON of the safetensors kind: a name was expected")
             name = self.string(key[1])
-            if key[2] is None:
-                self.at = key.end()
-                raise self.fault("the header's value for this name is not an object", name)
             self.at = key.end()
-            yield name, self
+            if name == "__metadata__" and self.text.startswith(b"null", self.at):  # as MLX writes it
+                self.at += len(b"null")
+            elif key[2] is None:
+                raise self.fault("the header's value for this name is not an object", name)
+            else:
+                yield name, self
             following = _NEXT.match(self.text, self.at)
             if following is None:
                 raise self.fault("the header is not JSON: ',' or '}' was expected", name)

@@ -103,6 +103,6 @@ def test_two_adapters_of_different_bases(linear: Path, bases: dict[str, Path], t
 
 
 def test_adapters_of_models_of_two_shapes(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
-    other = save_adapter(bases["qwen3_moe"], tmp_path / "other", {"target_modules": ["q_proj"]})
+    other = save_adapter(bases["gpt2"], tmp_path / "other", {"target_modules": ["c_attn"]})
     unnamed = edited(other, tmp_path / "unnamed", base_model_name_or_path=None)
     refused([linear, unnamed], bases["llama"], tmp_path / "out", 6, "the adapter does not fit this base")
