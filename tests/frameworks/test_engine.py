@@ -84,9 +84,11 @@ def test_megatron_lm_loads_every_bit(name: str, saved: dict[str, Held], loaded: 
 
 
 def test_scales_of_fp8_go_where_their_modules_go(home: Path, loaded: dict[str, Held]) -> None:
-    known, again = (_scales(home / folder) for folder in ("fp8 run", "fp8-ep4 again"))
-    assert len(known) == 10 * (4 + 2 * 8) and known == again
+    """Experts in grouped GEMM save none again before their next step in fp8, which only a GPU takes."""
+    known, written, again = (_scales(home / folder) for folder in ("fp8 run", "fp8-ep4", "fp8-ep4 again"))
+    assert len(known) == 10 * (4 + 2 * 8) and known == written
     assert len({tuple(scales) for scales in known.values()}) > 10  # which tell modules apart
+    assert again == {name: scales for name, scales in known.items() if ".local_experts." not in name}
 
 
 def _scales(run: Path) -> dict[str, list[float]]:
