@@ -89,6 +89,7 @@ NOT_COMPARED = {
     ("out-of-memory", ""),  # an error of torch's
     ("out-of-memory", "TRL on several nodes under Slurm"),
     ("new-architecture", "Megatron's table"),
+    ("new-architecture", "Models with images"),
     ("command-line", "Defaults of your own"),  # what a user writes
 }
 #: What a line of a terminal begins with, where a block has no `$`.
