@@ -179,7 +179,13 @@ class SourceFile:
         try:
             now = SourceFile.stat(self.path)
         except FileNotFoundError:
-            raise SourceGoneError("the file has gone while it was being read", path=self.path) from None
+            raise SourceGoneError(
+                "the file has gone while it was being read",
+                path=self.path,
+                expected=self.facts(),
+                found="no file",
+                hint="is the disk away? the same command goes on when it is back",
+            ) from None
         if now != self:
             raise CorruptError(
                 "the file was replaced while it was being read",

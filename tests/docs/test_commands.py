@@ -92,6 +92,7 @@ NOT_COMPARED = {
     ("out-of-memory", "TRL on several nodes under Slurm"),
     ("new-architecture", "Megatron's table"),
     ("journeys/llm-jp-v4", "On another number of nodes"),  # lines of a job's script
+    ("new-architecture", "Models with images"),
     ("command-line", "Defaults of your own"),  # what a user writes
 }
 #: What a line of a terminal begins with, where a block has no `$`.

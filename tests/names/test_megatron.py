@@ -807,6 +807,13 @@ class TestAgainstMegatronCore:
         assert outcome[case]["unlike"] == []
 
     @pytest.mark.parametrize("case", SEEING)
+    def test_megatrons_optimizer_takes_each_state_for_the_parameter_that_it_is_of(
+        self, outcome: dict[str, dict[str, Any]], case: str
+    ) -> None:
+        """Of a run of transformers' model; megatron-core numbers parameters in the order of the modules."""
+        assert outcome[case]["misplaced"] == []
+
+    @pytest.mark.parametrize("case", SEEING)
     def test_an_image_between_tokens_gives_the_same_logits(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
         """The tower is transformers' own, loaded by the names that Megatron-Bridge's model has for its tensors."""
         if CASES[case][0] in TEXT_ALONE:

@@ -22,6 +22,8 @@ from converters.names.families.composites import COMPOSITES
 from converters.names.megatron.relation import architectures, table_of
 from tests.names.test_megatron import config_of, described, hub_of, refused, saved
 from tests.support.engines import raw
+from tests.support.images import trained
+from tests.support.megatron_logits import random_model
 from tests.support.tiny_sizes import tiny_sizes
 
 SEEING = sorted(name for name in architectures() if name in COMPOSITES)
@@ -330,8 +332,8 @@ def test_a_text_model_that_megatron_cannot_compute_is_refused() -> None:
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_resume_keeps_the_optimizers_states(model_type: str, tmp_path: Path) -> None:
     """From HF Trainer's folder to the files of two ranks and back by way of `torch_dist`, every state bit for bit."""
-    run = _trained(tmp_path / "run", model_type)
-    source = api.open(run)
+    model = random_model(model_type, _of_two_heads(model_type))
+    source = api.open(trained(model, tmp_path / "run"))
     assert {role for _, role in source.tensors} >= {"exp_avg", "exp_avg_sq"}
     ranks = written(source, "megatron", tmp_path / "ranks", tp=2, pp=2)
     dist = written(api.open(ranks), "megatron-dist", tmp_path / "dist", tp=1, pp=1)
@@ -343,26 +345,6 @@ def test_a_resume_keeps_the_optimizers_states(model_type: str, tmp_path: Path) -
             assert raw(back[fqn, role][...]) == raw(source[fqn, role][...]), (fqn, role)
     with pytest.raises(LossError, match="in another order"):  # keys of torch_dist are in none
         written(api.open(dist), "megatron", tmp_path / "no")
-
-
-def _trained(run: Path, model_type: str) -> Path:
-    """A folder as HF Trainer leaves it: a step of AdamW on the tiny model."""
-    from transformers import TrainerState
-
-    from tests.support.megatron_logits import random_model
-
-    folder = run / "checkpoint-1"
-    model = random_model(model_type, _of_two_heads(model_type))
-    decay = [p for p in model.parameters() if p.ndim > 1]
-    others = [p for p in model.parameters() if p.ndim == 1]
-    optimizer = torch.optim.AdamW([{"params": decay, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}])
-    for parameter in model.parameters():
-        parameter.grad = torch.randn_like(parameter)
-    optimizer.step()
-    model.save_pretrained(folder)
-    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
-    TrainerState(global_step=1, max_steps=1).save_to_json(str(folder / "trainer_state.json"))
-    return run
 
 
 def test_buffers_of_the_distributed_optimizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,14 +8,19 @@ the place of its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
 from ckpt import api
-from ckpt.plan.checkpoint import Checkpoint, Layout
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
+from ckpt.state.naming import to_namespace
 from converters.names.megatron.model.spelling import is_beside
+from train.config import Config
+from train.megatron.engine import build_optimizer
 from train.truth import megatron as megatron_truth
 
 #: Models whose language model takes more of the tower than embeddings: megatron-core 0.16.1 has no place for that.
@@ -71,6 +76,67 @@ def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
     held |= {name: loaded[name] for name in beside}
     assert held.keys() == moved.shapes.keys()
     return [name for name, role in moved.tensors if not torch.equal(held[name], moved[name, role][...])]
+
+
+def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
+    """Names of parameters whose states of Adam Megatron's own optimizer has for another parameter, or not at all.
+
+    It numbers the parameters of a model as Megatron-Bridge builds one: transformers' modules first, then GPTModel.  The
+    states are those of a run of transformers' model, in a folder of HF Trainer, and go into the `torch` format.
+    """
+    from megatron.core import tensor_parallel
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    run = trained(deepcopy(model), folder / "run")
+    source = api.open(run)
+    api.plan(source, "megatron", Layout(transformer_impl="local")).run(folder / "ranks")
+    ranks = folder / "ranks/iter_0000001/mp_rank_00"
+    content = torch.load(ranks / "model_optim_rng.pt", weights_only=False)
+    expected = to_namespace(source, MEGATRON, Layout())
+    whole = torch.nn.Module()
+    for name, _ in model.model.named_children():
+        if name != "language_model":
+            is_own = any(fqn.startswith(f"{name}.") for fqn in expected.shapes)
+            own = name if is_own else next(ours for ours, theirs in _MODULES.items() if theirs == name)
+            whole.add_module(own, deepcopy(getattr(model.model, name)))
+    if hasattr(model.model, "image_newline"):
+        whole.image_newline = torch.nn.Parameter(torch.zeros_like(model.model.image_newline))
+    whole.add_module("language_model", chunk)
+    whole.load_state_dict(content["model"])
+    for parameter in whole.parameters():
+        tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
+    sharing = DistributedDataParallelConfig(use_distributed_optimizer=True)
+    args.use_distributed_optimizer = True
+    optimizer = build_optimizer(args, Config(tp=1), [DistributedDataParallel(chunk.config, sharing, whole)])
+    optimizer.load_state_dict(content["optimizer"])
+    with torch.no_grad():
+        optimizer.load_parameter_state(str(ranks / "distrib_optim.pt"))
+    (only,) = getattr(optimizer, "chained_optimizers", [optimizer])
+    found = {}
+    for name, parameter in whole.named_parameters():
+        own = name.removeprefix("language_model.")
+        found[name if own == name else megatron_truth.canonical(chunk, own)] = (
+            only._get_main_param_and_optimizer_states(parameter)
+        )
+    states = [key for key in expected.tensors if key[1].startswith("exp_avg")]
+    assert len(states) == 2 * len(found)
+    pairs = {(name, state): (found[name][state], expected[name, state][...]) for name, state in states}
+    return [name for (name, _), (held, due) in pairs.items() if not torch.equal(held.flatten(), due.flatten())]
+
+
+def trained(model: Any, run: Path) -> Path:
+    """A folder as HF Trainer leaves it: a step of AdamW on random gradients."""
+    folder, vectors = run / "checkpoint-1", [p for p in model.parameters() if p.ndim == 1]
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    model.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    TrainerState(global_step=1, max_steps=1).save_to_json(str(folder / "trainer_state.json"))
+    return run
 
 
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:

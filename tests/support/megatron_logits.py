@@ -54,6 +54,9 @@ _RANK = {
     "params_dtype": torch.float32,
     "bf16": False,
     "fp16": False,
+    "optimizer": "adam",
+    "use_distributed_optimizer": False,
+    "clip_grad": 0.0,
 }
 
 
@@ -94,6 +97,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     inputs = torch.randint(0, args.vocab_size, (2, _LENGTH), generator=torch.Generator().manual_seed(0))
     if architecture in COMPOSITES:
         outcome["unlike"] = images.unlike(chunk, moved, folder / "dist")
+        outcome["misplaced"] = images.misplaced(model, chunk, args, folder)
     with torch.no_grad():
         for name, role in moved.tensors:
             tensors[name].copy_(moved[name, role][...])

@@ -324,8 +324,7 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
     family = table.family
     if not isinstance(family, Composite):
         return checkpoint
-    shapes = _shapes(checkpoint)
-    stacks: dict[str, Shape] = {}
+    shapes, stacks = _shapes(checkpoint), dict[str, Shape]()
     for number, held in enumerate(sizes.layers):
         stacks |= {family.prefix(number) + name: shape for name, shape in held.items() if len(shape) == 3}
     links: dict[str, Link] = {}
