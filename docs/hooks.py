@@ -151,13 +151,17 @@ def architectures() -> str:
 
 def held_by_megatron(name: str) -> str:
     """What Megatron's table of an architecture has rows for."""
+    from converters.names.families.composites import Composite
     from converters.names.families.rows import parse
     from converters.names.megatron.relation import table_of
 
     table = table_of(name)
-    on_hub = {row.name for row in parse(table.family.layer)}
+    has_images = isinstance(table.family, Composite)
+    texts = table.family.texts.values() if isinstance(table.family, Composite) else [table.family]
+    on_hub = {row.name for text in texts for row in parse(text.layer)}
     rows = {row.megatron for row in table.rows if row.hubs[0] in on_hub or ".layers." not in row.megatron}
     features = {
+        "images": has_images,
         "latent attention": any("linear_kv_up_proj" in row for row in rows),
         "q/k norms": any(".q_layernorm." in row for row in rows),
         "sinks": any("softmax_offset" in row for row in rows),

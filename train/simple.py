@@ -159,10 +159,8 @@ class Torch:
             model = DistributedDataParallel(model)
         elif strategy == "fsdp1":
             wrap, precision = ModuleWrapPolicy({type(layers[0])}), MixedPrecision(low, reduce_dtype=torch.float32)
-            options = {
-                "device_id": device,
-                "use_orig_params": True,
-            }  # flat ones would mix what decays and what does not
+            # Flat parameters would mix what decays and what does not.
+            options = {"device_id": device, "use_orig_params": True}
             model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, mixed_precision=precision, **options)
         else:
             grids = {"fsdp2": {"shard": ranks}, "hsdp": {"replicate": two, "shard": ranks // two}}
