@@ -590,6 +590,8 @@ class TestRefusals:
             ("phi3", {"rope_scaling": {"type": "longrope"}}),
             ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
             ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
+            ("cwm", {"sliding_window": 8, "layer_types": None}),
+            ("gpt_oss", {"sliding_window": 8, "layer_types": None}),
             ("stablelm", {"use_parallel_residual": True}),
             ("starcoder2", {"hidden_act": "silu"}),
         ],
@@ -597,6 +599,20 @@ class TestRefusals:
     def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
+
+    @pytest.mark.parametrize(("first", "slides"), [(None, None), (1, [0, 1]), (0, None)])
+    def test_dots1_slides_from_the_layer_that_the_config_states(
+        self, first: int | None, slides: list[int] | None
+    ) -> None:
+        from transformers import AutoConfig
+
+        stated = {"sliding_window": 8, **({} if first is None else {"max_window_layers": first})}
+        config = {name: value for name, value in config_of("dots1").items() if name != "layer_types"} | stated
+        table = table_of("dots1")
+        found = table.args(table.family.sizes(config))
+        assert (found["window_size"], found["window_attn_skip_freq"]) == (None if first is None else (7, 0), slides)
+        kinds = AutoConfig.for_model(**config).layer_types
+        assert [kind == "sliding_attention" for kind in kinds] == [first == 0, first is not None]
 
     @pytest.mark.parametrize(
         ("architecture", "stated", "expected"),
