@@ -14,6 +14,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
+from ckpt.state.same_model import difference
 
 #: The part of a model that a tensor is of: all before the second number in its name, or before what a layer has.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
@@ -25,15 +26,14 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
     Nothing that the run has is replaced.  UsageError where the two are models of other kinds, LossError where a tensor
     that both have is not of one shape, but for the rows of a vocabulary.
     """
-    for key in ("model_type", "num_hidden_layers"):
-        one, other = ((of.config or {}).get(key) for of in (run, base))
-        if None not in (one, other) and one != other:
-            raise UsageError(
-                "this is not the base of the run, which is completed from its own only",
-                path=base.path,
-                expected=f"{key} {one}",
-                found=f"{key} {other}",
-            )
+    if (differing := difference(run.config, base.config)) is not None:
+        key, one, other = differing
+        raise UsageError(
+            "this is not the base of the run, which is completed from its own only",
+            path=base.path,
+            expected=f"{key} {one}",
+            found=f"{key} {other}",
+        )
     if run.is_adapter or base.is_adapter:
         raise UsageError("a model is completed from a model, and no adapter is one", path=run.path)
     run = as_hub(run)

@@ -1,5 +1,5 @@
-"""`ckpt/state/completing.py`, `converters/names/hub/promised.py`: what a config promises and a run lacks is said, and
-taken from a base.
+"""`ckpt/state/completing.py`, `ckpt/state/same_model.py`, `converters/names/hub/promised.py`: what a config promises
+and a run lacks is said, and taken from a base.
 """
 
 from __future__ import annotations
@@ -167,6 +167,16 @@ def test_another_model_is_refused(sees: Path, predicts: Path, tmp_path: Path) ->
     with pytest.raises(LossError, match="a tensor has another shape"):
         package.convert(run, "hf", tmp_path / "out", complete_from=small)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path) -> None:
+    """Its names and shapes fit, and its last layer would be one that the run lacks."""
+    run = without(sees, tmp_path / "run", "layers.2.")
+    config = json.loads((run / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="not the base of the run"):
+        package.convert(run, "hf", tmp_path / "out", names="own", complete_from=sees)
 
 
 def test_a_resized_vocabulary_stays_the_runs(sees: Path, tmp_path: Path) -> None:
