@@ -313,6 +313,12 @@ def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 
+def test_experts_of_another_rank_are_not_written_as_if_they_had_the_others(tmp_path: Path) -> None:
+    run = edited("experts-ep2", tmp_path / "run", lambda config: config["peft"].update(normalize_moe_lora=True, dim=8))
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
+    assert outcome.code == 2 and "normalize_moe_lora" in outcome.err
+
+
 def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_path: Path) -> None:
     """PEFT takes no other ones, and would leave the adapter as it began."""
     from peft import PeftModel
