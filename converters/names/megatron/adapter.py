@@ -375,7 +375,7 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     modules = Modules.of(checkpoint)
     if modules.sees:
         raise LossError(
-            "adapters of models with images are read from Megatron-Bridge's files, and not written",
+            "adapters of models with images are not written for Megatron-Bridge",
             path=checkpoint.path,
             found=f"model_type {(checkpoint.config or {}).get('model_type')!r}",
         )
