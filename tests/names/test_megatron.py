@@ -585,6 +585,8 @@ class TestRefusals:
             ("iquestcoder", {"use_sliding_window": True}),
             ("deepseek_v3", {"norm_topk_prob": False}),
             ("deepseek_v3", {"rope_interleave": False}),
+            ("deepseek_v3", {"num_experts_per_tok": 3}),
+            ("dots1", {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}),
             ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
             ("deepseek_v2", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}}),
             ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "attention_factor": 1.2}}),
