@@ -590,6 +590,7 @@ class TestRefusals:
             ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
             ("deepseek_v2", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}}),
             ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "attention_factor": 1.2}}),
+            ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "truncate": False}}),
             ("glm4_moe", {"norm_topk_prob": False}),
             ("ministral", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}),
             ("arcee", {"rope_parameters": {"type": "yarn", "factor": 20.0}}),

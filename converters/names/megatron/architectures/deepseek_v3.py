@@ -141,6 +141,8 @@ def _positions(config: Config) -> dict[str, Any]:
         apart = {name: rope.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
         if apart["attention_factor"] is not None or bool(apart["mscale"]) != bool(apart["mscale_all_dim"]):
             raise LossError("Megatron scales YaRN's attention by mscale and mscale_all_dim together", found=apart)
+        if rope.get("truncate") is False:
+            raise LossError("Megatron's latent attention rounds where YaRN begins and ends", found="truncate false")
         found |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope.get("factor", 1.0),
