@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 #: How configs call the number of layers.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
+#: Entries of a config that do not change what a model computes of given tensors, or that its tensors show as well.
+_PASSED = ("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
+_PASSED += ("transformers_version", "use_cache")
 
 
 def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, Any, Any] | None:
@@ -18,6 +21,21 @@ def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
         if None not in (a, b) and a != b:
             return name, a, b
     return None
+
+
+def stated_otherwise(
+    one: Mapping[str, Any] | None, other: Mapping[str, Any] | None, within: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """The entries that both configs state, and not alike, with both values; those that say nothing are passed over."""
+    one, other = one or {}, other or {}
+    for name in one:
+        a, b = one[name], other.get(name)
+        if name in _PASSED or name.endswith("token_id") or None in (a, b) or a == b:
+            continue
+        if isinstance(a, Mapping) and isinstance(b, Mapping):
+            yield from stated_otherwise(a, b, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", a, b
 
 
 def _depth(config: Mapping[str, Any] | None) -> Any:

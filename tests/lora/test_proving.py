@@ -1,4 +1,6 @@
-"""`ckpt/lora/proving.py`, `ckpt/cli/verify.py`: a merged model is its base with what the adapter adds, and no more."""
+"""`ckpt/lora/proving.py`, `ckpt/state/same_model.py`, `ckpt/cli/verify.py`: a merged model is its base with what the
+adapter adds, and no more.
+"""
 
 from __future__ import annotations
 
@@ -75,6 +77,19 @@ def test_one_tensor_that_is_not_so_is_named(
     assert len(named) == 1 and named[0].startswith(f"* {name}: {said}"), outcome.out
     told = json.loads(ckpt("verify", bases["llama"], wrong, "--adapter", linear, "--json").out)
     assert [one["fqn"] for one in told["deviations"]] == [name] and not told["equal"]
+
+
+def test_a_config_that_is_not_the_bases_is_said(
+    linear: Path, bases: dict[str, Path], by_peft: Path, tmp_path: Path
+) -> None:
+    assert "config.json" not in ckpt("verify", bases["llama"], by_peft, "--adapter", linear).out
+    folder = changed(by_peft, tmp_path / "merged", NORM, torch.clone)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_act": "gelu", "rope_parameters": {**config["rope_parameters"], "rope_theta": 5.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    outcome = ckpt("verify", bases["llama"], folder, "--adapter", linear)
+    assert "note: config.json of the merged model has hidden_act 'gelu', and that of the base 'silu'" in outcome.out
+    assert "has rope_parameters.rope_theta 5.0, and that of the base 10000.0" in outcome.out
 
 
 def test_a_folder_that_is_the_base_is_no_merged_model(linear: Path, bases: dict[str, Path]) -> None:
