@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,17 +14,18 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
-from ckpt.state.same_model import difference
+from ckpt.state.same_model import difference, stated_otherwise
 
 #: The part of a model that a tensor is of: all before the second number in its name, or before what a layer has.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
 
 
 def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """`run` under the Hub's names, with every tensor of `base` that it has not; the last note lists them.
+    """`run` under the Hub's names, with every tensor of `base` that it has not.
 
-    Nothing that the run has is replaced.  UsageError where the two are models of other kinds, LossError where a tensor
-    that both have is not of one shape, but for the rows of a vocabulary.
+    The last note lists them, and those before it say where the configs differ.  Nothing that the run has is replaced.
+    UsageError where the two are models of other kinds, LossError where a tensor that both have is not of one shape, but
+    for the rows of a vocabulary.
     """
     if (differing := difference(run.config, base.config)) is not None:
         key, one, other = differing
@@ -51,7 +52,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
         computed={**base.computed, **run.computed},
         files=tuple({file.path: file for file in (*run.files, *base.files)}.values()),
         given=replace(run.given, places=tuple(dict.fromkeys((*run.given.places, base.path, *base.given.places)))),
-        notes=(*run.notes, _note_of_taken(base.path, taken)),
+        notes=(*run.notes, *(_notes_of_configs(run, base) if taken else ()), _note_of_taken(base.path, taken)),
     )
 
 
@@ -79,6 +80,12 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
         size = source.get("vocab_size") if isinstance(source, Mapping) else None
         if isinstance(size, int):
             yield size
+
+
+def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:
+    """What the base's config has otherwise than the run's, which is the one that is written."""
+    for entry, one, other in stated_otherwise(run.config, base.config):
+        yield f"config.json of the run has {entry} {one!r}, and that of {base.path} {other!r}"
 
 
 def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:

@@ -179,6 +179,18 @@ def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path)
         package.convert(run, "hf", tmp_path / "out", names="own", complete_from=sees)
 
 
+def test_a_config_that_is_not_the_bases_is_said(sees: Path, tmp_path: Path) -> None:
+    """The tower's tensors fit, and what is written is the run's config."""
+    run = without(sees, tmp_path / "run", "visual")
+    config = json.loads((run / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "gelu"
+    (run / "config.json").write_text(json.dumps(config))
+    done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", sees)
+    assert f"config.json of the run has vision_config.hidden_act 'gelu', and that of {sees} 'silu'" in done.err
+    done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "same", "--complete-from", tmp_path / "out")
+    assert done.code == 0 and "config.json of the run has" not in done.err
+
+
 def test_a_resized_vocabulary_stays_the_runs(sees: Path, tmp_path: Path) -> None:
     tensors = load_file(sees / "model.safetensors")
     kept = {name: t for name, t in tensors.items() if "visual" not in name}
