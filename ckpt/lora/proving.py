@@ -128,8 +128,9 @@ class MergeReport(Returned):
         if self.equal:
             rest = counted(self.num_others, "other tensor")
             size = show_size(self.num_bytes)
-            return f"as the adapter says: {counted(self.num_targets, 'tensor')} changed, {rest} equal ({size}), " + (
-                "every bit compared"
+            return (
+                f"as the adapter says: {counted(self.num_targets, 'tensor')} that it targets, {rest} equal ({size}), "
+                + ("every bit compared")
             )
         targets = [one for one in self.deviations if one.is_target]
         same = sum(one.is_base for one in targets)

@@ -100,4 +100,4 @@ def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
         f"{part} ({counted(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
         for part, of in parts.items()
     )
-    return f"taken from {path} as it is there, as the run has nothing of it: {listed}"
+    return f"taken from {path} as it is there, as the run lacks it: {listed}"

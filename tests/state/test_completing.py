@@ -113,7 +113,7 @@ def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(
     assert done.code == 0 and promise not in done.err
     assert equal(tmp_path / "out", {name: t if "mtp." in name else t + 1 for name, t in base.items()})
     notes = json.loads(done.out)["notes"]
-    said = f"taken from {predicts} as it is there, as the run has nothing of it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
+    said = f"taken from {predicts} as it is there, as the run lacks it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
     assert notes[0].startswith(said), notes
     assert promise not in ckpt("check", tmp_path / "out").out
 
