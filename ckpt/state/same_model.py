@@ -8,16 +8,16 @@ from typing import Any
 #: How configs call the number of layers.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Entries of a config that do not change what a model computes of given tensors, or that its tensors show as well.
-_PASSED = ("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype")
-_PASSED += ("transformers_version", "use_cache")
+_PASSED = {
+    *("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype"),
+    *("transformers_version", "use_cache"),
+}
 
 
 def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, Any, Any] | None:
     """The entry in which two configs tell of different models, with both values; None where there is none."""
-    for name, a, b in (
-        ("model_type", *((config or {}).get("model_type") for config in (one, other))),
-        (_DEPTHS[0], _depth(one), _depth(other)),
-    ):
+    kind, depth = ([read(config) for config in (one, other)] for read in (_kind, _depth))
+    for name, (a, b) in (("model_type", kind), (_DEPTHS[0], depth)):
         if None not in (a, b) and a != b:
             return name, a, b
     return None
@@ -36,6 +36,10 @@ def stated_otherwise(
             yield from stated_otherwise(a, b, f"{within}{name}.")
         else:
             yield f"{within}{name}", a, b
+
+
+def _kind(config: Mapping[str, Any] | None) -> Any:
+    return (config or {}).get("model_type")
 
 
 def _depth(config: Mapping[str, Any] | None) -> Any:
