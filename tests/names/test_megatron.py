@@ -607,6 +607,10 @@ class TestRefusals:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
 
+    def test_flint_takes_its_window_from_the_config(self) -> None:
+        config = {name: value for name, value in config_of("flint").items() if name != "sliding_window"}
+        assert "sliding_window" in str(refused(CorruptError, described({}, config)))
+
     @pytest.mark.parametrize(("first", "slides"), [(None, None), (1, [0, 1]), (0, None)])
     def test_dots1_slides_from_the_layer_that_the_config_states(
         self, first: int | None, slides: list[int] | None
