@@ -23,6 +23,7 @@ from ckpt.run_folder.steps import trainer_steps
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
+from ckpt.state.same_model import difference
 from ckpt.stores import standins
 from ckpt.stores.places import local
 from ckpt.views.lazy import LazyTensor
@@ -285,11 +286,9 @@ def check_one_base(adapters: Sequence[Adapter]) -> None:
 
 def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
     """UsageError where the config beside the adapter is that of another model: names and shapes alone may still fit."""
-    for key in ("model_type", "num_hidden_layers"):
-        trained, given = ((of.config or {}).get(key) for of in (adapter, base))
-        if None not in (trained, given) and trained != given:
-            expected = f"{key} {trained}, as the config beside the adapter has it"
-            raise _other_base(base.path, expected, f"{key} {given}")
+    if (differing := difference(adapter.config, base.config)) is not None:
+        key, trained, given = differing
+        raise _other_base(base.path, f"{key} {trained}, as the config beside the adapter has it", f"{key} {given}")
 
 
 def _other_base(path: str | Path, expected: str, found: str) -> UsageError:

@@ -25,6 +25,7 @@ from ckpt.lora.merge import is_merged, plan
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.state.naming import as_hub
+from ckpt.state.same_model import stated_otherwise
 
 #: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
 _ROUNDING = 0.05
@@ -127,8 +128,9 @@ class MergeReport(Returned):
         if self.equal:
             rest = counted(self.num_others, "other tensor")
             size = show_size(self.num_bytes)
-            return f"as the adapter says: {counted(self.num_targets, 'tensor')} changed, {rest} equal ({size}), " + (
-                "every bit compared"
+            return (
+                f"as the adapter says: {counted(self.num_targets, 'tensor')} that it targets, {rest} equal ({size}), "
+                + ("every bit compared")
             )
         targets = [one for one in self.deviations if one.is_target]
         same = sum(one.is_base for one in targets)
@@ -154,8 +156,9 @@ def verify_merge(
     """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
 
     Both models may be of any format; `format`, `tag` and `config` are for the merged one.  Adapters are given as for
-    `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a note says so.  `expected` is told first
-    of how many bytes `progress` will be told.  Raises LossError where an adapter does not fit the base.
+    `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a note says so, and where the configs of
+    the two models differ.  `expected` is told first of how many bytes `progress` will be told.  Raises LossError where
+    an adapter does not fit the base.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     found = [open_adapter(fspath(one), expert_layout=expert_layout) for one in several]
@@ -169,6 +172,8 @@ def verify_merge(
         notes.append("the quantized weights of the base are compared by their plain values")
     if dtype is not None:
         notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
+    for entry, a, b in stated_otherwise(model.config, other.config):
+        notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
     merge = plan(found, model, Layout(dtype, names="own"))
     made = merge.as_written()
     report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)

@@ -136,9 +136,9 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def find_config(folders: Iterable[str | Path]) -> Path | None:
-    """`adapter_config.json` of the nearest folder that has one, or what verl writes in its place."""
-    for name in (CONFIG, VERL_META):
-        for folder in map(Path, folders):
+    """`adapter_config.json` of the nearest folder that has one, or what verl writes in its place, in that order."""
+    for folder in map(Path, folders):
+        for name in (CONFIG, VERL_META):
             if (folder / name).exists():
                 return confined(folder, name)
     return None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -14,26 +14,27 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
+from ckpt.state.same_model import difference, stated_otherwise
 
 #: The part of a model that a tensor is of: all before the second number in its name, or before what a layer has.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
 
 
 def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """`run` under the Hub's names, with every tensor of `base` that it has not; the last note lists them.
+    """`run` under the Hub's names, with every tensor of `base` that it has not.
 
-    Nothing that the run has is replaced.  UsageError where the two are models of other kinds, LossError where a tensor
-    that both have is not of one shape, but for the rows of a vocabulary.
+    The last note lists them, and those before it say where the configs differ.  Nothing that the run has is replaced.
+    UsageError where the two are models of other kinds, LossError where a tensor that both have is not of one shape, but
+    for the rows of a vocabulary.
     """
-    for key in ("model_type", "num_hidden_layers"):
-        one, other = ((of.config or {}).get(key) for of in (run, base))
-        if None not in (one, other) and one != other:
-            raise UsageError(
-                "this is not the base of the run, which is completed from its own only",
-                path=base.path,
-                expected=f"{key} {one}",
-                found=f"{key} {other}",
-            )
+    if (differing := difference(run.config, base.config)) is not None:
+        key, one, other = differing
+        raise UsageError(
+            "this is not the base of the run, which is completed from its own only",
+            path=base.path,
+            expected=f"{key} {one}",
+            found=f"{key} {other}",
+        )
     if run.is_adapter or base.is_adapter:
         raise UsageError("a model is completed from a model, and no adapter is one", path=run.path)
     run = as_hub(run)
@@ -51,7 +52,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
         computed={**base.computed, **run.computed},
         files=tuple({file.path: file for file in (*run.files, *base.files)}.values()),
         given=replace(run.given, places=tuple(dict.fromkeys((*run.given.places, base.path, *base.given.places)))),
-        notes=(*run.notes, _note_of_taken(base.path, taken)),
+        notes=(*run.notes, *(_notes_of_configs(run, base) if taken else ()), _note_of_taken(base.path, taken)),
     )
 
 
@@ -81,6 +82,12 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
             yield size
 
 
+def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:
+    """What the base's config has otherwise than the run's, which is the one that is written."""
+    for entry, one, other in stated_otherwise(run.config, base.config):
+        yield f"config.json of the run has {entry} {one!r}, and that of {base.path} {other!r}"
+
+
 def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
     """A note with the parts of the model that were taken, all of them."""
     if not taken:
@@ -93,4 +100,4 @@ def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
         f"{part} ({counted(len(of), 'tensor')}, {show_size(sum(tensor.nbytes for tensor in of))})"
         for part, of in parts.items()
     )
-    return f"taken from {path} as it is there, as the run has nothing of it: {listed}"
+    return f"taken from {path} as it is there, as the run lacks it: {listed}"

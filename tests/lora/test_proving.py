@@ -1,4 +1,6 @@
-"""`ckpt/lora/proving.py`, `ckpt/cli/verify.py`: a merged model is its base with what the adapter adds, and no more."""
+"""`ckpt/lora/proving.py`, `ckpt/state/same_model.py`, `ckpt/cli/verify.py`: a merged model is its base with what the
+adapter adds, and no more.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def test_what_peft_merged_is_as_the_adapter_says(linear: Path, bases: dict[str, 
     outcome = ckpt("verify", bases["llama"], by_peft, "--adapter", linear)
     assert outcome.code == 0, outcome.out
     last = outcome.out.splitlines()[-1]
-    assert last.startswith("as the adapter says: 4 tensors changed, ") and last.endswith("every bit compared")
+    assert last.startswith("as the adapter says: 4 tensors that it targets, ") and last.endswith("every bit compared")
     assert "changed the weights of 4 of 4 targets" in outcome.out
 
 
@@ -75,6 +77,33 @@ def test_one_tensor_that_is_not_so_is_named(
     assert len(named) == 1 and named[0].startswith(f"* {name}: {said}"), outcome.out
     told = json.loads(ckpt("verify", bases["llama"], wrong, "--adapter", linear, "--json").out)
     assert [one["fqn"] for one in told["deviations"]] == [name] and not told["equal"]
+
+
+def test_a_config_that_is_not_the_bases_is_said(
+    linear: Path, bases: dict[str, Path], by_peft: Path, tmp_path: Path
+) -> None:
+    assert "config.json" not in ckpt("verify", bases["llama"], by_peft, "--adapter", linear).out
+    folder = changed(by_peft, tmp_path / "merged", NORM, torch.clone)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"hidden_act": "gelu", "rope_parameters": {**config["rope_parameters"], "rope_theta": 5.0}}
+    (folder / "config.json").write_text(json.dumps(config))
+    outcome = ckpt("verify", bases["llama"], folder, "--adapter", linear)
+    assert "note: config.json of the merged model has hidden_act 'gelu', and that of the base 'silu'" in outcome.out
+    assert "has rope_parameters.rope_theta 5.0, and that of the base 10000.0" in outcome.out
+
+
+def test_an_adapter_that_adds_nothing_is_not_said_to_have_changed_tensors(
+    linear: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    empty = tmp_path / "empty"
+    shutil.copytree(linear, empty)
+    tensors = load_file(empty / "adapter_model.safetensors")
+    zeros = {name: t * 0 if "lora_B" in name else t for name, t in tensors.items()}
+    save_file(zeros, empty / "adapter_model.safetensors", metadata={"format": "pt"})
+    outcome = ckpt("verify", bases["llama"], bases["llama"], "--adapter", empty)
+    *_, before, last = outcome.out.splitlines()
+    assert outcome.code == 0 and before == "nothing was changed: every target has the weights of the base"
+    assert last.startswith("as the adapter says: ") and "changed" not in last
 
 
 def test_a_folder_that_is_the_base_is_no_merged_model(linear: Path, bases: dict[str, Path]) -> None:

@@ -54,6 +54,17 @@ def by_verl(base: Path, adapter: Path, folder: Path, *, whole: bool) -> Path:
     return folder
 
 
+def test_a_config_further_away_is_not_that_of_verls_adapter(
+    linear: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    """The run that this one went on from left its own in the folder above."""
+    actor = by_verl(bases["llama"], linear, tmp_path / "run/actor", whole=False)
+    settings = json.loads((linear / "adapter_config.json").read_text())
+    (tmp_path / "run/adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 70}))
+    package.convert(actor, "peft", tmp_path / "adapter")
+    assert json.loads((tmp_path / "adapter/adapter_config.json").read_text())["lora_alpha"] == META["lora_alpha"]
+
+
 @pytest.mark.parametrize("whole", [True, False], ids=["with its base", "alone"])
 def test_verls_rank_files_become_an_adapter_and_a_merged_model(
     whole: bool, linear: Path, bases: dict[str, Path], tmp_path: Path

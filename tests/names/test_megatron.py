@@ -579,17 +579,26 @@ class TestRefusals:
             ("llama", {"rope_scaling": {"type": "longrope"}, "rope_parameters": None}),
             ("gpt2", {"activation_function": "relu"}),
             ("gpt2", {"scale_attn_by_inverse_layer_idx": True}),
+            ("gpt2", {"scale_attn_weights": False}),
+            ("gpt_bigcode", {"scale_attn_weights": False}),
+            ("iquestcoder", {"clip_qkv": 8.0}),
+            ("iquestcoder", {"use_sliding_window": True}),
             ("deepseek_v3", {"norm_topk_prob": False}),
             ("deepseek_v3", {"rope_interleave": False}),
+            ("deepseek_v3", {"num_experts_per_tok": 3}),
+            ("dots1", {"n_group": 3, "topk_group": 2, "num_experts_per_tok": 3}),
             ("deepseek_v2", {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1}),
             ("deepseek_v2", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "mscale_all_dim": 0.7}}),
             ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "attention_factor": 1.2}}),
+            ("deepseek_v3", {"rope_parameters": {"rope_type": "yarn", "factor": 40.0, "truncate": False}}),
             ("glm4_moe", {"norm_topk_prob": False}),
             ("ministral", {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e6}}}),
             ("arcee", {"rope_parameters": {"type": "yarn", "factor": 20.0}}),
             ("phi3", {"rope_scaling": {"type": "longrope"}}),
             ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
             ("smollm3", {"use_sliding_window": True, "sliding_window": 8, "layer_types": None}),
+            ("cwm", {"sliding_window": 8, "layer_types": None}),
+            ("gpt_oss", {"sliding_window": 8, "layer_types": None}),
             ("stablelm", {"use_parallel_residual": True}),
             ("starcoder2", {"hidden_act": "silu"}),
         ],
@@ -597,6 +606,24 @@ class TestRefusals:
     def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
+
+    def test_flint_takes_its_window_from_the_config(self) -> None:
+        config = {name: value for name, value in config_of("flint").items() if name != "sliding_window"}
+        assert "sliding_window" in str(refused(CorruptError, described({}, config)))
+
+    @pytest.mark.parametrize(("first", "slides"), [(None, None), (1, [0, 1]), (0, None)])
+    def test_dots1_slides_from_the_layer_that_the_config_states(
+        self, first: int | None, slides: list[int] | None
+    ) -> None:
+        from transformers import AutoConfig
+
+        stated = {"sliding_window": 8, **({} if first is None else {"max_window_layers": first})}
+        config = {name: value for name, value in config_of("dots1").items() if name != "layer_types"} | stated
+        table = table_of("dots1")
+        found = table.args(table.family.sizes(config))
+        assert (found["window_size"], found["window_attn_skip_freq"]) == (None if first is None else (7, 0), slides)
+        kinds = AutoConfig.for_model(**config).layer_types
+        assert [kind == "sliding_attention" for kind in kinds] == [first == 0, first is not None]
 
     @pytest.mark.parametrize(
         ("architecture", "stated", "expected"),

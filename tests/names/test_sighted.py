@@ -144,6 +144,22 @@ def test_experts_that_a_release_has_with_its_dims_exchanged(tmp_path: Path) -> N
     assert torch.equal(found[f"{expert}.linear_fc2.weight"][...], hub[f"{inside}.down_proj"][3])
 
 
+def test_a_square_stack_among_exchanged_ones_is_refused() -> None:
+    """transformers would take it as it is, and so compute with the transposed matrix."""
+    config = config_of("qwen3_vl_moe")
+    config["text_config"] = {
+        **config["text_config"],
+        "moe_intermediate_size": config["text_config"]["hidden_size"] // 2,
+    }
+    found = composites.saved(config)
+    assert found is not None
+    to_namespace(described(found.required, config), MEGATRON)
+    exchanged = {n: (s[0], s[2], s[1]) if ".mlp.experts." in n else s for n, s in found.required.items()}
+    assert (
+        refused(LossError, described(exchanged, config)).fqn == "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    )
+
+
 #: Configs as releases have them: shapes stand for themselves, and what the class takes for what is not there.
 RELEASED: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {

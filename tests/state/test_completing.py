@@ -1,5 +1,5 @@
-"""`ckpt/state/completing.py`, `converters/names/hub/promised.py`: what a config promises and a run lacks is said, and
-taken from a base.
+"""`ckpt/state/completing.py`, `ckpt/state/same_model.py`, `converters/names/hub/promised.py`: what a config promises
+and a run lacks is said, and taken from a base.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def test_multi_token_prediction_that_is_not_there_is_said_and_taken_from_a_base(
     assert done.code == 0 and promise not in done.err
     assert equal(tmp_path / "out", {name: t if "mtp." in name else t + 1 for name, t in base.items()})
     notes = json.loads(done.out)["notes"]
-    said = f"taken from {predicts} as it is there, as the run has nothing of it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
+    said = f"taken from {predicts} as it is there, as the run lacks it: mtp.fc (1 tensor, 2.30 kB), mtp.norm"
     assert notes[0].startswith(said), notes
     assert promise not in ckpt("check", tmp_path / "out").out
 
@@ -167,6 +167,28 @@ def test_another_model_is_refused(sees: Path, predicts: Path, tmp_path: Path) ->
     with pytest.raises(LossError, match="a tensor has another shape"):
         package.convert(run, "hf", tmp_path / "out", complete_from=small)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_base_with_other_layers_of_text_is_refused(sees: Path, tmp_path: Path) -> None:
+    """Its names and shapes fit, and its last layer would be one that the run lacks."""
+    run = without(sees, tmp_path / "run", "layers.2.")
+    config = json.loads((run / "config.json").read_text())
+    config["text_config"] |= {"num_hidden_layers": 2, "layer_types": ["full_attention"] * 2}
+    (run / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UsageError, match="not the base of the run"):
+        package.convert(run, "hf", tmp_path / "out", names="own", complete_from=sees)
+
+
+def test_a_config_that_is_not_the_bases_is_said(sees: Path, tmp_path: Path) -> None:
+    """The tower's tensors fit, and what is written is the run's config."""
+    run = without(sees, tmp_path / "run", "visual")
+    config = json.loads((run / "config.json").read_text())
+    config["vision_config"]["hidden_act"] = "gelu"
+    (run / "config.json").write_text(json.dumps(config))
+    done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", sees)
+    assert f"config.json of the run has vision_config.hidden_act 'gelu', and that of {sees} 'silu'" in done.err
+    done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "same", "--complete-from", tmp_path / "out")
+    assert done.code == 0 and "config.json of the run has" not in done.err
 
 
 def test_a_resized_vocabulary_stays_the_runs(sees: Path, tmp_path: Path) -> None:

@@ -49,6 +49,14 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     tp = options.tp or known.tp
     if known.has_magnitudes and tp > 1:
         raise UsageError("DoRA is written for tensor parallel size 1", path=checkpoint.path, hint="--tp 1")
+    if known.expert_dim not in (None, known.dim):
+        raise UsageError(
+            "adapters of experts are written with the rank of the others",
+            path=checkpoint.path,
+            expected=f"rank {known.dim}",
+            found=f"rank {known.expert_dim} (normalize_moe_lora)",
+            hint="`ckpt convert megatron-dist peft` has a rank for each layer",
+        )
     run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
     chosen = choices(checkpoint, layout.dtype)
     folder = iteration_folder(checkpoint.state.step)

@@ -28,8 +28,10 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.adapter_config import AdapterConfig, parse_config, settings_of
 from ckpt.state import adapter as peft
+from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
 from converters.names.megatron.facts import AdapterRun, MegatronFacts
+from converters.names.megatron.model.spelling import is_beside
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.relation import table_of_checkpoint
 
@@ -108,11 +110,14 @@ class Modules:
     hubs: Mapping[str, tuple[HubModule, ...]]
     #: Modules that the Hub has in a tensor of all experts.
     stacked: frozenset[str]
+    #: Whether the model is the text model in one with images.
+    sees: bool
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """The modules of the model that the config of `checkpoint` tells of."""
+        """The modules of the model that the config of `checkpoint` tells of, under the names that PEFT has for them."""
         table, sizes = table_of_checkpoint(checkpoint)
+        family = table.family if isinstance(table.family, Composite) else None
         relation = table.relation(sizes, sizes.dims["v"], {})
         links: dict[str, dict[str, list[Link]]] = {}
         stacked = set()
@@ -124,11 +129,13 @@ class Modules:
             else:
                 links.setdefault(link.b.removesuffix(".weight"), {}).setdefault(link.a, []).append(link)
         hubs = {
-            module: tuple(_hub_module(name, relation.a_shapes[name], parts) for name, parts in found.items())
+            module: tuple(
+                _hub_module(_in_memory(family, name), relation.a_shapes[name], parts) for name, parts in found.items()
+            )
             for module, found in links.items()
         }
         shapes = {module: relation.b_shapes[f"{module}.weight"] for module in hubs}
-        return cls(checkpoint.path, sizes, shapes, hubs, frozenset(stacked))
+        return cls(checkpoint.path, sizes, shapes, hubs, frozenset(stacked), family is not None)
 
     def parts(self, name: ModuleName, run: AdapterRun) -> tuple[HubModule, ...]:
         """The Hub's modules that the adapter of `name` is for; LossError where the model has none such."""
@@ -138,7 +145,7 @@ class Modules:
                 path=self.path,
                 fqn=name.module,
             )
-        hubs = self.hubs.get(name.module)
+        hubs = None if is_beside(name.module) else self.hubs.get(name.module)
         if hubs is None:
             raise self._misfit(
                 run, name.module, "a linear layer of the model that the config tells of", "no such layer"
@@ -174,6 +181,13 @@ class Modules:
             found=found,
             hint=f"the run says that it was trained on {run.base}" if run.base else "--config takes that of its base",
         )
+
+
+def _in_memory(family: Composite | None, name: str) -> str:
+    """The name in memory of a tensor of the Hub's: that of a text model in one with images is another one there."""
+    if family is None or not name.startswith(family.model):
+        return name
+    return f"model.language_model.{name.removeprefix(family.model)}"
 
 
 def _hub_module(name: str, shape: Shape, links: Sequence[Link]) -> HubModule:
@@ -359,6 +373,12 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     raw, path = settings_of(checkpoint)
     config = parse_config(raw, path)
     modules = Modules.of(checkpoint)
+    if modules.sees:
+        raise LossError(
+            "adapters of models with images are not written for Megatron-Bridge",
+            path=checkpoint.path,
+            found=f"model_type {(checkpoint.config or {}).get('model_type')!r}",
+        )
     places = {hub.name: place for place, hub in _places(modules)}
     shapes = checkpoint.shapes
     links: list[Link] = []

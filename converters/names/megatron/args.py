@@ -72,21 +72,22 @@ def gated(
     base: float = 10000.0,
     partial: float | None = None,
     slides: bool | str = True,
+    listed: bool = False,
     epsilon: float = 1e-6,
 ) -> dict[str, Any]:
     """Arguments of models after Llama: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
 
-    `slides` may be the name of the config's flag for it, beside which `layer_types` says in which layers; `base`,
-    `partial` (see `rotary`) and `epsilon` are the class's own numbers where the config states none.
+    `slides` may be the name of the config's flag for it, beside which `layer_types` says in which layers, as with
+    `listed` (see `window`); `base`, `partial` (see `rotary`) and `epsilon` are the class's own numbers where the config
+    states none.
     """
     config = sizes.config
     silu(config)
     more = experts(sizes) if sizes.num_experts else {}
     used = config.flag(slides) if isinstance(slides, str) else slides
-    if isinstance(slides, str) and used and config.get("sliding_window") and not config.get("layer_types"):
-        raise LossError("the config does not say which layers have the sliding window", expected="layer_types")
+    slide = window(config, used=used, listed=listed or isinstance(slides, str))
     norm = {"norm_epsilon": config.number("rms_norm_eps", epsilon)}
-    return common(sizes) | rotary(config, base, partial) | window(config, used=used) | norm | more
+    return common(sizes) | rotary(config, base, partial) | slide | norm | more
 
 
 def dtype(config: Config) -> dict[str, Any]:
@@ -165,12 +166,17 @@ def unrotated(sizes: Sizes) -> dict[str, Any]:
     return {"no_rope_freq": [int(kind != "sliding_attention") for kind in layers]}
 
 
-def window(config: Config, *, used: bool = True) -> dict[str, Any]:
-    """Attention to a sliding window, which counts the token itself with transformers and not with Megatron."""
+def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[str, Any]:
+    """Attention to a sliding window, which counts the token itself with transformers and not with Megatron.
+
+    With `listed` the class does not have it in all layers, and LossError is raised where no `layer_types` says where.
+    """
     size = config.get("sliding_window")
     if not used or size is None:
         return {}
     layers = config.get("layer_types")
+    if listed and not layers:
+        raise LossError("the config does not say which layers have the sliding window", expected="layer_types")
     slides = [kind == "sliding_attention" for kind in layers] if isinstance(layers, list) else [True]
     if not any(slides):
         return {}

@@ -328,6 +328,7 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
     for number, held in enumerate(sizes.layers):
         stacks |= {family.prefix(number) + name: shape for name, shape in held.items() if len(shape) == 3}
     links: dict[str, Link] = {}
+    squares, num_turned = [], 0
     for name, shape in shapes.items():
         current, turned = family.current(name), shape[:1] + shape[:0:-1]
         if current in links:
@@ -336,6 +337,15 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
         links[current] = Link.rename(name, current, shape)
         if is_turned:
             links[current] = Link(name, whole(shape), current, whole(turned), (0, 2, 1))
+        num_turned += is_turned
+        squares += [name] if current in stacks and turned == shape else []
+    if squares and num_turned:
+        raise LossError(
+            "the experts' matrices are stored as [in, out], and nothing tells whether this one is, which is square",
+            path=checkpoint.path,
+            fqn=squares[0],
+            hint="transformers 5 takes it as [out, in]; what it saves is all so",
+        )
     after = {current: link.b_box.sizes for current, link in links.items()}
     return translate(checkpoint, Relation(tuple(links.values()), shapes, after), checkpoint.namespace)
 

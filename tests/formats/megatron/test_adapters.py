@@ -313,6 +313,37 @@ def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 
+def test_experts_of_another_rank_are_not_written_as_if_they_had_the_others(tmp_path: Path) -> None:
+    run = edited("experts-ep2", tmp_path / "run", lambda config: config["peft"].update(normalize_moe_lora=True, dim=8))
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
+    assert outcome.code == 2 and "normalize_moe_lora" in outcome.err
+
+
+def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_path: Path) -> None:
+    """PEFT takes no other ones, and would leave the adapter as it began."""
+    from peft import PeftModel
+    from transformers import LlavaConfig, LlavaForConditionalGeneration
+
+    run, base, folder = "lora-tp2-pp2", tmp_path / "base", tmp_path / "peft"
+    tower = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {"model_type": "clip_vision_model", **tower, "image_size": 8, "patch_size": 4}
+    text = json.loads((base_of(run) / "config.json").read_text())
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision)).eval()
+    outside, inside = load_base(base_of(run)), model.model.language_model
+    inside.load_state_dict(outside.model.state_dict())
+    model.lm_head.load_state_dict(outside.lm_head.state_dict())
+    model.save_pretrained(base)
+    outcome = ckpt("convert", "megatron-dist", "peft", FIXTURE / run, "-o", folder, "--config", base)
+    assert outcome.code == 0, outcome.err
+    adapted = PeftModel.from_pretrained(model, folder).eval()
+    torch.testing.assert_close(logits(adapted), LOGITS[run], rtol=0, atol=1e-5)
+    package.merge_lora(FIXTURE / run, tmp_path / "merged", base=base)
+    merged = LlavaForConditionalGeneration.from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(logits(merged), LOGITS[run], rtol=0, atol=1e-5)
+    outcome = ckpt("convert", "peft", "megatron-dist", folder, "-o", tmp_path / "out", "--config", base)
+    assert outcome.code == LossError.exit_code and "models with images" in outcome.err
+
+
 def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
     outcome = ckpt("convert", "megatron-dist", "megatron", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "out")
     assert outcome.code == 2

@@ -9,4 +9,4 @@ from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
 
-TABLE = replace(llama.TABLE, family=FAMILIES["cwm"], args=partial(gated, base=1e6, epsilon=1e-5))
+TABLE = replace(llama.TABLE, family=FAMILIES["cwm"], args=partial(gated, base=1e6, listed=True, epsilon=1e-5))

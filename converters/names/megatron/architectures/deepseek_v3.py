@@ -100,6 +100,7 @@ def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
     `scaling` is the class's own where the config does not state one.
     """
     config = sizes.config
+    _check_groups(config)
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
@@ -110,6 +111,23 @@ def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
         "moe_shared_expert_intermediate_size": sizes.dims["s"],
         "mtp_num_layers": len(sizes.predicted) or None,
     }
+
+
+def _check_groups(config: Config) -> None:
+    """Refuse a choice among groups of experts where Megatron does not score each by its best two, as transformers does.
+
+    It takes as many as are chosen of each group on average (transformer/moe/moe_utils.py, `group_limited_topk`).
+    """
+    groups, chosen = config.get("n_group"), config.get("topk_group")
+    if not chosen or groups == chosen:
+        return
+    experts_chosen = config.size("num_experts_per_tok")
+    if experts_chosen // config.size("topk_group") != 2:
+        raise LossError(
+            "Megatron scores a group of experts by another number of them than two",
+            expected="num_experts_per_tok twice topk_group, or topk_group equal to n_group",
+            found=f"num_experts_per_tok {experts_chosen}, topk_group {chosen}, n_group {groups}",
+        )
 
 
 def _positions(config: Config) -> dict[str, Any]:
@@ -123,6 +141,8 @@ def _positions(config: Config) -> dict[str, Any]:
         apart = {name: rope.get(name) for name in ("mscale", "mscale_all_dim", "attention_factor")}
         if apart["attention_factor"] is not None or bool(apart["mscale"]) != bool(apart["mscale_all_dim"]):
             raise LossError("Megatron scales YaRN's attention by mscale and mscale_all_dim together", found=apart)
+        if rope.get("truncate") is False:
+            raise LossError("Megatron's latent attention rounds where YaRN begins and ends", found="truncate false")
         found |= {
             "rope_type": "yarn",
             "rotary_scaling_factor": rope.get("factor", 1.0),

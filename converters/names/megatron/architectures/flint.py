@@ -15,6 +15,7 @@ SINKS = gpt_oss.SINKS.replace("self_attn.sinks", "self_attn.softmax_offset")
 
 def args(sizes: Sizes) -> dict[str, Any]:
     deepseek_v3.normalised(sizes)
+    sizes.config.size("sliding_window")  # layers that list one have no rotary positions without it
     return (
         gated(sizes)
         | unrotated(sizes)

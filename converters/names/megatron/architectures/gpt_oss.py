@@ -28,7 +28,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
     return (
         common(sizes)
         | yarn(config, 150000.0)
-        | window(config)
+        | window(config, listed=True)
         | experts(sizes)
         | {
             "norm_epsilon": config.number("rms_norm_eps", 1e-5),
