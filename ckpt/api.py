@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal, overload
 
-from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError, shown
+from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
@@ -281,9 +281,13 @@ class Conversion(Returned):
             if verify:
                 what["verify"] = partial(self._check_written, phase)
             return execute(self.plan, place, overwrite=overwrite, restart=restart, **what)
-        except (CorruptError, NotFoundError):
-            for file in self.plan.checkpoint.files:
-                file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
+        except (CorruptError, NotFoundError) as error:
+            try:
+                for file in self.plan.checkpoint.files:
+                    file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
+            except SourceGoneError as gone:
+                vars(gone)["__notes__"] = [*getattr(error, "__notes__", ())]  # where what was written is kept
+                raise
             raise
 
     def write(
