@@ -215,7 +215,7 @@ def main() -> None:
     if kind.startswith("load-"):
         weights, states = load(model, optimizer, Path(folder))
         if dist.get_rank() == 0:
-            torch.save({"model": weights, "optimizer": states}, Path(folder).parent / "gathered.pt")
+            torch.save({"model": weights, "optimizer": states}, Path(folder) / "gathered.pt")
     else:
         train(model, optimizer, 3)
         save(kind, model, optimizer, Path(folder))

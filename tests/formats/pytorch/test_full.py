@@ -472,7 +472,7 @@ def test_fsdp_resumes_from_what_is_written(tmp_path: Path, kind: str) -> None:
     assert checkpoint.framework == "accelerate"
     written(checkpoint, tmp_path / "out/ours")
     run_ranks(kind, 3, tmp_path / "out/ours")
-    gathered = torch.load(tmp_path / "out/gathered.pt")
+    gathered = torch.load(tmp_path / "out/ours/gathered.pt")
     assert {k: raw(v) for k, v in gathered["model"].items()} == {k: raw(v) for k, v in weights.items()}
     for fqn, values in states["state"].items():
         assert {k: raw(v) for k, v in values.items()} == {
