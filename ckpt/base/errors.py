@@ -152,6 +152,12 @@ class IncompleteError(CorruptError):
     code = "incomplete"
 
 
+class NeverWholeError(IncompleteError):
+    """The trainer never saved a whole training state; a whole model or adapter lies beside what it saved of one."""
+
+    code = "never-whole"
+
+
 class UnsafeError(CkptError):
     exit_code = 5
     code = "unsafe"

@@ -20,6 +20,7 @@ from ckpt.base.errors import (
     CorruptError,
     IncompleteError,
     LossError,
+    NeverWholeError,
     NotFoundError,
     StorageError,
     UsageError,
@@ -39,7 +40,7 @@ from ckpt.resume.caller import caller
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
-from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_training
+from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
 
 T = TypeVar("T")
@@ -262,7 +263,14 @@ class _Way(NamedTuple):
 @listed_once()
 def source_of(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
     """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
-    checkpoint = open_training(path, tag=tag, config=config)
+    try:
+        checkpoint = open_training(path, tag=tag, config=config)
+    except NeverWholeError as error:  # of a step that was damaged later, the optimizer is not given up
+        model = open_model(path, tag=tag, config=config) if model_only else None
+        if model is None:
+            raise
+        note = f"the checkpoint with an optimizer is passed over, it cannot be read: {error.what} ({error.path or path})"
+        return replace(model, passed_over=(note, *model.passed_over), notes=(note, *model.notes))
     if checkpoint is not None:
         return checkpoint
     checkpoint = api.open(path, tag=tag, config=config)

@@ -81,6 +81,15 @@ def open_training(path: Path, *, tag: str | None = None, config: str | None = No
     return _opened(path, formats, tag, config, training=True)
 
 
+def open_model(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
+    """The model or adapter without an optimizer that `path` or one of its steps holds; None without.
+
+    Raises what `open` does.
+    """
+    formats = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
+    return _opened(path, formats, tag, config)
+
+
 @listed_once()
 def _opened(
     path: Path,

@@ -34,7 +34,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, IncompleteError, LossError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, IncompleteError, LossError, NeverWholeError, NotFoundError, UsageError
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
@@ -73,8 +73,9 @@ OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 STATE = "training_state.pt"
 
-#: Files that scripts write, in the order in which they are looked for.
-_NAMES = (FSDP_MODEL, MODEL, INDEX, "model.pt", "model.pth", "model.bin", "model.ckpt")
+#: Files that frameworks and scripts write, in the order in which they are looked for.
+_FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
+_SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 #: What ranks wrote, each by itself: a torch file beside these is none of the checkpoint's.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
@@ -93,9 +94,9 @@ _OTHERS = (
     "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-#: Accelerate's folder with shards, and PEFT's files: another torch file beside either is none of the checkpoint's.
+#: Accelerate's folder with shards, and an adapter's files: another torch file beside either is none of the checkpoint's.
 _SHARDED = "pytorch_model_fsdp_0"
-_ADAPTER = {"adapter_model.safetensors", "adapter_model.bin"}
+_ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 #: Where bundles keep the model and the optimizer.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
@@ -220,10 +221,11 @@ def _weights_in(folder: Path) -> str | None:
     is_of_ranks = any(fnmatch.fnmatch(name, pattern) for name in names for pattern in _OF_RANKS)
     if is_of_ranks or _SHARDED in entries or names.intersection(_SAFETENSORS):
         return None
-    for name in _NAMES:
+    is_adapter = bool(_ADAPTER & names)
+    for name in _FRAMEWORKS if is_adapter else (*_FRAMEWORKS, *_SCRIPTS):
         if name in names:
             return name
-    if _ADAPTER & names:
+    if is_adapter:
         return None
     others = sorted(name for name in names if _is_weights_name(name) and name[0] != "." and not name.endswith(".json"))
     return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
@@ -318,7 +320,7 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
                 f"on from it on any number of GPUs, without its optimizer: `ckpt resume {reading.folder} --model-only`"
             )
             is_whole = (reading.folder / "adapter_model.safetensors").is_file()
-            raise IncompleteError(
+            raise (NeverWholeError if is_whole else IncompleteError)(
                 "this file holds one rank's parts of the tensors, not the tensors",
                 path=path,
                 fqn=fqn,

@@ -230,7 +230,10 @@ def test_the_folder_and_those_of_its_files_are_listed_once(fixtures: Path, monke
 
 
 @pytest.mark.parametrize("name", ["best.pth", ".hidden.pt", "model.pt"])
-@pytest.mark.parametrize("fixture", ["local-flat", "trl-fsdp2/outputs/llama-sft", "verl-fsdp2"])
+@pytest.mark.parametrize(
+    "fixture",
+    ["local-flat", "trl-fsdp2/outputs/llama-sft", "verl-fsdp2", "mlx-lora/adapters", "axolotl-lora-fsdp2/outputs"],
+)
 def test_a_stray_torch_file_is_not_taken_for_the_checkpoint(
     fixtures: Path, tmp_path: Path, fixture: str, name: str
 ) -> None:

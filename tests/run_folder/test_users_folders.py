@@ -138,6 +138,15 @@ def test_axolotls_lora_under_fsdp2(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         assert "--model-only" in refused.err
     resumed = ckpt("resume", "outputs", "--world-size", "3")
     assert resumed.code == 4 and "one rank's parts" in resumed.err, "the adapter alone would lose the optimizer"
+    for words, place in (
+        (["outputs/gpt-oss-lora/checkpoint-2", "--world-size", "3"], "outputs/gpt-oss-lora/checkpoint-2"),
+        (["outputs", "--tag", "checkpoint-2"], "outputs/gpt-oss-lora/checkpoint-2"),
+        (["outputs/gpt-oss-lora"], "outputs/gpt-oss-lora"),
+    ):
+        hinted = ckpt("resume", *words, "--model-only")
+        assert hinted.code == 0 and hinted.out.strip() == place, hinted.err
+        assert "is passed over, it cannot be read: this file holds one rank's parts" in hinted.err
+        assert "holds no optimizer: its states begin anew" in hinted.err
     elsewhere = ckpt("convert", "fsdp", "hf", "outputs")
     assert elsewhere.code == 3 and "hint: this looks like full or peft" in elsewhere.err
     checked = ckpt("check", "outputs")
