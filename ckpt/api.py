@@ -375,12 +375,13 @@ def plan(
     for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
         if value is not None:
             one.check(value)
-    checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
-    if dequantize:
-        checkpoint = dequantized(checkpoint, layout.dtype)
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
+    registry.check_layout(target, layout)  # before the source is read, which may take long
+    checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
+    if dequantize:
+        checkpoint = dequantized(checkpoint, layout.dtype)
     added: tuple[str, ...] = ()
     if complete_from is not None:
         done = _completed(replace(checkpoint, notes=()), complete_from, target)
@@ -388,7 +389,6 @@ def plan(
     if optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
-    registry.check_layout(target, layout)
     # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)

@@ -186,8 +186,11 @@ def check_layout(format: Format, layout: Layout) -> None:
     check_options(format.name, layout.options)
 
 
-def check_options(format: str, asked: Mapping[str, Any]) -> None:
-    """Raise UsageError where an option is asked for that `format` does not declare, or has another value."""
+def check_options(format: str, asked: Mapping[str, Any], command: str = "convert") -> None:
+    """Raise UsageError where an option is asked for that `format` does not declare, or has another value.
+
+    `command` is the one whose help lists what it takes.
+    """
     declared = declared_options()
     known = {one.name: one for owner, formats in declared.items() if format in formats for one in options_of(owner)}
     if not (others := [name for name in asked if name not in known]):
@@ -196,13 +199,13 @@ def check_options(format: str, asked: Mapping[str, Any]) -> None:
         return
     owners = {owner: formats for owner, formats in declared.items() if {o.name for o in options_of(owner)} & {*others}}
     if not owners:
-        hint = did_you_mean(others[0], [*known, *_OF_ALL]) or "see `ckpt convert --help`"
+        hint = did_you_mean(others[0], [*known, *_OF_ALL]) or f"see `ckpt {command} --help`"
         raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(
         f"the format {format!r} has none of {' or '.join(of)}",
         found=" ".join(f"--{name.replace('_', '-')}" for name in others),
-        hint="see `ckpt convert --help`",
+        hint=f"see `ckpt {command} --help`",
         code="option-not-taken",
     )
 

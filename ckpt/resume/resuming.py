@@ -300,7 +300,7 @@ def _way(
         say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
     target = registry.get(format or checkpoint.format)
     wanted = target.name
-    registry.check_options(wanted, layout.options)
+    registry.check_options(wanted, layout.options, "resume")
     if not (has_optimizer(checkpoint) and target.carries_optimizer):
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
         say(f"note: {what} holds no optimizer: its states begin anew")

@@ -148,6 +148,8 @@ def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, m
         (lambda run: ckpt.plan(run, "hf").run("x", overwrit=True), "takes no 'overwrit'(.|\n)*mean overwrite?"),
         (lambda run: ckpt.merge_lora([], "out"), "no adapter to merge"),
         (lambda run: ckpt.resume(run, wrld_size=2), "no option 'wrld_size'(.|\n)*did you mean world_size?"),
+        (lambda run: ckpt.resume(run, wrld=2), r"no option 'wrld'(.|\n)*help\(ckpt.resume\)"),
+        (lambda _: ckpt.plan("/no/such/run", "full", names="own"), "has none of the options of hf"),  # it is not read
     ],
 )
 def test_mistakes_are_told_in_the_words_of_python(run: str, mistake: Callable[[str], object], said: str) -> None:
