@@ -132,7 +132,7 @@ def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, gri
 
 
 def _on_rank(parameter: Parameter, grid: Grid) -> Parameter:
-    split = split_of(parameter.name, gated=False)  # halves or not, a rank's part has the same size
+    split = split_of(parameter.name)  # in sections or not, a rank's part has the same size
     assert split is not None, parameter.name
     is_expert = parameter.kind == EXPERT
     shape = rank_shape(split, parameter.shape, grid.etp if is_expert else grid.tp)

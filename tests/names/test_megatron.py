@@ -228,7 +228,7 @@ class TestTables:
     def test_every_tensor_of_megatrons_has_a_way_to_be_split(self, case: str) -> None:
         architecture, more = CASES[case]
         relation, _ = relation_of(config_of(architecture, **more))
-        assert [name for name in relation.b_shapes if split_of(name, gated=True) is None] == []
+        assert [name for name in relation.b_shapes if split_of(name) is None] == []
 
     def test_a_line_is_a_row_for_each_alternative(self) -> None:
         line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -62,6 +62,8 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
+    #: Rows of what is in layers which have a tensor that the Hub calls so: layers of several kinds.
+    beside: Mapping[str, str] = field(default_factory=dict)
     #: What is in a layer of multi-token prediction beside the tensors of a sparse layer, or of a dense one where no
     #: layer has experts; Megatron's names are in full.
     prediction: str = ""
@@ -73,7 +75,7 @@ class Table:
     @property
     def rows(self) -> tuple[MegatronRow, ...]:
         """All rows but those of multi-token prediction."""
-        return parse(self.top) + parse(self.layer + self.dense + self.sparse, _LAYER)
+        return parse(self.top) + parse("".join((self.layer, self.dense, self.sparse, *self.beside.values())), _LAYER)
 
     @property
     def kept(self) -> tuple[MegatronRow, ...]:
@@ -107,6 +109,9 @@ class Table:
         yield parse(self.layer, _LAYER), layers
         yield parse(self.dense, _LAYER), [layer for layer in layers if layer[0] not in sizes.sparse]
         yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
+        for hub, rows in self.beside.items():
+            yield parse(rows, _LAYER), [layer for layer in layers if hub in layer[2]]
+            yield parse(rows, _INNER), [layer for layer in predicted if hub in layer[2]]
         yield parse(self.prediction) + parse(self.layer + (self.sparse or self.dense), _INNER), predicted
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:

@@ -178,6 +178,12 @@ _MODULES = (
 _MTP_MODULES = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "mtp_model_layer.", "final_layernorm.")
 _LAYER_MODULES = (
     "input_layernorm.",
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.in_proj.",
+    "self_attention.conv1d.",
+    "self_attention.out_norm.",
+    "self_attention.out_proj.",
     "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",
