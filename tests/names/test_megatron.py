@@ -111,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe-normed": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen3_next": ("qwen3_next", {}),
     "glm4_moe": ("glm4_moe", {"num_nextn_predict_layers": 1}),
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),

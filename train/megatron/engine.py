@@ -253,6 +253,9 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     """This rank's chunks of the model: one, or under --vpp several."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -262,7 +265,10 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     chunks = []
     for stage in range(number):
         virtual = stage if number > 1 else None
-        if args.num_experts:
+        if getattr(args, "experimental_attention_variant", None):
+            with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
+                spec = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=virtual)
+        elif args.num_experts:
             spec = get_gpt_decoder_block_spec(
                 transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
             )

@@ -128,6 +128,8 @@ def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
         "lc": 2 * keys + values,
         "lv": values,
         "lh": heads["value"],
+        "lg": heads["key"],
+        "le": config.size("linear_key_head_dim"),
         "ld": config.size("linear_value_head_dim"),
         "lk": config.size("linear_conv_kernel_dim"),
     }

@@ -14,7 +14,7 @@ from ckpt.plan.tensors import Box, Shape
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Family, Sizes
 from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
-from converters.names.megatron.rows import COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
+from converters.names.megatron.rows import CENTRED, COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
 #: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
@@ -99,6 +99,10 @@ class Table:
                     if all(hub in held for hub in row.hubs):
                         shapes = tuple(held[hub] for hub in row.hubs)
                         yield RowPlace(row, layer, prefix, shapes, pattern(row, shapes[0]))
+
+    def centred(self, sizes: Sizes) -> list[str]:
+        """Megatron's names of tensors that are the Hub's less one."""
+        return [place.megatron for place in self.places(sizes) if place.row.kind == CENTRED]
 
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
         """Rows, and where they may stand."""

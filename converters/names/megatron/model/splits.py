@@ -99,8 +99,8 @@ def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bo
 def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
     """The rows of each section of a packed layer, by the shapes of the tensors beside it.  LossError without these.
 
-    The layer behind it has as many columns as there are values, of which the convolution has two smaller sections
-    beside; one number for each head is in `A_log`.
+    The layer behind it has a column for each value, the convolution two further sections of equal size, and `A_log` a
+    number for each head.
     """
     match = _PACKED.fullmatch(name)
     if match is None:
