@@ -29,7 +29,7 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, known_split, rank_boxes, rank_shape, sections_of
+from converters.names.megatron.model.splits import Split, known_split, packed, rank_boxes, rank_shape, sections_of
 from converters.names.megatron.options import MegatronOptions
 
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
@@ -312,6 +312,13 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     if options.transformer_impl:
         args["transformer_impl"] = options.transformer_impl
     local = args.setdefault("transformer_impl", _ENGINE) == "local"
+    if local and (hybrid := next(filter(packed, chosen), None)) is not None:
+        raise LossError(
+            "megatron-core builds layers like this one of Transformer Engine's alone",
+            fqn=hybrid,
+            expected="transformer_impl transformer_engine",
+            found="transformer_impl local",
+        )
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(

@@ -198,7 +198,7 @@ def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
     experts (with twice the rank where gate and up are one matrix), and no dense MLP beside them.
     """
     if has_split_experts:
-        return int(kind == ROUTER or (kind == LINEAR and ".self_attn." in hub))
+        return int(kind == ROUTER or (kind == LINEAR and re.search(r"\.(self|linear)_attn\.", hub) is not None))
     return int(kind == LINEAR)
 
 

@@ -112,6 +112,17 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe-normed": ("qwen2_moe", {"norm_topk_prob": True}),
     "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-pre-softmax": ("qwen3_next", {"norm_topk_prob": False}),
+    "qwen3_next-prediction": (
+        "qwen3_next",
+        {"num_nextn_predict_layers": 1, "layer_types": ["linear_attention", *["full_attention"] * 2]},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_text-prediction": (
+        "qwen3_5_text",
+        {"mtp_num_hidden_layers": 1, "layer_types": ["linear_attention", *["full_attention"] * 2]},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
     "glm4_moe": ("glm4_moe", {"num_nextn_predict_layers": 1}),
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),

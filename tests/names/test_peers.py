@@ -41,7 +41,11 @@ def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
     table = table_of(architecture)
     found: dict[str, set[tuple[str, ...]]] = {}
     rows: Iterator[MegatronRow] = iter(
-        (*parse(table.top), *parse(table.layer + table.dense + table.sparse), *parse(table.prediction))
+        (
+            *parse(table.top),
+            *parse("".join((table.layer, table.dense, table.sparse, *table.beside.values()))),
+            *parse(table.prediction),
+        )
     )
     for row in rows:
         found.setdefault(re.sub(r"^mtp\.layers\.\{n\}\.", "", row.megatron), set()).add(row.hubs)

@@ -58,13 +58,8 @@ _SIZES: dict[str, dict[str, Any]] = {
     "glm": {"hidden_size": 35, "head_dim": 8},
     "ernie4_5": _HEAD,
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 13, "mlp_only_layers": [0]},
-    "qwen3_next": {
-        **_EXPERTS,
-        **_DELTA,
-        "num_experts": 5,
-        "shared_expert_intermediate_size": 13,
-        "mlp_only_layers": [0],
-    },
+    "qwen3_5_text": _DELTA,
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "num_experts": 5, "shared_expert_intermediate_size": 13},
     "glm4_moe": {
         **_EXPERTS,
         "hidden_size": 35,

@@ -265,7 +265,8 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     chunks = []
     for stage in range(number):
         virtual = stage if number > 1 else None
-        if getattr(args, "experimental_attention_variant", None):
+        is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
+        if is_hybrid:
             with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
                 spec = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=virtual)
         elif args.num_experts:
@@ -282,10 +283,15 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
         if args.mtp_num_layers:
             from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 
-            layers = get_gpt_decoder_layer_specs(
-                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+            if is_hybrid:
+                layers = spec.layer_specs
+            else:
+                layers = get_gpt_decoder_layer_specs(
+                    transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+                )
+            further = get_gpt_mtp_block_spec(
+                transformer, layers[-1], use_transformer_engine=is_hybrid, vp_stage=virtual
             )
-            further = get_gpt_mtp_block_spec(transformer, layers[-1], use_transformer_engine=False, vp_stage=virtual)
         chunk = GPTModel(
             transformer,
             spec,

@@ -29,6 +29,7 @@ def without_kernels() -> Iterator[None]:
             self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
             if not config.layernorm_zero_centered_gamma:
                 self.layer_norm_weight.data.fill_(1.0)
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
         def forward(self, input_: torch.Tensor, *args: Any, **more: Any) -> Any:
             weight = self.layer_norm_weight + float(self.config.layernorm_zero_centered_gamma)

@@ -31,16 +31,29 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
     buffers = [(name, tensor, False) for name, tensor in chunk.named_buffers() if name in kept]
     for name, tensor, is_parameter in parameters + buffers:
         dim, stride, index, count = None, 1, 0, 1
+        sections = _sections(chunk, name)
         # The attention sinks are split by heads, but alone carry no attributes that say so.
         sinks = name.endswith(".softmax_offset")
         if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
-            dim = 0 if sinks else tensor.partition_dim
+            # So do those of a gated delta net, split along their first dim: megatron-core 0.16.1 says nothing of it.
+            dim = 0 if sinks or tensor.partition_dim < 0 else tensor.partition_dim
             stride = 1 if sinks else tensor.partition_stride
             if _EXPERT.search(name) or _GROUPED.search(name):
                 index, count = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
             else:
                 index, count = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        yield Place(canonical(chunk, name), tuple(tensor.shape), dim, stride, index, count), tensor, is_parameter
+        place = Place(canonical(chunk, name), tuple(tensor.shape), dim, stride, index, count, sections)
+        yield place, tensor, is_parameter
+
+
+def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
+    """The rows that a rank has of each part of a gated delta net's packed layers, as its forward pass cuts them."""
+    module, _, rest = name.rpartition(".in_proj.") if ".in_proj." in name else name.rpartition(".conv1d.")
+    if rest != "weight":
+        return ()
+    net: Any = chunk.get_submodule(module)
+    keys, values, heads = (size // net.tp_size for size in (net.qk_dim, net.v_dim, net.num_value_heads))
+    return (keys, keys, values, values, heads, heads) if ".in_proj." in name else (keys, keys, values)
 
 
 def canonical(chunk: Any, name: str) -> str:

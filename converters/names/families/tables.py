@@ -171,8 +171,12 @@ def _linear_by_type(config: Config, layer: int, by_rule: bool) -> Collection[str
 
 
 def _with_linear(config: Config, layer: int) -> Collection[str]:
+    return (*_by_step(config, layer), *_linear_by_interval(config, layer))
+
+
+def _linear_by_interval(config: Config, layer: int) -> Collection[str]:
     interval = config.size("full_attention_interval", default=4)
-    return (*_by_step(config, layer), *_linear_by_type(config, layer, (layer + 1) % interval != 0))
+    return _linear_by_type(config, layer, (layer + 1) % interval != 0)
 
 
 def _ernie(config: Config, layer: int) -> Collection[str]:
@@ -271,6 +275,52 @@ _BAILING = Family(
     unknown=("use_bias", "use_qkv_bias"),
     prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
 )
+_GATED_ATTENTION = """
+    self_attn.q_proj.weight 2a h ? !linear
+    self_attn.[k|v]_proj.weight k h ? !linear
+    self_attn.o_proj.weight h a ? !linear
+    self_attn.[q|k]_norm.weight d ? !linear
+    self_attn.q_proj.bias 2a ? !linear attention_bias
+    self_attn.[k|v]_proj.bias k ? !linear attention_bias
+    self_attn.o_proj.bias h ? !linear attention_bias
+"""
+_DELTA = """
+    linear_attn.[A_log|dt_bias] lh ? linear
+    linear_attn.conv1d.weight lc 1 lk ? linear
+    linear_attn.norm.weight ld ? linear
+    linear_attn.out_proj.weight h lv ? linear
+"""
+_DELTA_APART = """
+    linear_attn.in_proj_qkv.weight lc h ? linear
+    linear_attn.in_proj_z.weight lv h ? linear
+    linear_attn.in_proj_[b|a].weight lh h ? linear
+"""
+_QWEN3_NEXT = Family(
+    "Qwen3Next",
+    _GATED_ATTENTION
+    + _DELTA
+    + """
+    linear_attn.in_proj_ba.weight 2lh h ? linear
+    linear_attn.in_proj_qkvz.weight lq h ? linear
+    """
+    + MLP
+    + EXPERTS
+    + GATED_SHARED_EXPERT
+    + NORMS,
+    # Its config.json says nothing of the one layer of multi-token prediction that the release has.
+    defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1},
+    dims=_linear,
+    experts=("num_experts",),
+    kinds=_with_linear,
+    prediction="""
+    fc.weight h 2h
+    [pre_fc_norm_embedding|pre_fc_norm_hidden|norm].weight h
+    """,
+    predicted="mtp.",
+    inside="layers.0.",
+    modules=("linear_attn.", "self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm."),
+    expert_modules=("gate.", "experts.", "shared_expert.", "shared_expert_gate."),
+)
 _NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS)
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
 
@@ -317,32 +367,23 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts", "num_local_experts"),
         kinds=_by_step,
     ),
-    "qwen3_next": Family(
-        "Qwen3Next",
-        """
-        self_attn.q_proj.weight 2a h ? !linear
-        self_attn.[k|v]_proj.weight k h ? !linear
-        self_attn.o_proj.weight h a ? !linear
-        self_attn.[q|k]_norm.weight d ? !linear
-        self_attn.q_proj.bias 2a ? !linear attention_bias
-        self_attn.[k|v]_proj.bias k ? !linear attention_bias
-        self_attn.o_proj.bias h ? !linear attention_bias
-        linear_attn.[A_log|dt_bias] lh ? linear
-        linear_attn.conv1d.weight lc 1 lk ? linear
-        linear_attn.in_proj_ba.weight 2lh h ? linear
-        linear_attn.in_proj_qkvz.weight lq h ? linear
-        linear_attn.norm.weight ld ? linear
-        linear_attn.out_proj.weight h lv ? linear
-        """
-        + MLP
-        + EXPERTS
-        + GATED_SHARED_EXPERT
-        + NORMS,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        stem="Qwen3_5",
         defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
-        dims=_linear,
-        experts=("num_experts",),
-        kinds=_with_linear,
-        ignored=(r"mtp\..*",),
+        spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + MLP + NORMS,
+        kinds=_linear_by_interval,
+        experts=(),
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT,
+        stem="Qwen3_5Moe",
+        defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
+        spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + EXPERTS + GATED_SHARED_EXPERT + NORMS,
+        kinds=lambda config, layer: (SPARSE, *_linear_by_interval(config, layer)),
     ),
     "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
     "gemma2": _GEMMA2,

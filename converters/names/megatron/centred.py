@@ -31,7 +31,7 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
 
 
 def shifting_notes(fqns: Collection[str]) -> list[str]:
-    """What is said of these tensors; nothing where there are none."""
+    """The notes on these tensors; none where there are no such."""
     if not fqns:
         return []
     return [

@@ -106,7 +106,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     has_mtp = any(name.startswith("mtp.") for name in shapes)
     notes = []
     if sizes.predicted and not has_mtp:
-        notes.append("the config tells of layers of multi-token prediction, and this checkpoint has none")
+        notes.append("the model has layers of multi-token prediction, and this checkpoint has none")
         sizes = replace(sizes, predicted=())
     if has_mtp and not sizes.predicted:
         raise LossError(
@@ -409,7 +409,7 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
     prefix = table.family.predicted_prefix(0, sizes.num_layers)
     if any(name.startswith(prefix) for name in shapes):
         return sizes, []
-    note = "the config tells of layers of multi-token prediction, and the files have none (transformers drops them)"
+    note = "the model has layers of multi-token prediction, and the files have none (transformers drops them)"
     return replace(sizes, predicted=()), [note]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -115,8 +115,27 @@ class Table:
         yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
         for hub, rows in self.beside.items():
             yield parse(rows, _LAYER), [layer for layer in layers if hub in layer[2]]
-            yield parse(rows, _INNER), [layer for layer in predicted if hub in layer[2]]
-        yield parse(self.prediction) + parse(self.layer + (self.sparse or self.dense), _INNER), predicted
+            yield self._inside(rows), [layer for layer in predicted if self._inner + hub in layer[2]]
+        yield parse(self.prediction) + self._inside(self.layer + (self.sparse or self.dense)), predicted
+
+    def _check_predicted(self, sizes: Sizes) -> None:
+        """Megatron's layers of multi-token prediction are of the kind of the last layer."""
+        for hub in self.beside:
+            if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
+                raise LossError(
+                    "Megatron builds layers of multi-token prediction of the last layer's kind, and these are of another",
+                    fqn=f"{self.family.predicted_prefix(0, sizes.num_layers)}{self._inner}{hub}",
+                    expected="the same kind of attention in both",
+                )
+
+    @property
+    def _inner(self) -> str:
+        """What the Hub's names of a layer inside one of multi-token prediction begin with."""
+        return self.family.inside if isinstance(self.family, Family) else ""
+
+    def _inside(self, rows: str) -> tuple[MegatronRow, ...]:
+        """Rows of a layer, inside one of multi-token prediction."""
+        return tuple(replace(row, hubs=tuple(self._inner + hub for hub in row.hubs)) for row in parse(rows, _INNER))
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
         """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
@@ -127,6 +146,7 @@ class Table:
         places = list(self.places(sizes))
         _check_all_placed(self.family, sizes, places)
         _check_biases(places)
+        self._check_predicted(sizes)
         links: list[Link] = []
         hub: dict[str, Shape] = {}
         megatron: dict[str, Shape] = {}

@@ -34,6 +34,17 @@ _ATTENTION = (
     "k_layernorm.",
     "c_attn.",
     "c_proj.",
+    "dt_bias",
+    "A_log",
+    "conv1d.",
+    "in_proj_qkvz.",
+    "in_proj_ba.",
+    "norm.",
+    "out_proj.",
+    "in_proj_qkv.",
+    "in_proj_z.",
+    "in_proj_b.",
+    "in_proj_a.",
 )
 _MLP = ("gate_proj", "gate_up_proj", "up_proj", "down_proj", "c_fc.", "c_proj.", "dense_h_to_4h.", "dense_4h_to_h.")
 _TOP = (

@@ -26,11 +26,16 @@ DELTA = """
 BY_HEAD = """
     self_attention.in_proj.weight                   linear_attn.in_proj_[qkvz|ba].weight    delta_by_head
 """
+PREDICTION = """
+    mtp.layers.{n}.enorm.weight                     pre_fc_norm_embedding.weight            same
+    mtp.layers.{n}.hnorm.weight                     pre_fc_norm_hidden.weight               same
+    mtp.layers.{n}.eh_proj.weight                   fc.weight                               same
+    mtp.layers.{n}.final_layernorm.weight           norm.weight                             same
+"""
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    shared = {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
-    return hybrid(sizes) | qwen3_moe.softmax(sizes) | shared
+    return hybrid(sizes) | qwen3_moe.softmax(sizes) | qwen2_moe.shared(sizes)
 
 
 def hybrid(sizes: Sizes) -> dict[str, Any]:
@@ -57,4 +62,5 @@ TABLE = replace(
     layer="",
     sparse=qwen3_moe.EXPERTS + qwen2_moe.SHARED,
     beside={"self_attn.q_proj.weight": ATTENTION, "linear_attn.A_log": DELTA + BY_HEAD},
+    prediction=PREDICTION,
 )
