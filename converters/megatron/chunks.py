@@ -319,6 +319,12 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
             expected="transformer_impl transformer_engine",
             found="transformer_impl local",
         )
+    if grid.vpp > 1 and (mixer := next((name for name in chosen if ".mixer." in name), None)) is not None:
+        raise UsageError(
+            "megatron-core's MambaModel has one chunk on each pipeline rank",
+            fqn=mixer,
+            hint="--vpp 1, or without --vpp",
+        )
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(

@@ -123,6 +123,8 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"mtp_num_hidden_layers": 1, "layer_types": ["linear_attention", *["full_attention"] * 2]},
     ),
     "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
     "glm4_moe": ("glm4_moe", {"num_nextn_predict_layers": 1}),
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),

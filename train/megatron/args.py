@@ -52,6 +52,7 @@ def transformer_config(args: Namespace) -> Any:
         "gated_linear_unit": args.swiglu or args.quick_geglu,
         "activation_func": functional.silu if args.swiglu else quick_gelu if args.quick_geglu else functional.gelu,
         "transformer_impl": "local",
+        "use_mamba_mem_eff_path": False,  # which is one kernel of mamba-ssm's
     }
     if args.openai_gelu:
         values["activation_func"] = _GELU_TANH

@@ -47,11 +47,14 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
 
 
 def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
-    """The rows that a rank has of each part of a gated delta net's packed layers, as its forward pass cuts them."""
+    """The rows that a rank has of each part of a hybrid's packed layers, as their forward pass cuts them."""
     module, _, rest = name.rpartition(".in_proj.") if ".in_proj." in name else name.rpartition(".conv1d.")
-    if rest != "weight":
+    if rest not in ("weight", "bias"):
         return ()
     net: Any = chunk.get_submodule(module)
+    if hasattr(net, "ngroups_local_tp"):  # Mamba's mixer
+        inner, each, heads = net.d_inner_local_tp, net.ngroups_local_tp * net.d_state, net.nheads_local_tp
+        return (inner, inner, each, each, heads) if ".in_proj." in name else (inner, each, each)
     keys, values, heads = (size // net.tp_size for size in (net.qk_dim, net.v_dim, net.num_value_heads))
     return (keys, keys, values, values, heads, heads) if ".in_proj." in name else (keys, keys, values)
 
@@ -79,6 +82,8 @@ def canonical(chunk: Any, name: str) -> str:
     elif (grouped := _GROUPED.search(rest)) is not None:
         whole = layer.mlp.local_expert_indices[int(grouped[3])]
         rest = f"{rest[: grouped.start()]}.experts.local_experts.{whole}.{grouped[1]}.{grouped[2]}"
+    if not hasattr(layer, "self_attention"):  # Mamba's
+        return prefix + rest
     attention, mlp = dict(layer.self_attention.named_modules()), dict(layer.mlp.named_modules())
     fused = {
         "input_layernorm.": "self_attention.linear_qkv." if "linear_qkv" in attention else None,

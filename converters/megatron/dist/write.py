@@ -178,7 +178,11 @@ def _is_stacked(model: MegatronModel) -> bool:
         value = args.get(name)
         if isinstance(value, list | tuple | str) or (type(value) is int and value > 1):
             return False
-    if args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"):
+    if (
+        args.get("hybrid_override_pattern")
+        or args.get("hetereogenous_dist_checkpoint")
+        or args.get("heterogeneous_layers_config_path")
+    ):
         return False
     layers: dict[str, set[tuple[str, Shape, DType]]] = {}
     for fqn, choice in model.chosen.items():

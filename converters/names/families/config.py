@@ -59,6 +59,9 @@ class Config:
 
     @property
     def num_layers(self) -> int:
+        listed = self.get("layers_block_type")  # whose length counts where it is there
+        if isinstance(listed, list) and listed:
+            return self.count("num_hidden_layers", default=len(listed))
         return self.count("num_hidden_layers", "n_layer")
 
     @property

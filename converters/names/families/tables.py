@@ -204,6 +204,40 @@ def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     return {"f": inner, "n": state, "c": config.size("conv_kernel"), "r": rank, "x": rank + 2 * state}
 
 
+def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of Nemotron-H's Mamba-2 mixer and of its experts."""
+    heads = config.size("mamba_num_heads")
+    inner = heads * config.size("mamba_head_dim")
+    groups = config.size("n_groups") * config.size("ssm_state_size")
+    expert = config.size("moe_intermediate_size", "intermediate_size")
+    return {
+        "m": expert,
+        "s": config.size("moe_shared_expert_intermediate_size", default=expert),
+        "mh": heads,
+        "mi": inner,
+        "mc": inner + 2 * groups,
+        "mp": 2 * inner + 2 * groups + heads,
+        "mk": config.size("conv_kernel"),
+    }
+
+
+#: What a layer of Nemotron-H is, by the letter of its pattern and by its words, older ones among them.
+_BLOCKS = {"M": "mamba", "*": "attention", "-": DENSE, "E": SPARSE}
+_BLOCKS |= {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
+_BLOCKS |= {"mlp": DENSE, "moe": SPARSE}
+
+
+def _by_block(config: Config, layer: int) -> Collection[str]:
+    """What a layer is: as `layers_block_type` lists it, or a letter of the pattern of released files."""
+    blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    known = blocks[layer] if isinstance(blocks, list | str) and layer < len(blocks) else None
+    if not isinstance(known, str) or known not in _BLOCKS:
+        raise CorruptError(
+            "the config does not say what a layer is", expected=f"layers_block_type[{layer}]", found=known
+        )
+    return (_BLOCKS[known],)
+
+
 # -- families --------------------------------------------------------------------------------------------------
 
 _ATTENTION = QKVO + BIASES + OUT_BIAS
@@ -384,6 +418,42 @@ FAMILIES: dict[str, Family] = {
         spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
         layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + EXPERTS + GATED_SHARED_EXPERT + NORMS,
         kinds=lambda config, layer: (SPARSE, *_linear_by_interval(config, layer)),
+    ),
+    "nemotron_h": Family(
+        "NemotronH",
+        """
+        norm.weight h
+        mixer.[A_log|D|dt_bias] mh ? mamba
+        mixer.conv1d.weight mc 1 mk ? mamba
+        mixer.conv1d.bias mc ? mamba use_conv_bias
+        mixer.in_proj.weight mp h ? mamba
+        mixer.norm.weight mi ? mamba
+        mixer.out_proj.weight h mi ? mamba
+        mixer.q_proj.weight a h ? attention
+        mixer.[k|v]_proj.weight k h ? attention
+        mixer.o_proj.weight h a ? attention
+        mixer.q_proj.bias a ? attention attention_bias
+        mixer.[k|v]_proj.bias k ? attention attention_bias
+        mixer.o_proj.bias h ? attention attention_bias
+        mixer.up_proj.weight f h ? dense
+        mixer.down_proj.weight h f ? dense
+        mixer.gate.weight e h ? sparse
+        mixer.gate.e_score_correction_bias e ? sparse
+        mixer.experts.{e}.up_proj.weight m h ? sparse
+        mixer.experts.{e}.down_proj.weight h m ? sparse
+        mixer.shared_experts.up_proj.weight s h ? sparse
+        mixer.shared_experts.down_proj.weight h s ? sparse
+        """,
+        top="embeddings.weight v h \n norm_f.weight h",
+        base="backbone",
+        defaults={"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_routed_experts": 8},
+        spelled={"attention_head_dim": "head_dim"},
+        dims=_mamba2,
+        experts=("n_routed_experts",),
+        kinds=_by_block,
+        unknown=("use_bias", "mlp_bias", "moe_latent_size"),
+        ignored=(r"mtp.*",),
+        modules=("norm.", "mixer."),
     ),
     "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
     "gemma2": _GEMMA2,
