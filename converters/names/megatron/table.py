@@ -123,7 +123,7 @@ class Table:
         for hub in self.beside:
             if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
                 raise LossError(
-                    "Megatron builds layers of multi-token prediction like the last layer, and these are of another kind",
+                    "Megatron builds layers of multi-token prediction like the last layer, and these are unlike it",
                     fqn=f"{self.family.predicted_prefix(0, sizes.num_layers)}{self._inner}{hub}",
                     expected="the same kind of attention in both",
                 )
