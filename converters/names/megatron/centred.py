@@ -35,8 +35,8 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
     if not fqns:
         return []
     return [
-        f"Megatron has the weights of {counted(len(fqns), 'gated norm')} less one: what is written is rounded to its "
-        "dtype, and exact where the Hub's weight is from 0.5 to 2"
+        f"Megatron has the weights of {counted(len(fqns), 'gated norm')} less one (not mcore-bridge's, which no file "
+        "tells): what is written is rounded to its dtype, and exact where the Hub's weight is from 0.5 to 2"
     ]
 
 
