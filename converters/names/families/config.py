@@ -59,9 +59,11 @@ class Config:
 
     @property
     def num_layers(self) -> int:
-        listed = self.get("layers_block_type")  # whose length counts where it is there
-        if isinstance(listed, list) and listed:
-            return self.count("num_hidden_layers", default=len(listed))
+        """As many as are listed one by one, where a class takes the number from there."""
+        for name in ("layers_block_type", "hybrid_override_pattern"):
+            listed = self.get(name)
+            if isinstance(listed, list | str) and listed:
+                return Config({name: len(listed)}).count(name)
         return self.count("num_hidden_layers", "n_layer")
 
     @property

@@ -209,10 +209,9 @@ def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     heads = config.size("mamba_num_heads")
     inner = heads * config.size("mamba_head_dim")
     groups = config.size("n_groups") * config.size("ssm_state_size")
-    expert = config.size("moe_intermediate_size", "intermediate_size")
     return {
-        "m": expert,
-        "s": config.size("moe_shared_expert_intermediate_size", default=expert),
+        "m": config.size("moe_intermediate_size"),
+        "s": config.size("moe_shared_expert_intermediate_size"),
         "mh": heads,
         "mi": inner,
         "mc": inner + 2 * groups,
@@ -225,11 +224,13 @@ def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 _BLOCKS = {"M": "mamba", "*": "attention", "-": DENSE, "E": SPARSE}
 _BLOCKS |= {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
 _BLOCKS |= {"mlp": DENSE, "moe": SPARSE}
+#: The layers of its class where a config says nothing.
+_DEFAULT_BLOCKS = "ME*-"
 
 
 def _by_block(config: Config, layer: int) -> Collection[str]:
     """What a layer is: as `layers_block_type` lists it, or a letter of the pattern of released files."""
-    blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern")
+    blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or _DEFAULT_BLOCKS
     known = blocks[layer] if isinstance(blocks, list | str) and layer < len(blocks) else None
     if not isinstance(known, str) or known not in _BLOCKS:
         raise CorruptError(
@@ -446,7 +447,19 @@ FAMILIES: dict[str, Family] = {
         """,
         top="embeddings.weight v h \n norm_f.weight h",
         base="backbone",
-        defaults={"n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "use_conv_bias": True, "n_routed_experts": 8},
+        defaults={
+            "num_hidden_layers": len(_DEFAULT_BLOCKS),
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
         spelled={"attention_head_dim": "head_dim"},
         dims=_mamba2,
         experts=("n_routed_experts",),
