@@ -59,7 +59,7 @@ class Config:
 
     @property
     def num_layers(self) -> int:
-        """As many as are listed one by one, where a class takes the number from there."""
+        """The number of layers: of those that are listed one by one, where there is such a list."""
         for name in ("layers_block_type", "hybrid_override_pattern"):
             listed = self.get(name)
             if isinstance(listed, list | str) and listed:
