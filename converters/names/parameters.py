@@ -186,7 +186,8 @@ def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iter
     rows = sum(shape[0] for shape in shapes)  # gate and up are one matrix
     adapter = 0
     if "{e}" in hub:
-        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(shapes) > 1 else "down_proj")
+        single = "up_proj" if hub.endswith(".up_proj.weight") else "down_proj"
+        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(shapes) > 1 else single)
         adapter = len(shapes) * sizes.num_experts
     yield Parameter(hub, (sizes.num_experts, rows, *shapes[0][1:]), kind, layer, adapter=adapter)
 
