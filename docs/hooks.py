@@ -164,6 +164,8 @@ def held_by_megatron(name: str) -> str:
         "images": has_images,
         "latent attention": any("linear_kv_up_proj" in row for row in rows),
         "q/k norms": any(".q_layernorm." in row for row in rows),
+        "gated delta nets": any(".self_attention.in_proj." in row for row in rows),
+        "Mamba-2": any(".mixer." in row for row in rows),
         "sinks": any("softmax_offset" in row for row in rows),
         "learned positions": any("position_embeddings" in row for row in rows),
         "experts": any("local_experts" in row for row in rows),

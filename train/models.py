@@ -116,6 +116,27 @@ _SIZES |= {
         "num_nextn_predict_layers": 0,
         "tie_word_embeddings": False,
     },
+    # A dense layer and a sparse one with linear attention, and one with gated attention.
+    "qwen3_next": {
+        **_COMMON,
+        "hidden_size": 36,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_key_head_dim": 5,
+        "linear_value_head_dim": 7,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 6,
+        "moe_intermediate_size": 11,
+        "shared_expert_intermediate_size": 13,
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "mlp_only_layers": [0],
+        "num_nextn_predict_layers": 0,
+        "tie_word_embeddings": False,
+    },
 }
 
 # Sizes that divide by 2 and by 4, so that Megatron's tensor and pipeline parallelism and its experts' may be varied.
@@ -129,6 +150,13 @@ _WIDE: dict[str, Any] = {
 _WIDE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "norm_topk_prob": True},
     "mixtral": {"intermediate_size": 28, "num_local_experts": 8},
+    "qwen3_next": {
+        "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"],
+        "linear_num_value_heads": 4,
+        "moe_intermediate_size": 12,
+        "shared_expert_intermediate_size": 12,
+        "num_experts": 8,
+    },
     "gpt2": {"n_embd": 48, "n_layer": 4, "n_head": 8, "n_inner": 60},
     "gpt_neox": {"hidden_size": 64},
     "gpt_oss": {"intermediate_size": 20, "num_local_experts": 8},

@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import numpy as np
 
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
 
 #: A tensor's dtype by name, its shape, and its bytes in row-major order.
 Content = tuple[str, Shape, bytes]
+_NOTHING: Mapping[str, Callable[[], memoryview]] = {}
 
 
-def content(tensor: Tensor) -> Content:
-    """The bytes that the files hold of a described tensor."""
+def content(tensor: Tensor, computed: Mapping[str, Callable[[], memoryview]] = _NOTHING) -> Content:
+    """The bytes that the files hold of a described tensor; `computed` is `Checkpoint.computed`."""
     dtype = np.dtype(f"u{tensor.dtype.itemsize}")
     flat = np.zeros(tensor.numel, dtype)
     for fragment in tensor.fragments():
         if not fragment.region.numel:
             continue
         extent = fragment.extent
-        with open(extent.path, "rb") as file:
-            file.seek(extent.offset)
-            base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
+        if extent.path in computed:
+            base = np.frombuffer(computed[extent.path]()[extent.offset : extent.end], dtype)
+        else:
+            with open(extent.path, "rb") as file:
+                file.seek(extent.offset)
+                base = np.frombuffer(file.read(extent.end - extent.offset), dtype)
         strides = tuple(s * extent.dtype.itemsize for s in extent.strides)
         values = np.lib.stride_tricks.as_strided(base, extent.shape, strides)
         if isinstance(fragment.region, FlatRange):

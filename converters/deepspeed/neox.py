@@ -84,7 +84,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
                 continue  # a buffer
             fqn = f"sequential.{number}.{name}"
             canonical = layers.canonical(number, name)
-            split = split_of(canonical, gated=False) if canonical else None
+            split = split_of(canonical) if canonical else None
             if canonical is None or split is None:
                 raise LossError("nothing is known of this entry of a layer", path=file.path, fqn=fqn)
             known = _neox_cut(fqn, canonical, split, stored.extent.shape, size, sizes, file)

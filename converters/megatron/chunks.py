@@ -29,7 +29,7 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, is_gated, known_split, rank_boxes, rank_shape, second_linear
+from converters.names.megatron.model.splits import Split, known_split, packed, rank_boxes, rank_shape, sections_of
 from converters.names.megatron.options import MegatronOptions
 
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
@@ -37,8 +37,8 @@ EXTRA = "_extra_state"
 #: Endings of the names of buffers.
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
-_LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj))\.weight")
-_NORM = re.compile(r"(?P<module>(?:.*\.)?\w*norm)\.weight")
+_LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
+_NORM = re.compile(r"(?P<module>(?:.*\.)?(?<!\.mixer\.)\w*norm)\.weight")
 #: What Megatron-LM builds layers from where nothing else is said.
 _ENGINE = "transformer_engine"
 
@@ -246,16 +246,15 @@ class MegatronModel:
             yield OUTPUT, EMBEDDING, not self.stages.has_mtp(pp, vp)
 
     def _listed(self, own: str, fqn: str, shared: bool) -> _Listed:
-        split = known_split(fqn, gated=self._gated(fqn), local_spec=self.spelling.local_spec)
+        split = known_split(fqn, sections=self.sections(fqn), local_spec=self.spelling.local_spec)
         return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
 
-    def _gated(self, fqn: str) -> bool:
-        second = second_linear(fqn)
-        if second is None:
-            return False
-        if second in self.chosen:
-            return is_gated(self.chosen[fqn].tensor.shape, self.chosen[second].tensor.shape)
-        return bool(self.args.get("swiglu"))
+    def sections(self, fqn: str) -> tuple[int, ...]:
+        """The sections of a tensor's rows: see `splits.sections_of`."""
+        return sections_of(fqn, self._shape, gated=bool(self.args.get("swiglu")))
+
+    def _shape(self, fqn: str) -> Shape | None:
+        return self.chosen[fqn].tensor.shape if fqn in self.chosen else None
 
 
 def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str]:
@@ -313,6 +312,19 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     if options.transformer_impl:
         args["transformer_impl"] = options.transformer_impl
     local = args.setdefault("transformer_impl", _ENGINE) == "local"
+    if local and (hybrid := next(filter(packed, chosen), None)) is not None:
+        raise LossError(
+            "megatron-core builds layers like this one of Transformer Engine's alone",
+            fqn=hybrid,
+            expected="transformer_impl transformer_engine",
+            found="transformer_impl local",
+        )
+    if grid.vpp > 1 and (mixer := next((name for name in chosen if ".mixer." in name), None)) is not None:
+        raise UsageError(
+            "megatron-core's MambaModel has one chunk on each pipeline rank",
+            fqn=mixer,
+            hint="--vpp 1, or without --vpp",
+        )
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(

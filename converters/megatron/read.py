@@ -40,12 +40,13 @@ from converters.names.megatron.model.spelling import (
     split_layer,
 )
 from converters.names.megatron.model.splits import (
+    COLUMNS,
+    GATED,
     Split,
     full_shape,
     has_qkv_in_blocks,
-    is_gated,
     known_split,
-    second_linear,
+    sections_of,
 )
 
 #: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
@@ -477,24 +478,17 @@ class _Chunk:
         return EMBEDDING, True
 
     def _held(self, name: str, canonical: str, shape: Shape) -> Held:
-        grid, rank, gated = self.reading.grid, self.rank, self._gated(name, shape)
+        grid, rank = self.reading.grid, self.rank
+        sections = sections_of(name, self._shape, gated=bool(self.reading.args.get("swiglu")))
         where = {"path": self.path, "rank": rank.number, "fqn": name}
-        split = known_split(canonical, gated=gated, local_spec=self.spelling.local_spec, **where)
+        split = known_split(canonical, sections=sections, local_spec=self.spelling.local_spec, **where)
         size, number = (grid.etp, rank.etp) if is_expert(canonical) else (grid.tp, rank.tp)
         full = full_shape(split, shape, size)
         return Held(canonical, full, pieces_of(split, full, size, number))
 
-    def _gated(self, name: str, shape: Shape) -> bool:
-        """Whether the first layer of an MLP has gate and up rows: its second layer's weight tells."""
-        second = second_linear(name)
-        if second is None:
-            second = re.sub(r"linear_fc1\.(weight|bias)(\d+)$", r"linear_fc2.weight\2", name)
-            if second == name:
-                return False
-        other = self.state.get(second)
-        if isinstance(other, StoredTensor) and len(other.shape) == 2:
-            return is_gated(shape, other.shape)
-        return bool(self.reading.args.get("swiglu"))
+    def _shape(self, name: str) -> Shape | None:
+        value = self.state.get(name)
+        return value.shape if isinstance(value, StoredTensor) else None
 
     def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[Held]:
         """Legacy grouped GEMM: `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts,
@@ -509,7 +503,7 @@ class _Chunk:
                 "grouped experts do not divide by their number", fqn=match[0], found=f"{list(value.shape)}"
             )
         gated = first and width * count == 2 * other.shape[0]
-        split = (Split.HALVES if gated else Split.ROWS) if first else Split.COLUMNS
+        split = Split(0, GATED if gated else (1,)) if first else COLUMNS
         shape = full_shape(split, (width, hidden) if first else (hidden, width), self.reading.grid.etp)
         strides = (1, width) if first else (1, hidden)
         for expert in range(count):

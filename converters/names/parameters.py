@@ -132,7 +132,7 @@ def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, gri
 
 
 def _on_rank(parameter: Parameter, grid: Grid) -> Parameter:
-    split = split_of(parameter.name, gated=False)  # halves or not, a rank's part has the same size
+    split = split_of(parameter.name)  # in sections or not, a rank's part has the same size
     assert split is not None, parameter.name
     is_expert = parameter.kind == EXPERT
     shape = rank_shape(split, parameter.shape, grid.etp if is_expert else grid.tp)
@@ -186,7 +186,8 @@ def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iter
     rows = sum(shape[0] for shape in shapes)  # gate and up are one matrix
     adapter = 0
     if "{e}" in hub:
-        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(shapes) > 1 else "down_proj")
+        single = "up_proj" if hub.endswith(".up_proj.weight") else "down_proj"
+        hub = hub.partition("{e}")[0] + ("gate_up_proj" if len(shapes) > 1 else single)
         adapter = len(shapes) * sizes.num_experts
     yield Parameter(hub, (sizes.num_experts, rows, *shapes[0][1:]), kind, layer, adapter=adapter)
 
@@ -198,7 +199,7 @@ def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
     experts (with twice the rank where gate and up are one matrix), and no dense MLP beside them.
     """
     if has_split_experts:
-        return int(kind == ROUTER or (kind == LINEAR and ".self_attn." in hub))
+        return int(kind == ROUTER or (kind == LINEAR and re.search(r"\.(self|linear)_attn\.", hub) is not None))
     return int(kind == LINEAR)
 
 

@@ -1,6 +1,6 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `missing.py`,
-`architectures/deepseek_v3.py`, `model/axes.py`, `model/spelling.py`: names of the Hub and of Megatron: tables,
-arrangement by hand-computed rows, padding, refusals; logits of both.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `missing.py`, `centred.py`,
+`architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`, `model/splits.py`:
+names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals; logits of both.
 
 The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
 make, compares all names and shapes, and runs the same weights in both models.
@@ -111,6 +111,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ernie4_5": ("ernie4_5", {}),
     "qwen2_moe": ("qwen2_moe", {}),
     "qwen2_moe-normed": ("qwen2_moe", {"norm_topk_prob": True}),
+    "qwen3_next": ("qwen3_next", {}),
+    "qwen3_next-pre-softmax": ("qwen3_next", {"norm_topk_prob": False}),
+    "qwen3_next-prediction": (
+        "qwen3_next",
+        {"num_nextn_predict_layers": 1, "layer_types": ["linear_attention", *["full_attention"] * 2]},
+    ),
+    "qwen3_5_text": ("qwen3_5_text", {}),
+    "qwen3_5_text-prediction": (
+        "qwen3_5_text",
+        {"mtp_num_hidden_layers": 1, "layer_types": ["linear_attention", *["full_attention"] * 2]},
+    ),
+    "qwen3_5_moe_text": ("qwen3_5_moe_text", {}),
+    "nemotron_h": ("nemotron_h", {}),
+    "nemotron_h-dense": ("nemotron_h", {"layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]}),
     "glm4_moe": ("glm4_moe", {"num_nextn_predict_layers": 1}),
     "glm4_moe-norms": ("glm4_moe", {"use_qk_norm": True, "attention_bias": True}),
     "deepseek_v2": ("deepseek_v2", {}),
@@ -228,7 +242,7 @@ class TestTables:
     def test_every_tensor_of_megatrons_has_a_way_to_be_split(self, case: str) -> None:
         architecture, more = CASES[case]
         relation, _ = relation_of(config_of(architecture, **more))
-        assert [name for name in relation.b_shapes if split_of(name, gated=True) is None] == []
+        assert [name for name in relation.b_shapes if split_of(name) is None] == []
 
     def test_a_line_is_a_row_for_each_alternative(self) -> None:
         line = "mlp.linear_fc1.[weight|bias]    mlp.[gate|up]_proj.[weight|bias]    joined"
@@ -267,6 +281,94 @@ class TestTables:
         assert back.ties == source.ties
         assert {fqn for fqn, _ in back.tensors} == {fqn for fqn, _ in source.tensors}
         assert api.verify(source, back).equal
+
+
+class TestHybrids:
+    """Gated delta nets and gated attention, whose arrangement is computed here once more, by torch."""
+
+    def test_queries_and_gates_change_places_by_query_group(self, tmp_path: Path) -> None:
+        hub, there = saved(tmp_path, "qwen3_next"), moved(tmp_path)
+        q, k, v = (hub[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv")
+        heads = q.reshape(3, 2, 2, 16, 36)  # query groups, heads of each, queries and gates
+        keys, values = k.reshape(3, 16, 36), v.reshape(3, 16, 36)
+        groups = [
+            torch.cat([*heads[group, :, 0], *heads[group, :, 1], keys[group], values[group]]) for group in range(3)
+        ]
+        assert torch.equal(there["decoder.layers.1.self_attention.linear_qkv.weight"][...], torch.cat(groups))
+
+    def test_sections_of_a_delta_net_come_out_of_its_key_heads(self, tmp_path: Path) -> None:
+        hub, there = saved(tmp_path, "qwen3_next"), moved(tmp_path)
+        qkvz, ba = (hub[f"model.layers.0.linear_attn.in_proj_{part}.weight"] for part in ("qkvz", "ba"))
+        by_head = [*qkvz.reshape(2, 52, 36).split([5, 5, 21, 21], 1), *ba.reshape(2, 6, 36).split([3, 3], 1)]
+        expected = torch.cat([part.reshape(-1, 36) for part in by_head])
+        assert torch.equal(there["decoder.layers.0.self_attention.in_proj.weight"][...], expected)
+
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+    def test_the_gated_norm_is_less_one_as_torch_computes_it(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        hub = {name: tensor.to(dtype) for name, tensor in saved(tmp_path, "qwen3_5_text").items()}
+        name = "model.layers.0.linear_attn.norm.weight"
+        hub[name] = torch.tensor([0.5, 2.0, 1.0, 0.3, -1.7, 3.0, 1.0078125]).to(dtype)
+        save_file(hub, tmp_path / "model.safetensors", {"format": "pt"})
+        there = moved(tmp_path)
+        less = there["decoder.layers.0.self_attention.out_norm.weight"][...]
+        assert torch.equal(less, hub[name] - 1)
+        assert any("2 gated norms less one" in note for note in there.notes)
+        back = to_namespace(there, HUB)
+        assert torch.equal(back[name][...], (hub[name] - 1) + 1)
+        exact = (hub[name] >= 0.5) & (hub[name] <= 2)
+        assert torch.equal(back[name][...][exact], hub[name][exact])
+
+    def test_masters_are_less_one_and_states_are_not(self) -> None:
+        name = "model.layers.0.linear_attn.norm.weight"
+        hub = hub_of(config_of("qwen3_next"))
+        weight = hub.tensors[name, WEIGHT]
+        more = {(name, role): replace(weight, role=role, dtype=FLOAT32) for role in ("master", "exp_avg")}
+        rest = {
+            (fqn, role): replace(tensor, role=role, dtype=FLOAT32)
+            for (fqn, _), tensor in hub.tensors.items()
+            for role in ("master", "exp_avg")
+        }
+        there = to_namespace(replace(hub, tensors={**hub.tensors, **rest, **more}), MEGATRON, Layout())
+        norm = "decoder.layers.0.self_attention.out_norm.weight"
+        assert {path.split(":")[2] for path in there.computed} == {WEIGHT, "master"}
+        assert next(there.tensors[norm, "exp_avg"].fragments()).extent.path == f"{name}.bin"
+
+    @pytest.mark.parametrize(("architecture", "impl"), [("qwen3_next", "local"), ("nemotron_h", "local")])
+    def test_layers_of_megatron_cores_own_are_refused(self, architecture: str, impl: str) -> None:
+        there = to_namespace(hub_of(config_of(architecture)), MEGATRON, Layout())
+        with pytest.raises(LossError, match="Transformer Engine's alone"):
+            describe_model(there, Layout(transformer_impl=impl))
+
+    def test_mamba_has_no_chunks(self) -> None:
+        there = to_namespace(hub_of(config_of("nemotron_h")), MEGATRON, Layout())
+        with pytest.raises(UsageError, match="one chunk on each pipeline rank"):
+            describe_model(there, Layout(pp=2, vpp=2))
+
+    def test_heads_that_do_not_divide_are_named(self) -> None:
+        there = to_namespace(hub_of(config_of("qwen3_next")), MEGATRON, Layout(tp=3))
+        model = describe_model(there, Layout(tp=3))
+        with pytest.raises(UsageError, match="does not divide among 3") as caught:
+            model.chunks(next(model.grid.ranks()))
+        assert "in_proj" in str(caught.value) or "A_log" in str(caught.value) or "conv1d" in str(caught.value)
+
+    def test_prediction_of_another_kind_than_the_last_layer_is_refused(self) -> None:
+        with pytest.raises(LossError, match="like the last layer"):
+            relation_of(config_of("qwen3_next", num_nextn_predict_layers=1))
+
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [("conv_kernel", 3), ("use_bias", True), ("layer_norm_epsilon", 1e-6), ("moe_latent_size", 8)],
+    )
+    def test_what_a_mamba_mixer_has_no_argument_for_is_refused(self, name: str, value: Any) -> None:
+        config = config_of("nemotron_h")
+        error = refused(LossError, described(hub_of(config).shapes, {**config, name: value}))
+        assert name in str(error.found)
+
+    def test_nothing_is_known_of_adapters(self) -> None:
+        from converters.names.megatron.adapter import Modules
+
+        with pytest.raises(LossError, match="layers of several kinds"):
+            Modules.of(hub_of(config_of("qwen3_next")))
 
 
 class TestWhatMegatronLacks:

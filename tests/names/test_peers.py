@@ -27,13 +27,14 @@ DIFFERENCES = {
 #: Norms that megatron-core's own layers have by themselves.
 _BY_THEMSELVES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
+    "norm.weight": "mixer.in_proj.layer_norm_weight",
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 _EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.\*\.)?linear_fc(\d)(?:\.weight)?\*?")
 _LAYER = re.compile(r"^(decoder|mtp)\.layers\.[*\d]+\.(transformer_layer\.)?")
-_ON_HUB = re.compile(r"^model\.(mtp_)?layers\.[*\d]+\.")
+_ON_HUB = re.compile(r"^(?:(?:model|backbone)\.(?:mtp_)?layers\.[*\d]+\.|mtp\.(?:layers\.[*\d]+\.)?)")
 
 
 def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
@@ -41,7 +42,11 @@ def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
     table = table_of(architecture)
     found: dict[str, set[tuple[str, ...]]] = {}
     rows: Iterator[MegatronRow] = iter(
-        (*parse(table.top), *parse(table.layer + table.dense + table.sparse), *parse(table.prediction))
+        (
+            *parse(table.top),
+            *parse("".join((table.layer, table.dense, table.sparse, *table.beside.values()))),
+            *parse(table.prediction),
+        )
     )
     for row in rows:
         found.setdefault(re.sub(r"^mtp\.layers\.\{n\}\.", "", row.megatron), set()).add(row.hubs)
@@ -50,6 +55,8 @@ def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
 
 def theirs(pairs: list[tuple[str, list[str]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for megatron, hubs in pairs:
+        if megatron.endswith("*") and not _EXPERTS.search(megatron):
+            continue  # the source fills in several names there
         name = _LAYER.sub("", megatron)
         name = f"mlp.{name}" if name.startswith("shared_experts.") else name
         if match := _EXPERTS.fullmatch(name):

@@ -109,8 +109,9 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             )
 
         generator = torch.Generator().manual_seed(2)
+        around = float(not args.apply_layernorm_1p)
         for name, tensor in tensors.items():  # the padding's rows too
-            tensor.copy_(float("norm" in name) + 0.05 * torch.randn(tensor.shape, generator=generator))
+            tensor.copy_(("norm" in name) * around + 0.05 * torch.randn(tensor.shape, generator=generator))
         (folder / "megatron").mkdir(parents=True)
         save_file(
             {name: tensor.detach().clone() for name, tensor in tensors.items()}, folder / "megatron/model.safetensors"

@@ -25,6 +25,8 @@ MEGATRON_BRIDGE = {
     "deepseek_v3": "deepseek/common.py",
     "glm4_moe": "glm/glm45_bridge.py",
     "nemotron": "nemotron/nemotron_bridge.py",
+    "nemotron_h": "nemotronh/nemotron_h_bridge.py",
+    "qwen3_next": "qwen/qwen3_next_bridge.py",
 }
 MBRIDGE = {
     "qwen2": "qwen2.py",

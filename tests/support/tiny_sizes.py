@@ -24,6 +24,20 @@ _COMMON: dict[str, Any] = {
 #: A head whose width is not that of hidden_size / heads, where the architecture has one of its own.
 _HEAD = {"hidden_size": 35, "head_dim": 6}
 _EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2}
+#: Gated delta nets and gated attention, in turns.
+_DELTA = {
+    "num_hidden_layers": 3,
+    "hidden_size": 36,
+    "head_dim": 16,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 7,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+}
 _LATENT = {
     "hidden_size": 35,
     "num_key_value_heads": 5,
@@ -44,6 +58,23 @@ _SIZES: dict[str, dict[str, Any]] = {
     "glm": {"hidden_size": 35, "head_dim": 8},
     "ernie4_5": _HEAD,
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 13, "mlp_only_layers": [0]},
+    "qwen3_5_text": _DELTA,
+    "nemotron_h": {
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "moe"],
+        "head_dim": 6,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "mamba_num_heads": 6,
+        "mamba_head_dim": 5,
+        "n_groups": 2,
+        "ssm_state_size": 7,
+        "n_routed_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 11,
+        "moe_shared_expert_intermediate_size": 13,
+    },
+    "qwen3_5_moe_text": {**_EXPERTS, **_DELTA, "num_experts": 5, "shared_expert_intermediate_size": 13},
     "glm4_moe": {
         **_EXPERTS,
         "hidden_size": 35,

@@ -27,6 +27,8 @@ def arguments(sizes: Any, config: Config) -> Namespace:
         raise UserError(f"--strategy megatron: no {sizes.model_type} model")
     values = _common(sizes, config) | _ARCHITECTURES[sizes.model_type](sizes)
     values |= _parallel(config, values["vocab_size"]) | _training(config)
+    if "experimental_attention_variant" in values:
+        values["transformer_impl"] = "transformer_engine"  # megatron-core has no gated delta net of its own layers
     _require_division(config, values)
     return Namespace(**values)
 
@@ -50,6 +52,7 @@ def transformer_config(args: Namespace) -> Any:
         "gated_linear_unit": args.swiglu or args.quick_geglu,
         "activation_func": functional.silu if args.swiglu else quick_gelu if args.quick_geglu else functional.gelu,
         "transformer_impl": "local",
+        "use_mamba_mem_eff_path": False,  # which is one kernel of mamba-ssm's
     }
     if args.openai_gelu:
         values["activation_func"] = _GELU_TANH
@@ -144,7 +147,7 @@ def _qwen3_moe(sizes: Any) -> dict[str, Any]:
         int(layer not in sizes.mlp_only_layers and (layer + 1) % sizes.decoder_sparse_step == 0)
         for layer in range(sizes.num_hidden_layers)
     ]
-    experts = _experts(sizes.num_local_experts, sizes.moe_intermediate_size, sizes.num_experts_per_tok, sparse)
+    experts = _experts(sizes.num_experts, sizes.moe_intermediate_size, sizes.num_experts_per_tok, sparse)
     # Without normalisation the probabilities are those over all experts, not over the chosen ones.
     return {"qk_layernorm": True} | experts | {"moe_router_pre_softmax": not sizes.norm_topk_prob}
 
@@ -235,6 +238,22 @@ def _deepseek_v3(sizes: Any) -> dict[str, Any]:
     }
 
 
+def _qwen3_next(sizes: Any) -> dict[str, Any]:
+    return _qwen3_moe(sizes) | {
+        "apply_layernorm_1p": True,
+        "attention_output_gate": True,
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind == "linear_attention") for kind in sizes.layer_types],
+        "linear_conv_kernel_dim": sizes.linear_conv_kernel_dim,
+        "linear_key_head_dim": sizes.linear_key_head_dim,
+        "linear_value_head_dim": sizes.linear_value_head_dim,
+        "linear_num_key_heads": sizes.linear_num_key_heads,
+        "linear_num_value_heads": sizes.linear_num_value_heads,
+        "moe_shared_expert_intermediate_size": sizes.shared_expert_intermediate_size,
+        "moe_shared_expert_gate": True,
+    }
+
+
 _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _llama,
@@ -246,6 +265,7 @@ _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "gpt_neox": _gpt_neox,
     "gpt_oss": _gpt_oss,
     "deepseek_v3": _deepseek_v3,
+    "qwen3_next": _qwen3_next,
 }
 
 

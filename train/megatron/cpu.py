@@ -16,6 +16,8 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from train.megatron.stand_ins import without_kernels
+
 _CPU = torch.device("cpu")
 
 
@@ -54,6 +56,7 @@ def on_this_machine() -> Iterator[None]:
             stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
             stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
             stack.enter_context(_CudaIsCpu())
+        stack.enter_context(without_kernels())
         yield
 
 
@@ -78,11 +81,10 @@ def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
         plain.sequence_parallel = False
-        centered = config.layernorm_zero_centered_gamma and config.normalization == "LayerNorm"
-        plain.layernorm_zero_centered_gamma = config.layernorm_zero_centered_gamma and not centered
+        plain.layernorm_zero_centered_gamma = False
         made = make(cls, plain, *args, **kwargs)
-        if centered:
-            made.__class__ = _CenteredNorm
+        if config.layernorm_zero_centered_gamma:
+            made.__class__ = _CenteredNorm if config.normalization == "LayerNorm" else _CenteredRMSNorm
         for parameter in made.parameters():
             parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
         return made
@@ -95,6 +97,13 @@ class _CenteredNorm(torch.nn.LayerNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
+
+
+class _CenteredRMSNorm(torch.nn.RMSNorm):
+    """The same without the mean."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

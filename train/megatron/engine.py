@@ -16,6 +16,7 @@ from train.config import WARMUP, Config
 from train.megatron import args as megatron_args
 from train.megatron import files as megatron_files
 from train.megatron.cpu import on_this_machine
+from train.megatron.stand_ins import mamba_spec
 from train.truth import megatron as megatron_truth
 from train.truth import memory
 from train.truth.pieces import collect
@@ -253,6 +254,9 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     """This rank's chunks of the model: one, or under --vpp several."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
+        get_transformer_block_with_experimental_attention_variant_spec,
+    )
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_decoder_block_spec,
         get_gpt_layer_local_spec,
@@ -262,7 +266,14 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     chunks = []
     for stage in range(number):
         virtual = stage if number > 1 else None
-        if args.num_experts:
+        is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
+        is_mamba = getattr(args, "hybrid_override_pattern", None) is not None
+        if is_mamba:
+            spec = None
+        elif is_hybrid:
+            with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
+                spec = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=virtual)
+        elif args.num_experts:
             spec = get_gpt_decoder_block_spec(
                 transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
             )
@@ -276,30 +287,57 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
         if args.mtp_num_layers:
             from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
 
-            layers = get_gpt_decoder_layer_specs(
-                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+            if is_hybrid:
+                layers = spec.layer_specs
+            else:
+                layers = get_gpt_decoder_layer_specs(
+                    transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
+                )
+            further = get_gpt_mtp_block_spec(
+                transformer, layers[-1], use_transformer_engine=is_hybrid, vp_stage=virtual
             )
-            further = get_gpt_mtp_block_spec(transformer, layers[-1], use_transformer_engine=False, vp_stage=virtual)
-        chunk = GPTModel(
-            transformer,
-            spec,
-            vocab_size=args.padded_vocab_size,
-            max_sequence_length=args.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
-            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-            position_embedding_type=args.position_embedding_type,
-            rotary_percent=args.rotary_percent,
-            rotary_base=args.rotary_base,
-            rope_scaling=args.use_rope_scaling,
-            rope_scaling_factor=args.rope_scaling_factor,
-            mtp_block_spec=further,
-            vp_stage=virtual,
+        chunk = (
+            _mamba_model(args, transformer)
+            if is_mamba
+            else GPTModel(
+                transformer,
+                spec,
+                vocab_size=args.padded_vocab_size,
+                max_sequence_length=args.max_position_embeddings,
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+                position_embedding_type=args.position_embedding_type,
+                rotary_percent=args.rotary_percent,
+                rotary_base=args.rotary_base,
+                rope_scaling=args.use_rope_scaling,
+                rope_scaling_factor=args.rope_scaling_factor,
+                mtp_block_spec=further,
+                vp_stage=virtual,
+            )
         )
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(launch.device()))
     return chunks
+
+
+def _mamba_model(args: Any, transformer: Any) -> Any:
+    """This rank's part of a model of Mamba's layers and others."""
+    from megatron.core import parallel_state
+    from megatron.core.models.mamba import MambaModel
+
+    return MambaModel(
+        transformer,
+        mamba_spec(args.num_experts),
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        hybrid_override_pattern=args.hybrid_override_pattern,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        position_embedding_type=args.position_embedding_type,
+    )
 
 
 def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:

@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 from train.config import UserError
 
+#: What modules of Transformer Engine have; stand-ins for them (`stand_ins`) have less of it.
+_EXTRA = "._extra_state"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -118,7 +120,9 @@ def _load_torch(engine: Any, folder: Path) -> None:
     mine = rank_folder(folder)
     state = torch.load(mine / "model_optim_rng.pt", map_location="cpu", weights_only=False)
     for key, chunk in zip(_keys(engine), engine.bare, strict=True):
-        chunk.load_state_dict(state[key], strict=True)
+        held = chunk.state_dict().keys()
+        known = {name: value for name, value in state[key].items() if name in held or not name.endswith(_EXTRA)}
+        chunk.load_state_dict(known, strict=True)
     if "optimizer" not in state:
         engine.optimizer.reload_model_params()
         return
@@ -247,7 +251,7 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
     if "rng_state" in keys and optimizer and same_ranks:
         state["rng_state"] = _sharded_random_state()
     loaded, missing, unexpected = dist_checkpointing.load(state, str(folder), strict=StrictHandling.RETURN_ALL)
-    missing = {key for key in missing if key != "rng_state"}
+    missing = {key for key in missing if key != "rng_state" and _EXTRA not in key}
     if missing or unexpected:
         raise ValueError(f"left over in the checkpoint: {sorted(missing)}; not in it: {sorted(unexpected)}")
     for key, chunk in zip(_keys(engine), engine.bare, strict=True):

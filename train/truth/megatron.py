@@ -31,16 +31,32 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
     buffers = [(name, tensor, False) for name, tensor in chunk.named_buffers() if name in kept]
     for name, tensor, is_parameter in parameters + buffers:
         dim, stride, index, count = None, 1, 0, 1
+        sections = _sections(chunk, name)
         # The attention sinks are split by heads, but alone carry no attributes that say so.
         sinks = name.endswith(".softmax_offset")
         if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
-            dim = 0 if sinks else tensor.partition_dim
+            # So do those of a gated delta net, split along their first dim: megatron-core 0.16.1 says nothing of it.
+            dim = 0 if sinks or tensor.partition_dim < 0 else tensor.partition_dim
             stride = 1 if sinks else tensor.partition_stride
             if _EXPERT.search(name) or _GROUPED.search(name):
                 index, count = mpu.get_expert_tensor_parallel_rank(), mpu.get_expert_tensor_parallel_world_size()
             else:
                 index, count = mpu.get_tensor_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size()
-        yield Place(canonical(chunk, name), tuple(tensor.shape), dim, stride, index, count), tensor, is_parameter
+        place = Place(canonical(chunk, name), tuple(tensor.shape), dim, stride, index, count, sections)
+        yield place, tensor, is_parameter
+
+
+def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
+    """The rows that a rank has of each part of a hybrid's packed layers, as their forward pass cuts them."""
+    module, _, rest = name.rpartition(".in_proj.") if ".in_proj." in name else name.rpartition(".conv1d.")
+    if rest not in ("weight", "bias"):
+        return ()
+    net: Any = chunk.get_submodule(module)
+    if hasattr(net, "ngroups_local_tp"):  # Mamba's mixer
+        inner, each, heads = net.d_inner_local_tp, net.ngroups_local_tp * net.d_state, net.nheads_local_tp
+        return (inner, inner, each, each, heads) if ".in_proj." in name else (inner, each, each)
+    keys, values, heads = (size // net.tp_size for size in (net.qk_dim, net.v_dim, net.num_value_heads))
+    return (keys, keys, values, values, heads, heads) if ".in_proj." in name else (keys, keys, values)
 
 
 def canonical(chunk: Any, name: str) -> str:
@@ -66,6 +82,8 @@ def canonical(chunk: Any, name: str) -> str:
     elif (grouped := _GROUPED.search(rest)) is not None:
         whole = layer.mlp.local_expert_indices[int(grouped[3])]
         rest = f"{rest[: grouped.start()]}.experts.local_experts.{whole}.{grouped[1]}.{grouped[2]}"
+    if not hasattr(layer, "self_attention"):  # Mamba's
+        return prefix + rest
     attention, mlp = dict(layer.self_attention.named_modules()), dict(layer.mlp.named_modules())
     fused = {
         "input_layernorm.": "self_attention.linear_qkv." if "linear_qkv" in attention else None,

@@ -21,6 +21,8 @@ class Place:
     index: int = 0
     count: int = 1
     """This part's number and how many parts there are."""
+    sections: tuple[int, ...] = ()
+    """Sizes of the part's blocks, where they are not equal."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
@@ -31,15 +33,22 @@ class Place:
         """This part of the whole tensor."""
         if self.dim is None:
             return whole
-        blocks = [block.chunk(self.count, self.dim)[self.index] for block in whole.chunk(self.stride, self.dim)]
+        blocks = [block.chunk(self.count, self.dim)[self.index] for block in self._blocks(whole, self.count)]
         return torch.cat(blocks, self.dim)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """The whole tensor of all parts in order."""
         if self.dim is None:
             return parts[0]
-        blocks = [part.chunk(self.stride, self.dim) for part in parts]
-        return torch.cat([block[number] for number in range(self.stride) for block in blocks], self.dim)
+        blocks = [self._blocks(part, 1) for part in parts]
+        return torch.cat([block for column in zip(*blocks, strict=True) for block in column], self.dim)
+
+    def _blocks(self, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
+        """The blocks of `count` parts of the whole."""
+        assert self.dim is not None
+        if self.sections:
+            return tensor.split([size * count for size in self.sections], self.dim)
+        return tensor.chunk(self.stride, self.dim)
 
 
 @dataclass(frozen=True)

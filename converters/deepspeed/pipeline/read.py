@@ -32,6 +32,8 @@ from converters.deepspeed.states import flat_group_states
 from converters.names.megatron.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import (
+    GATED,
+    WHOLE,
     Split,
     full_shape,
     has_qkv_in_blocks,
@@ -91,7 +93,7 @@ class PipelineReading:
         return self.sources.of_rank(path, rank, "file of DeepSpeed")
 
     def split(self, fqn: str, path: str) -> Split:
-        return known_split(fqn, gated=self.gated.get(fqn, False), path=path)
+        return known_split(fqn, sections=GATED if self.gated.get(fqn) else (), path=path)
 
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
@@ -125,7 +127,7 @@ class PipelineReading:
                     rank=stage + missing[0],
                     fqn=fqn,
                 )
-            if first.split is Split.WHOLE:
+            if first.split == WHOLE:
                 sources += [Joined((parts[rank],)) for rank in range(tp)]
             else:
                 sources.append(Joined(tuple(parts[rank] for rank in range(tp))))

@@ -21,6 +21,7 @@ from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.precision import Choice
+from ckpt.plan.tensors import Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.deepspeed import model as zero_model
@@ -44,7 +45,7 @@ from converters.deepspeed.write import (
 from converters.names.megatron.layers import Kind, Layers
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-from converters.names.megatron.model.splits import is_gated, known_split, rank_boxes, rank_shape, second_linear
+from converters.names.megatron.model.splits import known_split, rank_boxes, rank_shape, sections_of
 from converters.names.megatron.options import MegatronOptions
 
 _POSITIONS = "embedding.position_embeddings.weight"
@@ -138,14 +139,17 @@ class _Pipeline:
 
     def local(self, fqn: str, tp: int) -> LocalParameter:
         """The part of a tensor that a tensor parallel rank has."""
-        shape, second = self.tensors[fqn].tensor.shape, self.tensors.get(second_linear(fqn) or "")
-        split = known_split(fqn, gated=second is not None and is_gated(shape, second.tensor.shape))
+        shape = self.tensors[fqn].tensor.shape
+        split = known_split(fqn, sections=sections_of(fqn, self._shape))
         try:
             boxes = rank_boxes(split, shape, self.grid.tp, tp)
         except UsageError as error:
             error.fqn = fqn
             raise
         return LocalParameter(self.layers.parameter(fqn), rank_shape(split, shape, self.grid.tp), boxes)
+
+    def _shape(self, fqn: str) -> Shape | None:
+        return self.tensors[fqn].tensor.shape if fqn in self.tensors else None
 
 
 def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:

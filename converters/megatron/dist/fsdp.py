@@ -45,7 +45,7 @@ from converters.megatron.dist.read import DistReading, is_models
 from converters.megatron.optimizer import Optimizers, check_alike, plain
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import LANGUAGE, Spelling, is_expert, layer_kinds, split_layer
-from converters.names.megatron.model.splits import is_gated, second_linear
+from converters.names.megatron.model.splits import is_gated, packed, second_linear
 from converters.optimizers.state_dicts import with_same_options
 
 _HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias)\d*)_(?P<half>[wv])")
@@ -180,6 +180,12 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
         parts[name] = (match["name"], "wv".index(match["half"])) if match else (bare, None)
     own = {bare for bare, _ in parts.values()}
     kinds, spelling = layer_kinds(own), Spelling.of_names(own)
+    if (hybrid := next((bare for bare in own if packed(bare) or packed(bare.rpartition(".")[0])), None)) is not None:
+        raise NotFoundError(
+            "packed layers, of gated delta nets or Mamba's mixers, are not read from what Megatron-FSDP saves",
+            fqn=hybrid,
+            hint="load and save it with Megatron-LM, --ckpt-format torch_dist",
+        )
     canonical = {bare: spelling.canonical(bare, kinds.get(split_layer(bare)[0]), 0, 0) for bare in own}
     return {name: TensorKey(canonical[bare], half=half) for name, (bare, half) in parts.items()}
 

@@ -4,6 +4,7 @@
     decoder.layers.3.<rest>          one layer's, where they are not, or by choice
     ....mlp.experts.experts.linear_fc1.weight       of all experts, [experts, ...] behind the dim of layers
     ....mlp.experts.experts.5.linear_fc1.weight_w   of one expert; the gate rows, and `_v` the up rows, of an MLP
+    ....self_attention.in_proj.weight.query         a section of a packed layer's rows (`splits.SECTIONS`)
 
 There is no rank, no stage and no model chunk in a key.  megatron-core's own layers are written under the names that
 Transformer Engine's have, but for latent attention; its norm in front of experts, which no linear layer holds, is
@@ -17,10 +18,11 @@ optimizer/distrib_optimizer.py, optimizer/optimizer.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import product
 
+from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Box, Extent, Shape
 from converters.names.megatron.model.spelling import (
@@ -31,12 +33,14 @@ from converters.names.megatron.model.spelling import (
     layer_kinds,
     split_layer,
 )
+from converters.names.megatron.model.splits import packed
 
 _STACKED = re.compile(r"decoder\.layers\.(?!\d+\.)(?P<rest>.+)")
 _EXPERTS = re.compile(r"(?P<before>.*\.mlp\.experts\.)experts\.(?:(?P<expert>\d+)\.)?(?P<rest>.+)")
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
 _EXPERT = re.compile(r"(?P<before>.*\.mlp\.experts\.)local_experts\.(?P<expert>\d+)\.(?P<rest>.+)")
 _HALF = re.compile(r"(?P<name>.*\.linear_fc1\.(?:weight|bias|adapter\.(?:.*\.)?linear_out\.weight))_(?P<half>[wv])")
+_SECTION = re.compile(r"(?P<name>.*\.(?:in_proj|conv1d)\.(?:weight|bias))\.(?P<section>\w+)")
 _FACTOR = re.compile(r".*\.adapter\..*linear_(?:in|out)\.weight")
 _FACTOR_DIMS = 2
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
@@ -79,13 +83,16 @@ class ObjectKey:
 class TensorKey:
     """What a key says: `name` has `{layer}` and `{expert}` where these are dims of the tensor.
 
-    `half` is 0 for gate rows and 1 for up rows that have a key of their own.
+    `half` is 0 for gate rows and 1 for up rows that have a key of their own.  `section` is what a packed layer calls
+    its rows that have one; `rows` are the first of these and the number of all.
     """
 
     name: str
     layers: bool = False
     experts: bool = False
     half: int | None = None
+    section: str | None = None
+    rows: tuple[int, int] | None = None
 
     @classmethod
     def parse(cls, key: str, num_dims: int = 0) -> TensorKey:
@@ -93,7 +100,9 @@ class TensorKey:
 
         `num_dims` are those of its tensor: an adapter of experts that they share has no dim of them.
         """
-        half, key = None, key.removeprefix(LANGUAGE)
+        half, section, key = None, None, key.removeprefix(LANGUAGE)
+        if (match := _SECTION.fullmatch(key)) and match["section"] in packed(match["name"]):
+            key, section = match["name"], match["section"]
         if match := _HALF.fullmatch(key):
             key, half = match["name"], "wv".index(match["half"])
         layers = _STACKED.fullmatch(key)
@@ -104,7 +113,7 @@ class TensorKey:
             return cls(f"{experts['before']}{experts['rest']}", bool(layers), False, half)
         if experts:
             key = f"{experts['before']}local_experts.{experts['expert'] or '{expert}'}.{experts['rest']}"
-        return cls(key, bool(layers), bool(experts and not experts["expert"]), half)
+        return cls(key, bool(layers), bool(experts and not experts["expert"]), half, section)
 
     @property
     def num_dims(self) -> int:
@@ -114,14 +123,16 @@ class TensorKey:
     def shape(self, shape: Shape) -> Shape:
         """The shape of each of the model's tensors, of which there are `shape[: num_dims]`."""
         inner = shape[self.num_dims :]
+        if self.rows is not None:
+            return (self.rows[1], *inner[1:])
         return inner if self.half is None else (2 * inner[0], *inner[1:])
 
     def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
         """What box `box` of the key's tensor, which is of `shape`, holds at `extent`: names, boxes of these, places."""
         count = self.num_dims
         inner = Box(box.offsets[count:], box.sizes[count:]) if count else box
-        if self.half:
-            inner = Box((inner.offsets[0] + shape[count], *inner.offsets[1:]), inner.sizes)
+        if first := self.rows[0] if self.rows else shape[count] if self.half else 0:
+            inner = Box((inner.offsets[0] + first, *inner.offsets[1:]), inner.sizes)
         if not count:
             yield self.name, inner, extent
             return
@@ -143,6 +154,28 @@ class TensorKey:
             if present:
                 name = name.replace(field, str(numbers.pop(0)))
         return name
+
+
+def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dict[str, TensorKey]:
+    """`keys`, those of sections with the rows that they are, by the shapes of the keys' tensors.
+
+    CorruptError where sections of a packed layer are missing.
+    """
+    found, layers = dict(keys), dict[str, dict[str, str]]()
+    for key, one in keys.items():
+        if one.section is not None:
+            layers.setdefault(one.name, {})[one.section] = key
+    for name, held in layers.items():
+        sections = packed(name)
+        if missing := [section for section in sections if section not in held]:
+            raise CorruptError(
+                "a section of a packed layer's rows is missing", fqn=name, expected=", ".join(sections), found=missing
+            )
+        sizes = [shapes[held[section]][keys[held[section]].num_dims] for section in sections]
+        for number, section in enumerate(sections):
+            key = held[section]
+            found[key] = replace(keys[key], rows=(sum(sizes[:number]), sum(sizes)))
+    return found
 
 
 def canonical_names(names: Collection[str]) -> dict[str, str]:

@@ -23,7 +23,7 @@ from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, is_nemo
-from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key
+from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_larger
 from converters.names.megatron.model.spelling import LANGUAGE, is_beside, registered
@@ -155,6 +155,7 @@ class DistReading:
         parsed = {model: TensorKey.parse(model, len(shape)) for model, shape in shapes.items()}
         for model, one in parsed.items():
             self._check_dims(model, one, shapes[model])
+        parsed = with_rows(parsed, shapes)
         names = canonical_names({name: None for key, one in parsed.items() for name in one.names(shapes[key])}.keys())
         for key, (role, model) in meanings.items():
             found, one, shape = tensors[key], parsed[model], shapes[model]
@@ -171,7 +172,11 @@ class DistReading:
 
     def _check_dims(self, key: str, parsed: TensorKey, shape: Shape) -> None:
         count = parsed.num_dims
-        if len(shape) <= count or (parsed.half is not None and len(shape) == count) or prod(shape[:count]) > _MAX_NAMES:
+        if (
+            len(shape) <= count
+            or ((parsed.half is not None or parsed.section) and len(shape) == count)
+            or prod(shape[:count]) > _MAX_NAMES
+        ):
             raise CorruptError(
                 "a tensor has not the dims that its key tells of",
                 path=self.folder,

@@ -36,6 +36,7 @@ from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
+from converters.names.megatron.model.splits import packed
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
@@ -119,7 +120,10 @@ class _Tensors:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike."""
+        """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike.
+
+        Of a packed layer it is a key for each section of its rows.
+        """
         shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
         sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
         (dtype, *others), (shape, *other_shapes) = dtypes, shapes
@@ -130,15 +134,34 @@ class _Tensors:
                 expected=f"{prod(sizes)} tensors, {dtype} {list(shape)}",
                 found=f"{len(members)}, with {len(others)} other dtypes and {len(other_shapes)} other shapes",
             )
-        # A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of.
-        cut = dim0_boxes(shape, self.model.grid.tp if len(shape) > 1 else 1)
-        boxes = [(box, (1,) * len(sizes) + box.sizes) for box in cut]  # the sizes are the same for all members
-        tiles = (
-            (Box(index + box.offsets, inner), FromSource(members[index], box))
-            for index in sorted(members)
-            for box, inner in boxes
-        )
-        self.writing.add_tiles(key, dtype, sizes + shape, tiles)
+        first = 0
+        for name, rows in self._sections(key, next(iter(members.values()))[0], shape):
+            section = (rows, *shape[1:]) if shape else shape
+            # A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of.
+            cut = dim0_boxes(section, self.model.grid.tp if len(shape) > 1 else 1)
+            boxes = [  # the sizes are the same for all members
+                (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut
+            ]
+            tiles = (
+                (Box(index + offsets, inner), FromSource(members[index], box))
+                for index in sorted(members)
+                for offsets, inner, box in boxes
+            )
+            self.writing.add_tiles(name, dtype, sizes + section, tiles)
+            first += rows
+
+    def _sections(self, key: str, fqn: str, shape: Shape) -> Iterator[tuple[str, int]]:
+        """The keys of a tensor, and the rows of each."""
+        names = packed(fqn)
+        if not names:
+            yield key, shape[0] if shape else 1
+            return
+        for name, rows in zip(names, self.model.sections(fqn), strict=True):
+            yield f"{key}.{name}", rows
+
+
+def _moved(box: Box, rows: int) -> Box:
+    return Box((box.offsets[0] + rows, *box.offsets[1:]), box.sizes) if rows else box
 
 
 def _is_stacked(model: MegatronModel) -> bool:
@@ -155,7 +178,11 @@ def _is_stacked(model: MegatronModel) -> bool:
         value = args.get(name)
         if isinstance(value, list | tuple | str) or (type(value) is int and value > 1):
             return False
-    if args.get("hetereogenous_dist_checkpoint") or args.get("heterogeneous_layers_config_path"):
+    if (
+        args.get("hybrid_override_pattern")
+        or args.get("hetereogenous_dist_checkpoint")
+        or args.get("heterogeneous_layers_config_path")
+    ):
         return False
     layers: dict[str, set[tuple[str, Shape, DType]]] = {}
     for fqn, choice in model.chosen.items():

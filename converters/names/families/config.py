@@ -59,6 +59,11 @@ class Config:
 
     @property
     def num_layers(self) -> int:
+        """The number of layers: of those that are listed one by one, where there is such a list."""
+        for name in ("layers_block_type", "hybrid_override_pattern"):
+            listed = self.get(name)
+            if isinstance(listed, list | str) and listed:
+                return Config({name: len(listed)}).count(name)
         return self.count("num_hidden_layers", "n_layer")
 
     @property

@@ -140,6 +140,8 @@ class Family:
     prediction: str = ""
     #: What such layers are counted under; behind the others where it is empty.
     predicted: str = ""
+    #: What the rows of `layer` begin with in such a layer, where it stands in a module of its own beside the model.
+    inside: str = ""
     #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
     modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
@@ -183,6 +185,8 @@ class Family:
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
         """What the names of a layer of multi-token prediction begin with."""
+        if self.inside:
+            return self.predicted
         return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
 
     def _config(self, config: Mapping[str, Any]) -> Config:
@@ -205,7 +209,8 @@ class Family:
         predicted = config.get("num_nextn_predict_layers") if self.prediction else None
         count = config.count("num_nextn_predict_layers") if predicted else 0
         kind = (SPARSE if self.experts else DENSE,)
-        behind = dict(filled(f"{self.layer}\n{self.prediction}", config, dims, kind)) if count else {}
+        behind = dict(filled(self.layer, config, dims, kind, self.inside)) if count else {}
+        behind |= dict(filled(self.prediction, config, dims, kind)) if count else {}
         sparse = frozenset(number for number, one in enumerate(kinds) if SPARSE in one)
         return Sizes(config, dims, top, layers, sparse, (behind,) * count)
 

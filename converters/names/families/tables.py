@@ -128,6 +128,8 @@ def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
         "lc": 2 * keys + values,
         "lv": values,
         "lh": heads["value"],
+        "lg": heads["key"],
+        "le": config.size("linear_key_head_dim"),
         "ld": config.size("linear_value_head_dim"),
         "lk": config.size("linear_conv_kernel_dim"),
     }
@@ -169,8 +171,12 @@ def _linear_by_type(config: Config, layer: int, by_rule: bool) -> Collection[str
 
 
 def _with_linear(config: Config, layer: int) -> Collection[str]:
+    return (*_by_step(config, layer), *_linear_by_interval(config, layer))
+
+
+def _linear_by_interval(config: Config, layer: int) -> Collection[str]:
     interval = config.size("full_attention_interval", default=4)
-    return (*_by_step(config, layer), *_linear_by_type(config, layer, (layer + 1) % interval != 0))
+    return _linear_by_type(config, layer, (layer + 1) % interval != 0)
 
 
 def _ernie(config: Config, layer: int) -> Collection[str]:
@@ -196,6 +202,41 @@ def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     rank = -(-hidden // 16) if rank == "auto" else config.size("time_step_rank")
     inner = config.size("intermediate_size", default=int(config.number("expand") * hidden))
     return {"f": inner, "n": state, "c": config.size("conv_kernel"), "r": rank, "x": rank + 2 * state}
+
+
+def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
+    """Sizes of Nemotron-H's Mamba-2 mixer and of its experts."""
+    heads = config.size("mamba_num_heads")
+    inner = heads * config.size("mamba_head_dim")
+    groups = config.size("n_groups") * config.size("ssm_state_size")
+    return {
+        "m": config.size("moe_intermediate_size"),
+        "s": config.size("moe_shared_expert_intermediate_size"),
+        "mh": heads,
+        "mi": inner,
+        "mc": inner + 2 * groups,
+        "mp": 2 * inner + 2 * groups + heads,
+        "mk": config.size("conv_kernel"),
+    }
+
+
+#: What a layer of Nemotron-H is, by the letter of its pattern and by its words, older ones among them.
+_BLOCKS = {"M": "mamba", "*": "attention", "-": DENSE, "E": SPARSE}
+_BLOCKS |= {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
+_BLOCKS |= {"mlp": DENSE, "moe": SPARSE}
+#: The layers of its class where a config says nothing.
+_DEFAULT_BLOCKS = "ME*-"
+
+
+def _by_block(config: Config, layer: int) -> Collection[str]:
+    """What a layer is: as `layers_block_type` lists it, or a letter of the pattern of released files."""
+    blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or _DEFAULT_BLOCKS
+    known = blocks[layer] if isinstance(blocks, list | str) and layer < len(blocks) else None
+    if not isinstance(known, str) or known not in _BLOCKS:
+        raise CorruptError(
+            "the config does not say what a layer is", expected=f"layers_block_type[{layer}]", found=known
+        )
+    return (_BLOCKS[known],)
 
 
 # -- families --------------------------------------------------------------------------------------------------
@@ -269,6 +310,52 @@ _BAILING = Family(
     unknown=("use_bias", "use_qkv_bias"),
     prediction="[enorm|hnorm|final_layernorm].weight h \n eh_proj.weight h 2h",
 )
+_GATED_ATTENTION = """
+    self_attn.q_proj.weight 2a h ? !linear
+    self_attn.[k|v]_proj.weight k h ? !linear
+    self_attn.o_proj.weight h a ? !linear
+    self_attn.[q|k]_norm.weight d ? !linear
+    self_attn.q_proj.bias 2a ? !linear attention_bias
+    self_attn.[k|v]_proj.bias k ? !linear attention_bias
+    self_attn.o_proj.bias h ? !linear attention_bias
+"""
+_DELTA = """
+    linear_attn.[A_log|dt_bias] lh ? linear
+    linear_attn.conv1d.weight lc 1 lk ? linear
+    linear_attn.norm.weight ld ? linear
+    linear_attn.out_proj.weight h lv ? linear
+"""
+_DELTA_APART = """
+    linear_attn.in_proj_qkv.weight lc h ? linear
+    linear_attn.in_proj_z.weight lv h ? linear
+    linear_attn.in_proj_[b|a].weight lh h ? linear
+"""
+_QWEN3_NEXT = Family(
+    "Qwen3Next",
+    _GATED_ATTENTION
+    + _DELTA
+    + """
+    linear_attn.in_proj_ba.weight 2lh h ? linear
+    linear_attn.in_proj_qkvz.weight lq h ? linear
+    """
+    + MLP
+    + EXPERTS
+    + GATED_SHARED_EXPERT
+    + NORMS,
+    # Its config.json says nothing of the one layer of multi-token prediction that the release has.
+    defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1},
+    dims=_linear,
+    experts=("num_experts",),
+    kinds=_with_linear,
+    prediction="""
+    fc.weight h 2h
+    [pre_fc_norm_embedding|pre_fc_norm_hidden|norm].weight h
+    """,
+    predicted="mtp.",
+    inside="layers.0.",
+    modules=("linear_attn.", "self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm."),
+    expert_modules=("gate.", "experts.", "shared_expert.", "shared_expert_gate."),
+)
 _NEMOTRON = Family("Nemotron", _ATTENTION + UP_DOWN + NORMS + NORM_BIASES, top=NORM_WITH_BIAS)
 _GLM = Family("Glm", QKVO + BIASES + FUSED_MLP + NORMS, defaults={"head_dim": 128, "attention_bias": True})
 
@@ -315,32 +402,71 @@ FAMILIES: dict[str, Family] = {
         experts=("num_experts", "num_local_experts"),
         kinds=_by_step,
     ),
-    "qwen3_next": Family(
-        "Qwen3Next",
-        """
-        self_attn.q_proj.weight 2a h ? !linear
-        self_attn.[k|v]_proj.weight k h ? !linear
-        self_attn.o_proj.weight h a ? !linear
-        self_attn.[q|k]_norm.weight d ? !linear
-        self_attn.q_proj.bias 2a ? !linear attention_bias
-        self_attn.[k|v]_proj.bias k ? !linear attention_bias
-        self_attn.o_proj.bias h ? !linear attention_bias
-        linear_attn.[A_log|dt_bias] lh ? linear
-        linear_attn.conv1d.weight lc 1 lk ? linear
-        linear_attn.in_proj_ba.weight 2lh h ? linear
-        linear_attn.in_proj_qkvz.weight lq h ? linear
-        linear_attn.norm.weight ld ? linear
-        linear_attn.out_proj.weight h lv ? linear
-        """
-        + MLP
-        + EXPERTS
-        + GATED_SHARED_EXPERT
-        + NORMS,
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_5_text": replace(
+        _QWEN3_NEXT,
+        stem="Qwen3_5",
         defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
-        dims=_linear,
-        experts=("num_experts",),
-        kinds=_with_linear,
-        ignored=(r"mtp\..*",),
+        spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + MLP + NORMS,
+        kinds=_linear_by_interval,
+        experts=(),
+    ),
+    "qwen3_5_moe_text": replace(
+        _QWEN3_NEXT,
+        stem="Qwen3_5Moe",
+        defaults={"head_dim": 256, "linear_conv_kernel_dim": 4},
+        spelled={"mtp_num_hidden_layers": "num_nextn_predict_layers"},
+        layer=_GATED_ATTENTION + _DELTA + _DELTA_APART + EXPERTS + GATED_SHARED_EXPERT + NORMS,
+        kinds=lambda config, layer: (SPARSE, *_linear_by_interval(config, layer)),
+    ),
+    "nemotron_h": Family(
+        "NemotronH",
+        """
+        norm.weight h
+        mixer.[A_log|D|dt_bias] mh ? mamba
+        mixer.conv1d.weight mc 1 mk ? mamba
+        mixer.conv1d.bias mc ? mamba use_conv_bias
+        mixer.in_proj.weight mp h ? mamba
+        mixer.norm.weight mi ? mamba
+        mixer.out_proj.weight h mi ? mamba
+        mixer.q_proj.weight a h ? attention
+        mixer.[k|v]_proj.weight k h ? attention
+        mixer.o_proj.weight h a ? attention
+        mixer.q_proj.bias a ? attention attention_bias
+        mixer.[k|v]_proj.bias k ? attention attention_bias
+        mixer.o_proj.bias h ? attention attention_bias
+        mixer.up_proj.weight f h ? dense
+        mixer.down_proj.weight h f ? dense
+        mixer.gate.weight e h ? sparse
+        mixer.gate.e_score_correction_bias e ? sparse
+        mixer.experts.{e}.up_proj.weight m h ? sparse
+        mixer.experts.{e}.down_proj.weight h m ? sparse
+        mixer.shared_experts.up_proj.weight s h ? sparse
+        mixer.shared_experts.down_proj.weight h s ? sparse
+        """,
+        top="embeddings.weight v h \n norm_f.weight h",
+        base="backbone",
+        defaults={
+            "num_hidden_layers": len(_DEFAULT_BLOCKS),
+            "head_dim": 128,
+            "mamba_num_heads": 128,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "use_conv_bias": True,
+            "n_routed_experts": 8,
+            "moe_intermediate_size": 7688,
+            "moe_shared_expert_intermediate_size": 7688,
+        },
+        spelled={"attention_head_dim": "head_dim"},
+        dims=_mamba2,
+        experts=("n_routed_experts",),
+        kinds=_by_block,
+        unknown=("use_bias", "mlp_bias", "moe_latent_size"),
+        ignored=(r"mtp.*",),
+        modules=("norm.", "mixer."),
     ),
     "gemma": Family("Gemma", _ATTENTION + MLP + NORMS, defaults={"head_dim": 256, **TIED}),
     "gemma2": _GEMMA2,

@@ -117,6 +117,13 @@ class Modules:
     def of(cls, checkpoint: Checkpoint) -> Modules:
         """The modules of the model that the config of `checkpoint` tells of, under the names that PEFT has for them."""
         table, sizes = table_of_checkpoint(checkpoint)
+        if table.beside:
+            raise LossError(
+                "nothing is known of Megatron's adapters of a model with layers of several kinds",
+                path=checkpoint.path,
+                found=f"model_type {sizes.config.get('model_type')!r}",
+                hint="merge the adapter where it was trained",
+            )
         family = table.family if isinstance(table.family, Composite) else None
         relation = table.relation(sizes, sizes.dims["v"], {})
         links: dict[str, dict[str, list[Link]]] = {}

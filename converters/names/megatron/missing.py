@@ -1,4 +1,4 @@
-"""Architectures of transformers that megatron-core's GPTModel cannot compute, and what it lacks for each.
+"""Architectures of transformers that megatron-core cannot compute, and what its models lack for each.
 
 Read off megatron-core 0.16.1 (transformer/transformer_config.py, transformer_layer.py, attention.py, mlp.py and
 moe/moe_utils.py, models/common/embeddings) and off the classes of transformers 5.23.  Peers that train some of these
@@ -42,6 +42,11 @@ _LACKS = {
     "experts that compute nothing": "longcat_flash",
     "convolutions in place of attention": "lfm2 lfm2_moe",
     "lightning attention": "minimax",
+    "attention and Mamba side by side in one layer": "falcon_h1",
+    "Mamba of the first kind, without heads": "falcon_mamba jamba mamba",
+    "delta attention with a decay for each channel": "kimi_linear",
+    "gated linear recurrences": "recurrent_gemma",
+    "a layer specification with sparse attention (DSA)": "deepseek_v32 glm_moe_dsa",
     "hyper-connections": "deepseek_v4 hy_v4",
 }
 

@@ -23,6 +23,7 @@ from converters.names.families.composites import Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
+from converters.names.megatron.centred import shifted, shifting_notes
 from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
@@ -73,7 +74,7 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     copies = {copy: owner for copy, owner in table.copies(sizes).items() if copy in shapes}
     relation = table.relation(sizes, padded, copies)
     check_complete(relation, shapes)
-    named = translate(checkpoint, relation, MEGATRON)
+    named = shifted(translate(checkpoint, relation, MEGATRON), table.centred(sizes), -1)
     args |= {"make_vocab_size_divisible_by": multiple, "padded_vocab_size": padded}
     args |= {"mtp_num_layers": len(sizes.predicted) or None}
     position, seen = _data_position(named)
@@ -82,7 +83,14 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         tensors=_with_buffers(named.tensors),
         ties={OUTPUT: EMBEDDING} if sizes.tied else {},
         state=replace(named.state, **position, args={**args, **seen}),
-        notes=(*checkpoint.notes, *notes, *more, *table.notes(sizes), *_padding_notes(sizes.dims["v"], padded)),
+        notes=(
+            *checkpoint.notes,
+            *notes,
+            *more,
+            *table.notes(sizes),
+            *shifting_notes(table.centred(sizes)),
+            *_padding_notes(sizes.dims["v"], padded),
+        ),
     )
 
 
@@ -98,7 +106,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     has_mtp = any(name.startswith("mtp.") for name in shapes)
     notes = []
     if sizes.predicted and not has_mtp:
-        notes.append("the config tells of layers of multi-token prediction, and this checkpoint has none")
+        notes.append("the model has layers of multi-token prediction, and this checkpoint has none")
         sizes = replace(sizes, predicted=())
     if has_mtp and not sizes.predicted:
         raise LossError(
@@ -120,7 +128,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     copies.pop(output, None)  # a file of the Hub has a tied tensor once
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
-    named = translate(checkpoint, relation, HUB)
+    centred = table.centred(sizes)
+    named = translate(shifted(checkpoint, centred, 1), relation, HUB)
+    notes += shifting_notes(centred)
     if padded > sizes.dims["v"]:
         notes.append(
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
@@ -399,7 +409,7 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
     prefix = table.family.predicted_prefix(0, sizes.num_layers)
     if any(name.startswith(prefix) for name in shapes):
         return sizes, []
-    note = "the config tells of layers of multi-token prediction, and the files have none (transformers drops them)"
+    note = "the model has layers of multi-token prediction, and the files have none (transformers drops them)"
     return replace(sizes, predicted=()), [note]
 
 

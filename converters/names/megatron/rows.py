@@ -26,6 +26,8 @@ from converters.names.families.rows import Sizes, choices
 
 #: Kinds of rows that are `same` otherwise: rows of the vocabulary, which Megatron pads; the Hub's second copy of one.
 PADDED, COPY = "padded", "copy"
+#: A kind that is `same` otherwise: the weights of a norm that Megatron has less one, as those of its other norms.
+CENTRED = "centred"
 #: What stands for the rest of a name.
 EVERY = "**"
 
@@ -154,6 +156,57 @@ def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
     return Pattern((shape,), shape, pieces)
 
 
+def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
+    """Queries of the hub, each head with its gate behind it and of `shape` in all, keys and values, by query group.
+
+    Megatron has a group's gates behind its queries.
+    """
+    head, groups = sizes.dims["d"], sizes.dims["groups"]
+    each = sizes.dims["heads"] // groups
+    pieces = []
+    for group in range(groups):
+        start = group * (2 * each + 2) * head
+        for number in range(each):
+            taken = (group * each + number) * 2 * head
+            for half in range(2):
+                placed = start + (half * each + number) * head
+                pieces.append(_rows_piece(0, (taken + half * head, head), (placed, head), shape))
+        for part in (1, 2):
+            placed = start + (2 * each + part - 1) * head
+            pieces.append(_rows_piece(part, (group * head, head), (placed, head), shape))
+    keys = (groups * head, *shape[1:])
+    return Pattern((shape, keys, keys), (shape[0] + 2 * keys[0], *shape[1:]), tuple(pieces))
+
+
+def delta(sizes: Sizes, shape: Shape) -> Pattern:
+    """Queries, keys and values of a gated delta net, of `shape`, its gates, betas and alphas: one behind the other."""
+    counts = (shape[0], sizes.dims["lv"], sizes.dims["lh"], sizes.dims["lh"])
+    starts = [sum(counts[:number]) for number in range(len(counts))]
+    pieces = [
+        _rows_piece(part, (0, rows), (start, rows), shape)
+        for part, (rows, start) in enumerate(zip(counts, starts, strict=True))
+    ]
+    return Pattern(tuple((rows, *shape[1:]) for rows in counts), (sum(counts), *shape[1:]), tuple(pieces))
+
+
+def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
+    """A gated delta net's queries, keys, values and gates by key head, of `shape`, and its betas and alphas likewise.
+
+    Megatron has all queries, then all keys, and so on.
+    """
+    heads, values = sizes.dims["lg"], sizes.dims["lh"]
+    each = values // heads
+    keys, inner = sizes.dims["le"], each * sizes.dims["ld"]
+    pieces, start = [], 0
+    for part, sections in enumerate(((keys, keys, inner, inner), (each, each))):
+        for number, rows in enumerate(sections):
+            for head in range(heads):
+                taken = head * sum(sections) + sum(sections[:number])
+                pieces.append(_rows_piece(part, (taken, rows), (start + head * rows, rows), shape))
+            start += heads * rows
+    return Pattern((shape, (2 * values, *shape[1:])), (start, *shape[1:]), tuple(pieces))
+
+
 def _rows_by_group(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
     """Queries (0), keys (1) and values (2) of each group: their first row among all of the kind, rows, first row."""
     head, groups = sizes.dims["d"], sizes.dims["groups"]
@@ -191,6 +244,7 @@ def _rows_piece(part: int, taken: tuple[int, int], placed: tuple[int, int], shap
 KINDS: Mapping[str, Callable[[Sizes, Shape], Pattern]] = {
     PADDED: same,
     COPY: same,
+    CENTRED: same,
     "same": same,
     "transposed": transposed,
     "joined": joined,
@@ -199,4 +253,7 @@ KINDS: Mapping[str, Callable[[Sizes, Shape], Pattern]] = {
     "qkv": qkv,
     "fused_qkv": fused_qkv,
     "one_qkv": one_qkv,
+    "gated_qkv": gated_qkv,
+    "delta": delta,
+    "delta_by_head": delta_by_head,
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from ckpt.plan.tensors import Box, Shape
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Family, Sizes
 from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPUT
-from converters.names.megatron.rows import COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
+from converters.names.megatron.rows import CENTRED, COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
 #: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
@@ -62,6 +62,8 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
+    #: Rows of what is in layers which have a tensor that the Hub calls so: layers of several kinds.
+    beside: Mapping[str, str] = field(default_factory=dict)
     #: What is in a layer of multi-token prediction beside the tensors of a sparse layer, or of a dense one where no
     #: layer has experts; Megatron's names are in full.
     prediction: str = ""
@@ -73,7 +75,7 @@ class Table:
     @property
     def rows(self) -> tuple[MegatronRow, ...]:
         """All rows but those of multi-token prediction."""
-        return parse(self.top) + parse(self.layer + self.dense + self.sparse, _LAYER)
+        return parse(self.top) + parse("".join((self.layer, self.dense, self.sparse, *self.beside.values())), _LAYER)
 
     @property
     def kept(self) -> tuple[MegatronRow, ...]:
@@ -98,6 +100,10 @@ class Table:
                         shapes = tuple(held[hub] for hub in row.hubs)
                         yield RowPlace(row, layer, prefix, shapes, pattern(row, shapes[0]))
 
+    def centred(self, sizes: Sizes) -> list[str]:
+        """Megatron's names of tensors that are the Hub's less one."""
+        return [place.megatron for place in self.places(sizes) if place.row.kind == CENTRED]
+
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
         """Rows, and where they may stand."""
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
@@ -107,7 +113,29 @@ class Table:
         yield parse(self.layer, _LAYER), layers
         yield parse(self.dense, _LAYER), [layer for layer in layers if layer[0] not in sizes.sparse]
         yield parse(self.sparse, _LAYER), [layer for layer in layers if layer[0] in sizes.sparse]
-        yield parse(self.prediction) + parse(self.layer + (self.sparse or self.dense), _INNER), predicted
+        for hub, rows in self.beside.items():
+            yield parse(rows, _LAYER), [layer for layer in layers if hub in layer[2]]
+            yield self._inside(rows), [layer for layer in predicted if self._inner + hub in layer[2]]
+        yield parse(self.prediction) + self._inside(self.layer + (self.sparse or self.dense)), predicted
+
+    def _check_predicted(self, sizes: Sizes) -> None:
+        """Megatron's layers of multi-token prediction are of the kind of the last layer."""
+        for hub in self.beside:
+            if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
+                raise LossError(
+                    "Megatron builds layers of multi-token prediction like the last layer, and these are unlike it",
+                    fqn=f"{self.family.predicted_prefix(0, sizes.num_layers)}{self._inner}{hub}",
+                    expected="the same kind of attention in both",
+                )
+
+    @property
+    def _inner(self) -> str:
+        """What the Hub's names of a layer inside one of multi-token prediction begin with."""
+        return self.family.inside if isinstance(self.family, Family) else ""
+
+    def _inside(self, rows: str) -> tuple[MegatronRow, ...]:
+        """Rows of a layer, inside one of multi-token prediction."""
+        return tuple(replace(row, hubs=tuple(self._inner + hub for hub in row.hubs)) for row in parse(rows, _INNER))
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
         """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
@@ -118,6 +146,7 @@ class Table:
         places = list(self.places(sizes))
         _check_all_placed(self.family, sizes, places)
         _check_biases(places)
+        self._check_predicted(sizes)
         links: list[Link] = []
         hub: dict[str, Shape] = {}
         megatron: dict[str, Shape] = {}

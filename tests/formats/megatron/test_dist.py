@@ -20,7 +20,7 @@ from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent
-from converters.megatron.dist.keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key
+from converters.megatron.dist.keys import KeyWriter, ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.dist.optimizer import bucket_places
 from converters.names.megatron.model.spelling import LayerKind
 from tests.support import commands
@@ -153,6 +153,22 @@ def test_keys_of_single_experts_and_halves() -> None:
     extent = Extent.contiguous("f", 0, FLOAT32, (2, 4))
     [(name, box, place)] = up.parts((6, 4), Box((3, 0), (2, 4)), extent)
     assert (name, box, place) == (up.name, Box((9, 0), (2, 4)), extent)
+
+
+def test_keys_of_sections_of_a_packed_layer() -> None:
+    """What a gated delta net's `in_proj` and `conv1d` and a Mamba mixer's are cut into."""
+    names = {
+        f"decoder.layers.0.mixer.conv1d.bias.{section}": (rows,) for section, rows in zip("xBC", (6, 2, 2), strict=True)
+    }
+    keys = with_rows({name: TensorKey.parse(name) for name in names}, names)
+    key = keys["decoder.layers.0.mixer.conv1d.bias.C"]
+    assert (key.name, key.shape((2,))) == ("decoder.layers.0.mixer.conv1d.bias", (10,))
+    extent = Extent.contiguous("f", 0, FLOAT32, (1,))
+    assert list(key.parts((2,), Box((1,), (1,)), extent)) == [(key.name, Box((9,), (1,)), extent)]
+    del names["decoder.layers.0.mixer.conv1d.bias.B"]
+    with pytest.raises(CorruptError, match="section of a packed layer") as caught:
+        with_rows({name: TensorKey.parse(name) for name in names}, names)
+    assert "B" in str(caught.value.found)
 
 
 def test_keys_of_all_layers_and_experts() -> None:

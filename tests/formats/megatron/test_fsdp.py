@@ -174,6 +174,13 @@ FAULTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None, dict[str, Any], i
         6,
         "attention sinks of one tensor parallel rank",
     ),
+    "a packed layer": (
+        {**DENSE, f"{LAYER}self_attention.in_proj.weight": FC2},
+        None,
+        {},
+        3,
+        "not read from what Megatron-FSDP saves",
+    ),
     "half a layer": ({**DENSE, f"{LAYER}mlp.linear_fc1.weight_w": GATE}, None, {}, 4, "part of a tensor is stored"),
     "gate and up rows of who knows which rank": (GATED, None, {"bare": True}, 6, "tensor parallel rank"),
     "another model's": ({**DENSE, "vision.weight": FC2}, None, {}, 4, "not what Megatron-FSDP stores there"),

@@ -18,8 +18,12 @@ SHARED = """
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    shared = {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
-    return gated(sizes, slides="use_sliding_window") | qwen3_moe.softmax(sizes) | shared
+    return gated(sizes, slides="use_sliding_window") | qwen3_moe.softmax(sizes) | shared(sizes)
+
+
+def shared(sizes: Sizes) -> dict[str, Any]:
+    """A shared expert with a gate."""
+    return {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
 
 
 TABLE = replace(llama.TABLE, family=FAMILIES["qwen2_moe"], args=args, sparse=qwen3_moe.EXPERTS + SHARED)

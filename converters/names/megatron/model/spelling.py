@@ -172,12 +172,20 @@ _MODULES = (
     "embedding.tokentype_embeddings.",
     "decoder.layers.",
     "decoder.final_layernorm.",
+    "decoder.final_norm.",
     "mtp.layers.",
     "output_layer.",
 )
 _MTP_MODULES = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "mtp_model_layer.", "final_layernorm.")
 _LAYER_MODULES = (
     "input_layernorm.",
+    *(f"mixer.{name}" for name in ("dt_bias", "A_log", "D", "in_proj.", "conv1d.", "norm.", "out_proj.")),
+    "self_attention.dt_bias",
+    "self_attention.A_log",
+    "self_attention.in_proj.",
+    "self_attention.conv1d.",
+    "self_attention.out_norm.",
+    "self_attention.out_proj.",
     "self_attention.core_attention.",
     "self_attention.linear_proj.",
     "self_attention.linear_qkv.",

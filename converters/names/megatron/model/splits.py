@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
@@ -13,60 +13,117 @@ from ckpt.plan.tensors import Box, Shape, whole
 from converters.names.megatron.model.spelling import is_beside
 
 
-class Split(Enum):
-    """How tensor parallel ranks share a tensor: not at all, by rows, by rows of either half, or by columns."""
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How tensor parallel ranks share a tensor: along `dim`, or not at all where it is None.
 
-    WHOLE = "whole"
-    ROWS = "rows"
-    HALVES = "halves"
-    COLUMNS = "columns"
+    `sections` stand one behind the other along it, in these proportions; each rank has its part of each.
+    """
 
+    dim: int | None = None
+    sections: tuple[int, ...] = (1,)
+
+
+WHOLE, ROWS, COLUMNS = Split(), Split(0), Split(1)
+#: The sections of an MLP's first layer that has gate and up rows.
+GATED = (1, 1)
+
+#: What the rows of packed layers hold, section by section: of a gated delta net, and of Mamba-2's mixer.
+SECTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
+    ("self_attention", "in_proj"): ("query", "key", "value", "z", "beta", "alpha"),
+    ("self_attention", "conv1d"): ("query", "key", "value"),
+    ("mixer", "in_proj"): ("z", "x", "B", "C", "dt"),
+    ("mixer", "conv1d"): ("x", "B", "C"),
+}
+_PACKED = re.compile(r"(?P<before>.*\.(?P<module>self_attention|mixer)\.)(?P<layer>in_proj|conv1d)\.(?:weight|bias)")
 
 _ROWS = re.compile(
     r"embedding\.word_embeddings\.weight|output_layer\.(weight|bias)"
     r"|.*\.(linear_qkv|linear_q_proj|linear_q_up_proj|linear_kv_up_proj|linear_fc1|eh_proj)\.(weight|bias)"
-    r"|.*\.core_attention\.softmax_offset"
+    r"|.*\.core_attention\.softmax_offset|.*\.(in_proj|conv1d)\.(weight|bias)|.*\.(A_log|D|dt_bias)|.*\.mixer\.norm\.weight"
 )
-_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2)\.weight")
+_COLUMNS = re.compile(r".*\.(linear_proj|linear_fc2|out_proj)\.weight")
 _DOWN = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.weight")
 _WHOLE = re.compile(
-    r".*\.(linear_proj|linear_fc2)\.bias|.*\.layer_norm_(weight|bias)|(.*\.)?\w*norm\.(weight|bias)"
+    r".*\.(linear_proj|linear_fc2|out_proj)\.bias|.*\.layer_norm_(weight|bias)|(.*\.)?\w*norm\.(weight|bias)"
     r"|.*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight"
     r"|embedding\.(position|tokentype)_embeddings\.weight"
 )
-_FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)")
+_FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 
 
-def split_of(name: str, *, gated: bool, local_spec: bool = False) -> Split | None:
+def split_of(name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False) -> Split | None:
     """How `name` is shared; None for a name without a rule.
 
-    `gated`: the MLP's first layer holds gate and up rows.  `local_spec`: the model is made of megatron-core's own
-    layers, in which the down projections of latent attention are sharded.
+    `sections` are those of its rows, where it has any.  `local_spec`: the model is made of megatron-core's own layers,
+    in which the down projections of latent attention are sharded.
     """
     if is_beside(name):
-        return Split.WHOLE
+        return WHOLE
     if _ROWS.fullmatch(name):
-        return Split.HALVES if gated and _FIRST_LINEAR.fullmatch(name) else Split.ROWS
+        return Split(0, sections) if sections else ROWS
     if _COLUMNS.fullmatch(name):
-        return Split.COLUMNS
+        return COLUMNS
     if _DOWN.fullmatch(name):
-        return Split.ROWS if local_spec else Split.WHOLE
-    return Split.WHOLE if _WHOLE.fullmatch(name) else None
+        return ROWS if local_spec else WHOLE
+    return WHOLE if _WHOLE.fullmatch(name) else None
 
 
-def known_split(name: str, *, gated: bool, local_spec: bool = False, **where: Any) -> Split:
+def known_split(name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, **where: Any) -> Split:
     """Same as `split_of`; LossError for a name without a rule, with the place that is known (`where`)."""
-    split = split_of(name, gated=gated, local_spec=local_spec)
+    split = split_of(name, sections=sections, local_spec=local_spec)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
         raise LossError(what, **{"fqn": name, **where})
     return split
 
 
+def packed(name: str) -> tuple[str, ...]:
+    """What the sections of a packed layer's rows are called; empty for any other tensor."""
+    match = _PACKED.fullmatch(name)
+    return SECTIONS[match["module"], match["layer"]] if match else ()
+
+
+def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bool = False) -> tuple[int, ...]:
+    """The sections of a tensor's rows, by the shapes of the tensors beside it; empty where it has none.
+
+    `gated` says whether an MLP's first layer has gate and up rows where its second layer is not there.
+    """
+    second = second_linear(name)
+    if second is None:
+        return _packed_sections(name, shape_of)
+    first, other = shape_of(name), shape_of(second)
+    return GATED if (is_gated(first, other) if first and other and len(other) == 2 else gated) else ()
+
+
+def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
+    """The rows of each section of a packed layer, by the shapes of the tensors beside it.  LossError without these.
+
+    The layer behind it has a column for each value, the convolution two further sections of equal size, and `A_log` a
+    number for each head.
+    """
+    match = _PACKED.fullmatch(name)
+    if match is None:
+        return ()
+    beside = [match["before"] + rest for rest in ("out_proj.weight", "conv1d.weight", "A_log")]
+    out, conv, heads = map(shape_of, beside)
+    if not (out and len(out) == 2 and conv and heads) or conv[0] <= out[1] or (conv[0] - out[1]) % 2:
+        raise LossError(
+            "the sections of a packed layer's rows follow from tensors beside it, which are not there or do not fit",
+            fqn=name,
+            expected=", ".join(beside),
+            found=[list(shape) if shape else None for shape in (out, conv, heads)],
+        )
+    inner, each = out[1], (conv[0] - out[1]) // 2
+    if match["module"] == "mixer":
+        return (inner, inner, each, each, heads[0]) if match["layer"] == "in_proj" else (inner, each, each)
+    return (each, each, inner, inner, heads[0], heads[0]) if match["layer"] == "in_proj" else (each, each, inner)
+
+
 def second_linear(name: str) -> str | None:
     """The weight of an MLP's second layer, for a tensor of its first: its shape tells whether the MLP is gated."""
     match = _FIRST_LINEAR.fullmatch(name)
-    return f"{match[1]}linear_fc2.weight" if match else None
+    return f"{match[1]}linear_fc2.weight{match[3]}" if match else None
 
 
 def is_gated(first: Shape, second: Shape) -> bool:
@@ -80,21 +137,24 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
 
     UsageError where the tensor does not divide.
     """
-    if split is Split.WHOLE or size == 1:
+    if split.dim is None or size == 1:
         return (whole(shape),)
-    dim = 1 if split is Split.COLUMNS else 0
-    parts = 2 if split is Split.HALVES else 1
-    if len(shape) <= dim or shape[dim] % (parts * size):
+    dim, parts = split.dim, sum(split.sections)
+    unit = shape[dim] // parts if len(shape) > dim else 0
+    if not unit or shape[dim] % parts or any(unit * section % size for section in split.sections):
         raise UsageError(
             f"a tensor of shape {list(shape)} does not divide among {size} tensor parallel ranks",
-            expected=f"dim {dim} to be a multiple of {parts * size}",
+            expected=f"dim {dim} to be a multiple of {parts * size}"
+            if set(split.sections) == {1}
+            else f"sections of dim {dim} to be multiples of {size}: {[unit * section for section in split.sections]}",
         )
-    length, each = shape[dim] // parts, shape[dim] // (parts * size)
-    boxes = []
-    for part in range(parts):
+    boxes, start = [], 0
+    for section in split.sections:
+        each = unit * section // size
         offsets, sizes = [0] * len(shape), list(shape)
-        offsets[dim], sizes[dim] = part * length + rank * each, each
+        offsets[dim], sizes[dim] = start + rank * each, each
         boxes.append(Box(tuple(offsets), tuple(sizes)))
+        start += unit * section
     return tuple(boxes)
 
 
@@ -107,10 +167,7 @@ def rank_shape(split: Split, shape: Shape, size: int) -> Shape:
 
 def full_shape(split: Split, shape: Shape, size: int) -> Shape:
     """The shape of a whole tensor if each of `size` ranks has a part of `shape`."""
-    if split is Split.WHOLE:
-        return shape
-    dim = 1 if split is Split.COLUMNS else 0
-    return tuple(n * size if d == dim else n for d, n in enumerate(shape))
+    return tuple(n * size if d == split.dim else n for d, n in enumerate(shape))
 
 
 def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:

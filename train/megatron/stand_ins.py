@@ -1,0 +1,160 @@
+"""Stand-ins for what megatron-core's hybrids take from Transformer Engine, fla and mamba-ssm, which need a GPU.
+
+Of Transformer Engine there is the linear layer that holds the norm in front of it; of fla the norm of queries and keys;
+of mamba-ssm the scan over the sequence and the gated norm behind it.  All else is megatron-core's own: how it cuts what
+the packed layers give, its convolutions, its gates, and the gated delta rule in torch.
+"""
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.nn import functional
+
+
+@contextlib.contextmanager
+def without_kernels() -> Iterator[None]:
+    """Has megatron-core build layers of Transformer Engine's kind from its own ones while open."""
+    from megatron.core.models.backends import LocalSpecProvider
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs
+    from megatron.core.ssm import gated_delta_net as delta
+    from megatron.core.ssm import mamba_block, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    class Provider(LocalSpecProvider):  # type: ignore[misc]
+        def column_parallel_layer_norm_linear(self) -> type:
+            return normed_linear()
+
+        def fuse_layernorm_and_linear(self) -> bool:
+            return True
+
+        def layer_norm(self, rms_norm: bool = True, for_qk: bool = False) -> type:
+            return super().layer_norm(rms_norm=True, for_qk=for_qk)
+
+    places: list[tuple[Any, dict[str, Any]]] = [
+        *((module, {"TESpecProvider": Provider}) for module in (variants, gpt_layer_specs) if not module.HAVE_TE),
+        (delta, {"HAVE_FLA": True, "l2norm": _l2norm, "chunk_gated_delta_rule": delta.torch_chunk_gated_delta_rule}),
+        (mamba_mixer, {"HAVE_MAMBA_SSM": True, "ExtendedRMSNorm": _gated_norm(), "mamba_chunk_scan_combined": _scan}),
+        (mamba_block, {"TENorm": WrappedTorchNorm}),
+    ]
+    with contextlib.ExitStack() as stack:
+        for module, stand_ins in places:
+            for name, stand_in in stand_ins.items():
+                stack.enter_context(mock.patch.object(module, name, stand_in, create=True))
+        yield
+
+
+@functools.cache
+def normed_linear() -> type:
+    """A linear layer with the norm in front of it, under the names that Transformer Engine's has."""
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+
+    class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
+        def __init__(self, input_size: int, output_size: int, *, config: Any, **more: Any) -> None:
+            super().__init__(input_size, output_size, config=config, **more)
+            self.layer_norm_weight = torch.nn.Parameter(torch.zeros(input_size))
+            if not config.layernorm_zero_centered_gamma:
+                self.layer_norm_weight.data.fill_(1.0)
+            self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+        def forward(self, input_: torch.Tensor, *args: Any, **more: Any) -> Any:
+            weight = self.layer_norm_weight + float(self.config.layernorm_zero_centered_gamma)
+            normed = functional.rms_norm(input_, weight.shape, weight, self.config.layernorm_epsilon)
+            return super().forward(normed, *args, **more)
+
+    return NormedLinear
+
+
+def mamba_spec(num_experts: int | None) -> Any:
+    """The layers of a MambaModel, as models/mamba/mamba_layer_specs.py has them of Transformer Engine's."""
+    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+    from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
+    from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules
+    from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+    from megatron.core.ssm.mamba_mixer import MambaMixer, MambaMixerSubmodules
+    from megatron.core.ssm.mlp_layer import MLPLayer
+    from megatron.core.tensor_parallel.layers import RowParallelLinear
+    from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+    from megatron.core.transformer.dot_product_attention import DotProductAttention
+    from megatron.core.transformer.enums import AttnMaskType
+    from megatron.core.transformer.mlp import MLP, MLPSubmodules
+    from megatron.core.transformer.spec_utils import ModuleSpec
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_layer import (
+        MoETransformerLayer,
+        TransformerLayer,
+        TransformerLayerSubmodules,
+    )
+
+    linear, add = normed_linear(), get_bias_dropout_add
+    mixer = ModuleSpec(MambaMixer, submodules=MambaMixerSubmodules(in_proj=linear, out_proj=RowParallelLinear))
+    attention = ModuleSpec(
+        SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=linear, core_attention=DotProductAttention, linear_proj=RowParallelLinear
+        ),
+    )
+    mlp = ModuleSpec(MLP, submodules=MLPSubmodules(linear_fc1=linear, linear_fc2=RowParallelLinear))
+    layers = {
+        "mamba_layer": ModuleSpec(MambaLayer, submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=add)),
+        "attention_layer": ModuleSpec(
+            TransformerLayer, submodules=TransformerLayerSubmodules(self_attention=attention, self_attn_bda=add)
+        ),
+        "mlp_layer": ModuleSpec(MLPLayer, submodules=TransformerLayerSubmodules(mlp=mlp, mlp_bda=add)),
+    }
+    if num_experts:
+        moe = get_moe_module_spec(use_te=False, num_experts=num_experts, moe_grouped_gemm=False)
+        layers["moe_layer"] = ModuleSpec(
+            MoETransformerLayer,
+            submodules=TransformerLayerSubmodules(pre_mlp_layernorm=WrappedTorchNorm, mlp=moe, mlp_bda=add),
+        )
+    return ModuleSpec(MambaStack, submodules=MambaStackSubmodules(**layers))
+
+
+def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
+    """fla.modules.l2norm: each head divided by its length."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)
+
+
+@functools.cache
+def _gated_norm() -> type:
+    """mamba_ssm's RMSNorm, by groups and behind the gate, as megatron-core extends it."""
+    from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+    class GatedNorm(torch.nn.Module):
+        def __init__(self, size: int, *, eps: float, group_size: int, norm_before_gate: bool, **more: Any) -> None:
+            super().__init__()
+            self.eps, self.group_size = eps, group_size
+            self.weight = torch.nn.Parameter(torch.ones(size, **more))
+
+        def forward(self, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+            gated = (x.float() * functional.silu(gate.float())).unflatten(-1, (-1, self.group_size))
+            normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
+            return (normed.flatten(-2) * self.weight).to(x.dtype)
+
+        def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> Any:
+            state, group = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
+            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, offsets, dp_cp_group=group)
+
+    return GatedNorm
+
+
+def _scan(
+    x: torch.Tensor, dt: torch.Tensor, a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, chunk: int, **more: Any
+) -> torch.Tensor:
+    """mamba_ssm's mamba_chunk_scan_combined, one element of the sequence after the other."""
+    heads = x.shape[2]
+    steps = functional.softplus(dt.float() + more["dt_bias"])
+    into, out = (one.float().repeat_interleave(heads // one.shape[2], dim=2) for one in (b, c))
+    state = x.new_zeros(x.shape[0], heads, x.shape[3], b.shape[3], dtype=torch.float32)
+    found = []
+    for at in range(x.shape[1]):
+        step = steps[:, at, :, None, None]
+        state = state * torch.exp(step * a[:, None, None]) + step * x[:, at, ..., None] * into[:, at, :, None]
+        found.append((state * out[:, at, :, None]).sum(-1))
+    return (torch.stack(found, 1) + more["D"][:, None] * x).to(x.dtype)
