@@ -84,8 +84,10 @@ class MegatronDist(Format):
         from converters.megatron.dist import adapter_write, plain_write, write
 
         form = layout.read(DistOptions).ckpt_format or TORCH_DIST
+        if form == TORCH_DIST and checkpoint.is_adapter:
+            return adapter_write.lay_out(checkpoint, layout)
         if form == TORCH_DIST:
-            return (adapter_write if checkpoint.is_adapter else write).lay_out(checkpoint, layout)
+            return write.lay_out(checkpoint, layout)
         if checkpoint.is_adapter:
             raise UsageError(
                 f"an adapter is not written as {form}", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}"
