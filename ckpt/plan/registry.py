@@ -41,11 +41,12 @@ FORMATS = {
     "peft": "converters.huggingface.peft:PEFT",
 }
 
-#: Formats with options of their own: the dataclass that declares these (see `ckpt.plan.options`).
+#: Formats with options of their own: the dataclasses that declare these (see `ckpt.plan.options`).
+_MEGATRON = "converters.names.megatron.options:MegatronOptions"
 OPTIONS = {
-    **dict.fromkeys(
-        ("megatron", "megatron-dist", "megatron-deepspeed"), "converters.names.megatron.options:MegatronOptions"
-    ),
+    "megatron": _MEGATRON,
+    "megatron-dist": f"{_MEGATRON} converters.names.megatron.options:DistOptions",
+    "megatron-deepspeed": _MEGATRON,
     **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
     "universal": "converters.deepspeed.options:UniversalOptions",
     **dict.fromkeys(("zero1", "zero2"), "converters.deepspeed.options:ExpertOptions"),
@@ -169,7 +170,8 @@ def declared_options() -> dict[type, list[str]]:
     """The dataclasses in which formats declare options of their own, and the names of the formats that share each."""
     found: dict[type, list[str]] = {}
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
-        found.setdefault(load(where), []).append(name)
+        for declaration in where.split():
+            found.setdefault(load(declaration), []).append(name)
     return found
 
 

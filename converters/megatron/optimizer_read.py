@@ -31,6 +31,7 @@ from converters.megatron.chunks import are_experts_apart
 from converters.megatron.folder import DISTRIBUTED, MODEL
 from converters.megatron.optimizer import Optimizers, belongs, check_alike, check_kind, plain
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
+from converters.megatron.remainders import refuse_gathered
 
 #: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
 _PARAM = "param"
@@ -93,6 +94,7 @@ class _RankOptimizers:
                 continue
             if states is None:
                 check_kind(self.reading.args, self.file.path)
+                refuse_gathered(self.reading.args, self.file.path)
                 states = self._distributed()
             self._read_distributed(trained, states[number], number)
 

@@ -55,7 +55,7 @@ class RankOptimizers(MegatronOptimizer):
     def _plain(self, groups: Sequence[Group], placed: Sequence[ChunkTensor]) -> dict[str, Any]:
         """optimizer.py, `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
         state: dict[int, dict[str, Any]] = {}
-        masters: list[list[NewTensor]] = []
+        masters: list[list[Any]] = []
         listed = []
         identity = 0
         for group in groups:
@@ -69,7 +69,7 @@ class RankOptimizers(MegatronOptimizer):
                 if values:
                     state[number_] = values
                 if self.model.chosen[one.fqn].dtype in (BFLOAT16, FLOAT16):
-                    halves.append(new_tensor(one, (one.fqn, self.masters[one.fqn].role), FLOAT32))
+                    halves.append(self.new_tensor(one, (one.fqn, self.masters[one.fqn].role), FLOAT32))
             masters.append(halves)
         inner = {"state": state, "param_groups": listed}
         if not any(choice.dtype in (BFLOAT16, FLOAT16) for choice in self.model.chosen.values()):
@@ -83,7 +83,11 @@ class RankOptimizers(MegatronOptimizer):
             if one.fqn in by_fqn and not (name == "step" and step_in_group)
         }
         states = self.states[one.fqn].items()
-        return values | {role: new_tensor(one, (one.fqn, role), tensor.dtype) for role, tensor in states}
+        return values | {role: self.new_tensor(one, (one.fqn, role), tensor.dtype) for role, tensor in states}
+
+    def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
+        """A master or a state of a rank's parameter, as it is written."""
+        return new_tensor(one, key, dtype)
 
     def distributed_state(self, rank: Rank, chunks: Sequence[Chunk]) -> Any:
         """What a rank's `distrib_optim.pt` holds: None for what another rank of the same data has gathered."""

@@ -158,6 +158,7 @@ VALUES: dict[str, Any] = {
     "pipeline_model_parallel_layout": "Ett|L",
     "transformer_impl": "local",
     "make_vocab_size_divisible_by": 64,
+    "ckpt_format": "fsdp_dtensor",
     "names": "own",
     "flat_optimizer": True,
     "step_folder": True,

@@ -2,13 +2,16 @@
 
 The jobs are as `tests.frameworks.worker` has them; Transformer Engine's wheel is unpacked in `ENGINE`.  Layers, names,
 the order of parameters, buffers and files are those of megatron-core's specs for it over its own modules.  These
-compute nothing without a GPU, so gradients are drawn, and torch's Adam steps.
+compute nothing without a GPU, so gradients are drawn, and torch's Adam steps; with the precision-aware optimizer
+Transformer Engine's own, over `adam_double`.
 """
 
 import os
+import sys
 import zlib
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from tests.frameworks import worker
@@ -30,8 +33,11 @@ def main() -> None:
     from megatron.core.optimizer import clip_grads, distrib_optimizer
     from megatron.core.optimizer import optimizer as stepping
 
-    optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
-    distrib_optimizer.HAVE_APEX_OR_TE = False
+    if "--use-precision-aware-optimizer" in Path(sys.argv[1]).read_text():
+        _keep_whole()
+    else:
+        optimizer.Adam, optimizer.USING_PYTORCH_OPTIMIZER = torch.optim.AdamW, True
+        distrib_optimizer.HAVE_APEX_OR_TE = False
     for module in (clip_grads, stepping):
         module.multi_tensor_applier = utils.local_multi_tensor_applier
         module.multi_tensor_scale_impl = utils.local_multi_tensor_scale
@@ -40,6 +46,30 @@ def main() -> None:
     worker._step = _step
     worker._run = partial(_run, worker._run)
     worker.main()
+
+
+def _keep_whole() -> None:
+    """Have Transformer Engine's Adam step on this machine, and the truth tell the masters that it then had."""
+    import transformer_engine_torch
+
+    from tests.frameworks import adam_double
+    from train.truth import megatron as truth
+    from train.truth.pieces import Piece
+
+    transformer_engine_torch.multi_tensor_adam_param_remainder = adam_double.step
+
+    def pieces(chunks: Any, optimizer: Any) -> list[Piece]:
+        places = {tensor: place for chunk in chunks for place, tensor, _ in truth.placed(chunk)}
+        found = []
+        for one in truth.leaves(optimizer):
+            for parameter, shard, start, inner in truth._held(one):
+                held = {role: inner.state[shard][role] for role in ("exp_avg", "exp_avg_sq")}
+                if (whole := adam_double.MASTERS.get(shard.data_ptr())) is not None:
+                    held["master"] = whole
+                found += [Piece(role, places[parameter], start, truth._elements(value)) for role, value in held.items()]
+        return found
+
+    truth.optimizer_pieces = pieces
 
 
 def _run(run: Callable[[dict[str, Any]], Any], job: dict[str, Any]) -> Any:

@@ -49,15 +49,17 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(job["ranks"])}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     sys.argv = ["pretrain_gpt.py", *job["arguments"]]
+    from contextlib import nullcontext
     from pathlib import Path
     from types import SimpleNamespace
     from unittest import mock
 
     import torch
     import torch.distributed as dist
+    from megatron.core.optimizer.optimizer import ChainedOptimizer
     from megatron.training import initialize
 
-    from train.megatron.cpu import on_this_machine
+    from train.megatron.cpu import numbered_device, on_this_machine
 
     cuda = {
         "device_count": lambda: 1,
@@ -67,7 +69,9 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
     with (
         on_this_machine(),
         mock.patch.multiple(torch.cuda, **cuda),
+        numbered_device() if "--use-megatron-fsdp" in sys.argv else nullcontext(),
         mock.patch.object(initialize, "_compile_dependencies"),  # of datasets, in C++
+        mock.patch.object(ChainedOptimizer, "state_dict", _state_of_the_only_one),
     ):
         try:
             tensors, facts = _run(job)
@@ -84,6 +88,15 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
         dist.destroy_process_group()
 
 
+def _state_of_the_only_one(chain: Any, is_loading: bool = False) -> Any:
+    """What `ChainedOptimizer.state_dict` returns, also while loading.
+
+    0.19.2's takes no such argument, which `load_checkpoint` gives it for torch_dcp: as released, it loads none.
+    """
+    states = [one.state_dict(**({"is_loading": True} if is_loading else {})) for one in chain.chained_optimizers]
+    return states[0] if len(states) == 1 else states
+
+
 def _write(folder: Any, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
     from safetensors.torch import save_file
 
@@ -93,6 +106,7 @@ def _write(folder: Any, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    import torch
     from megatron.core.enums import ModelType
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
@@ -100,6 +114,7 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     from megatron.training.initialize import initialize_megatron
     from megatron.training.training import setup_model_and_optimizer
 
+    from train.megatron import fsdp
     from train.truth import megatron as truth
     from train.truth.pieces import collect
 
@@ -112,23 +127,35 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     args.load = None
     how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": _build_model}  # in either order
     model, optimizer, scheduler = setup_model_and_optimizer(**how)
+    is_fsdp = args.use_megatron_fsdp
+    if is_fsdp:
+        optimizer.optimizer.register_step_pre_hook(fsdp.give_empty_gradients)
     if load := job.get("load"):
         # torch's Adam has no states before its first step, of which megatron-core asks each for its number.
         for one in truth.leaves(optimizer):
             if hasattr(one, "gbuf_ranges"):
                 one._init_optimizer_states_with_dummy_values()
+            elif args.ckpt_format == "torch_dcp":
+                one.init_state_fn(one.optimizer, one.config)  # without the step, which Transformer Engine's groups have
+                for state in one.optimizer.state.values():
+                    state["step"] = torch.tensor(0.0)
         args.load = load
         args.iteration, _ = load_checkpoint(model, optimizer, scheduler)
     losses = [_step(model, optimizer, scheduler, step) for step in range(args.iteration, args.iteration + job["steps"])]
-    bare = [chunk.module.module for chunk in model]
+    bare = [(chunk.module if is_fsdp else chunk).module.module for chunk in model]
     if job["steps"] and args.overlap_param_gather:
         for chunk in model:
             chunk.disable_forward_pre_hook(param_sync=True)
     if args.save:
         args.consumed_train_samples = (args.iteration + job["steps"]) * args.global_batch_size
         save_checkpoint(args.iteration + job["steps"], model, optimizer, scheduler, 0)
-    pieces = truth.model_pieces(bare) + truth.optimizer_pieces(bare, optimizer)
-    return collect(pieces), _facts(args, bare, optimizer, scheduler, losses)
+    if is_fsdp:
+        held = model[0].module.param_and_grad_buffer, bare[0].places, optimizer
+        pieces, named = list(fsdp.pieces(*held)), fsdp.named_groups(*held)
+    else:
+        pieces = truth.model_pieces(bare) + truth.optimizer_pieces(bare, optimizer)
+        named = truth.named_groups(optimizer, {t: place.name for chunk in bare for place, t, _ in truth.placed(chunk)})
+    return collect(pieces), _facts(args, named, optimizer, scheduler, losses)
 
 
 def _build_model(
@@ -160,6 +187,7 @@ def _build_model(
         vp_stage=vp_stage,
     )
     truth.initialize([chunk], args.padded_vocab_size, args.seed)
+    chunk.places = {tensor: place for place, tensor, _ in truth.placed(chunk)}
     return chunk
 
 
@@ -243,7 +271,7 @@ def _forward(batches: Any, chunk: Any) -> tuple[Any, Any]:
     return output, loss
 
 
-def _facts(args: Any, bare: list[Any], optimizer: Any, scheduler: Any, losses: list[float]) -> dict[str, Any]:
+def _facts(args: Any, named: list[Any], optimizer: Any, scheduler: Any, losses: list[float]) -> dict[str, Any]:
     """What a resumed run goes on with beside its tensors; the same on all ranks but for the names of a group."""
     import hashlib
     import random
@@ -253,10 +281,9 @@ def _facts(args: Any, bare: list[Any], optimizer: Any, scheduler: Any, losses: l
 
     from train.truth import megatron as truth
 
-    names = {tensor: place.name for chunk in bare for place, tensor, _ in truth.placed(chunk)}
     mine = [
         ({key: value for key, value in group.items() if key not in ("params", "step")}, members)
-        for group, members in truth.named_groups(optimizer, names)
+        for group, members in named
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     steps = {

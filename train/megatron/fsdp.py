@@ -4,7 +4,7 @@ As Megatron-LM core_v0.16.1 runs it with --use-megatron-fsdp --data-parallel-sha
 megatron/training/training.py, get_model.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -41,7 +41,7 @@ class FsdpEngine(MegatronEngine):
 
     def _initialize(self) -> None:
         super()._initialize()
-        self.optimizer.optimizer.register_step_pre_hook(_give_empty_gradients)
+        self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind."""
@@ -56,35 +56,44 @@ class FsdpEngine(MegatronEngine):
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """Every tensor in full, on every rank, from the buffers that ranks compute with."""
         with on_this_machine():
-            tensors = collect(list(self._pieces()))
+            tensors = collect(list(pieces(self._buffer, self.places, self.optimizer)))
+            tensors |= collect(megatron_truth.model_pieces(self.bare, parameters=False))
         return tensors, self._facts()
 
-    def _pieces(self) -> Iterator[Piece]:
-        buffer = self.chunks[0].module.param_and_grad_buffer
-        stepped = dict(buffer.optimizer_named_parameters)
-        for group in buffer.parameter_groups:
-            for number, parameter in enumerate(group.params):
-                place, sharded = self.places[parameter], stepped[buffer.param_to_name[parameter]]
-                start = sharded.megatron_fsdp_slice.start
-                held = {"weight": group.model_weight_buffer.get_item(number, only_shard=True)}
-                held["master"] = group.main_weight_buffer.get_item(number, only_shard=True)
-                for role, state in self.optimizer.optimizer.state[sharded].items():
-                    if role != "step":
-                        held[role] = state.to_local()
-                for role, elements in held.items():
-                    yield Piece(role, place, start, elements.detach().cpu().reshape(-1).clone())
-        yield from megatron_truth.model_pieces(self.bare, parameters=False)
+    @property
+    def _buffer(self) -> Any:
+        return self.chunks[0].module.param_and_grad_buffer
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
-        names = {
-            sharded: self.places[sharded.orig_param].name
-            for _, sharded in self.chunks[0].module.param_and_grad_buffer.optimizer_named_parameters
-        }
-        groups = self.optimizer.optimizer.param_groups
-        return [(group, [names[parameter] for parameter in group["params"]]) for group in groups]
+        return named_groups(self._buffer, self.places, self.optimizer)
 
 
-def _give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) -> Iterator[Piece]:
+    """This rank's part of every parameter, master and state; `places` has those of the parameters before wrapping."""
+    stepped = dict(buffer.optimizer_named_parameters)
+    for group in buffer.parameter_groups:
+        for number, parameter in enumerate(group.params):
+            place, sharded = places[parameter], stepped[buffer.param_to_name[parameter]]
+            start = sharded.megatron_fsdp_slice.start
+            held = {"weight": group.model_weight_buffer.get_item(number, only_shard=True)}
+            held["master"] = group.main_weight_buffer.get_item(number, only_shard=True)
+            for role, state in optimizer.optimizer.state[sharded].items():
+                if role != "step":
+                    held[role] = state.to_local()
+            for role, elements in held.items():
+                yield Piece(role, place, start, elements.detach().cpu().reshape(-1).clone())
+
+
+def named_groups(
+    buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any
+) -> list[tuple[dict[str, Any], list[str]]]:
+    """Every param group with the names of its parameters."""
+    names = {sharded: places[sharded.orig_param].name for _, sharded in buffer.optimizer_named_parameters}
+    groups = optimizer.optimizer.param_groups
+    return [(group, [names[parameter] for parameter in group["params"]]) for group in groups]
+
+
+def give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A gradient for parameters of which this rank has no elements, so that torch's Adam has states for them too.
 
     Transformer Engine's has them whether there is a gradient or not, and saving is collective over all of them.

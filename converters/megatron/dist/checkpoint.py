@@ -19,6 +19,7 @@ from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
+from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
 
@@ -34,7 +35,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading, optimizers = torch_dcp.read_folder(path)
     else:
         reading, optimizers = megatron_fsdp.read_folder(path)
-    tensors = reading.tensors()
+    tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     refuse_others(parameters, path)
     beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
@@ -55,6 +56,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes),
+        computed=computed,
         facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )
     return as_adapter(checkpoint, path) if is_adapter else checkpoint

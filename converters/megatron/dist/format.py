@@ -12,8 +12,8 @@ are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron
 NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
 Megatron-LM's: of it the model is read.
 
-`fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read as well: see `converters.megatron.dist.fsdp`
-and `converters.megatron.dist.torch_dcp`.
+`fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read and written as well: see
+`converters.megatron.dist.fsdp`, `torch_dcp` and `plain_write`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
 core.py); Megatron-LM of August 2026, training/checkpointing.py.
@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ckpt.base.errors import NotFoundError
+from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
@@ -38,6 +38,7 @@ from converters.megatron.dist.folder import (
     is_torch_dcp_iteration,
 )
 from converters.megatron.folder import find_iteration, is_iterations_name
+from converters.names.megatron.options import TORCH_DIST, DistOptions
 
 #: What NeMo 2 puts beside the weights of an adapter.
 _NEMO_ADAPTER = "adapter_metadata.json"
@@ -80,9 +81,18 @@ class MegatronDist(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
-        from converters.megatron.dist import adapter_write, write
+        from converters.megatron.dist import adapter_write, plain_write, write
 
-        return adapter_write.lay_out(checkpoint, layout) if checkpoint.is_adapter else write.lay_out(checkpoint, layout)
+        form = layout.read(DistOptions).ckpt_format or TORCH_DIST
+        if form == TORCH_DIST and checkpoint.is_adapter:
+            return adapter_write.lay_out(checkpoint, layout)
+        if form == TORCH_DIST:
+            return write.lay_out(checkpoint, layout)
+        if checkpoint.is_adapter:
+            raise UsageError(
+                f"an adapter is not written as {form}", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}"
+            )
+        return plain_write.lay_out(checkpoint, layout, form)
 
 
 MEGATRON_DIST = MegatronDist()

@@ -118,11 +118,11 @@ class _SavedState:
             if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most are
                 if path[2] != last:
                     last, mine = path[2], options.setdefault(path[2], {})
-                mine[path[3]] = value if type(value := found[number]) is not FoundTensor else _value(reading, value)
+                mine[path[3]] = value if type(value := found[number]) is not FoundTensor else value_of(reading, value)
             else:
                 parts.setdefault(path[: 2 if path[0] == _OPTIMIZER else 1], []).append(number)
         leaves = (
-            (steps[number], _value(reading, found[number]))
+            (steps[number], value_of(reading, found[number]))
             for top, numbers in parts.items()
             if top not in ((_MODEL,), (_OPTIMIZER, _STATES))
             for number in numbers
@@ -160,7 +160,7 @@ def _refuse_flat(metadata: Metadata) -> None:
             )
 
 
-def _value(reading: DistReading, found: Any) -> Any:
+def value_of(reading: DistReading, found: Any) -> Any:
     """A value of the training state, which every rank has for itself and the checkpoint has once."""
     if not isinstance(found, FoundTensor):
         return found

@@ -52,6 +52,7 @@ from converters.megatron.optimizer import (
     is_partly_distributed,
     stepped_by,
 )
+from converters.megatron.remainders import are_gathered, refuse_gathered
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_beside, is_expert, layer_kinds, split_layer
 
@@ -230,6 +231,8 @@ def _read_buffers(reading: DistReading) -> None:
             fqn=beside,
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
+    if reading.sharding == "dp_zero_gather_scatter":
+        refuse_gathered(reading.args, reading.folder)
     is_partly = is_partly_distributed(reading.args) and reading.sharding == "dp_reshardable"
     check_kind(reading.args, reading.folder, (*KINDS, *OF_MATRICES) if is_partly else KINDS)
     Grid.recorded(reading.args, reading.folder)
@@ -253,7 +256,8 @@ def _read_buffers(reading: DistReading) -> None:
     for key, parts in held.items():
         shape = model.chosen[key[0]].tensor.shape
         for copy, placed in enumerate(whole_copies(parts)):
-            reading.add(key, shape, FLOAT32, [part for one in placed for part in one], copy)
+            pieces = [part for one in placed for part in one]
+            reading.add(key, shape, pieces[0][1].dtype if pieces else FLOAT32, pieces, copy)
 
 
 def _megatron_model(reading: DistReading) -> MegatronModel:
@@ -376,11 +380,19 @@ def _misfit(reading: DistReading, expected: object, found: object) -> CorruptErr
 
 def _drop_shifted(reading: DistReading) -> bool:
     """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
-    if reading.sharding != "fully_reshardable" or not _has_buckets(reading.args):
+    is_remainder = are_gathered(reading.args)
+    if reading.sharding != "fully_reshardable" or not (is_remainder or _has_buckets(reading.args)):
         return False
     shifted = [fqn for fqn, role in reading.placed if role == MASTER and not _is_rounded(reading, fqn)]
     if not shifted:
         return False
+    if is_remainder:
+        _leave_out(
+            reading,
+            f"the masters of {len(shifted)} parameters ({shifted[0]}, ...) are 16 bits of each, which megatron-core "
+            "itself cannot load: --use-precision-aware-optimizer with fully_reshardable",
+        )
+        return True
     _leave_out(
         reading,
         f"the masters of {len(shifted)} parameters ({shifted[0]}, ...) are not what "

@@ -28,14 +28,15 @@ from ckpt.containers.dcp.tensors import FoundTensor
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.tensors import Shape
 from converters.megatron.chunks import BUFFERS, EXTRA
-from converters.megatron.dist.fsdp import check_layers
+from converters.megatron.dist.fsdp import check_layers, value_of
+from converters.megatron.dist.keys import ObjectKey
 from converters.megatron.dist.read import DistReading, is_models
 from converters.megatron.optimizer import Optimizers, belongs, check_alike
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, in_order, layer_kinds, split_layer
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_RANDOM = "rng_state"  # each rank's, under the number of the one that saved last
+_RANDOM = "rng_state"  # the ranks' under the same names; all of them load the one that was stored
 _MASTERS = "fp32_from_fp16_params"
 
 
@@ -47,10 +48,10 @@ def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
     reading, metadata = DistReading(folder), read_metadata(folder)
     found, steps = reading.data.read(metadata), metadata.steps
     reading.data.count_ranks(folder)
-    reading.common = nest(
-        ((path, leaf) for path, leaf in zip(steps, found, strict=True) if path[0] not in (_MODEL, _OPTIMIZER, _RANDOM)),
-        metadata.path,
-    )
+    rest = ((path, leaf) for path, leaf in zip(steps, found, strict=True) if path[0] not in (_MODEL, _OPTIMIZER))
+    reading.common = nest(((path, value_of(reading, leaf)) for path, leaf in rest), metadata.path)
+    if (random := reading.common.pop(_RANDOM, None)) is not None:
+        reading.objects[_RANDOM] = {ObjectKey(_RANDOM, (0, 0), (1, 1)): random}
     _check_ranks(reading)
     tensors: dict[str, FoundTensor] = {}
     for path, leaf in zip(steps, found, strict=True):

@@ -34,6 +34,7 @@ from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.entries import FP8, RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
+from converters.megatron.remainders import are_gathered
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 from converters.names.megatron.model.splits import packed
@@ -276,5 +277,10 @@ def _dist_notes(
 ) -> Iterator[str]:
     form = "layers in one tensor" if keys.stacked else "layers one by one"
     yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
+    if are_gathered(model.args) and optimizer is not None:
+        yield (
+            "megatron-core loads these masters without --use-precision-aware-optimizer alone: with it, it asks for 16 "
+            "bits of each, and loads such from dp_reshardable and the same ranks only"
+        )
     if optimizer is None:
         yield from describe(model.chosen, model.checkpoint, layout.dtype)

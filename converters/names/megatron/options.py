@@ -7,6 +7,21 @@ from typing import ClassVar
 
 from ckpt.plan.options import MAX_SIZE, option
 
+TORCH_DIST, TORCH_DCP, FSDP_DTENSOR = "torch_dist", "torch_dcp", "fsdp_dtensor"
+
+
+@dataclass(frozen=True)
+class DistOptions:
+    """The choice among Megatron's distributed formats."""
+
+    about: ClassVar[str] = "Megatron's distributed formats"
+
+    ckpt_format: str | None = option(
+        "How the files are laid out: for torch's FSDP2 torch_dcp, for Megatron-FSDP fsdp_dtensor. "
+        "[default: torch_dist]",
+        choices=(TORCH_DIST, TORCH_DCP, FSDP_DTENSOR),
+    )
+
 
 @dataclass(frozen=True)
 class MegatronOptions:

@@ -1,0 +1,217 @@
+"""Megatron's `torch_dcp` and `fsdp_dtensor` formats: write what `converters.megatron.dist.torch_dcp` and `fsdp` read.
+
+Both are PyTorch's distributed checkpoint of a nested state dict: tensors are whole, and any number of ranks loads them.
+An engine asks for each entry of its own state dict and fails where one is not there, so what its optimizer's groups
+may have is written even where the source does not record it.
+
+Format facts: see `converters.megatron.dist.torch_dcp` and `converters.megatron.dist.fsdp`; what is asked for while
+loading: megatron-core 0.19.2, training/checkpointing.py (`load_checkpoint`, `_load_base_checkpoint`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+from ckpt.base.errors import LossError, UsageError
+from ckpt.containers.dcp.metadata import Path_
+from ckpt.containers.dcp.write import SourceTensor, Writing, flatten
+from ckpt.containers.torchfile.values import Record
+from ckpt.containers.torchfile.write import FromSource, NewTensor, state_number
+from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from ckpt.plan.tensors import Box
+from ckpt.run_folder.carried import model_files
+from ckpt.run_folder.steps import TRACKER
+from ckpt.state import adam
+from converters.megatron.chunks import Chunk, ChunkTensor, MegatronModel, describe_model
+from converters.megatron.entries import RANDOM, to_write
+from converters.megatron.folder import iteration_folder
+from converters.megatron.optimizer import ADAM, MegatronOptimizer
+from converters.megatron.optimizer_write import RankOptimizers
+from converters.megatron.read import OTHER_ORDER
+from converters.names.megatron.facts import MegatronFacts
+from converters.names.megatron.model.axes import Grid
+from converters.names.megatron.model.splits import is_gated, second_linear
+from converters.names.megatron.options import FSDP_DTENSOR, TORCH_DCP
+
+_AXES = ("tp", "pp", "ep", "etp", "vpp")
+_ONLY = "shard_0.0_1.1"  # the place of what the only stage and tensor parallel rank has
+_HALF = ("_w", "_v")
+_FC1 = re.compile(r".*\.mlp\.(?:(?:experts\.local_experts\.\d+|shared_experts)\.)?linear_fc1\.(?:weight|bias)")
+_GROUPED_FC1 = re.compile(r".*\.mlp\.experts\.linear_fc1\.(?:weight|bias)\d+")
+#: What Transformer Engine's Adam has in its groups, and torch's has not.
+_OF_ENGINE = {"bias_correction": True}
+
+
+def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
+    """The files of a run folder whose iteration is stored as `form` says.
+
+    Raises UsageError for sizes that the format is not for, LossError for what it has no place for.
+    """
+    asked = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
+    if asked:
+        raise UsageError(
+            f"{form} is written as one tensor parallel rank, stage and expert parallel rank holds it",
+            expected="sizes of 1",
+            found=", ".join(f"--{name} {value}" for name, value in asked.items()),
+            hint="leave these out, or --ckpt-format torch_dist",
+        )
+    ones = Layout(layout.dtype, layout.max_shard_size, layout.world_size, {**layout.options, **dict.fromkeys(_AXES, 1)})
+    model = describe_model(checkpoint, ones)
+    ours = {"ckpt_format": form, "use_torch_fsdp2": form == TORCH_DCP, "use_megatron_fsdp": form == FSDP_DTENSOR}
+    ours["use_distributed_optimizer"] = form == FSDP_DTENSOR
+    model = replace(model, args={**model.args, **ours})
+    (chunk,) = model.chunks(next(iter(model.grid.ranks())))
+    folder = iteration_folder(checkpoint.state.step)
+    random = _random_states(model)
+    without = "resume with --no-load-rng"
+    kept, dropped = to_write(model, {} if random is None else {RANDOM: random}, without_random=without)
+    writing = Writing(model.args["world_size"], f"{folder}/")
+    write = _torch_dcp if form == TORCH_DCP else _fsdp_dtensor
+    writing.add_all(write(model, chunk, random))
+    common = {
+        "args": Record("argparse", "Namespace", (), state=dict(model.args)),
+        "checkpoint_version": kept.get("checkpoint_version", 3.0),
+        "iteration": checkpoint.state.step or 0,
+        "num_floating_point_operations_so_far": kept.get("num_floating_point_operations_so_far", 0),
+    }
+    writing.add_all(flatten(common | {name: value for name, value in kept.items() if name not in common}))
+    step = checkpoint.state.step
+    files = (
+        *writing.files(),
+        *model_files(checkpoint, layout.dtype)[0],
+        TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
+    )
+    notes = [f"Megatron, {form}: for any number of ranks"]
+    if form == FSDP_DTENSOR and not model.args.get("swiglu") and any(_is_gated(model, fqn) for fqn in model.chosen):
+        notes.append(
+            "only for TP 1: Megatron-FSDP has the rows of a gated MLP that is no SwiGLU by tensor parallel rank"
+        )
+    return Target(files, dropped=tuple(dropped), notes=tuple(notes))
+
+
+def _is_gated(model: MegatronModel, fqn: str) -> bool:
+    second = second_linear(fqn)
+    known = second is not None and second in model.chosen
+    return known and is_gated(model.chosen[fqn].tensor.shape, model.chosen[second or ""].tensor.shape)
+
+
+def _random_states(model: MegatronModel) -> Any:
+    """The random states that all data parallel ranks load, where the source has those of one stage and rank."""
+    state = model.checkpoint.state
+    source, places = Grid.of_args(state.args or {}), state.per_rank.get(RANDOM, {})
+    if state.engine != "megatron" or (source.tp, source.pp) != (1, 1) or set(places) != {_ONLY}:
+        return None
+    return places[_ONLY]
+
+
+# -- under torch's FSDP2 -------------------------------------------------------------------------------------
+
+
+class _WholeOptimizer(RankOptimizers):
+    """The optimizer of the only rank of a model, with tensors that are cut among those that share it."""
+
+    def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
+        return SourceTensor(key, dtype, one.shape)
+
+    def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
+        return super()._state_of(one, step_in_group=False)  # torch's Adam asks for it here, whatever is in the group
+
+    def _options(self, options: dict[str, Any], *kind: Any) -> dict[str, Any]:
+        return _with_all_options(super()._options(options, *kind))
+
+
+def _with_all_options(options: dict[str, Any]) -> dict[str, Any]:
+    return {**_OF_ENGINE, **adam.missing_for_torch(options, None), **options}
+
+
+def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
+    """The leaves of a state dict under torch's FSDP2.  LossError where the source lacks what loading asks for."""
+    if not model.has_optimizer or random is None:
+        raise LossError(
+            "Megatron-LM loads torch_dcp only with optimizer and random states, whatever it is told",
+            path=model.checkpoint.path,
+            expected="an optimizer's states, and random states of one stage and one tensor parallel rank",
+            found="no optimizer" if not model.has_optimizer else "no such random states",
+            hint="--ckpt-format torch_dist",
+        )
+    if model.checkpoint.facts_of(MegatronFacts).own_module_order:
+        raise LossError(f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone", hint="torch_dist")
+    if model.tied:
+        raise LossError(
+            "Megatron-LM's --use-torch-fsdp2 is for models whose output layer is not the embedding",
+            path=model.checkpoint.path,
+            hint="--ckpt-format torch_dist",
+        )
+    for one in chunk.tensors:
+        choice = model.chosen[one.fqn]
+        yield ("model", one.name), SourceTensor(choice.key, choice.dtype, one.shape, choice.tensor.role != BUFFER)
+    yield from ((("model", name), None) for name in chunk.extra)
+    yield from flatten(_WholeOptimizer(model).of_rank([chunk]), ("optimizer",))
+    yield from flatten(random, (RANDOM,))
+
+
+# -- under Megatron-FSDP -------------------------------------------------------------------------------------
+
+
+def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
+    """The leaves of a state dict under Megatron-FSDP, whose parameters are the masters."""
+    optimizer = MegatronOptimizer(model) if model.has_optimizer else None
+    steps = model.checkpoint.state.scalars.get("step", {})
+    for one in chunk.tensors:
+        choice = model.chosen[one.fqn]
+        if choice.tensor.role == BUFFER:
+            yield ("model", f"module.{one.name}"), SourceTensor(choice.key, choice.dtype, one.shape, cut=False)
+            continue
+        if choice.dtype not in (BFLOAT16, FLOAT16):
+            raise LossError(
+                "Megatron-LM trains a model under Megatron-FSDP in 16 bits",
+                path=model.checkpoint.path,
+                fqn=one.fqn,
+                expected="bfloat16 or float16",
+                found=choice.dtype,
+                hint="--dtype bf16, or --ckpt-format torch_dist",
+            )
+        master = (one.fqn, optimizer.masters[one.fqn].role) if optimizer else choice.key
+        yield from _halves(model, one, ("model", f"module.{one.name}"), {(): SourceTensor(master, FLOAT32, one.shape)})
+        if optimizer is None:
+            continue
+        states: dict[Path_, Any] = {
+            (role,): SourceTensor((one.fqn, role), optimizer.states[one.fqn][role].dtype, one.shape) for role in ADAM
+        }
+        if one.fqn in steps:
+            states["step",] = state_number("step", steps[one.fqn])
+        name = f"module.module.module.{one.name}"
+        yield from _halves(model, one, ("optimizer", "state", name), states)
+        kind = optimizer.kind(one.name, one.fqn, len(one.shape))
+        (group,) = (group for group in optimizer.groups if group.kind == kind)
+        options = _with_all_options(dict(group.options))
+        yield from flatten(options, ("optimizer", "param_to_group_meta", name))
+    if random is not None:
+        yield from flatten({"(0, 0)": random}, (RANDOM,))
+
+
+def _halves(
+    model: MegatronModel, one: ChunkTensor, path: Path_, leaves: Mapping[Path_, Any]
+) -> Iterator[tuple[Path_, Any]]:
+    """`leaves` of a parameter below `path`; of the first layer of a SwiGLU MLP gate and up rows, each with a copy."""
+    is_gated = model.args.get("swiglu") and (_FC1.fullmatch(one.name) or _GROUPED_FC1.fullmatch(one.name))
+    for half, ending in enumerate(_HALF if is_gated else ("",)):
+        for rest, leaf in leaves.items():
+            mine = _half(leaf, half) if is_gated and isinstance(leaf, SourceTensor) else leaf
+            yield (*path[:-1], f"{path[-1]}{ending}", *rest), mine
+
+
+def _half(tensor: SourceTensor, half: int) -> SourceTensor:
+    """The first or the second half of the rows."""
+    rows = tensor.shape[0] // 2
+    return replace(tensor, shape=(rows, *tensor.shape[1:]), part=partial(_rows, tensor.key, tensor.dtype, half * rows))
+
+
+def _rows(key: Key, dtype: DType, first: int, box: Box) -> NewTensor:
+    start, *others = box.offsets
+    return NewTensor(dtype, box.sizes, (FromSource(key, Box((start + first, *others), box.sizes)),))

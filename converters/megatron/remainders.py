@@ -1,0 +1,91 @@
+"""Masters of which a checkpoint has the lower half: Transformer Engine's Adam with `store_param_remainders`.
+
+A parameter in bf16 has the upper 16 bits of its master, and the optimizer an int16 with the lower ones.  Where these
+are 2 ** 15 or more, negative as an int16, the parameter has been rounded up by one.
+
+Transformer Engine 2.20, common/multi_tensor/adam.cu (`AdamFunctorMasterParamRemainder`); megatron-core 0.19.2,
+optimizer/distrib_optimizer.py (`_get_main_param_and_optimizer_states`): `dp_reshardable` has the int16 as they are;
+what is gathered has their numbers in fp32, which megatron-core itself cannot load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Key
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
+from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor
+from converters.quantized.blocks import BLOCK
+
+_INT16 = BY_NAME["int16"]
+
+
+def are_gathered(args: Mapping[str, Any]) -> bool:
+    """Whether masters that were gathered in fp32 are remainders, as far as arguments tell."""
+    dtype = str(args.get("main_params_dtype") or FLOAT32)
+    is_kept = bool(args.get("store_param_remainders", True)) and dtype.removeprefix("torch.") in ("fp32", "float32")
+    return bool(args.get("use_precision_aware_optimizer")) and bool(args.get("bf16")) and is_kept
+
+
+def refuse_gathered(args: Mapping[str, Any], path: str | Path) -> None:
+    """NotFoundError where gathered masters are remainders."""
+    if are_gathered(args):
+        raise NotFoundError(
+            "the masters are stored as 16 bits of each, in fp32, which megatron-core itself cannot load",
+            path=path,
+            expected="a run without --use-precision-aware-optimizer, or saved as dp_reshardable (torch_dist)",
+            hint="to read the weights here, save them with --no-save-optim",
+        )
+
+
+def with_masters(
+    tensors: Mapping[Key, Tensor], path: Path
+) -> tuple[dict[Key, Tensor], dict[str, Callable[[], memoryview]]]:
+    """`tensors` with whole masters in place of remainders, and what computes them, by made-up paths."""
+    found, computed = dict(tensors), dict[str, Callable[[], memoryview]]()
+    for (fqn, role), tensor in tensors.items():
+        if role != MASTER or tensor.dtype != _INT16:
+            continue
+        weight = tensors.get((fqn, WEIGHT))
+        if weight is None or (weight.dtype, weight.shape) != (BFLOAT16, tensor.shape):
+            raise CorruptError(
+                "the lower halves of a master are there without the parameter that has the upper ones",
+                path=path,
+                fqn=fqn,
+                expected=f"bfloat16 {list(tensor.shape)}",
+                found="none" if weight is None else f"{weight.dtype} {list(weight.shape)}",
+            )
+        pieces = []
+        for number, box in enumerate(_blocks(tensor.shape)):
+            name = f"master:{path}:{fqn}:{number}"
+            computed[name] = partial(_master, weight, tensor, box)
+            pieces.append(Fragment(box, Extent.contiguous(name, 0, FLOAT32, box.sizes)))
+        found[fqn, role] = replace(tensor, dtype=FLOAT32, source=Pieces(tuple(pieces)), native=BFLOAT16, replicas=())
+    return found, computed
+
+
+def _blocks(shape: Shape) -> Iterator[Box]:
+    """Boxes of whole rows, of about `BLOCK` elements."""
+    rows = shape[0]
+    each = max(1, BLOCK * rows // max(1, prod(shape)))
+    for start in range(0, rows, each):
+        stop = min(start + each, rows)
+        yield Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))
+
+
+def _master(weight: Tensor, remainder: Tensor, box: Box) -> memoryview:
+    """The masters of a box, in fp32, as bytes."""
+    import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
+
+    from ckpt.move.reading import read_box
+
+    upper, lower = (read_box(one, box, {}).view(np.int16) for one in (weight, remainder))
+    whole = (upper - (lower < 0)).view(np.uint16).astype(np.uint32) << 16 | lower.view(np.uint16)
+    content: memoryview = whole.reshape(-1).view(np.uint8).data
+    return content
