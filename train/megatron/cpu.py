@@ -30,29 +30,30 @@ def on_this_machine() -> Iterator[None]:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (WrappedTorchNorm, "__new__", _norm_by),
+        (DotProductAttention, "__init__", _attend_by),
+        (DistributedOptimizer, "_set_main_param_and_optimizer_states", _put_by),
+        (layers, "reduce_from_tensor_model_parallel_region", _reduce_by),
+        (layers, "reduce_scatter_to_sequence_parallel_region", _reduce_by),
+    ]
+    missing: list[tuple[Any, str, Any]] = []
+    if not moe_utils.HAVE_TE:
+        # The one is missing then, though the code asks whether it is None; the other is None, though the code asks
+        # whether something is an instance of it.
+        missing = [(moe_utils, "te_general_gemm", None)]
+        missing += [(module, "TELinear", _Absent) for module in (multi_latent_attention, mcore_fsdp_adapter)]
+    if not _has_gpu():
+        replaced.append((DeviceMesh, "from_group", _mesh_by))
+        missing += [(torch.cuda, name, stand_in) for name, stand_in in _CUDA.items()]
+        missing += [(random, "_get_cuda_rng_state", _get_random_state)]
+        missing += [(random, "_set_cuda_rng_state", _set_random_state)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm_by(WrappedTorchNorm.__new__)))
-        if not moe_utils.HAVE_TE:
-            # The one is missing then, though the code asks whether it is None; the other is None, though the code
-            # asks whether something is an instance of it.
-            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
-            for module in (multi_latent_attention, mcore_fsdp_adapter):
-                stack.enter_context(mock.patch.object(module, "TELinear", _Absent, create=True))
-        stack.enter_context(
-            mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
-        )
-        put = DistributedOptimizer._set_main_param_and_optimizer_states
-        stack.enter_context(
-            mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", _put_by(put))
-        )
-        for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
-            stack.enter_context(mock.patch.object(layers, name, _reduce_by(getattr(layers, name))))
+        for owner, name, made_of in replaced:
+            stack.enter_context(mock.patch.object(owner, name, made_of(getattr(owner, name))))
+        for owner, name, stand_in in missing:
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         if not _has_gpu():
-            for name, stand_in in _CUDA.items():
-                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh_by(DeviceMesh.from_group)))
-            stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
-            stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
             stack.enter_context(_CudaIsCpu())
         yield
 
@@ -171,17 +172,12 @@ class _CudaIsCpu(TorchFunctionMode):
 class _Stream:
     """A queue that is always empty: everything has been computed when the call returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, *_: Any) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    wait_stream = synchronize = wait
 
     def record_event(self, event: Any = None) -> "_Stream":
         """An event that has happened, which this class serves as too."""
@@ -189,9 +185,7 @@ class _Stream:
 
 
 def _names_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _cpu_for(device: Any) -> Any:

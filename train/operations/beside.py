@@ -64,7 +64,7 @@ class Operations:
 
     def __exit__(self, *reason: Any) -> None:
         if self.tracker:
-            self.tracker.close()
+            self.tracker.finish()
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
@@ -130,7 +130,7 @@ class Operations:
         if self.rank == 0:
             _append(self.output / "metrics.jsonl", line)
             if self.tracker:
-                self.tracker.log(line["step"], tracking.flat(line))
+                self.tracker.log(tracking.flat(line), step=line["step"])
         if self.config.on_spike != "off":
             self._look_for_spike(line)
 
