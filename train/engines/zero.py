@@ -117,7 +117,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def step(self) -> int:
-        """Those skipped for overflow count, as in the checkpoint's tag."""
+        """Steps that overflowed and were skipped count, as in the checkpoint's tag."""
         return int(self.engine.global_steps)
 
     @property

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.training.heartbeat import Heart
+from ckpt.training.spikes import SpikeWatch
 from train import data, folders, launch
 from train.config import Config, UserError
 from train.operations import records, state, tracking
-from train.operations.heartbeat import Heart
-from train.operations.spikes import SpikeWatch
 
 
 def require_free(config: Config) -> None:
