@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from train import data, folders, launch, models, stopping, truth
-from train.config import ZERO, Config, UserError
+from train.config import WARMUP, ZERO, Config, UserError
 from train.engines.base import Engine
 from train.engines.native import gather, silence_unused_parameters
 from train.operations.beside import Operations
@@ -114,7 +114,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
         weight_decay=config.weight_decay,
         optim="adamw_torch" if config.optimizer == "adamw" else "sgd",
         lr_scheduler_type=_SCHEDULERS[config.scheduler],
-        warmup_steps=3 if config.scheduler == "deepspeed" else 0,
+        warmup_steps=WARMUP if config.scheduler == "deepspeed" else 0,
         bf16=config.dtype == "bf16" and config.precision == "mixed",
         seed=config.seed,
         logging_steps=1,
@@ -139,7 +139,7 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
     options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = config.save == "full"
     if "scheduler" in options:  # the one of DeepSpeed's that does not depend on the number of steps
         rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
-        options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": 3}}
+        options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": WARMUP}}
     return options
 
 

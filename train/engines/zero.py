@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from train import launch, models, truth
-from train.config import Config, read_ds_config
+from train.config import WARMUP, Config, read_ds_config
 from train.engines.base import Engine
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 from train.truth import memory, pieces
@@ -98,15 +98,9 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
             generated["optimizer"]["params"]["fused"] = True
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
-        generated["scheduler"] = {
-            "type": "WarmupDecayLR",
-            "params": {
-                "total_num_steps": config.schedule_steps,
-                "warmup_num_steps": 3,
-                "warmup_min_lr": [rate / 10 for rate in rates],
-                "warmup_max_lr": rates,
-            },
-        }
+        lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
+        peaks = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
+        generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
     return _merged(generated, read_ds_config(config.ds_config))
 
 
@@ -264,10 +258,8 @@ class ZeroEngine(DeepSpeedEngine):
         mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
         tensors = pieces.collect([piece for piece in mine if piece is not None])
         for key, parameter, state in wanted:
-            if state is None:
-                claimed = safe_get_full_fp32_param(parameter).cpu()
-            else:
-                claimed = safe_get_full_optimizer_state(parameter, state).cpu()
+            found = safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
+            claimed = found.cpu()
             if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
                 raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
         return tensors
@@ -276,10 +268,7 @@ class ZeroEngine(DeepSpeedEngine):
         """This rank's part of a master (state None) or optimizer state."""
         role, _, name = key.partition("/")
         if self.stage == 3:
-            if state is None:
-                slot = safe_get_local_fp32_param(parameter)
-            else:
-                slot = safe_get_local_optimizer_state(parameter, state)
+            slot = safe_get_local_optimizer_state(parameter, state) if state else safe_get_local_fp32_param(parameter)
             start = dist.get_rank() * slot.numel()
             length = min(slot.numel(), parameter.ds_numel - start)  # the rest of the last slots is padding
             place = Place(name, tuple(parameter.ds_shape))

@@ -22,11 +22,12 @@ _GELU_TANH = partial(functional.gelu, approximate="tanh")
 #: Options of Megatron-LM's that are off, or have no value, unless an architecture says otherwise.
 _OFF = (
     *("rotary_interleaved", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "quick_geglu"),
-    *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm"),
+    *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm", "data_parallel_random_init"),
 )
 _NONE = (
     *("no_rope_freq", "activation_func_clamp_value", "window_size", "window_attn_skip_freq", "num_experts"),
-    "moe_shared_expert_intermediate_size",
+    *("moe_shared_expert_intermediate_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("no_save_optim", "no_save_rng"),
 )
 
 
@@ -243,7 +244,6 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": config.vpp if config.vpp > 1 else None,
         "expert_model_parallel_size": config.ep,
         "expert_tensor_parallel_size": config.etp or config.tp,
@@ -254,7 +254,6 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
         "decoder_last_pipeline_num_layers": config.last_stage_layers or None,
         "account_for_embedding_in_pipeline_split": config.count_embedding,
         "account_for_loss_in_pipeline_split": config.count_loss,
-        "pipeline_model_parallel_layout": None,
         "mtp_num_layers": config.mtp_layers or None,
         "make_vocab_size_divisible_by": config.vocab_multiple,
         "padded_vocab_size": -(-vocabulary // multiple) * multiple,
@@ -277,7 +276,6 @@ def _training(config: Config) -> dict[str, Any]:
         "clip_grad": 1.0,
         "optimizer": "adam" if config.optimizer == "adamw" else "sgd",
         "seed": config.seed,
-        "data_parallel_random_init": False,
         "accumulate_allreduce_grads_in_fp32": True,
         "use_distributed_optimizer": not config.no_distributed_optimizer,
         "overlap_grad_reduce": bool(config.bucket_size),
@@ -288,8 +286,6 @@ def _training(config: Config) -> dict[str, Any]:
         "data_parallel_sharding_strategy": "optim_grads_params" if config.saving == "fsdp_dtensor" else "no_shard",
         "ckpt_fully_parallel_save": True,
         "dist_ckpt_optim_fully_reshardable": config.optimizer_format == "fully_reshardable",
-        "no_save_optim": None,
-        "no_save_rng": None,
         "save": config.output,
         "consumed_train_samples": 0,
         "skipped_train_samples": 0,

@@ -43,13 +43,9 @@ class MegatronEngine(Engine):
         from megatron.core.transformer.module import Float16Module
 
         args = self.args
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        )
+        axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
+        sizes = {f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in axes}
+        parallel_state.initialize_model_parallel(**sizes)
         # Not at the start of a run: another one may have left its generators in this process.
         tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed, force_reset_rng=True)
         self.transformer = megatron_args.transformer_config(args)
@@ -224,40 +220,32 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     """This rank's chunks of the model: one, or under --vpp several."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
     number = args.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for stage in range(number):
-        virtual = stage if number > 1 else None
+        of_stage = {"vp_stage": stage if number > 1 else None}
+        plain = {"use_transformer_engine": False, **of_stage}
         if args.num_experts:
-            spec = get_gpt_decoder_block_spec(
-                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
-            )
+            spec = specs.get_gpt_decoder_block_spec(transformer, normalization=args.normalization, **plain)
         else:
-            spec = get_gpt_layer_local_spec(
+            spec = specs.get_gpt_layer_local_spec(
                 qk_layernorm=args.qk_layernorm,
                 multi_latent_attention=args.multi_latent_attention,
                 normalization=args.normalization,
             )
         further = None
         if args.mtp_num_layers:
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
-
-            layers = get_gpt_decoder_layer_specs(
-                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
-            )
-            further = get_gpt_mtp_block_spec(transformer, layers[-1], use_transformer_engine=False, vp_stage=virtual)
+            layers = specs.get_gpt_decoder_layer_specs(transformer, normalization=args.normalization, **plain)
+            further = specs.get_gpt_mtp_block_spec(transformer, layers[-1], **plain)
         chunk = GPTModel(
             transformer,
             spec,
             vocab_size=args.padded_vocab_size,
             max_sequence_length=args.max_position_embeddings,
-            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
-            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
             share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
             position_embedding_type=args.position_embedding_type,
             rotary_percent=args.rotary_percent,
@@ -265,7 +253,7 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
             rope_scaling=args.use_rope_scaling,
             rope_scaling_factor=args.rope_scaling_factor,
             mtp_block_spec=further,
-            vp_stage=virtual,
+            **of_stage,
         )
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)

@@ -56,10 +56,8 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 
 def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]], Any]) -> list[dict[str, Any]]:
     """The described groups of all ranks, where each rank knows only those of its own parameters; one for each `key`."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
     merged: dict[Any, dict[str, Any]] = {}
-    for number, group in (numbered for groups in everyone for numbered in enumerate(groups)):
+    for number, group in (numbered for groups in launch.of_all_ranks(mine) for numbered in enumerate(groups)):
         known = merged.setdefault(key(number, group), group)
         known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
     return list(merged.values())
