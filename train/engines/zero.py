@@ -276,12 +276,7 @@ class ZeroEngine(DeepSpeedEngine):
         return fragment(parameter, Place(name, tuple(parameter.shape)), state)
 
     def _relink(self) -> None:
-        """Mends DeepSpeed's map from parameters to fragments of master and states (stages 1 and 2).
-
-        It links the states of all param groups once the first group has stepped, when the others have none yet, so
-        that their states are never found. And with round_robin_gradients the map is made in the order before the
-        parameters are dealt out, so that every safe_get_full_* call answers with some other parameter's numbers.
-        """
+        """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
         optimizer = self.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):

@@ -1,9 +1,7 @@
-"""Lets megatron-core run where there is no GPU, nor Transformer Engine or Apex.
+"""Lets megatron-core 0.16.1 run where there is no GPU, nor Transformer Engine or Apex.
 
-Megatron-core asks for the device "cuda" by name, compares type strings such as "torch.cuda.FloatTensor" and creates
-streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, unless there
-is a GPU. Its transport is gloo then, which has every collective that megatron-core uses. What megatron-core 0.16.1
-does not do without the other packages is mended on either kind of machine.
+docs/training.md lists what is replaced, and why. What concerns GPUs is replaced only where there is none; the
+transport is gloo then, which has every collective that megatron-core uses.
 """
 
 import contextlib
@@ -71,10 +69,7 @@ def _has_gpu() -> bool:
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark is all that it needs.
-
-    Without Apex, WrappedTorchNorm refuses, and so training experts under tensor parallelism, which demands it, fails.
-    """
+    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark it needs."""
 
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
@@ -99,10 +94,7 @@ class _CenteredNorm(torch.nn.LayerNorm):
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The sum over a group, and over a group of one the tensor itself.
-
-    Megatron-core returns a view of it, to which experts of its own kind then fail to add their bias in place.
-    """
+    """The sum over a group, and over a group of one the tensor itself, not a view of it."""
 
     def reduced(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         return tensor if group is not None and group.size() == 1 else reduce(tensor, group=group)
@@ -111,10 +103,7 @@ def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Attention to keys and values of different widths, which multi-latent attention announces to it.
-
-    It reads them off the tensors; only Transformer Engine's has arguments for them.
-    """
+    """Attention that takes the widths that multi-latent attention announces, and reads them off the tensors."""
 
     def attend(*args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
@@ -123,10 +112,7 @@ def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _put_by(put: Callable[..., None]) -> Callable[..., None]:
-    """The states of a parameter from distrib_optim.pt, in which torch's Adam misses the step.
-
-    Apex's and Transformer Engine's keep it in the param group, as model_optim_rng.pt does, from where it was read.
-    """
+    """The states of a parameter from distrib_optim.pt with the step, which model_optim_rng.pt has, for torch's Adam."""
 
     def put_with_step(optimizer: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = optimizer.model_param_group_index_map[parameter]
