@@ -1,4 +1,4 @@
-"""The commands of docs/training.md are ones that the trainer, the preflight and the batch script take."""
+"""`ckpt/training/preflight.py`, docs/training.md: commands that the trainer, the preflight and the batch scripts take."""
 
 from __future__ import annotations
 
