@@ -1,4 +1,4 @@
-"""`ckpt/training/preflight.py`, docs/training.md: commands that the trainer, the preflight and the batch scripts take."""
+"""`ckpt/training/preflight.py`, docs/training.md: what the trainer, the preflight and the batch scripts take."""
 
 from __future__ import annotations
 
