@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from train import folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
-from train.engines.base import Engine
+from train.engine import Engine
 from train.operations.beside import Operations, require_free
 from train.truth import memory
 

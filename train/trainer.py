@@ -25,7 +25,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from train import data, folders, launch, models, stopping, truth
 from train.config import WARMUP, ZERO, Config, UserError
-from train.engines.base import Engine
+from train.engine import Engine
 from train.engines.native import gather, silence_unused_parameters
 from train.operations.beside import Operations
 

@@ -27,8 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train import launch, models, truth
 from train.config import Config, UserError
+from train.engine import Engine
 from train.engines import native_files
-from train.engines.base import Engine
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 from train.truth import memory
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from train import launch, models, truth
 from train.config import WARMUP, Config, read_ds_config
-from train.engines.base import Engine
+from train.engine import Engine
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 from train.truth import memory, pieces
 from train.truth.pieces import Piece, Place

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from train import launch, truth
 from train.config import WARMUP, Config
-from train.engines.base import Engine
+from train.engine import Engine
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth

@@ -25,7 +25,7 @@ from torch import nn
 
 from train import data, launch
 from train.config import Config
-from train.engines.base import Engine
+from train.engine import Engine
 
 
 def ties(model: nn.Module) -> dict[str, str]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from train import launch
-from train.engines.base import Engine
+from train.engine import Engine
 
 #: In the order in which a storage that serves several purposes is counted.
 KINDS = ("parameters", "buffers", "gradients", "masters", "optimizer")
