@@ -19,7 +19,7 @@ from ckpt.training.heartbeat import Heart
 from ckpt.training.spikes import SpikeWatch
 
 
-class Watched(TrainerCallback):
+class Watched(TrainerCallback):  # type: ignore[misc]
     """One run's; `beat` is in seconds. A rank that ends with an error beats no more, which the watcher sees."""
 
     def __init__(self, beat: float = 5.0) -> None:
