@@ -6,8 +6,9 @@ trains a tiny model with the real framework, saves through that framework's own 
 every tensor of the live engine through the engine's own API into a safetensors file beside the checkpoint. A
 converter is right when it reproduces that file bit for bit, so nothing here imports any converter code.
 
-engines/ and megatron/ drive the frameworks, truth/ writes down what they hold, operations/ watches runs. simple.py
-stands apart: the trainer that users read and copy, which goes on by `ckpt.resume`.
+engines/ and megatron/ drive the frameworks, each as an Engine (engine.py), truth/ writes down what they hold, and
+operations/ what is known of a run and its checkpoints. simple.py stands apart: the trainer that users read and copy,
+which goes on by `ckpt.resume`.
 
 `run(Config(...))` trains from Python and may be called many times inside one process group.
 """
@@ -22,6 +23,6 @@ __all__ = ["Config", "UserError", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(name)
-    from train.loop import run  # brings torch, without which nodes are looked over (train.operations.preflight)
+    from train.loop import run  # brings torch, without which nodes are looked over (ckpt.training.preflight)
 
     return run

@@ -11,19 +11,8 @@ from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
-ARCHITECTURES = (
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_moe",
-    "mixtral",
-    "gpt2",
-    "gpt_neox",
-    "gpt_oss",
-    "deepseek_v3",
-    "qwen3_next",
-)
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: what tp-fsdp splits
+ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
@@ -40,8 +29,6 @@ PRECISIONS = ("mixed", "pure")
 
 #: Steps in which --scheduler deepspeed reaches the peak.
 WARMUP = 3
-#: The models whose matrices --strategy tp-fsdp splits.
-_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
@@ -144,7 +131,7 @@ class Config:
         choices=ON_SPIKE,
     )
     track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
-    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for train.operations.watch", metavar="S")
+    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for ckpt.training.watch", metavar="S")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")

@@ -31,15 +31,9 @@ def start(device: str = "auto") -> None:
 
     Raises UserError where cuda is asked for and this machine has fewer GPUs than processes.
     """
-    for name, value in {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "LOCAL_WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": "0",
-    }.items():
-        os.environ.setdefault(name, value)
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+    os.environ |= alone | os.environ
     if device == "cuda":
         os.environ.pop("DS_ACCELERATOR", None)
     if _takes_gpu(device, int(os.environ["LOCAL_WORLD_SIZE"])):
@@ -75,6 +69,13 @@ def on_gpu() -> bool:
 def device() -> torch.device:
     """Where this process computes."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
+
+
+def of_all_ranks(mine: Any) -> list[Any]:
+    """What each rank hands in, by rank, in all of them."""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
 
 
 @contextlib.contextmanager

@@ -1,66 +1,23 @@
-"""One run from model to saved checkpoint. Knows no framework: each strategy hides behind Engine."""
+"""One run from model to saved checkpoint. Knows no framework: each strategy hides behind an Engine."""
 
 import gc
 import importlib
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from tqdm import tqdm
 
-from train import data, folders, launch, models, stopping, truth
+from train import folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
+from train.engine import Engine
 from train.operations.beside import Operations, require_free
 from train.truth import memory
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
 ENGINES |= {"megatron": "train.megatron.open", "megatron-deepspeed": "train.engines.pipeline"}
-
-
-class Engine(Protocol):
-    """What the loop needs of a strategy. Every method is collective: all ranks call it together."""
-
-    step: int
-    """Optimizer steps taken since the very beginning, resumed ones included."""
-    sequences: int
-    """Sequences consumed since the very beginning: the position in the data."""
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The gradient's norm in the last step, before clipping; None where the framework does not say."""
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of every batch, and the number of parts."""
-
-    def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step on this rank's micro batches; returns the mean loss over them."""
-
-    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits in eval mode."""
-
-    def save(self, folder: Path) -> str:
-        """Saves as the framework itself does and returns the checkpoint's tag."""
-
-    def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of this strategy."""
-
-    def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind (see memory.py); engines that are watched have it."""
-
-    def observe(self, watch: Callable[..., None]) -> None:
-        """Has `watch` called during and after every backward pass from now on."""
-
-    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors and facts of the truth file (see truth.py), complete at least on rank 0."""
-
-    def close(self) -> None:
-        """Frees everything, so that another run may follow in this process."""
 
 
 def run(config: Config) -> list[Path]:
@@ -111,7 +68,7 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
     saved: list[Path] = []
     losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
-        _write_truth(engine, config, f"step-{engine.step}")
+        truth.record(engine, config, f"step-{engine.step}")
     watch = None
     steps = beside.steps_to_take(engine.step)
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
@@ -147,19 +104,9 @@ def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, fl
         folders.write_trainer_files(folder, engine.step, losses)
     folders.save_random_states(config, folder, tag)
     if config.truth:
-        _write_truth(engine, config, tag)
+        truth.record(engine, config, tag)
     dist.barrier()
     beside.saved(folder / tag)
     if dist.get_rank() == 0:
         print(f"saved {folder / tag}", flush=True)
     return folder / tag
-
-
-def _write_truth(engine: Engine, config: Config, tag: str) -> None:
-    tensors, facts = engine.gather()
-    # Beyond any training step: the same few sequences for every run, whatever it has seen.
-    input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
-    logits = engine.logits(input_ids)
-    if dist.get_rank() == 0:
-        truth.write(Path(config.output, "truth"), tag, config, engine.step, tensors, facts)
-        truth.write_logits(Path(config.output, "truth"), tag, input_ids, logits)

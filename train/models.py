@@ -16,137 +16,54 @@ from train.data import BOS, EOS, PAD, VOCABULARY
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
+_TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD}
 # Attention width (30) differs from the hidden size (35), so a transposed projection shows.
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 35,
-    "intermediate_size": 53,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 1,
-    "head_dim": 6,
-    "max_position_embeddings": 128,
-    "bos_token_id": BOS,
-    "eos_token_id": EOS,
-    "pad_token_id": PAD,
-}
+_LAYER = {"hidden_size": 35, "intermediate_size": 53, "num_hidden_layers": 2}
+_HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
+_COMMON = _TOKENS | _LAYER | _HEADS | {"max_position_embeddings": 128, "tie_word_embeddings": False}
+_EXPERTS = {"intermediate_size": 21, "num_local_experts": 5, "num_experts_per_tok": 2}
+#: What an architecture adds to the common sizes, or has in their place.
 _SIZES: dict[str, dict[str, Any]] = {
-    "llama": {**_COMMON, "tie_word_embeddings": False},
+    "llama": dict(_COMMON),
     # Sizes that divide by 2 tensor-parallel ranks; rows per rank stay odd, so what shards those again still pads.
-    "llama_even": {
-        **_COMMON,
-        "hidden_size": 36,
-        "intermediate_size": 54,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": False,
-    },
-    "qwen2": {**_COMMON, "tie_word_embeddings": True},
-    "qwen3": {**_COMMON, "tie_word_embeddings": False},
+    "llama_even": _COMMON
+    | {"hidden_size": 36, "intermediate_size": 54, "num_attention_heads": 4, "num_key_value_heads": 2},
+    "mistral": _COMMON | {"sliding_window": None},
+    "qwen2": _COMMON | {"tie_word_embeddings": True},
+    "qwen3": dict(_COMMON),
     # One dense layer, one sparse layer.
-    "qwen3_moe": {
-        **_COMMON,
-        "moe_intermediate_size": 11,
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "mlp_only_layers": [0],
-        "tie_word_embeddings": False,
-    },
-    "gpt2": {
-        "vocab_size": VOCABULARY,
-        "n_embd": 33,
-        "n_layer": 2,
-        "n_head": 3,
-        "n_inner": 51,
-        "n_positions": 131,
-        "attn_pdrop": 0.0,
-        "embd_pdrop": 0.0,
-        "resid_pdrop": 0.0,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-    },
-    "gpt_oss": {
-        **_COMMON,
-        "intermediate_size": 21,
-        # What the default RoPE scaling of the architecture implies.
-        "max_position_embeddings": 131072,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "sliding_window": 8,
-        "tie_word_embeddings": False,
-    },
-}
-
-
-# What the other architectures add to the common sizes, plain and wide.
-_SIZES |= {
-    "mistral": {**_COMMON, "sliding_window": None, "tie_word_embeddings": False},
-    "mixtral": {
-        **_COMMON,
-        "intermediate_size": 21,
-        "num_local_experts": 5,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    },
-    "gpt_neox": {
-        **_COMMON,
+    "qwen3_moe": _COMMON
+    | {"moe_intermediate_size": 11, "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": [0]},
+    "mixtral": _COMMON | _EXPERTS,
+    "gpt2": _TOKENS
+    | {"n_embd": 33, "n_layer": 2, "n_head": 3, "n_inner": 51, "n_positions": 131}
+    | {"attn_pdrop": 0.0, "embd_pdrop": 0.0, "resid_pdrop": 0.0},
+    "gpt_neox": _COMMON
+    | {
         "hidden_size": 40,
         # A quarter of each head's 8 elements is rotated. Megatron has no parallel residual.
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "use_parallel_residual": False,
-        "tie_word_embeddings": False,
     },
-    "deepseek_v3": {
-        **_COMMON,
-        "num_key_value_heads": 5,
-        "head_dim": 4,
-        "q_lora_rank": 15,
-        "kv_lora_rank": 11,
-        "qk_rope_head_dim": 4,
-        "qk_nope_head_dim": 6,
-        "v_head_dim": 7,
-        "moe_intermediate_size": 11,
-        "n_routed_experts": 6,
-        "n_shared_experts": 1,
-        "n_group": 2,
-        "topk_group": 1,
-        "num_experts_per_tok": 2,
-        "first_k_dense_replace": 1,
-        "num_nextn_predict_layers": 0,
-        "tie_word_embeddings": False,
-    },
+    # The positions are what the default RoPE scaling of the architecture implies.
+    "gpt_oss": _COMMON | _EXPERTS | {"max_position_embeddings": 131072, "sliding_window": 8},
+    "deepseek_v3": _COMMON
+    | {"num_key_value_heads": 5, "head_dim": 4, "q_lora_rank": 15, "kv_lora_rank": 11}
+    | {"qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 7}
+    | {"moe_intermediate_size": 11, "n_routed_experts": 6, "n_shared_experts": 1, "num_experts_per_tok": 2}
+    | {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_nextn_predict_layers": 0},
     # A dense layer and a sparse one with linear attention, and one with gated attention.
-    "qwen3_next": {
-        **_COMMON,
-        "hidden_size": 36,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 6,
-        "num_key_value_heads": 3,
-        "head_dim": 16,
-        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
-        "linear_key_head_dim": 5,
-        "linear_value_head_dim": 7,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 6,
-        "moe_intermediate_size": 11,
-        "shared_expert_intermediate_size": 13,
-        "num_experts": 5,
-        "num_experts_per_tok": 2,
-        "mlp_only_layers": [0],
-        "num_nextn_predict_layers": 0,
-        "tie_word_embeddings": False,
-    },
+    "qwen3_next": _COMMON
+    | {"hidden_size": 36, "num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}
+    | {"num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"]}
+    | {"linear_key_head_dim": 5, "linear_value_head_dim": 7, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+    | {"moe_intermediate_size": 11, "shared_expert_intermediate_size": 13, "num_experts": 5, "num_experts_per_tok": 2}
+    | {"mlp_only_layers": [0], "num_nextn_predict_layers": 0},
 }
 
 # Sizes that divide by 2 and by 4, so that Megatron's tensor and pipeline parallelism and its experts' may be varied.
-_WIDE: dict[str, Any] = {
-    "hidden_size": 40,
-    "intermediate_size": 60,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 4,
-}
+_WIDE = {"hidden_size": 40, "intermediate_size": 60, "num_hidden_layers": 4}
+_WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _WIDE_SIZES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 12, "num_experts": 8, "norm_topk_prob": True},
     "mixtral": {"intermediate_size": 28, "num_local_experts": 8},
@@ -160,13 +77,8 @@ _WIDE_SIZES: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 48, "n_layer": 4, "n_head": 8, "n_inner": 60},
     "gpt_neox": {"hidden_size": 64},
     "gpt_oss": {"intermediate_size": 20, "num_local_experts": 8},
-    "deepseek_v3": {
-        "num_key_value_heads": 8,
-        "q_lora_rank": 20,
-        "kv_lora_rank": 12,
-        "moe_intermediate_size": 12,
-        "n_routed_experts": 8,
-    },
+    "deepseek_v3": {"num_key_value_heads": 8, "q_lora_rank": 20, "kv_lora_rank": 12}
+    | {"moe_intermediate_size": 12, "n_routed_experts": 8},
 }
 
 

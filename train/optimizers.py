@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from train.config import Config
+from train.config import WARMUP, Config
 
 
 def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
@@ -18,17 +18,11 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not config.weight_decay:
         return [{"params": trainable, "lr": config.lr, "weight_decay": 0.0}]
-    groups = [
-        {
-            "params": [parameter for parameter in trainable if parameter.ndim >= 2],
-            "lr": config.lr,
-            "weight_decay": config.weight_decay,
-        },
-        {
-            "params": [parameter for parameter in trainable if parameter.ndim < 2],
-            "lr": config.lr / 2,
-            "weight_decay": 0.0,
-        },
+    matrices = [parameter for parameter in trainable if parameter.ndim >= 2]
+    vectors = [parameter for parameter in trainable if parameter.ndim < 2]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices, "lr": config.lr, "weight_decay": config.weight_decay},
+        {"params": vectors, "lr": config.lr / 2, "weight_decay": 0.0},
     ]
     return [group for group in groups if group["params"]]
 
@@ -48,8 +42,6 @@ def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool 
 
 class WarmupDecay:
     """DeepSpeed's WarmupDecayLR as the generated config sets it: the same rates, the same state dict."""
-
-    WARMUP = 3
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer, self.steps, self.last_batch_iteration = optimizer, steps, -1
@@ -72,18 +64,16 @@ class WarmupDecay:
     def _set(self) -> None:
         if self.last_batch_iteration < 0:
             gamma = 0.0
-        elif self.last_batch_iteration < self.WARMUP:
-            gamma = 1.0 / math.log(self.WARMUP) * math.log(self.last_batch_iteration + 1)
+        elif self.last_batch_iteration < WARMUP:
+            gamma = 1.0 / math.log(WARMUP) * math.log(self.last_batch_iteration + 1)
         else:
-            gamma = max(0.0, (self.steps - self.last_batch_iteration) / max(1.0, self.steps - self.WARMUP))
+            gamma = max(0.0, (self.steps - self.last_batch_iteration) / max(1.0, self.steps - WARMUP))
         for group, peak in zip(self.optimizer.param_groups, self.peaks, strict=True):
             group["lr"] = peak / 10 + (peak - peak / 10) * gamma
 
 
-def build_scheduler(
-    config: Config,
-) -> Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler]:
-    """Makes torch's cosine schedule for an optimizer."""
+def build_scheduler(config: Config) -> Callable[[torch.optim.Optimizer], Any]:
+    """What makes torch's cosine schedule of an optimizer."""
     return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.schedule_steps)
 
 

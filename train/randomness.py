@@ -26,13 +26,6 @@ def of_torch() -> dict[str, torch.Tensor]:
     return found | {"cuda": torch.cuda.get_rng_state()} if launch.on_gpu() else found
 
 
-def of_all_ranks() -> list[dict[str, torch.Tensor]]:
-    """`of_torch` of every rank, in each of them."""
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, of_torch())
-    return found
-
-
 def restore(saved: dict[str, Any]) -> None:
     """Goes on from saved states. What was saved and has no place here, as a GPU's on a CPU, stays as it is."""
     if "python" in saved:

@@ -24,7 +24,8 @@ from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from train import data, folders, launch, models, stopping, truth
-from train.config import ZERO, Config, UserError
+from train.config import WARMUP, ZERO, Config, UserError
+from train.engine import Engine
 from train.engines.native import gather, silence_unused_parameters
 from train.operations.beside import Operations
 
@@ -72,7 +73,7 @@ def _run(
         # What FSDP1 offloads from a CPU to a CPU are views of one buffer, which it fills again for the next state.
         trainer.accelerator.state.fsdp_plugin.optim_state_dict_config.offload_to_cpu = False
     trainer.config = config
-    trainer.add_callback(Recorder(trainer, config, operations, resumed))
+    trainer.add_callback(Recorder(trainer, operations, resumed))
     try:
         operations.enter("loading")
         trainer.train(resume_from_checkpoint=str(folder) if folder else None)
@@ -113,7 +114,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
         weight_decay=config.weight_decay,
         optim="adamw_torch" if config.optimizer == "adamw" else "sgd",
         lr_scheduler_type=_SCHEDULERS[config.scheduler],
-        warmup_steps=3 if config.scheduler == "deepspeed" else 0,
+        warmup_steps=WARMUP if config.scheduler == "deepspeed" else 0,
         bf16=config.dtype == "bf16" and config.precision == "mixed",
         seed=config.seed,
         logging_steps=1,
@@ -138,7 +139,7 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
     options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = config.save == "full"
     if "scheduler" in options:  # the one of DeepSpeed's that does not depend on the number of steps
         rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
-        options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": 3}}
+        options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": WARMUP}}
     return options
 
 
@@ -198,63 +199,76 @@ class OrderedTrainer(Trainer):
         return loss
 
 
-class Watched:
-    """What operations look at: the loop's Engine, as far as Trainer has one."""
+class TrainersEngine(Engine):
+    """What Trainer trains with, as the loop knows its own engines."""
 
     def __init__(self, trainer: OrderedTrainer) -> None:
-        self.trainer = trainer
-        self.model: Any = trainer.model_wrapped
-        self.engine = self.model if trainer.config.strategy in ZERO else None
-        self.optimizer: Any = self.engine.optimizer if self.engine else trainer.optimizer
-        self.scheduler: Any = trainer.lr_scheduler
+        self.trainer, self.config = trainer, trainer.config
+        model: Any = trainer.model
+        decaying = set(trainer.get_decay_parameter_names(model))
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        self.groups = [[name for name in trained if (name in decaying) == decays] for decays in (True, False)]
+        if "optimizer" in (trainer.args.deepspeed or {}):  # then Trainer hands DeepSpeed a single group
+            self.groups = [trained]
+        self.names = [name for name, _ in model.named_parameters()]
+        self.buffers = list(truth.persistent_buffers(model))
+        self.facts = truth.facts_of(model) | {"precision": self.config.precision}
+
+    def wrapped(self) -> None:
+        """Trainer has wrapped the model and made the optimizer."""
+        self.model: Any = self.trainer.model_wrapped
+        self.engine = self.model if self.config.strategy in ZERO else None
+        self.optimizer: Any = self.engine.optimizer if self.engine else self.trainer.optimizer
+        self.scheduler: Any = self.trainer.lr_scheduler
 
     @property
     def step(self) -> int:
-        """Optimizer steps since the beginning."""
         return self.trainer.state.global_step
 
     @property
     def sequences(self) -> int:
-        """Sequences consumed since the beginning."""
-        return self.step * self.trainer.config.batch
+        return self.step * self.config.batch
 
     @property
     def grad_norm(self) -> float | None:
-        """The gradient's norm before the last step's clipping."""
         return self.trainer.norm
 
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the batch, and the number of parts."""
-        return dist.get_rank(), dist.get_world_size()
+    @torch.no_grad()
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        self.model.eval()
+        logits: torch.Tensor = self.model(input_ids=input_ids)["logits"]
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return logits
+
+    def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        if self.engine:
+            from train.engines.zero import ZeroEngine
+
+            parameters = dict(self.engine.module.named_parameters())
+            groups = [{name: parameters[name] for name in group} for group in self.groups]
+            tensors, facts = ZeroEngine.around(self.engine, groups).gather()
+            return tensors, self.facts | facts
+        optimizer = self.optimizer.optimizer  # under Accelerate's
+        tensors, adam_step = gather(self.model, optimizer, self.names, self.buffers)
+        described = truth.describe_groups(optimizer.param_groups, self.groups)
+        return tensors, self.facts | {"param_groups": described, "adam_step": adam_step}
 
 
 class Recorder(TrainerCallback):
     """Operations, and the truth beside every checkpoint."""
 
-    def __init__(
-        self, trainer: OrderedTrainer, config: Config, operations: Operations, resumed: tuple[Path, str] | None
-    ) -> None:
-        self.trainer, self.config, self.operations, self.resumed = trainer, config, operations, resumed
-        model: Any = trainer.model
+    def __init__(self, trainer: OrderedTrainer, operations: Operations, resumed: tuple[Path, str] | None) -> None:
+        self.trainer, self.operations, self.resumed = trainer, operations, resumed
+        self.engine = TrainersEngine(trainer)
         trainer.losses = []
-        self.buffers = list(truth.persistent_buffers(model))
-        self.facts = {
-            "ties": truth.ties(model),
-            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
-            "precision": config.precision,
-        }
-        decaying = set(trainer.get_decay_parameter_names(model))
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        self.names = [name for name, _ in model.named_parameters()]
-        self.groups = [[name for name in trained if (name in decaying) == decays] for decays in (True, False)]
-        if "optimizer" in (trainer.args.deepspeed or {}):  # then Trainer hands DeepSpeed a single group
-            self.groups = [trained]
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called before every optimizer step, when the batch is there and a checkpoint has been loaded."""
         if self.operations.engine is None:
-            self.operations.started(Watched(self.trainer), self.resumed)
+            self.engine.wrapped()
+            self.operations.started(self.engine, self.resumed)
         self.operations.next_batch()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -271,40 +285,11 @@ class Recorder(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Called after every checkpoint."""
-        if self.config.truth:
-            self._write_truth(state.global_step)
-        self.operations.saved(Path(self.config.output, f"checkpoint-{state.global_step}"))
-
-    def _write_truth(self, step: int) -> None:
-        tensors, facts = self._gather_zero() if self.config.strategy in ZERO else self._gather_native()
-        input_ids = data.batch(10**9, 2, self.config.length, seed=0).to(launch.device())
-        model = self.trainer.model_wrapped
-        model.eval()
-        with torch.no_grad():
-            logits = model(input_ids=input_ids)["logits"]
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-        if dist.get_rank() == 0:
-            folder, tag = Path(self.config.output, "truth"), f"checkpoint-{step}"
-            truth.write(folder, tag, self.config, step, tensors, self.facts | facts)
-            truth.write_logits(folder, tag, input_ids, logits)
-        dist.barrier()
-
-    def _gather_zero(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        from train.engines.zero import ZeroEngine
-
-        engine: Any = self.trainer.model_wrapped
-        parameters = dict(engine.module.named_parameters())
-        groups = [{name: parameters[name] for name in group} for group in self.groups]
-        return ZeroEngine.around(engine, groups).gather()
-
-    def _gather_native(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        wrapped: Any = self.trainer.optimizer
-        optimizer = wrapped.optimizer  # under Accelerate's
-        tensors, adam_step = gather(self.trainer.model_wrapped, optimizer, self.names, self.buffers)
-        groups = truth.describe_groups(optimizer.param_groups, self.groups)
-        return tensors, {"param_groups": groups, "adam_step": adam_step}
+        config, tag = self.engine.config, f"checkpoint-{state.global_step}"
+        if config.truth:
+            truth.record(self.engine, config, tag)
+            dist.barrier()
+        self.operations.saved(Path(config.output, tag))
 
 
 def close(trainer: Trainer, config: Config) -> None:

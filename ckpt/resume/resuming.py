@@ -269,7 +269,9 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
         model = open_model(path, tag=tag, config=config) if model_only else None
         if model is None:
             raise
-        note = f"the checkpoint with an optimizer is passed over, it cannot be read: {error.what} ({error.path or path})"
+        note = (
+            f"the checkpoint with an optimizer is passed over, it cannot be read: {error.what} ({error.path or path})"
+        )
         return replace(model, passed_over=(note, *model.passed_over), notes=(note, *model.notes))
     if checkpoint is not None:
         return checkpoint

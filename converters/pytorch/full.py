@@ -94,7 +94,7 @@ _OTHERS = (
     "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-#: Accelerate's folder with shards, and an adapter's files: another torch file beside either is none of the checkpoint's.
+#: Accelerate's folder with shards, and an adapter's files: another torch file beside either is none of the checkpoint.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 #: Where bundles keep the model and the optimizer.

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import fork, forked
+from tests.support.engines import fork_once, forked
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from train.config import STRATEGIES
@@ -53,7 +53,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, (strategy, ranks, _, _) in CASES.items():
         starts += [start(ranks, train(strategy, folder / "unbroken" / name, "--steps", "4"))]
         starts += [start(ranks, train(strategy, folder / name, "--steps", "2"))]
-    fork(starts, PRELOAD)
+    fork_once(folder, starts, PRELOAD)
     return folder
 
 
@@ -66,7 +66,7 @@ def resumed(stopped: Path) -> Path:
         assert found.code == 0, found.err
         assert ("as it is" in found.err) == (not re.search("zero|deepspeed", strategy)), found.err
         starts.append(start(ranks, train(strategy, run, "--resume", found.out.strip(), "--until", "4")))
-    fork(starts, PRELOAD)
+    fork_once(stopped, starts, PRELOAD)
     return stopped
 
 

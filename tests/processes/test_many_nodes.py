@@ -187,7 +187,7 @@ def test_the_batch_script_for_pbs(tmp_path: Path) -> None:
         "PBS_JOBID": f"{number}.server",
         "WORDS": "zero3 hf run -o out",
     }
-    script = REPOSITORY / "train" / "pbs" / "convert.pbs"
+    script = REPOSITORY / "examples" / "pbs" / "convert.pbs"
     done = subprocess.run(
         ["bash", script], env=environment, cwd="/", capture_output=True, text=True, timeout=120, check=False
     )

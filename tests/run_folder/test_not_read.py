@@ -46,9 +46,16 @@ STRAYS: dict[str, tuple[Callable[[Path], object], str | None]] = {
 }
 
 
+#: Those of one kind; a `.distcp` file is by itself, as several of its checks are otherwise.
+TOGETHER = [
+    [name for name, (_, kind) in STRAYS.items() if kind == wanted and not name.endswith(".distcp")]
+    for wanted in ("state", "other", None)
+] + [["__9_0.distcp"]]
+
+
 @pytest.mark.parametrize("declaration", [pytest.param(d, id=d.format, marks=d.marks) for d in DECLARATIONS])
 def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) -> None:
-    """Each kind in the folder, and in a subfolder of which files were read."""
+    """Each kind in the folder, and one in a subfolder of which files were read; the strays of a kind all at once."""
     (tmp_path / "sample").mkdir()
     path, _ = declaration.make(tmp_path / "sample")
     checkpoint = ckpt.open(path, declaration.format)
@@ -58,28 +65,34 @@ def test_a_stray_file_in_every_format(declaration: Declaration, tmp_path: Path) 
     assert run_ckpt("check", path, *named).code == 0
     folder = Path(checkpoint.path)
     inner = [Path(file.path).parent for file in checkpoint.files if Path(file.path).parent.parent == folder]
-    for place in (folder, *inner[:1]):
-        for name, (make, kind) in list(STRAYS.items())[: 2 if place != folder else None]:
-            make(place)
-            stray = str((place / name).relative_to(folder))
-            texts = [run_ckpt("inspect", path, *named), run_ckpt(*planned), run_ckpt("check", path, *named)]
-            jsons = [json.loads(run_ckpt(*one, "--json").out) for one in (("inspect", path, *named), planned)]
-            checked = json.loads(run_ckpt("check", path, *named, "--json").out)
-            if not name.endswith(".distcp"):
-                assert ckpt.open(path).format == declaration.format, name
+    for place, names in [
+        *((folder, together) for together in TOGETHER),
+        *((one, TOGETHER[0][:2]) for one in inner[:1]),
+    ]:
+        for name in names:
+            STRAYS[name][0](place)
+        kind = STRAYS[names[0]][1]
+        strays = sorted(str((place / name).relative_to(folder)) for name in names)
+        texts = [run_ckpt("inspect", path, *named), run_ckpt(*planned), run_ckpt("check", path, *named)]
+        jsons = [json.loads(run_ckpt(*one, "--json").out) for one in (("inspect", path, *named), planned)]
+        checked = json.loads(run_ckpt("check", path, *named, "--json").out)
+        if names != ["__9_0.distcp"]:
+            assert ckpt.open(path).format == declaration.format, names
+        for name in names:
             (place / name).unlink()
-            assert [one.code for one in texts] == [0, 0, 4 if kind == "state" else 0], texts
-            for result in texts:
-                assert ("not read" in result.out and stray in result.out) == bool(kind), result.out
-            for found in jsons:
-                assert [(one["name"], one["kind"]) for one in found["not_read"]] == ([(stray, kind)] if kind else [])
-            (one,) = checked["checkpoints"]
-            wheres = [problem["where"] for problem in one["problems"]]
-            if any(where.endswith(".metadata") for where in wheres):  # without it `.distcp` files are no whole set
-                wheres = wheres[1:] if name == "__9_0.distcp" and one["state"] == "incomplete" else []
-            else:
-                assert one["state"] == ("not all read" if kind == "state" else "whole")
-            assert wheres == ([stray] if kind else [])
+        assert [one.code for one in texts] == [0, 0, 4 if kind == "state" else 0], texts
+        for result in texts:
+            assert ("not read" in result.out and all(stray in result.out for stray in strays)) == bool(kind), result.out
+        for found in jsons:
+            told = sorted((one["name"], one["kind"]) for one in found["not_read"])
+            assert told == ([(stray, kind) for stray in strays] if kind else [])
+        (one,) = checked["checkpoints"]
+        wheres = [problem["where"] for problem in one["problems"]]
+        if any(where.endswith(".metadata") for where in wheres):  # without it `.distcp` files are no whole set
+            wheres = wheres[1:] if names == ["__9_0.distcp"] and one["state"] == "incomplete" else []
+        else:
+            assert one["state"] == ("not all read" if kind == "state" else "whole")
+        assert sorted(wheres) == (strays if kind else [])
 
 
 def test_convert_and_resume_write_and_say_so(fixtures: Path, tmp_path: Path) -> None:

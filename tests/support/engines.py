@@ -104,3 +104,9 @@ def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     return done.stdout
+
+
+def fork_once(folder: Path, starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> None:
+    """`fork`; what the ranks write into `folder`, and nowhere else, is kept (`tests.support.kept`)."""
+    modules = tuple(dict.fromkeys(module for _, module, _ in starts))
+    made(folder, modules, json.dumps(starts), lambda: fork(starts, preload, 1200 * len(starts)))

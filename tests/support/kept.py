@@ -106,7 +106,9 @@ def _sources(modules: tuple[str, ...]) -> list[str] | None:
             if path.is_file() and path not in found:
                 found[path] = path.read_text()
                 wanted += _imported(found[path])
-    if any(path.relative_to(REPOSITORY).parts[0] in ("ckpt", "converters") for path in found):
+    files = {path.relative_to(REPOSITORY).parts for path in found}
+    # What watches runs knows no checkpoint; whatever else of ckpt it imported would be found here, too.
+    if any(parts[0] in ("ckpt", "converters") and parts[:2] != ("ckpt", "training") for parts in files):
         return None
     return [f"{path.relative_to(REPOSITORY)}\n{found[path]}" for path in sorted(found)]
 

@@ -12,6 +12,7 @@ for name in (
     "megatron.core.pipeline_parallel",
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
+    "train.megatron.files",
     "train.megatron.open",
 ):
     importlib.import_module(name)

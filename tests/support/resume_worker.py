@@ -75,7 +75,7 @@ def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
 
     def train(engine: Any, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         if writes and not used:
-            loop._write_truth(engine, config, "loaded")
+            truth.record(engine, config, "loaded")
         groups = engine.optimizer.param_groups
         used.append(truth.describe_groups(groups, [[] for _ in groups]))
         return original(engine, micro_batches)

@@ -42,8 +42,8 @@ from train.config import Config
 tracker = tracking.open_tracker(Config(track=sys.argv[1], output=sys.argv[2], lr=0.125))
 for step in (1, 2, 3):
     line = {LINE!r} | {{"step": step, "loss": step / 2, "grad_norm": None if step == 3 else 1.25}}
-    tracker.log(step, tracking.flat(line))
-tracker.close()
+    tracker.log(tracking.flat(line), step=step)
+tracker.finish()
 """
 #: What trackio itself finds in a folder, as the last line.
 READ_TRACKIO = f"""
@@ -55,7 +55,7 @@ print(json.dumps([run.name, run.config, SQLiteStorage.get_logs(run.project, run.
 
 
 def tracked(name: str, output: Path) -> None:
-    pytest.importorskip(tracking.PACKAGES[name])
+    pytest.importorskip(name)
     output.mkdir()
     done = process(name, output, script=RUN, cwd=output)
     assert done.code == 0, done.err

@@ -1,4 +1,4 @@
-"""The commands of docs/training.md are ones that the trainer, the preflight and the batch script take."""
+"""`ckpt/training/preflight.py`, docs/training.md: what the trainer, the preflight and the batch scripts take."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 
 import pytest
 
+from ckpt.training import preflight
 from tests.support.pages import commands, differences
 from tests.support.places import REPOSITORY
 from train import config
-from train.operations import preflight
 
 PAGE = (REPOSITORY / "docs" / "training.md").read_text()
 COMMANDS = re.findall(r"^    (?:\$ )?((?:python|sbatch|srun) .*)$", PAGE, re.MULTILINE)
@@ -21,8 +21,8 @@ COMMANDS = re.findall(r"^    (?:\$ )?((?:python|sbatch|srun) .*)$", PAGE, re.MUL
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood(line: str) -> None:
     words = shlex.split(line)
-    if "train.operations.preflight" in words:
-        parsed = preflight._parser().parse_args(words[words.index("train.operations.preflight") + 1 :])
+    if "ckpt.training.preflight" in words:
+        parsed = preflight._parser().parse_args(words[words.index("ckpt.training.preflight") + 1 :])
         assert parsed.need_gb == 500
         return
     parser = config.Parser()
@@ -57,7 +57,7 @@ def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     monkeypatch.setattr(preflight, "look", lambda *_: first)
     monkeypatch.setattr(preflight, "gather", lambda *_: (problems, heard | {"n2": second}))
     words = shlex.split(shown.text)
-    asked = words[words.index("train.operations.preflight") + 1 :]
+    asked = words[words.index("ckpt.training.preflight") + 1 :]
     assert preflight.main([*asked, "--nodes", "n1,n2,n3", "--number", "0"]) == 1
     different = differences(shown.printed or [], capsys.readouterr().err.replace(f"port {port}", "port 24017"))
     assert not different, different

@@ -5,7 +5,6 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from train import launch, models, truth
 from train.config import Config, UserError
+from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 from train.truth import memory
@@ -52,19 +52,12 @@ def open_engine(model: nn.Module, config: Config) -> "NativeEngine":
     return NativeEngine(model, config)
 
 
-class NativeEngine:
-    """The loop's Engine, on top of a model that torch shards or replicates."""
+class NativeEngine(Engine):
+    """A model that torch shards or replicates."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        self.config, self.step, self.sequences = config, 0, 0
-        self.watch: Callable[..., None] = lambda: None
-        self.grad_norm: float | None = None
-        self.bare = model
-        self.buffers = truth.persistent_buffers(model).keys()
-        self.facts = {
-            "ties": truth.ties(model),
-            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
-        }
+        self.config = config
+        self.buffers, self.facts = list(truth.persistent_buffers(model)), truth.facts_of(model)
         names = {parameter: name for name, parameter in model.named_parameters()}
         groups = param_groups(model, config)
         self.group_names = [[names[parameter] for parameter in group["params"]] for group in groups]
@@ -93,12 +86,10 @@ class NativeEngine:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the batch, and the number of parts: tensor-parallel ranks read the same."""
         tp = self.config.tp if self.config.strategy == "tp-fsdp" else 1
         return dist.get_rank() // tp, dist.get_world_size() // tp
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step."""
         self.model.train()
         losses = []
         for input_ids in micro_batches:
@@ -118,7 +109,6 @@ class NativeEngine:
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits in eval mode."""
         self.model.eval()
         with self._autocast():
             logits: torch.Tensor = self.model(input_ids=input_ids)["logits"]
@@ -132,11 +122,10 @@ class NativeEngine:
         return f"step-{self.step}"
 
     def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of any strategy of this module's."""
         native_files.load(self, folder / tag)
 
     def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind. DDP's buckets are not to be seen from Python."""
+        """All but DDP's buckets, which are not to be seen from Python."""
         parameters = list(self.model.parameters())
         return {
             "parameters": parameters,
@@ -144,13 +133,8 @@ class NativeEngine:
             "optimizer": memory.states_of(self.optimizer),
         }
 
-    def observe(self, watch: Callable[..., None]) -> None:
-        """Has `watch` called after every backward pass."""
-        self.watch = watch
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full, on every rank."""
-        tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), list(self.buffers))
+        tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), self.buffers)
         facts = self.facts | {
             "param_groups": truth.describe_groups(self.optimizer.param_groups, self.group_names),
             "adam_step": adam_step,
@@ -159,8 +143,7 @@ class NativeEngine:
         return tensors, facts
 
     def close(self) -> None:
-        """Frees the model and its states."""
-        del self.model, self.bare, self.parameters, self.optimizer, self.scheduler, self.mesh
+        del self.model, self.parameters, self.optimizer, self.scheduler, self.mesh
         gc.collect()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,7 @@ ids         state.0.exp_avg, param_groups.0.params = numbers                    
 torchtitan  as flat; the model's names without "model." and a "dataloader" for each rank in place of "rng_state"
 """
 
+import contextlib
 import json
 import pickle
 import re
@@ -33,7 +34,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, ShardedStateDictCon
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from train import optimizers, randomness
+from train import launch, optimizers, randomness
 
 #: Where a state has each rank's random states.
 _RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
@@ -122,7 +123,7 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
         state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
         everyone = {dist.get_rank(): randomness.of_torch()}
         if full:
-            everyone = dict(enumerate(randomness.of_all_ranks()))
+            everyone = dict(enumerate(launch.of_all_ranks(randomness.of_torch())))
         for kind in randomness.of_torch():
             state[_RANDOM[kind]] = {str(rank): found[kind] for rank, found in everyone.items()}
     return state
@@ -199,29 +200,23 @@ def _rank_file(folder: Path, kind: str) -> Path:
     return folder / f"{kind}_world_size_{dist.get_world_size()}_rank_{dist.get_rank()}.pt"
 
 
-def _sharded(engine: Any) -> Any:
-    """FSDP1's state_dict() is what this context says; without, it would be gathered."""
-    return FullyShardedDataParallel.state_dict_type(
-        engine.model, StateDictType.SHARDED_STATE_DICT, ShardedStateDictConfig()
-    )
+def _sharded(engine: Any) -> contextlib.AbstractContextManager[Any]:
+    """While this is open, FSDP1's state_dict() is sharded, as that of the others always is; else it is gathered."""
+    if engine.config.strategy != "fsdp1":
+        return contextlib.nullcontext()
+    kind = StateDictType.SHARDED_STATE_DICT
+    return FullyShardedDataParallel.state_dict_type(engine.model, kind, ShardedStateDictConfig())
 
 
 def _save_ranks(engine: Any, folder: Path) -> None:
-    fsdp1 = engine.config.strategy == "fsdp1"
-    if fsdp1:
-        with _sharded(engine):
-            model = engine.model.state_dict()
-    else:
-        model = engine.model.state_dict()
-    extra = {
-        "lr_scheduler": engine.scheduler.state_dict() if engine.scheduler else None,
-        "rng": randomness.of_torch(),
-    }
-    torch.save(model, _rank_file(folder, "model"))
+    with _sharded(engine):
+        torch.save(engine.model.state_dict(), _rank_file(folder, "model"))
     torch.save(engine.optimizer.state_dict(), _rank_file(folder, "optim"))
-    torch.save(extra, _rank_file(folder, "extra_state"))
+    schedule = engine.scheduler.state_dict() if engine.scheduler else None
+    torch.save({"lr_scheduler": schedule, "rng": randomness.of_torch()}, _rank_file(folder, "extra_state"))
     if dist.get_rank() == 0:
-        facts = {"FSDP_version": 1 if fsdp1 else 2, "world_size": dist.get_world_size()}
+        version = 1 if engine.config.strategy == "fsdp1" else 2
+        facts = {"FSDP_version": version, "world_size": dist.get_world_size()}
         (folder / "fsdp_config.json").write_text(json.dumps(facts, indent=4) + "\n")
 
 
@@ -230,10 +225,7 @@ def _load_ranks(engine: Any, folder: Path) -> None:
         torch.load(_rank_file(folder, kind), map_location="cpu", weights_only=False)
         for kind in ("model", "optim", "extra_state")
     )
-    if engine.config.strategy == "fsdp1":
-        with _sharded(engine):
-            engine.model.load_state_dict(model)
-    else:
+    with _sharded(engine):
         engine.model.load_state_dict(model)
     engine.optimizer.load_state_dict(optimizer)
     if engine.scheduler and extra["lr_scheduler"]:

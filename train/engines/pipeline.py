@@ -3,8 +3,8 @@
 import argparse
 import contextlib
 import dataclasses
-import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from train import launch, truth
 from train.config import Config, UserError
 from train.data import VOCABULARY
 from train.engines import pipeline_layers
-from train.engines.zero import adam_step, allow_fp16, ds_config, forbid_fp16, state_names
+from train.engines.zero import DeepSpeedEngine, adam_step, allow_fp16, ds_config, fragment, state_names
 from train.models import DTYPES
 from train.optimizers import build_scheduler, param_groups
 from train.truth import pieces
@@ -30,7 +30,7 @@ def open_engine(model: nn.Module, config: Config) -> "PipelineRun":
     return PipelineRun(model, config)
 
 
-class PipelineRun:
+class PipelineRun(DeepSpeedEngine):
     """The loop's Engine, on top of DeepSpeed's PipelineEngine."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
@@ -63,8 +63,6 @@ class PipelineRun:
             options = ds_config(dataclasses.replace(config, strategy="zero1", steps=1), groups)
             if config.dtype == "bf16":  # the way to BF16_Optimizer; else it is ZeRO-1's own
                 options.setdefault("data_types", {"grad_accum_dtype": "fp32"})
-            self.engine: Any
-            self.optimizer: Any
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
                 model_parameters=groups,
@@ -73,24 +71,7 @@ class PipelineRun:
             )
 
     @property
-    def step(self) -> int:
-        """Optimizer steps since the beginning."""
-        return int(self.engine.global_steps)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences consumed since the beginning."""
-        return int(self.engine.global_samples)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The gradient's norm before the last step's clipping."""
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
-
-    @property
     def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the batch, and the number of parts: ranks of one pipeline read the same."""
         return int(self.place.data), self.dp
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
@@ -162,54 +143,31 @@ class PipelineRun:
             consumed_train_samples=self.sequences,
         )
 
-    def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of this layout."""
-        if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
-            raise ValueError("DeepSpeed found nothing to load")
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full, made of what all ranks hold; replicas must agree."""
-        tensors = pieces.collect(self._mine())
+        tensors = pieces.collect(list(self._pieces()))
         facts = {
             "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if self.sizes.tied else {},
             "frozen": [],
-            "param_groups": self._describe_groups(),
+            "param_groups": self._described_groups(),
             "adam_step": adam_step(self.engine),
             "vocab_size": VOCABULARY,
             "layout": {"tp": self.config.tp, "pp": self.config.pp, "dp": self.dp},
         }
         return tensors, facts
 
-    def close(self) -> None:
-        """Frees the engine."""
-        self.engine.destroy()
-        del self.engine, self.optimizer
-        forbid_fp16()
-        gc.collect()
-
-    def _mine(self) -> list[Piece]:
+    def _pieces(self) -> Iterator[Piece]:
         self.optimizer._hp_optimizer_states_linked = False
         self.optimizer._lazy_init_hp_params_optimizer_state()
-        found = []
         for parameter in self.engine.module.parameters():
-            found.append(Piece("weight", parameter.place, 0, parameter.detach().flatten().cpu().clone()))
-            mapping = parameter._hp_mapping
-            if mapping is None:  # none of its elements is in this rank's partition
-                continue
+            yield Piece("weight", parameter.place, 0, parameter.detach().flatten().cpu().clone())
             for state in (None, *state_names(self.engine)):
-                part = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
-                found.append(Piece(state or "master", parameter.place, mapping.lp_fragment_address.start, part))
-        return found
+                if piece := fragment(parameter, parameter.place, state):
+                    yield piece
 
-    def _describe_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
+    def _described_groups(self) -> list[dict[str, Any]]:
         members = getattr(self.optimizer, "bf16_groups", None) or self.optimizer.bit16_groups
         names = [[parameter.place.name for parameter in group] for group in members]
         mine = truth.describe_groups(self.optimizer.param_groups, names)
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-        merged: dict[str, dict[str, Any]] = {}
-        for group in (group for groups in everyone for group in groups):
-            known = merged.setdefault(repr(sorted((k, v) for k, v in group.items() if k != "names")), group)
-            known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
-        return list(merged.values())
+        return truth.merged_groups(
+            mine, lambda _, group: repr(sorted((k, v) for k, v in group.items() if k != "names"))
+        )

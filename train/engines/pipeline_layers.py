@@ -7,8 +7,8 @@ a generator seeded with their name in the whole model, so they are the same howe
 """
 
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,38 +53,37 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
     architecture = config.model.removesuffix("_wide").removesuffix("_even")
     if architecture not in ARCHITECTURES:
         raise UserError(f"--strategy megatron-deepspeed: --model {config.model} is none of {', '.join(ARCHITECTURES)}")
-    hub = model.config
+    hub, tp, heads = model.config, config.tp, model.config.num_attention_heads
     neox = architecture == "gpt_neox"  # whose configuration may hold sizes of other architectures, without a meaning
-    kv_heads = hub.num_attention_heads if neox else hub.num_key_value_heads
-    even = hub.hidden_size // hub.num_attention_heads
-    head_dim = even if neox else getattr(hub, "head_dim", None) or even
-    for name, size in (("attention heads", hub.num_attention_heads), ("key/value heads", kv_heads)):
-        if size % config.tp:
-            raise UserError(f"--tp {config.tp}: --model {config.model} has {size} {name}; try {architecture}_wide")
-    if hub.intermediate_size % config.tp:
-        raise UserError(f"--tp {config.tp} does not divide the {hub.intermediate_size} rows of the MLP")
+    kv_heads = heads if neox else hub.num_key_value_heads
+    head_dim = (not neox and getattr(hub, "head_dim", None)) or hub.hidden_size // heads
+    for name, size in (("attention heads", heads), ("key/value heads", kv_heads)):
+        if size % tp:
+            raise UserError(f"--tp {tp}: --model {config.model} has {size} {name}; try {architecture}_wide")
+    if hub.intermediate_size % tp:
+        raise UserError(f"--tp {tp} does not divide the {hub.intermediate_size} rows of the MLP")
     if hub.num_hidden_layers < config.pp:
         raise UserError(f"--pp {config.pp}: {hub.num_hidden_layers} layers leave a stage without any")
-    multiple = config.vocab_multiple * config.tp
+    multiple = config.vocab_multiple * tp
     return Sizes(
         hidden=hub.hidden_size,
         ffn=hub.intermediate_size,
         layers=hub.num_hidden_layers,
-        heads=hub.num_attention_heads,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        vocabulary=-(-VOCABULARY // multiple) * multiple,
-        epsilon=hub.layer_norm_eps if neox else hub.rms_norm_eps,
-        rotary_dim=head_dim // 4 if neox else head_dim,
-        tied=bool(sizes_of(config.model)["tie_word_embeddings"]),
+        rotary_dim=head_dim // (4 if neox else 1),
         bias=neox,
         qkv_bias=neox or architecture == "qwen2",
         layer_norm=neox,
         gated=not neox,
         seed=config.seed,
-        tp=config.tp,
+        tp=tp,
         rank=rank,
         group=group,
+        vocabulary=-(-VOCABULARY // multiple) * multiple,
+        epsilon=hub.layer_norm_eps if neox else hub.rms_norm_eps,
+        tied=bool(sizes_of(config.model).get("tie_word_embeddings")),
     )
 
 
@@ -175,7 +174,6 @@ class Norm(nn.Module):
         self.bias = _parameter(f"{name}bias", (of.hidden,), "whole", of) if of.layer_norm else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The input normalised over its last dim."""
         if self.bias is not None:
             return functional.layer_norm(x, x.shape[-1:], self.weight, self.bias, self.epsilon)
         wide = x.float()
@@ -205,9 +203,8 @@ class Embedding(nn.Module):
 def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
     """Logits by a tied embedding."""
     of = embedding.of
-    return _Gather.apply(
-        functional.linear(_Copy.apply(x, of.group), embedding.word_embeddings.weight), of.group, of.rank
-    )
+    logits = functional.linear(_Copy.apply(x, of.group), embedding.word_embeddings.weight)
+    return _Gather.apply(logits, of.group, of.rank)
 
 
 class Output(nn.Module):
@@ -219,7 +216,6 @@ class Output(nn.Module):
         self.lm_head = Linear("output_layer", of.vocabulary, of.hidden, "rows", False, of)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits over the padded vocabulary, in full on every rank."""
         return _Gather.apply(self.lm_head(x), self.of.group, self.of.rank)
 
 
@@ -235,7 +231,6 @@ class Attention(nn.Module):
         self.dense = Linear(f"{prefix}linear_proj", of.hidden, width, "columns", of.bias, of)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention of this rank's heads, added up over ranks."""
         of = self.of
         batch, length, _ = x.shape
         groups, queries = of.kv_heads // of.tp, of.heads // of.kv_heads
@@ -272,7 +267,6 @@ class MLP(nn.Module):
         self.dense_4h_to_h = Linear(f"{prefix}linear_fc2", of.hidden, of.ffn, "columns", of.bias, of)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's share of the inner rows, added up over ranks."""
         x = self.dense_h_to_4h(x)
         if self.gated:
             gate, up = x.chunk(2, -1)
@@ -292,30 +286,19 @@ class ParallelTransformerLayerPipe(nn.Module):
         self.mlp = MLP(f"{prefix}mlp.", of)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Attention, then the MLP, each beside what it was given."""
         x = x + self.self_attention(self.input_layernorm(x))
         return x + self.mlp(self.post_attention_layernorm(x))
 
 
 def layers(of: Sizes, lib: Any) -> list[Any]:
     """The layers of the pipeline; `lib` is deepspeed.pipe."""
-    first: Callable[[Any], Any] = lambda x: x  # noqa: E731 - Megatron-DeepSpeed begins with a function, which has no file
-    embedding = (
-        lib.TiedLayerSpec("embed", Embedding, of, tied_weight_attr="word_embeddings.weight")
-        if of.tied
-        else lib.LayerSpec(Embedding, of)
-    )
-    last = (
-        lib.TiedLayerSpec("embed", Embedding, of, forward_fn=output_of, tied_weight_attr="word_embeddings.weight")
-        if of.tied
-        else lib.LayerSpec(Output, of)
-    )
+    shared = partial(lib.TiedLayerSpec, "embed", Embedding, of, tied_weight_attr="word_embeddings.weight")
     return [
-        first,
-        embedding,
+        lambda x: x,  # Megatron-DeepSpeed begins with a function, which has no file
+        shared() if of.tied else lib.LayerSpec(Embedding, of),
         *(lib.LayerSpec(ParallelTransformerLayerPipe, number, of) for number in range(of.layers)),
         lib.LayerSpec(Norm, "decoder.final_layernorm.", of),
-        last,
+        shared(forward_fn=output_of) if of.tied else lib.LayerSpec(Output, of),
         lambda x: x.float(),
     ]
 

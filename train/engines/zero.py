@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import nn
 
 from train import launch, models, truth
-from train.config import Config, read_ds_config
+from train.config import WARMUP, Config, read_ds_config
+from train.engine import Engine
 from train.optimizers import build_optimizer, build_scheduler, param_groups
 from train.truth import memory, pieces
 from train.truth.pieces import Piece, Place
@@ -97,28 +98,53 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
             generated["optimizer"]["params"]["fused"] = True
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
-        generated["scheduler"] = {
-            "type": "WarmupDecayLR",
-            "params": {
-                "total_num_steps": config.schedule_steps,
-                "warmup_num_steps": 3,
-                "warmup_min_lr": [rate / 10 for rate in rates],
-                "warmup_max_lr": rates,
-            },
-        }
+        lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
+        peaks = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
+        generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
     return _merged(generated, read_ds_config(config.ds_config))
 
 
-class ZeroEngine:
-    """The loop's Engine, on top of a DeepSpeed engine."""
+class DeepSpeedEngine(Engine):
+    """What ZeRO and the pipeline have in common."""
 
-    watch: Callable[..., None] = staticmethod(lambda: None)
+    engine: Any
+
+    @property
+    def step(self) -> int:
+        """Steps that overflowed and were skipped count, as in the checkpoint's tag."""
+        return int(self.engine.global_steps)
+
+    @property
+    def sequences(self) -> int:
+        return int(self.engine.global_samples)
+
+    @property
+    def grad_norm(self) -> float | None:
+        norm = self.engine.get_global_grad_norm()
+        return None if norm is None else float(norm)
+
+    def load(self, folder: Path, tag: str) -> None:
+        """Loads what was written at this world size, or a universal checkpoint if so configured."""
+        if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
+            raise ValueError("DeepSpeed found nothing to load")
+
+    def close(self) -> None:
+        """Undoes what the engine changed in the process, too."""
+        self.engine.destroy()
+        del self.engine, self.optimizer
+        forbid_fp16()
+        nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
+        gc.collect()
+
+
+class ZeroEngine(DeepSpeedEngine):
+    """A model whose states (stage 1), gradients too (2), weights too (3) are shared among ranks."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         groups = param_groups(model, config)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
-        self.config = ds_config(config, groups)
-        self.stage = self.config["zero_optimization"]["stage"]
+        self.options = ds_config(config, groups)
+        self.stage = self.options["zero_optimization"]["stage"]
         # DeepSpeed drops parameters without elements from its groups: they have no master.
         self.groups = [{self.names[p]: p for p in group["params"] if p.numel()} for group in groups]
         if self.stage == 3 and (blocks := models.sparse_blocks(model)):
@@ -128,14 +154,12 @@ class ZeroEngine:
             allow_fp16()
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
-        self.engine: Any
-        self.optimizer: Any
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
             model_parameters=groups,
-            optimizer=None if "optimizer" in self.config else build_optimizer(groups, config),
+            optimizer=None if "optimizer" in self.options else build_optimizer(groups, config),
             lr_scheduler=build_scheduler(config) if config.scheduler == "torch" else None,
-            config=self.config,
+            config=self.options,
         )
 
     @classmethod
@@ -143,29 +167,8 @@ class ZeroEngine:
         """The Engine of a DeepSpeed engine that somebody else made, with its parameters by group and name."""
         self = cls.__new__(cls)
         self.engine, self.optimizer, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
-        self.groups, self.names, self.config = groups, {}, {}
+        self.groups = groups
         return self
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps since the beginning; those skipped for overflow count, as in the checkpoint's tag."""
-        return int(self.engine.global_steps)
-
-    @property
-    def sequences(self) -> int:
-        """Sequences consumed since the beginning."""
-        return int(self.engine.global_samples)
-
-    @property
-    def grad_norm(self) -> float | None:
-        """The gradient's norm before the last step's clipping."""
-        norm = self.engine.get_global_grad_norm()
-        return None if norm is None else float(norm)
-
-    @property
-    def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the batch, and the number of parts."""
-        return dist.get_rank(), dist.get_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step; DeepSpeed itself knows which micro batch is the last."""
@@ -181,7 +184,6 @@ class ZeroEngine:
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits in eval mode."""
         self.engine.eval()
         logits: torch.Tensor = self.engine(input_ids=input_ids)["logits"]
         return logits
@@ -190,11 +192,6 @@ class ZeroEngine:
         """Saves under DeepSpeed's default tag, global_stepN."""
         self.engine.save_checkpoint(str(folder))
         return f"global_step{self.engine.global_steps}"
-
-    def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint written at this world size, or from a universal one if so configured."""
-        if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
-            raise ValueError("DeepSpeed found nothing to load")
 
     def held(self) -> dict[str, list[Any]]:
         """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""
@@ -223,14 +220,13 @@ class ZeroEngine:
         }
 
     def observe(self, watch: Callable[..., None]) -> None:
-        """Has `watch` called after every gradient and every backward pass."""
-        self.watch = watch
+        """After every gradient, too."""
+        super().observe(watch)
         for parameter in self.engine.module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(watch)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor of the engine in full, on every rank."""
         model = self.engine.module
         tensors: dict[str, torch.Tensor] = {}
         for name, parameter in model.named_parameters():
@@ -239,21 +235,11 @@ class ZeroEngine:
         tensors |= self._gather_optimizer()
         for name, buffer in truth.persistent_buffers(model).items():
             tensors[f"buffer/{name}"] = buffer
-        facts = {
-            "ties": truth.ties(model),
-            "frozen": [name for name, parameter in model.named_parameters() if not parameter.requires_grad],
+        facts = truth.facts_of(model) | {
             "param_groups": truth.describe_groups(self.optimizer.param_groups, [list(group) for group in self.groups]),
             "adam_step": adam_step(self.engine),
         }
         return tensors, facts
-
-    def close(self) -> None:
-        """Frees the engine and undoes what it changed in the process."""
-        self.engine.destroy()
-        del self.engine, self.optimizer, self.groups, self.names
-        forbid_fp16()
-        nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
-        gc.collect()
 
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
         """Every master and optimizer state, whole: the ranks' own pieces, checked against DeepSpeed's gathering.
@@ -272,10 +258,8 @@ class ZeroEngine:
         mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
         tensors = pieces.collect([piece for piece in mine if piece is not None])
         for key, parameter, state in wanted:
-            if state is None:
-                claimed = safe_get_full_fp32_param(parameter).cpu()
-            else:
-                claimed = safe_get_full_optimizer_state(parameter, state).cpu()
+            found = safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
+            claimed = found.cpu()
             if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
                 raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
         return tensors
@@ -284,27 +268,15 @@ class ZeroEngine:
         """This rank's part of a master (state None) or optimizer state."""
         role, _, name = key.partition("/")
         if self.stage == 3:
-            if state is None:
-                slot = safe_get_local_fp32_param(parameter)
-            else:
-                slot = safe_get_local_optimizer_state(parameter, state)
+            slot = safe_get_local_optimizer_state(parameter, state) if state else safe_get_local_fp32_param(parameter)
             start = dist.get_rank() * slot.numel()
             length = min(slot.numel(), parameter.ds_numel - start)  # the rest of the last slots is padding
             place = Place(name, tuple(parameter.ds_shape))
             return Piece(role, place, start, slot[:length].cpu()) if length > 0 else None
-        mapping = parameter._hp_mapping
-        if mapping is None:
-            return None
-        elements = mapping.get_hp_fragment(state).cpu().clone()
-        return Piece(role, Place(name, tuple(parameter.shape)), mapping.lp_fragment_address.start, elements)
+        return fragment(parameter, Place(name, tuple(parameter.shape)), state)
 
     def _relink(self) -> None:
-        """Mends DeepSpeed's map from parameters to fragments of master and states (stages 1 and 2).
-
-        It links the states of all param groups once the first group has stepped, when the others have none yet, so
-        that their states are never found. And with round_robin_gradients the map is made in the order before the
-        parameters are dealt out, so that every safe_get_full_* call answers with some other parameter's numbers.
-        """
+        """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
         optimizer = self.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
             for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
@@ -336,6 +308,15 @@ def state_names(engine: Any) -> list[str]:
             if torch.is_tensor(value) and value.shape == flat.shape
         }
     )
+
+
+def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:
+    """What this rank has of a parameter's optimizer state, or of its master (None), below stage 3."""
+    mapping = parameter._hp_mapping
+    if mapping is None:  # no element of it is in this rank's partition
+        return None
+    elements = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
+    return Piece(state or "master", place, mapping.lp_fragment_address.start, elements)
 
 
 def adam_step(engine: Any) -> int | None:

@@ -19,6 +19,16 @@ from train.config import Config, UserError
 from train.models import DTYPES
 
 _GELU_TANH = partial(functional.gelu, approximate="tanh")
+#: Options of Megatron-LM's that are off, or have no value, unless an architecture says otherwise.
+_OFF = (
+    *("rotary_interleaved", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "quick_geglu"),
+    *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm", "data_parallel_random_init"),
+)
+_NONE = (
+    *("no_rope_freq", "activation_func_clamp_value", "window_size", "window_attn_skip_freq", "num_experts"),
+    *("moe_shared_expert_intermediate_size", "num_layers_per_virtual_pipeline_stage", "pipeline_model_parallel_layout"),
+    *("no_save_optim", "no_save_rng"),
+)
 
 
 def arguments(sizes: Any, config: Config) -> Namespace:
@@ -68,52 +78,40 @@ def _common(sizes: Any, config: Config) -> dict[str, Any]:
     """What most architectures share, with Megatron-LM's defaults for all that only some set."""
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
     rope = getattr(sizes, "rope_parameters", None) or {}
-    return {
-        "num_layers": sizes.num_hidden_layers,
-        "hidden_size": sizes.hidden_size,
-        "ffn_hidden_size": getattr(sizes, "intermediate_size", None),
-        "num_attention_heads": heads,
-        "group_query_attention": groups is not None and groups != heads,
-        "num_query_groups": groups or heads,
-        "kv_channels": getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
-        "vocab_size": sizes.vocab_size,
-        "max_position_embeddings": sizes.max_position_embeddings,
-        "position_embedding_type": "rope",
-        "add_position_embedding": True,
-        "use_rotary_position_embeddings": True,
-        "rotary_base": rope.get("rope_theta", 10000.0),
-        "rotary_percent": rope.get("partial_rotary_factor", 1.0),
-        "rotary_interleaved": False,
-        "use_rope_scaling": rope.get("rope_type") == "llama3",
-        "rope_scaling_factor": rope.get("factor", 8.0) if rope.get("rope_type") == "llama3" else 8.0,
-        "yarn": {},
-        "normalization": "RMSNorm",
-        "norm_epsilon": getattr(sizes, "rms_norm_eps", 1e-5),
-        "apply_layernorm_1p": False,
-        "qk_layernorm": False,
-        "add_bias_linear": False,
-        "add_qkv_bias": False,
-        "swiglu": True,
-        "quick_geglu": False,
-        "openai_gelu": False,
-        "squared_relu": False,
-        "no_rope_freq": None,
-        "glu_linear_offset": 0.0,
-        "activation_func_clamp_value": None,
-        "untie_embeddings_and_output_weights": not sizes.tie_word_embeddings,
-        "softmax_type": "vanilla",
-        "window_size": None,
-        "window_attn_skip_freq": None,
-        "attention_dropout": config.dropout,
-        "hidden_dropout": config.dropout,
-        "multi_latent_attention": False,
-        "num_experts": None,
-        "moe_grouped_gemm": False,
-        "moe_router_load_balancing_type": "none",
-        # The other one gathers parts of unequal lengths where experts are split, which gloo does not.
-        "moe_token_dispatcher_type": "allgather" if (config.etp or config.tp) > 1 else "alltoall",
-        "moe_shared_expert_intermediate_size": None,
-    }
+    return (
+        dict.fromkeys(_OFF, False)
+        | dict.fromkeys(_NONE)
+        | {
+            "num_layers": sizes.num_hidden_layers,
+            "hidden_size": sizes.hidden_size,
+            "ffn_hidden_size": getattr(sizes, "intermediate_size", None),
+            "num_attention_heads": heads,
+            "group_query_attention": groups is not None and groups != heads,
+            "num_query_groups": groups or heads,
+            "kv_channels": getattr(sizes, "head_dim", None) or sizes.hidden_size // heads,
+            "vocab_size": sizes.vocab_size,
+            "max_position_embeddings": sizes.max_position_embeddings,
+            "position_embedding_type": "rope",
+            "add_position_embedding": True,
+            "use_rotary_position_embeddings": True,
+            "rotary_base": rope.get("rope_theta", 10000.0),
+            "rotary_percent": rope.get("partial_rotary_factor", 1.0),
+            "use_rope_scaling": rope.get("rope_type") == "llama3",
+            "rope_scaling_factor": rope.get("factor", 8.0) if rope.get("rope_type") == "llama3" else 8.0,
+            "yarn": {},
+            "normalization": "RMSNorm",
+            "norm_epsilon": getattr(sizes, "rms_norm_eps", 1e-5),
+            "swiglu": True,
+            "glu_linear_offset": 0.0,
+            "untie_embeddings_and_output_weights": not sizes.tie_word_embeddings,
+            "softmax_type": "vanilla",
+            "attention_dropout": config.dropout,
+            "hidden_dropout": config.dropout,
+            "moe_router_load_balancing_type": "none",
+            # The other one gathers parts of unequal lengths where experts are split, which gloo does not.
+            "moe_token_dispatcher_type": "allgather" if (config.etp or config.tp) > 1 else "alltoall",
+        }
+    )
 
 
 def _experts(number: int, size: int, used: int, sparse: list[int]) -> dict[str, Any]:
@@ -134,14 +132,6 @@ def _llama(sizes: Any) -> dict[str, Any]:
     return {"add_bias_linear": bool(getattr(sizes, "mlp_bias", False))}
 
 
-def _qwen2(sizes: Any) -> dict[str, Any]:
-    return {"add_qkv_bias": True}
-
-
-def _qwen3(sizes: Any) -> dict[str, Any]:
-    return {"qk_layernorm": True}
-
-
 def _qwen3_moe(sizes: Any) -> dict[str, Any]:
     sparse = [
         int(layer not in sizes.mlp_only_layers and (layer + 1) % sizes.decoder_sparse_step == 0)
@@ -153,9 +143,8 @@ def _qwen3_moe(sizes: Any) -> dict[str, Any]:
 
 
 def _mixtral(sizes: Any) -> dict[str, Any]:
-    return _experts(
-        sizes.num_local_experts, sizes.intermediate_size, sizes.num_experts_per_tok, [1] * sizes.num_hidden_layers
-    )
+    everywhere = [1] * sizes.num_hidden_layers
+    return _experts(sizes.num_local_experts, sizes.intermediate_size, sizes.num_experts_per_tok, everywhere)
 
 
 def _gpt2(sizes: Any) -> dict[str, Any]:
@@ -187,10 +176,7 @@ def _gpt_neox(sizes: Any) -> dict[str, Any]:
 
 def _gpt_oss(sizes: Any) -> dict[str, Any]:
     rope = sizes.rope_parameters
-    experts = _experts(
-        sizes.num_local_experts, sizes.intermediate_size, sizes.num_experts_per_tok, [1] * sizes.num_hidden_layers
-    )
-    return experts | {
+    return _mixtral(sizes) | {
         "position_embedding_type": "yarn",
         "yarn": {
             "rotary_scaling_factor": rope["factor"],
@@ -257,8 +243,8 @@ def _qwen3_next(sizes: Any) -> dict[str, Any]:
 _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
     "llama": _llama,
     "mistral": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": lambda sizes: {"add_qkv_bias": True},
+    "qwen3": lambda sizes: {"qk_layernorm": True},
     "qwen3_moe": _qwen3_moe,
     "mixtral": _mixtral,
     "gpt2": _gpt2,
@@ -278,7 +264,6 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
         "tensor_model_parallel_size": config.tp,
         "pipeline_model_parallel_size": config.pp,
         "virtual_pipeline_model_parallel_size": config.vpp if config.vpp > 1 else None,
-        "num_layers_per_virtual_pipeline_stage": None,
         "num_virtual_stages_per_pipeline_rank": config.vpp if config.vpp > 1 else None,
         "expert_model_parallel_size": config.ep,
         "expert_tensor_parallel_size": config.etp or config.tp,
@@ -289,7 +274,6 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
         "decoder_last_pipeline_num_layers": config.last_stage_layers or None,
         "account_for_embedding_in_pipeline_split": config.count_embedding,
         "account_for_loss_in_pipeline_split": config.count_loss,
-        "pipeline_model_parallel_layout": None,
         "mtp_num_layers": config.mtp_layers or None,
         "make_vocab_size_divisible_by": config.vocab_multiple,
         "padded_vocab_size": -(-vocabulary // multiple) * multiple,
@@ -312,7 +296,6 @@ def _training(config: Config) -> dict[str, Any]:
         "clip_grad": 1.0,
         "optimizer": "adam" if config.optimizer == "adamw" else "sgd",
         "seed": config.seed,
-        "data_parallel_random_init": False,
         "accumulate_allreduce_grads_in_fp32": True,
         "use_distributed_optimizer": not config.no_distributed_optimizer,
         "overlap_grad_reduce": bool(config.bucket_size),
@@ -323,8 +306,6 @@ def _training(config: Config) -> dict[str, Any]:
         "data_parallel_sharding_strategy": "optim_grads_params" if config.saving == "fsdp_dtensor" else "no_shard",
         "ckpt_fully_parallel_save": True,
         "dist_ckpt_optim_fully_reshardable": config.optimizer_format == "fully_reshardable",
-        "no_save_optim": None,
-        "no_save_rng": None,
         "save": config.output,
         "consumed_train_samples": 0,
         "skipped_train_samples": 0,

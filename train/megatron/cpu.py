@@ -1,9 +1,7 @@
-"""Lets megatron-core run where there is no GPU, nor Transformer Engine or Apex.
+"""Lets megatron-core 0.16.1 run where there is no GPU, nor Transformer Engine or Apex.
 
-Megatron-core asks for the device "cuda" by name, compares type strings such as "torch.cuda.FloatTensor" and creates
-streams, whatever the machine has. `on_this_machine()` answers all of that with the CPU while it is open, unless there
-is a GPU. Its transport is gloo then, which has every collective that megatron-core uses. What megatron-core 0.16.1
-does not do without the other packages is mended on either kind of machine.
+docs/training.md lists what is replaced, and why. What concerns GPUs is replaced only where there is none; the
+transport is gloo then, which has every collective that megatron-core uses.
 """
 
 import contextlib
@@ -32,29 +30,30 @@ def on_this_machine() -> Iterator[None]:
     from megatron.core.transformer.moe import moe_utils
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
+    replaced: list[tuple[Any, str, Callable[[Any], Any]]] = [
+        (WrappedTorchNorm, "__new__", _norm_by),
+        (DotProductAttention, "__init__", _attend_by),
+        (DistributedOptimizer, "_set_main_param_and_optimizer_states", _put_by),
+        (layers, "reduce_from_tensor_model_parallel_region", _reduce_by),
+        (layers, "reduce_scatter_to_sequence_parallel_region", _reduce_by),
+    ]
+    missing: list[tuple[Any, str, Any]] = []
+    if not moe_utils.HAVE_TE:
+        # The one is missing then, though the code asks whether it is None; the other is None, though the code asks
+        # whether something is an instance of it.
+        missing = [(moe_utils, "te_general_gemm", None)]
+        missing += [(module, "TELinear", _Absent) for module in (multi_latent_attention, mcore_fsdp_adapter)]
+    if not _has_gpu():
+        replaced.append((DeviceMesh, "from_group", _mesh_by))
+        missing += [(torch.cuda, name, stand_in) for name, stand_in in _CUDA.items()]
+        missing += [(random, "_get_cuda_rng_state", _get_random_state)]
+        missing += [(random, "_set_cuda_rng_state", _set_random_state)]
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(WrappedTorchNorm, "__new__", _norm_by(WrappedTorchNorm.__new__)))
-        if not moe_utils.HAVE_TE:
-            # The one is missing then, though the code asks whether it is None; the other is None, though the code
-            # asks whether something is an instance of it.
-            stack.enter_context(mock.patch.object(moe_utils, "te_general_gemm", None, create=True))
-            for module in (multi_latent_attention, mcore_fsdp_adapter):
-                stack.enter_context(mock.patch.object(module, "TELinear", _Absent, create=True))
-        stack.enter_context(
-            mock.patch.object(DotProductAttention, "__init__", _attend_by(DotProductAttention.__init__))
-        )
-        put = DistributedOptimizer._set_main_param_and_optimizer_states
-        stack.enter_context(
-            mock.patch.object(DistributedOptimizer, "_set_main_param_and_optimizer_states", _put_by(put))
-        )
-        for name in ("reduce_from_tensor_model_parallel_region", "reduce_scatter_to_sequence_parallel_region"):
-            stack.enter_context(mock.patch.object(layers, name, _reduce_by(getattr(layers, name))))
+        for owner, name, made_of in replaced:
+            stack.enter_context(mock.patch.object(owner, name, made_of(getattr(owner, name))))
+        for owner, name, stand_in in missing:
+            stack.enter_context(mock.patch.object(owner, name, stand_in, create=True))
         if not _has_gpu():
-            for name, stand_in in _CUDA.items():
-                stack.enter_context(mock.patch.object(torch.cuda, name, stand_in))
-            stack.enter_context(mock.patch.object(DeviceMesh, "from_group", _mesh_by(DeviceMesh.from_group)))
-            stack.enter_context(mock.patch.object(random, "_get_cuda_rng_state", _get_random_state))
-            stack.enter_context(mock.patch.object(random, "_set_cuda_rng_state", _set_random_state))
             stack.enter_context(_CudaIsCpu())
         stack.enter_context(without_kernels())
         yield
@@ -73,10 +72,7 @@ def _has_gpu() -> bool:
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark is all that it needs.
-
-    Without Apex, WrappedTorchNorm refuses, and so training experts under tensor parallelism, which demands it, fails.
-    """
+    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark it needs."""
 
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
@@ -107,10 +103,7 @@ class _CenteredRMSNorm(torch.nn.RMSNorm):
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The sum over a group, and over a group of one the tensor itself.
-
-    Megatron-core returns a view of it, to which experts of its own kind then fail to add their bias in place.
-    """
+    """The sum over a group, and over a group of one the tensor itself, not a view of it."""
 
     def reduced(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         return tensor if group is not None and group.size() == 1 else reduce(tensor, group=group)
@@ -119,10 +112,7 @@ def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Attention to keys and values of different widths, which multi-latent attention announces to it.
-
-    It reads them off the tensors; only Transformer Engine's has arguments for them.
-    """
+    """Attention that takes the widths that multi-latent attention announces, and reads them off the tensors."""
 
     def attend(*args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
@@ -131,10 +121,7 @@ def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _put_by(put: Callable[..., None]) -> Callable[..., None]:
-    """The states of a parameter from distrib_optim.pt, in which torch's Adam misses the step.
-
-    Apex's and Transformer Engine's keep it in the param group, as model_optim_rng.pt does, from where it was read.
-    """
+    """The states of a parameter from distrib_optim.pt with the step, which model_optim_rng.pt has, for torch's Adam."""
 
     def put_with_step(optimizer: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = optimizer.model_param_group_index_map[parameter]
@@ -180,17 +167,12 @@ class _CudaIsCpu(TorchFunctionMode):
 class _Stream:
     """A queue that is always empty: everything has been computed when the call returns."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
-    def wait_stream(self, stream: Any) -> None:
+    def wait(self, *_: Any) -> None:
         """Nothing to wait for."""
 
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
+    wait_stream = synchronize = wait
 
     def record_event(self, event: Any = None) -> "_Stream":
         """An event that has happened, which this class serves as too."""
@@ -198,9 +180,7 @@ class _Stream:
 
 
 def _names_cuda(device: Any) -> bool:
-    return (isinstance(device, str) and device.startswith("cuda")) or (
-        isinstance(device, torch.device) and device.type == "cuda"
-    )
+    return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
 
 def _cpu_for(device: Any) -> Any:

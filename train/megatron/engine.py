@@ -3,7 +3,6 @@
 import gc
 import logging
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -13,8 +12,8 @@ import torch.distributed as dist
 
 from train import launch, truth
 from train.config import WARMUP, Config
+from train.engine import Engine
 from train.megatron import args as megatron_args
-from train.megatron import files as megatron_files
 from train.megatron.cpu import on_this_machine
 from train.megatron.stand_ins import mamba_spec
 from train.truth import megatron as megatron_truth
@@ -28,15 +27,13 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distribu
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
 
-class MegatronEngine:
-    """The loop's Engine, on top of megatron-core's GPTModel."""
+class MegatronEngine(Engine):
+    """Megatron-core's GPTModel."""
 
     keeps_groups = False  #: whether process groups are still there for the next run in these processes
 
     def __init__(self, sizes: Any, config: Config) -> None:
-        self.config, self.step, self.sequences = config, 0, 0
-        self.watch: Callable[..., None] = lambda: None
-        self.grad_norm: float | None = None
+        self.config = config
         self.args = megatron_args.arguments(sizes, config)
         with on_this_machine():
             self._initialize()
@@ -47,13 +44,9 @@ class MegatronEngine:
         from megatron.core.transformer.module import Float16Module
 
         args = self.args
-        parallel_state.initialize_model_parallel(
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            virtual_pipeline_model_parallel_size=args.virtual_pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        )
+        axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
+        sizes = {f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in axes}
+        parallel_state.initialize_model_parallel(**sizes)
         # Not at the start of a run: another one may have left its generators in this process.
         tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed, force_reset_rng=True)
         self.transformer = megatron_args.transformer_config(args)
@@ -94,15 +87,12 @@ class MegatronEngine:
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """This rank's part of the batch, and the number of parts: only data-parallel ranks read different ones."""
         from megatron.core import parallel_state
 
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
         """One optimizer step, by megatron-core's pipeline schedule."""
-        from megatron.core import parallel_state
-
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.train()
@@ -117,19 +107,11 @@ class MegatronEngine:
             self.step += 1
             self.sequences += self.config.batch
             loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([])
-            loss = loss.to(launch.device())
-            dist.broadcast(
-                loss,
-                parallel_state.get_pipeline_model_parallel_last_rank(),
-                parallel_state.get_pipeline_model_parallel_group(),
-            )
-        return loss
+            return _of_last_stage(loss.to(launch.device()))
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
         """The live model's logits in eval mode, without those of the vocabulary's padding."""
-        from megatron.core import parallel_state
-
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.eval()
@@ -143,26 +125,24 @@ class MegatronEngine:
                 found = self._run(micro_batches, _logits_step, forward_only=True, collect_non_loss_data=True)
             shape = (*input_ids.shape, self.args.padded_vocab_size)
             logits = found[0] if found else torch.empty(shape, dtype=torch.float32, device=launch.device())
-            dist.broadcast(
-                logits,
-                parallel_state.get_pipeline_model_parallel_last_rank(),
-                parallel_state.get_pipeline_model_parallel_group(),
-            )
+            _of_last_stage(logits)
         return logits[..., : self.args.vocab_size].to(self.args.params_dtype)
 
     def save(self, folder: Path) -> str:
-        """Saves as Megatron-LM does, in --save's format."""
+        from train.megatron import files  # which imports megatron-core
+
         with on_this_machine():
-            return megatron_files.save(self, folder)
+            return files.save(self, folder)
 
     @torch.no_grad()
     def load(self, folder: Path, tag: str) -> None:
         """Continues from a checkpoint of this strategy, or takes over the weights of one that holds nothing else."""
+        from train.megatron import files
+
         with on_this_machine():
-            megatron_files.load(self, folder / tag)
+            files.load(self, folder / tag)
 
     def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind."""
         buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
         masters: list[Any] = []
         for one in self.optimizers:
@@ -176,12 +156,7 @@ class MegatronEngine:
             "optimizer": [state for one in self.optimizers for state in memory.states_of(one.optimizer)],
         }
 
-    def observe(self, watch: Callable[..., None]) -> None:
-        """Has `watch` called after every step's backward passes."""
-        self.watch = watch
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full, on every rank."""
         with on_this_machine():
             pieces = megatron_truth.model_pieces(self.bare)
             pieces += megatron_truth.optimizer_pieces(self.bare, self.optimizer)
@@ -194,7 +169,7 @@ class MegatronEngine:
         return {
             "ties": {"output_layer.weight": "embedding.word_embeddings.weight"} if tied else {},
             "frozen": [],
-            "param_groups": self._describe_groups(),
+            "param_groups": self._described_groups(),
             "adam_step": self._adam_step(),
             "vocab_size": self.args.vocab_size,
             "layout": {name: getattr(self.config, name) for name in ("tp", "pp", "vpp", "ep", "etp")},
@@ -227,17 +202,9 @@ class MegatronEngine:
         )
         return results
 
-    def _describe_groups(self) -> list[dict[str, Any]]:
-        """The param groups of all ranks, merged: each rank knows only those of its own parameters."""
-        mine = self._named_groups()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, truth.describe_groups([group for group, _ in mine], [n for _, n in mine]))
-        merged: dict[int, dict[str, Any]] = {}
-        for rank_groups in everyone:
-            for number, group in enumerate(rank_groups):
-                known = merged.setdefault(number, group)
-                known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
-        return list(merged.values())
+    def _described_groups(self) -> list[dict[str, Any]]:
+        groups, names = zip(*self._named_groups(), strict=True)
+        return truth.merged_groups(truth.describe_groups(groups, names), lambda number, _: number)
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         names = {tensor: place.name for chunk in self.bare for place, tensor, _ in megatron_truth.placed(chunk)}
@@ -254,47 +221,37 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     """This rank's chunks of the model: one, or under --vpp several."""
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-        get_transformer_block_with_experimental_attention_variant_spec,
-    )
-    from megatron.core.models.gpt.gpt_layer_specs import (
-        get_gpt_decoder_block_spec,
-        get_gpt_layer_local_spec,
-    )
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
     number = args.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for stage in range(number):
-        virtual = stage if number > 1 else None
+        of_stage = {"vp_stage": stage if number > 1 else None}
+        plain = {"use_transformer_engine": False, **of_stage}
         is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
         is_mamba = getattr(args, "hybrid_override_pattern", None) is not None
         if is_mamba:
             spec = None
         elif is_hybrid:
             with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
-                spec = get_transformer_block_with_experimental_attention_variant_spec(transformer, vp_stage=virtual)
+                spec = variants.get_transformer_block_with_experimental_attention_variant_spec(transformer, **of_stage)
         elif args.num_experts:
-            spec = get_gpt_decoder_block_spec(
-                transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
-            )
+            spec = specs.get_gpt_decoder_block_spec(transformer, normalization=args.normalization, **plain)
         else:
-            spec = get_gpt_layer_local_spec(
+            spec = specs.get_gpt_layer_local_spec(
                 qk_layernorm=args.qk_layernorm,
                 multi_latent_attention=args.multi_latent_attention,
                 normalization=args.normalization,
             )
         further = None
         if args.mtp_num_layers:
-            from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_layer_specs, get_gpt_mtp_block_spec
-
             if is_hybrid:
                 layers = spec.layer_specs
             else:
-                layers = get_gpt_decoder_layer_specs(
-                    transformer, use_transformer_engine=False, normalization=args.normalization, vp_stage=virtual
-                )
-            further = get_gpt_mtp_block_spec(
-                transformer, layers[-1], use_transformer_engine=is_hybrid, vp_stage=virtual
+                layers = specs.get_gpt_decoder_layer_specs(transformer, normalization=args.normalization, **plain)
+            further = specs.get_gpt_mtp_block_spec(
+                transformer, layers[-1], **plain | {"use_transformer_engine": is_hybrid}
             )
         chunk = (
             _mamba_model(args, transformer)
@@ -304,8 +261,8 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
                 spec,
                 vocab_size=args.padded_vocab_size,
                 max_sequence_length=args.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual),
+                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
+                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
                 share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
                 position_embedding_type=args.position_embedding_type,
                 rotary_percent=args.rotary_percent,
@@ -313,7 +270,7 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
                 rope_scaling=args.use_rope_scaling,
                 rope_scaling_factor=args.rope_scaling_factor,
                 mtp_block_spec=further,
-                vp_stage=virtual,
+                **of_stage,
             )
         )
         for parameter in chunk.parameters():
@@ -400,6 +357,14 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
         use_checkpoint_opt_param_scheduler=False,
         override_opt_param_scheduler=True,
     )
+
+
+def _of_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+    """The last pipeline stage's tensor, put into that of every other stage."""
+    from megatron.core import parallel_state as mpu
+
+    dist.broadcast(tensor, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
+    return tensor
 
 
 def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:

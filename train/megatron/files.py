@@ -18,6 +18,14 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CheckpointingException
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy, load_sharded_metadata
+from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
+from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from train.config import UserError
 
@@ -31,6 +39,7 @@ def save(engine: Any, folder: Path) -> str:
     tag = f"iter_{engine.step:07d}"
     engine.args.iteration = engine.step
     engine.args.consumed_train_samples = engine.sequences
+    (folder / tag).mkdir(parents=True, exist_ok=True)
     if engine.config.saving == "torch":
         _save_torch(engine, folder / tag)
     elif engine.config.saving == "fsdp_dtensor":
@@ -53,8 +62,6 @@ def load(engine: Any, folder: Path) -> None:
 
 def rank_folder(folder: Path) -> Path:
     """Where this rank's file is in a checkpoint of format torch."""
-    from megatron.core import parallel_state as mpu
-
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
@@ -64,8 +71,9 @@ def rank_folder(folder: Path) -> Path:
 
 
 def _common(engine: Any) -> dict[str, Any]:
-    """What all formats hold first."""
-    return {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
+    """What all formats hold in the same way."""
+    state = {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
+    return state | {"num_floating_point_operations_so_far": 0}
 
 
 def _keys(engine: Any) -> list[str]:
@@ -74,8 +82,6 @@ def _keys(engine: Any) -> list[str]:
 
 
 def _random_state() -> list[dict[str, Any]]:
-    from megatron.core import tensor_parallel
-
     return [
         {
             "random_rng_state": random.getstate(),
@@ -88,8 +94,6 @@ def _random_state() -> list[dict[str, Any]]:
 
 
 def _set_random_state(states: list[dict[str, Any]]) -> None:
-    from megatron.core import tensor_parallel
-
     random.setstate(states[0]["random_rng_state"])
     np.random.set_state(states[0]["np_rng_state"])
     torch.set_rng_state(states[0]["torch_rng_state"])
@@ -98,8 +102,6 @@ def _set_random_state(states: list[dict[str, Any]]) -> None:
 
 
 def _save_torch(engine: Any, folder: Path) -> None:
-    from megatron.core import parallel_state as mpu
-
     mine = rank_folder(folder)
     mine.mkdir(parents=True, exist_ok=True)
     if engine.args.use_distributed_optimizer:  # collective: rank 0 of each data-parallel group writes
@@ -112,7 +114,6 @@ def _save_torch(engine: Any, folder: Path) -> None:
     state["optimizer"] = engine.optimizer.state_dict()
     state["opt_param_scheduler"] = engine.scheduler.state_dict()
     state["rng_state"] = _random_state()
-    state["num_floating_point_operations_so_far"] = 0
     torch.save(state, mine / "model_optim_rng.pt")
 
 
@@ -159,8 +160,6 @@ def _metadata(engine: Any) -> dict[str, Any]:
 
 
 def _sharded_state(engine: Any, metadata: dict[str, Any], optimizer: bool, loading: bool) -> dict[str, Any]:
-    from megatron.core import parallel_state as mpu
-
     metadata = metadata | {"dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True)}
     state: dict[str, Any] = {}
     for key, chunk in zip(_keys(engine), engine.bare, strict=True):
@@ -173,9 +172,6 @@ def _sharded_state(engine: Any, metadata: dict[str, Any], optimizer: bool, loadi
 
 def _sharded_random_state() -> Any:
     """One object for each pipeline stage and tensor-parallel rank, and with experts dealt out, data-parallel rank."""
-    from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
     sizes = [mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()]
     ranks = [mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()]
     copy = mpu.get_data_parallel_rank(with_context_parallel=True)
@@ -187,15 +183,6 @@ def _sharded_random_state() -> Any:
 
 
 def _save_torch_dist(engine: Any, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core import parallel_state as mpu
-    from megatron.core.dist_checkpointing.core import CheckpointingException
-    from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
-    from megatron.core.dist_checkpointing.strategies.fully_parallel import FullyParallelSaveStrategyWrapper
-
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
     metadata = _metadata(engine)
     _warn_of_shifted_states(engine)
     try:
@@ -203,7 +190,6 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
     except CheckpointingException as error:  # since 0.16: ShardedTensor.flattened_range is not supported
         raise UserError(f"--optimizer-format {engine.config.optimizer_format}: megatron-core says {error}") from error
     state["rng_state"] = _sharded_random_state()
-    state["num_floating_point_operations_so_far"] = 0
     strategy = FullyParallelSaveStrategyWrapper(
         get_default_save_sharded_strategy("torch_dist"), mpu.get_data_parallel_group(with_context_parallel=True)
     )
@@ -231,10 +217,6 @@ def _warn_of_shifted_states(engine: Any) -> None:
 
 
 def _load_torch_dist(engine: Any, folder: Path) -> None:
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.serialization import load_sharded_metadata
-    from megatron.core.dist_checkpointing.validation import StrictHandling
-
     common = dist_checkpointing.load_common_state_dict(str(folder))
     metadata = dist_checkpointing.load_content_metadata(preloaded_state_dict=common) or {}
     saved = load_sharded_metadata(str(folder))
@@ -260,20 +242,13 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
         engine.optimizer.reload_model_params()
         return
     engine.optimizer.load_state_dict(loaded["optimizer"])
-    _load_rest(
-        engine,
-        common
-        | {key: value for key, value in loaded.items() if key == "rng_state"}
-        | {key: common[key] for key in ("opt_param_scheduler",) if key in common},
-    )
+    _load_rest(engine, common | {key: value for key, value in loaded.items() if key == "rng_state"})
 
 
 def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
-    from megatron.core import parallel_state as mpu
+    # Megatron-core has not had them as long as the rest.
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
-    from torch.distributed.checkpoint import FileSystemWriter
-    from torch.distributed.checkpoint import save as save_dcp
 
     # Of the two modules around the model Megatron-LM takes off the outer one.
     sharded = engine.chunks[0].module
@@ -283,7 +258,6 @@ def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
     state["opt_param_scheduler"] = engine.scheduler.state_dict()
     place = f"({mpu.get_pipeline_model_parallel_rank()}, {mpu.get_tensor_model_parallel_rank()})"
     state["rng_state"] = {place: _random_state()}
-    state["num_floating_point_operations_so_far"] = 0
     handlers.handle_fp8_extra_state_case(state["model"])
     if engine.args.swiglu:
         halved = handlers.handle_swiglu_in_state_dict(sharded, state["model"], state["optimizer"])
@@ -291,7 +265,4 @@ def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
     if engine.args.num_experts:
         state["model"] = handlers.handle_experts_in_state_dict(state["model"], engine.args.num_experts)
     preprocess_state_dict_for_uneven_dtensor(state)
-    if dist.get_rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    dist.barrier()
-    save_dcp(state, storage_writer=FileSystemWriter(folder))
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder))

@@ -44,7 +44,6 @@ class FsdpEngine(MegatronEngine):
         self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
 
     def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind."""
         groups = self.chunks[0].module.param_and_grad_buffer.parameter_groups
         return {
             "parameters": [group.model_weight_buffer.data for group in groups],
@@ -54,7 +53,7 @@ class FsdpEngine(MegatronEngine):
         }
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Every tensor in full, on every rank, from the buffers that ranks compute with."""
+        """From the buffers that ranks compute with."""
         with on_this_machine():
             tensors = collect(list(pieces(self._buffer, self.places, self.optimizer)))
             tensors |= collect(megatron_truth.model_pieces(self.bare, parameters=False))

@@ -1,5 +1,4 @@
-"""Running a run: heartbeats and who watches them, the nodes' preflight, spikes, trackers, records of checkpoints.
+"""What the bundled trainer does beside training: its log, trackers, spikes, and the records of checkpoints.
 
-`heartbeat`, `watch`, `preflight`, `spikes` and `records` know no engine and need no torch; `callback` brings them to
-any script of HF Trainer. `beside` is what the bundled trainer's own loop does with all of them.
+What works beside any trainer is in `ckpt/training`.
 """

@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ckpt.training.heartbeat import Heart
+from ckpt.training.spikes import SpikeWatch
 from train import data, folders, launch
 from train.config import Config, UserError
 from train.operations import records, state, tracking
-from train.operations.heartbeat import Heart
-from train.operations.spikes import SpikeWatch
 
 
 def require_free(config: Config) -> None:
@@ -64,14 +64,14 @@ class Operations:
 
     def __exit__(self, *reason: Any) -> None:
         if self.tracker:
-            self.tracker.close()
+            self.tracker.finish()
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
         """How many steps are left of a run that is at step `done`; it is said where --until asks for none."""
         config = self.config
         if config.until and config.until <= done:
-            self._say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
+            _say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
         return max(config.until - done, 0) if config.until else config.steps
 
     def ended(self) -> None:
@@ -88,9 +88,7 @@ class Operations:
         self.engine = engine
         if resumed:
             self._take_up(Path(*resumed))
-        elif (
-            self.config.dropout
-        ):  # all ranks made the model from one seed, and those that read other data drop other parts
+        elif self.config.dropout:  # all ranks have one seed, and those that read other data are to drop other parts
             torch.manual_seed(self.config.seed + engine.data_shard[0])
         if self.config.skip_batches:
             self._skip(self.config.skip_batches)
@@ -130,13 +128,13 @@ class Operations:
         if self.rank == 0:
             _append(self.output / "metrics.jsonl", line)
             if self.tracker:
-                self.tracker.log(line["step"], tracking.flat(line))
+                self.tracker.log(tracking.flat(line), step=line["step"])
         if self.config.on_spike != "off":
             self._look_for_spike(line)
 
     def saved(self, checkpoint: Path) -> None:
         """Every rank has saved: records the checkpoint and deletes those that --keep does not keep."""
-        ranks = self._of_all_ranks(state.live(self.engine))
+        ranks = launch.of_all_ranks(state.live(self.engine))
         if self.rank == 0:
             layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
             facts = {
@@ -198,16 +196,7 @@ class Operations:
         if self.config.on_spike == "stop":
             raise UserError(f"{text}\nhint: {way_out}")
         if before is None:
-            self._say(f"warning: {text}; to leave the batch out: {way_out}")
-
-    def _of_all_ranks(self, mine: Any) -> list[Any]:
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, mine)
-        return found
-
-    def _say(self, text: str) -> None:
-        if self.rank == 0:
-            _say(text)
+            _say(f"warning: {text}; to leave the batch out: {way_out}")
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
@@ -223,4 +212,6 @@ def _peak_memory() -> int:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    """Prints on the first rank, where the others have the same to say."""
+    if launch.is_first():
+        print(text, file=sys.stderr, flush=True)

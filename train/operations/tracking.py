@@ -15,26 +15,26 @@ from urllib.parse import urlsplit
 
 from train.config import Config, UserError
 
-PACKAGES = {"wandb": "wandb", "tensorboard": "tensorboard", "trackio": "trackio"}
+PACKAGES = ("wandb", "tensorboard", "trackio")
 PROJECT = "ckpt-train"
 
 
 class Tracker(Protocol):
     """Where metrics go."""
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
+    def log(self, metrics: dict[str, float], step: int) -> None:
         """The numbers of one optimizer step."""
 
-    def close(self) -> None:
+    def finish(self) -> None:
         """Writes what is still held."""
 
 
 def require(name: str) -> None:
     """UserError where a tracker's package is not installed. Called on every rank, though only the first one logs."""
-    if name != "none" and importlib.util.find_spec(PACKAGES[name]) is None:
+    if name in PACKAGES and importlib.util.find_spec(name) is None:
         raise UserError(
-            f"--track {name}: the package {PACKAGES[name]} is not installed here\n"
-            f"hint: pip install {PACKAGES[name]}, or pip install -e '.[track]' for all trackers"
+            f"--track {name}: the package {name} is not installed here\n"
+            f"hint: pip install {name}, or pip install -e '.[track]' for all trackers"
         )
 
 
@@ -42,46 +42,30 @@ def open_tracker(config: Config) -> Tracker | None:
     """The tracker of --track for this run, in its output folder."""
     output = Path(config.output)
     if config.track == "wandb":
-        return WandbTracker(config, output)
-    if config.track == "tensorboard":
-        return TensorboardTracker(output)
+        import wandb
+
+        return wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            name=os.environ.get("WANDB_NAME", output.name),
+            dir=str(output),
+            mode=os.environ.get("WANDB_MODE") or ("online" if wandb_is_reachable() else "offline"),
+            config=asdict(config),
+        )
     if config.track == "trackio":
-        return TrackioTracker(config, output)
-    return None
+        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # read while trackio is imported
+        import trackio
+
+        return trackio.init(project=PROJECT, name=output.name, config=asdict(config), embed=False)
+    return TensorBoard(output / "tensorboard") if config.track == "tensorboard" else None
 
 
 def flat(line: dict[str, Any]) -> dict[str, float]:
     """A line of the log as names and numbers: those of ranks as `rank_R/name`."""
-    found = {
-        name: float(line[name]) for name in ("loss", "grad_norm", "lr", "tokens_per_second") if line[name] is not None
-    }
+    named = ("loss", "grad_norm", "lr", "tokens_per_second")
+    found = {name: float(line[name]) for name in named if line[name] is not None}
     for name, values in line["ranks"].items():
         found |= {f"rank_{rank}/{name}": float(value) for rank, value in enumerate(values)}
     return found
-
-
-class WandbTracker:
-    """Weights & Biases."""
-
-    def __init__(self, config: Config, output: Path) -> None:
-        import wandb
-
-        mode = os.environ.get("WANDB_MODE") or ("online" if wandb_is_reachable() else "offline")
-        self.run = wandb.init(
-            project=os.environ.get("WANDB_PROJECT", PROJECT),
-            name=os.environ.get("WANDB_NAME", output.name),
-            dir=str(output),
-            mode=mode,
-            config=asdict(config),
-        )
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """The numbers of one optimizer step."""
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        """Writes what is still held."""
-        self.run.finish()
 
 
 def wandb_is_reachable(timeout: float = 3.0) -> bool:
@@ -98,37 +82,17 @@ def wandb_is_reachable(timeout: float = 3.0) -> bool:
         return False
 
 
-class TensorboardTracker:
-    """TensorBoard, in OUTPUT/tensorboard."""
+class TensorBoard:
+    """TensorBoard's writer as a Tracker; the others are one already."""
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.writer = SummaryWriter(str(output / "tensorboard"))
+        self.writer = SummaryWriter(str(folder))
 
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """The numbers of one optimizer step."""
+    def log(self, metrics: dict[str, float], step: int) -> None:
         for name, value in metrics.items():
             self.writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
-        """Writes what is still held."""
+    def finish(self) -> None:
         self.writer.close()
-
-
-class TrackioTracker:
-    """trackio, in OUTPUT/trackio unless TRACKIO_DIR says otherwise."""
-
-    def __init__(self, config: Config, output: Path) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # read while trackio is imported
-        import trackio
-
-        self.run = trackio.init(project=PROJECT, name=output.name, config=asdict(config), embed=False)
-
-    def log(self, step: int, metrics: dict[str, float]) -> None:
-        """The numbers of one optimizer step."""
-        self.run.log(metrics, step=step)
-
-    def close(self) -> None:
-        """Writes what is still held."""
-        self.run.finish()

@@ -15,6 +15,7 @@ model gives for them in eval mode, in its own dtype.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from train import data, launch
 from train.config import Config
+from train.engine import Engine
 
 
 def ties(model: nn.Module) -> dict[str, str]:
@@ -46,6 +49,35 @@ def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> lis
     ]
 
 
+def facts_of(model: nn.Module) -> dict[str, Any]:
+    """The facts that a plain model tells by itself."""
+    return {"ties": ties(model), "frozen": [name for name, one in model.named_parameters() if not one.requires_grad]}
+
+
+def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]], Any]) -> list[dict[str, Any]]:
+    """The described groups of all ranks, where each rank knows only those of its own parameters; one for each `key`."""
+    merged: dict[Any, dict[str, Any]] = {}
+    for number, group in (numbered for groups in launch.of_all_ranks(mine) for numbered in enumerate(groups)):
+        known = merged.setdefault(key(number, group), group)
+        known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
+    return list(merged.values())
+
+
+def record(engine: Engine, config: Config, tag: str) -> None:
+    """Writes both files of what an engine holds now, into the run folder; called by all ranks together."""
+    from safetensors.torch import save_file
+
+    tensors, facts = engine.gather()
+    # Beyond any training step: the same few sequences for every run, whatever it has seen.
+    input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
+    logits = engine.logits(input_ids)
+    if dist.get_rank() == 0:
+        folder = Path(config.output, "truth")
+        write(folder, tag, config, engine.step, tensors, facts)
+        both = {"input_ids": input_ids.cpu().contiguous(), "logits": logits.detach().cpu().contiguous()}
+        save_file(both, folder / f"{tag}-logits.safetensors")
+
+
 def write(
     folder: Path, tag: str, config: Config, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
 ) -> None:
@@ -54,30 +86,14 @@ def write(
         role, _, fqn = name.partition("/")
         if role == "master" and not torch.equal(tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)):
             raise RuntimeError(f"{tag}: the live weight of {fqn} is not its gathered master rounded")
-    run = {
-        "step": step,
-        "world_size": dist.get_world_size(),
-        "dtype": config.dtype,
-        "strategy": config.strategy,
-    }
     from safetensors.torch import save_file
 
+    run = {"step": step, "world_size": dist.get_world_size(), "dtype": config.dtype, "strategy": config.strategy}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(
         {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()},
         folder / f"{tag}.safetensors",
         metadata={name: json.dumps(fact) for name, fact in (run | facts).items()},
-    )
-
-
-def write_logits(folder: Path, tag: str, input_ids: torch.Tensor, logits: torch.Tensor) -> None:
-    """Writes `<folder>/<tag>-logits.safetensors`."""
-    from safetensors.torch import save_file
-
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {"input_ids": input_ids.cpu().contiguous(), "logits": logits.detach().cpu().contiguous()},
-        folder / f"{tag}-logits.safetensors",
     )
 
 

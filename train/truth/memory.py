@@ -7,29 +7,23 @@ each backward pass of one step, before the optimizer's; of every kind the most t
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from train import launch
+from train.engine import Engine
 
 #: In the order in which a storage that serves several purposes is counted.
 KINDS = ("parameters", "buffers", "gradients", "masters", "optimizer")
 
 
-class Holder(Protocol):
-    """An engine that can tell what it holds."""
-
-    def held(self) -> Mapping[str, Iterable[Any]]:
-        """Tensors of this rank by kind, of KINDS; None among them counts as nothing."""
-
-
 class Watch:
     """Looks at an engine whenever it is called, and remembers the most of every kind."""
 
-    def __init__(self, engine: Holder) -> None:
+    def __init__(self, engine: Engine) -> None:
         self.engine = engine
         self.most = dict.fromkeys(KINDS, 0)
         if launch.on_gpu():
@@ -44,8 +38,7 @@ class Watch:
         """The report of all ranks, a list by rank, on rank 0; on GPUs with the most that torch had `allocated`."""
         if launch.on_gpu():
             self.most["allocated"] = torch.cuda.max_memory_allocated()
-        everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, self.most)
+        everyone = launch.of_all_ranks(self.most)
         if dist.get_rank() == 0:
             path.write_text(json.dumps(everyone, indent=2) + "\n")
 

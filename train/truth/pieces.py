@@ -1,10 +1,10 @@
 """Tensors in full: which part of which tensor each rank holds, as its live engine says, put together."""
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
+
+from train import launch
 
 
 @dataclass(frozen=True)
@@ -63,9 +63,7 @@ class Piece:
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, pieces)
-    return assemble([piece for rank_pieces in everyone for piece in rank_pieces])
+    return assemble([piece for of_rank in launch.of_all_ranks(pieces) for piece in of_rank])
 
 
 def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:

@@ -16,9 +16,8 @@ from ckpt import api
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.facts import DeepSpeedFacts
-from tests.support.engines import fork, raw
+from tests.support.engines import fork_once, raw
 from tests.support.expert_runs import RUNS
-from tests.support.kept import made
 
 STEP = "global_step2"
 #: ep_size and ranks.
@@ -30,13 +29,13 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each engine held as it saved, and what those of other ranks held as they had loaded."""
     folder = tmp_path_factory.mktemp("experts")
     worker = "tests.support.expert_runs"
-    made(folder, (worker,), "save", lambda: fork([(4, worker, ["save", str(folder)])], ["deepspeed"]))
+    fork_once(folder, [(4, worker, ["save", str(folder)])], ["deepspeed"])
     for name in RUNS:
         for size, ranks in TARGETS:
             plan = api.plan(api.open(folder / name), name, Layout(world_size=ranks, ep_size=size))
             plan.run(folder / f"{name}-ep-{size}-on-{ranks}")
     numbers = dict.fromkeys(ranks for _, ranks in TARGETS)
-    fork([(ranks, worker, ["load", str(folder)]) for ranks in numbers], ["deepspeed"])
+    fork_once(folder, [(ranks, worker, ["load", str(folder)]) for ranks in numbers], ["deepspeed"])
     return folder
 
 

@@ -1,8 +1,10 @@
 """Heartbeats and a look-out for spikes in any script of HF Trainer: `Trainer(..., callbacks=[Watched()])`.
 
-OUTPUT_DIR/heartbeats/      signs of life, for `python -m train.operations.watch OUTPUT_DIR`
+OUTPUT_DIR/heartbeats/      signs of life, for `python -m ckpt.training.watch OUTPUT_DIR`
 OUTPUT_DIR/spikes.jsonl     a line for each logged loss that was a spike, which is also said on stderr
 """
+
+from __future__ import annotations
 
 import json
 import sys
@@ -13,11 +15,11 @@ from typing import Any
 import torch.distributed as dist
 from transformers import TrainerCallback
 
-from train.operations.heartbeat import Heart
-from train.operations.spikes import SpikeWatch
+from ckpt.training.heartbeat import Heart
+from ckpt.training.spikes import SpikeWatch
 
 
-class Watched(TrainerCallback):
+class Watched(TrainerCallback):  # type: ignore[misc]
     """One run's; `beat` is in seconds. A rank that ends with an error beats no more, which the watcher sees."""
 
     def __init__(self, beat: float = 5.0) -> None:

@@ -1,9 +1,11 @@
-"""`python -m train.plot RUN [RUN...]` draws the losses of runs over each other, and says how far apart they are.
+"""`python -m ckpt.training.plot RUN [RUN...]` draws the losses of runs, and says how far apart they are.
 
 A run is the folder of `python -m train` (its metrics.jsonl) or of a script of HF Trainer (the trainer_state.json of its
 newest checkpoint). A run that was resumed is one curve, with a mark where each start began; steps that were done twice
 are drawn twice. The picture is an SVG, and no library draws it.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -14,7 +16,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from train.config import UserError, print_error
+from ckpt.base.errors import NotFoundError
 
 WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 960, 480, 70, 24, 24, 44
 COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#7c9217", "#61206f", "#b8860b")
@@ -52,9 +54,8 @@ def starts_of(run: Path) -> list[Start]:
         found[-1].losses[step] = loss
         before = step
     if not found:
-        raise UserError(
-            f"{run} has recorded no losses\nhint: they are in metrics.jsonl, or HF Trainer's trainer_state.json"
-        )
+        hint = "they are in metrics.jsonl, or HF Trainer's trainer_state.json"
+        raise NotFoundError("no losses are recorded here", path=run, hint=hint)
     return found
 
 
@@ -81,7 +82,7 @@ class Axes:
     high: float
 
     @classmethod
-    def of(cls, starts: Sequence[Start]) -> "Axes":
+    def of(cls, starts: Sequence[Start]) -> Axes:
         """The axes in which all of these fit, with some room."""
         steps = [step for start in starts for step in start.losses]
         losses = [loss for start in starts for loss in start.losses.values() if math.isfinite(loss)] or [0.0]
@@ -163,7 +164,7 @@ def ticks(low: float, high: float) -> Iterator[float]:
 
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m train.plot", description="Draw the losses of runs over each other."
+        prog="python -m ckpt.training.plot", description="Draw the losses of runs over each other."
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; others are held against the first"
@@ -172,9 +173,9 @@ def main(words: Sequence[str] | None = None) -> int:
     options = parser.parse_args(words)
     try:
         runs = {str(run): starts_of(run) for run in options.runs}
-    except (OSError, ValueError, KeyError, UserError) as error:
-        print_error(str(error))
-        return 2
+    except (OSError, ValueError, KeyError, NotFoundError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return NotFoundError.exit_code
     options.output.write_text(draw(runs))
     (first, starts), *others = runs.items()
     for name, other in others:

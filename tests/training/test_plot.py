@@ -1,4 +1,4 @@
-"""`train/plot.py`: the losses of runs over each other, from what trainers record."""
+"""`ckpt/training/plot.py`: the losses of runs over each other, from what trainers record."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.training.plot import Axes, Start, draw, furthest, losses_of, main, starts_of, ticks
 from tests.support.places import FIXTURES
-from train.plot import Axes, Start, draw, furthest, losses_of, main, starts_of, ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -70,8 +70,8 @@ def test_it_says_how_far_apart_they_are(tmp_path: Path, capsys: pytest.CaptureFi
 
 
 def test_a_folder_without_losses_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "-o", str(tmp_path / "loss.svg")]) == 2
-    assert "has recorded no losses" in capsys.readouterr().err and not (tmp_path / "loss.svg").exists()
+    assert main([str(tmp_path), "-o", str(tmp_path / "loss.svg")]) == 3
+    assert "no losses are recorded here" in capsys.readouterr().err and not (tmp_path / "loss.svg").exists()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.2, 5.4), (1, 60), (1, 2), (4.999, 5.0), (0, 123456)])

@@ -1,4 +1,4 @@
-"""`Watched` in a plain script of HF Trainer: its heartbeats, and a spike that it finds."""
+"""`ckpt/training/watched.py`: `Watched` in a plain script of HF Trainer: its heartbeats, and a spike that it finds."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from ckpt.training.watched import Watched
 from tests.support.places import REPOSITORY
-from train.operations.callback import Watched
 
 
 def test_a_script_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,6 +41,6 @@ def test_a_script_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     first = json.loads((tmp_path / "spikes.jsonl").read_text().splitlines()[0])
     assert first["step"] == 26 and first["loss"] > first["limit"]
     assert "warning: the loss spiked in step 26: " in capsys.readouterr().err
-    command = [sys.executable, "-m", "train.operations.watch", str(tmp_path)]
+    command = [sys.executable, "-m", "ckpt.training.watch", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout

@@ -1,4 +1,4 @@
-"""Which losses are spikes, and which checkpoints are kept because of them."""
+"""`ckpt/training/spikes.py`, `train/operations/records.py`: which losses are spikes, which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.training.spikes import RECENT, SpikeWatch
 from train import data
 from train.config import UserError
 from train.operations import records
-from train.operations.spikes import RECENT, SpikeWatch
 
 CALM = [5.0 - 0.01 * step for step in range(20)]
 

@@ -1,4 +1,4 @@
-"""Looks over the nodes of a job within a minute: `srun python -m train.operations.preflight RUN_FOLDER`.
+"""Looks over the nodes of a job within a minute: `srun python -m ckpt.training.preflight RUN_FOLDER`.
 
     n2: deepspeed 0.18.1, and 0.19.8 on n1
     n2: no space in /shared/outputs: No space left on device
@@ -9,6 +9,8 @@ One task runs on each node. All tell the first what they have, over the port tha
 tries the way back. What differs is named by its node. It imports no framework: it is to be fast, and to find one that
 does not import.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -187,7 +189,7 @@ def _driver() -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m train.operations.preflight", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m ckpt.training.preflight", description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path, help="where checkpoints will be written")
     parser.add_argument("--data", type=Path, nargs="*", default=(), help="files or folders of the dataset")
     parser.add_argument("--need-gb", type=float, default=1, help="free space needed in GB (%(default)s)")

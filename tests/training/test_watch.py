@@ -1,4 +1,4 @@
-"""`train.operations.watch` beside processes that beat as ranks do: stopped, killed, stuck, failed and done."""
+"""`ckpt/training/watch.py` and `heartbeat.py`: processes that beat as ranks do, stopped, killed, stuck or failed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.training.watch import is_waiting, main_stack
 from tests.support.places import REPOSITORY
-from train.operations.watch import is_waiting, main_stack
 
 #: A rank that beats, is in a "collective" or in its own code, and goes on when its standard input says so.
 RANK = """
 import sys
 from pathlib import Path
-from train.operations.heartbeat import Heart
+from ckpt.training.heartbeat import Heart
 
 def all_reduce(): sys.stdin.readline()
 def load_shard_7(): sys.stdin.readline()
@@ -58,7 +58,7 @@ def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str) -> None:
 
 
 def command_of_watch(run: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "train.operations.watch", str(run), "--every", "0.1", *options]
+    return [sys.executable, "-m", "ckpt.training.watch", str(run), "--every", "0.1", *options]
 
 
 def watch(run: Path, *options: str) -> tuple[int, str]:

@@ -1,4 +1,4 @@
-"""`python -m train.operations.watch RUN` names the rank that died or stalled, with its stack, and ends with the run.
+"""`python -m ckpt.training.watch RUN` names the rank that died or stalled, with its stack, and ends with the run.
 
 A rank is dead when its process is gone, frozen when it beats no more (a stopped process, a machine that is down), and
 stuck when it beats but has been in the same step and phase for too long. All ranks of a run are stuck when one is;
@@ -6,6 +6,8 @@ the one named is not in a collective while others wait there, or is behind them.
 
 Exit codes: 0 the run is done, 1 a rank died or stalled, 2 a mistake on the command line, 3 nobody has beaten there.
 """
+
+from __future__ import annotations
 
 import argparse
 import contextlib
@@ -23,7 +25,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from train.operations.heartbeat import DONE, FOLDER, REQUEST
+from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
 #: Words in the names of functions in which a rank waits for others: torch.distributed's, DDP's, and those that wait for
@@ -213,7 +215,7 @@ def _say(text: str) -> None:
 def main() -> int:
     """Watches one run."""
     parser = argparse.ArgumentParser(
-        prog="python -m train.operations.watch",
+        prog="python -m ckpt.training.watch",
         description="Names the rank of a run that died or stalled, with its stack.",
     )
     parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output")

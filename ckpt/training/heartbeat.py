@@ -1,4 +1,4 @@
-"""Signs of life of every rank, in files that `python -m train.operations.watch` reads.
+"""Signs of life of every rank, in files that `python -m ckpt.training.watch` reads.
 
     OUTPUT/heartbeats/rank-R.json     who and where the rank is, what it does since when, and a count that goes up
     OUTPUT/heartbeats/rank-R.stack    where its main thread was at the last beat
@@ -8,6 +8,8 @@
 A thread beats, so a rank that only waits for others goes on beating; what it waits in is in its stack. A process that
 is stopped, or whose interpreter is held by C code, beats no more: then the last beat's stack is what is known of it.
 """
+
+from __future__ import annotations
 
 import faulthandler
 import json
@@ -49,7 +51,7 @@ class Heart:
         self._asked = self._request()
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
-    def __enter__(self) -> "Heart":
+    def __enter__(self) -> Heart:
         self._dump = self.path("dump").open("w")  # stays open: a signal handler opens no files
         faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
         self._beat()

@@ -1,5 +1,7 @@
 """Spikes of the loss: far above the steps just before, or no number at all."""
 
+from __future__ import annotations
+
 import itertools
 import math
 import statistics
