@@ -1,5 +1,6 @@
-"""`converters/names/megatron/table.py`, `rows.py`: names of the tables against those in the mapping tables of
-megatron-bridge 0.3.1 and mbridge 0.15.1, which `tests/support/peer_names.py` read from their sources.
+"""`converters/names/megatron/table.py`, `rows.py`, `sighted.py`: names of the tables against those in the mapping
+tables of megatron-bridge 0.3.1, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/support/peer_names.py` read from
+their sources.
 """
 
 from __future__ import annotations
@@ -10,12 +11,17 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
+from ckpt.plan.checkpoint import HUB, MEGATRON, Layout
+from ckpt.state.naming import to_namespace
 from converters.names.megatron.relation import table_of
-from converters.names.megatron.rows import MegatronRow, parse
+from converters.names.megatron.rows import EVERY, MegatronRow, parse
+from tests.names.test_megatron import config_of, described, hub_of
 from tests.support.peer_names import RECORD
 
 PEERS: Mapping[str, Mapping[str, list[tuple[str, list[str]]]]] = json.loads(RECORD.read_text())
-CASES = [(peer, architecture) for peer, found in PEERS.items() for architecture in found]
+#: What is around the language model in mcore-bridge's models; `mbridge` has one such module under a name of its own.
+AROUND = PEERS["mcore-bridge 1.6.5"]
+CASES = [(peer, name) for peer, found in PEERS.items() if found is not AROUND for name in found]
 
 #: What peers name otherwise.  In each case they are wrong, or name what no released file has.
 DIFFERENCES = {
@@ -23,6 +29,11 @@ DIFFERENCES = {
     ("megatron-bridge 0.3.1", "glm4_moe", "mlp.shared_experts.router.weight"),
     # A dense MLP in the layer of multi-token prediction, whose Hub names are Megatron's: no release has one.
     ("megatron-bridge 0.3.1", "glm4_moe", "mlp.linear_fc1.weight"),
+    ("megatron-bridge 0.3.1", "glm4v_moe", "mlp.shared_experts.router.weight"),
+    # A tower of megatron-core's own layers, which other ranks share: its checkpoints are refused.
+    ("mbridge 0.15.1", "qwen2_5_vl", "vision_model.**"),
+    # transformers' tower under another name than Megatron-Bridge's, which is the one that is written; both are read.
+    ("mbridge 0.15.1", "glm4v_moe", "vision_model.**"),
 }
 #: Norms that megatron-core's own layers have by themselves.
 _BY_THEMSELVES = {
@@ -33,8 +44,13 @@ _BY_THEMSELVES = {
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
 _EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.\*\.)?linear_fc(\d)(?:\.weight)?\*?")
-_LAYER = re.compile(r"^(decoder|mtp)\.layers\.[*\d]+\.(transformer_layer\.)?")
-_ON_HUB = re.compile(r"^(?:(?:model|backbone)\.(?:mtp_)?layers\.[*\d]+\.|mtp\.(?:layers\.[*\d]+\.)?)")
+_LAYER = re.compile(r"^(?:language_model\.)?((decoder|mtp)\.layers\.[*\d]+\.(transformer_layer\.)?)?")
+_ON_HUB = re.compile(
+    r"^(?:language_model\.)?(?:(?:model\.(?:language_model\.)?|backbone\.)(?:mtp_)?layers\.[*\d]+\."
+    r"|mtp\.(?:layers\.[*\d]+\.)?)"
+)
+#: Where a vision tower has many names of its own, one stands for all.
+_TOWER = re.compile(r"^vision_model\..*")
 
 
 def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
@@ -58,7 +74,7 @@ def theirs(pairs: list[tuple[str, list[str]]]) -> Iterator[tuple[str, tuple[str,
         if megatron.endswith("*") and not _EXPERTS.search(megatron):
             continue  # the source fills in several names there
         name = _LAYER.sub("", megatron)
-        name = f"mlp.{name}" if name.startswith("shared_experts.") else name
+        name = f"mlp.{name}" if name.startswith("shared_experts.") else _TOWER.sub("vision_model.**", name)
         if match := _EXPERTS.fullmatch(name):
             name = f"mlp.experts.local_experts.{{e}}.linear_fc{match[1]}.weight"
         own = tuple(_ON_HUB.sub("", hub).replace("experts.*.", "experts.{e}.") for hub in hubs)
@@ -79,3 +95,22 @@ def test_names_are_the_peers(peer: str, architecture: str) -> None:
             different.add((peer, architecture, name))
     assert different == {difference for difference in DIFFERENCES if difference[:2] == (peer, architecture)}
     assert compared >= 4
+
+
+@pytest.mark.parametrize("architecture", [*AROUND, "glm4v_moe of mbridge"])
+def test_modules_under_the_peers_names_are_read(architecture: str) -> None:
+    """mcore-bridge has in one more, `visual`, what is side by side with the language model in Megatron-Bridge's."""
+    name, _, other = architecture.partition(" ")
+    pairs = [("vision_model.**", ["model.visual.**"])] if other else AROUND[name]
+    hub = hub_of(config_of(name))
+    there = to_namespace(hub, MEGATRON, Layout())
+    modules = {hubs[0].split(".")[-2]: megatron.removesuffix(EVERY) for megatron, hubs in pairs}
+    own = {row.megatron.removesuffix(EVERY): row.hubs[0].split(".")[-2] for row in table_of(name).kept}
+    assert modules.keys() == set(own.values())
+    renamed = {}
+    for fqn in there.shapes:
+        start = next((start for start in own if fqn.startswith(start)), None)
+        renamed[fqn] = modules[own[start]] + fqn.removeprefix(start) if start else fqn
+    assert set(renamed.values()) != set(renamed)
+    theirs = described({new: there.shapes[fqn] for fqn, new in renamed.items()}, hub.config, MEGATRON)
+    assert {fqn for fqn, _ in to_namespace(theirs, HUB).tensors} == {fqn for fqn, _ in hub.tensors}

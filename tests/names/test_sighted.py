@@ -294,22 +294,6 @@ def test_an_output_layer_that_is_stored_is_one_where_no_config_says(model_type: 
 # -- mcore-bridge, other Megatron models, optimizers -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_vl", "llava"])
-def test_modules_that_mcore_bridge_has_in_one_more(model_type: str) -> None:
-    """Its `visual` holds what Megatron-Bridge's model has side by side with the language model."""
-    hub = hub_of(config_of(model_type))
-    there = to_namespace(hub, MEGATRON, Layout())
-    starts = {"vision_model.": "visual.visual.", "vision_tower.": "visual.vision_tower."}
-    starts |= {"multi_modal_projector.": "visual.multi_modal_projector."}
-    names = {}
-    for name, _ in there.tensors:
-        start = next((start for start in starts if name.startswith(start)), None)
-        names[name] = starts[start] + name.removeprefix(start) if start else name
-    assert set(names.values()) != set(names)
-    other = described({new: there.shapes[name] for name, new in names.items()}, hub.config, MEGATRON)
-    assert {name for name, _ in to_namespace(other, HUB).tensors} == {name for name, _ in hub.tensors}
-
-
 def _file_of(state: dict[str, torch.Tensor], folder: Path) -> Path:
     from argparse import Namespace
 

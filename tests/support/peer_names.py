@@ -1,8 +1,8 @@
 """The names in the mapping tables of published peers: `python -m tests.support.peer_names FOLDER`.
 
-FOLDER holds the unpacked wheels of megatron-bridge and mbridge, whose sources are read and never run.  Writes
-`tests/names/peer_names.json`: for each peer and architecture, pairs of Megatron's name and the Hub's names, with `*`
-for a number.
+FOLDER holds the unpacked wheels of megatron-bridge, mbridge and mcore-bridge, whose sources are read and never run.
+Writes `tests/names/peer_names.json`: for each peer and architecture, pairs of Megatron's name and the Hub's names, with
+`*` for a number and `**` for the rest of any name.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-#: The class of each architecture's bridge, and the file that it is in.
+#: The file of each architecture's bridge, and its class where there are several in it.
 MEGATRON_BRIDGE = {
     "llama": "llama/llama_bridge.py",
     "mistral": "mistral/mistral_bridge.py",
@@ -27,6 +27,11 @@ MEGATRON_BRIDGE = {
     "nemotron": "nemotron/nemotron_bridge.py",
     "nemotron_h": "nemotronh/nemotron_h_bridge.py",
     "qwen3_next": "qwen/qwen3_next_bridge.py",
+    "qwen2_5_vl": "qwen_vl/qwen25_vl_bridge.py",
+    "qwen3_vl": "qwen_vl/qwen3_vl_bridge.py:Qwen3VLBridge",
+    "qwen3_vl_moe": "qwen_vl/qwen3_vl_bridge.py:Qwen3VLMoEBridge",
+    "glm4v_moe": "glm_vl/glm_45v_bridge.py",
+    "mistral3": "ministral3/ministral3_bridge.py",
 }
 MBRIDGE = {
     "qwen2": "qwen2.py",
@@ -35,6 +40,17 @@ MBRIDGE = {
     "deepseek_v3": "deepseek_v3.py",
     "glm4_moe": "glm4moe.py",
     "mimo": "mimo.py",
+    "qwen2_5_vl": "qwen2_5_vl/__init__.py",
+    "glm4v_moe": "glm4_vl/__init__.py:Glm4VLBridgeMoe",
+}
+#: Classes of what is around the language model; of that itself code puts names together.
+MCORE_BRIDGE = {
+    "qwen2_vl": "qwen.py:Qwen2_5VL_Vit",
+    "qwen2_5_vl": "qwen.py:Qwen2_5VL_Vit",
+    "qwen3_vl": "qwen3_vl.py:Qwen3VL_Vit",
+    "qwen3_vl_moe": "qwen3_vl.py:Qwen3VL_Vit",
+    "glm4v_moe": "glm.py:Glm4vVit",
+    "internvl": "internvl.py:InternvlHfVit",
 }
 RECORD = Path(__file__).parents[1] / "names" / "peer_names.json"
 
@@ -47,16 +63,27 @@ def main() -> None:
     for peer, inside, files in (
         ("megatron-bridge 0.3.1", "megatron/bridge/models", MEGATRON_BRIDGE),
         ("mbridge 0.15.1", "mbridge/models", MBRIDGE),
+        ("mcore-bridge 1.6.5", "mcore_bridge/model/mm_gpts", MCORE_BRIDGE),
     ):
         (root,) = folder.glob(f"*/{inside}")
-        found[peer] = {name: sorted(set(pairs((root / file).read_text()))) for name, file in files.items()}
+        found[peer] = {name: sorted(set(_pairs_of(root, file))) for name, file in files.items()}
     RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def pairs(source: str) -> Iterator[Pair]:
-    """Names that a source relates: entries of dictionaries, and mappings with a `megatron_param`."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Dict):
+def _pairs_of(root: Path, place: str) -> Iterator[Pair]:
+    file, _, cls = place.partition(":")
+    source = ast.parse((root / file).read_text())
+    classes = (one for one in source.body if isinstance(one, ast.ClassDef))
+    yield from pairs(next(one for one in classes if one.name == cls) if cls else source)
+
+
+def pairs(source: ast.AST) -> Iterator[Pair]:
+    """Names that a source relates: entries of dictionaries, mappings with a `megatron_param`, and modules."""
+    for node in ast.walk(source):
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "module_mapping":
+            for hub, own in ast.literal_eval(node.value).items():
+                yield f"visual.{own}.**", (f"{hub}.**",)
+        elif isinstance(node, ast.Dict):
             for key, value in zip(node.keys, node.values, strict=True):
                 names = value.elts if isinstance(value, ast.List) else [value]
                 yield from _pair(key, names)
@@ -68,7 +95,7 @@ def pairs(source: str) -> Iterator[Pair]:
 
 def _pair(key: ast.expr | None, names: list[ast.expr]) -> Iterator[Pair]:
     megatron, hubs = _text(key), [_text(name) for name in names]
-    if megatron and all(hubs) and "." in megatron:
+    if megatron and "." in megatron and all(hub and "." in hub for hub in hubs):
         yield megatron, tuple(hub for hub in hubs if hub)
 
 

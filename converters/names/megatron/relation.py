@@ -361,9 +361,14 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
 
 
 def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
-    """`checkpoint`, of Megatron, with the modules that mcore-bridge has inside one more, `visual`."""
+    """`checkpoint`, of Megatron, with the modules that peers call otherwise.
+
+    mcore-bridge has them inside one more, `visual`; mbridge calls transformers' `visual` `vision_model`.
+    """
     shapes = _shapes(checkpoint)
-    modules = {f"visual.{row.hubs[0].split('.')[-2]}.": row.megatron.removesuffix(EVERY) for row in table.kept}
+    own = {row.hubs[0].split(".")[-2]: row.megatron.removesuffix(EVERY) for row in table.kept}
+    modules = {f"visual.{module}.": name for module, name in own.items()}
+    modules |= {"vision_model.": own["visual"]} if "visual" in own else {}
     names = {}
     for name in shapes:
         inside = next((inner for inner in modules if name.startswith(inner)), None)
