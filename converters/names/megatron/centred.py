@@ -5,7 +5,7 @@ A gated delta net's norm of its output is one in transformers' models whose othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
     ]
 
 
-def _content(tensor: Tensor, by: int, computed: dict[str, Callable[[], memoryview]]) -> memoryview:
+def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
     """The bytes of a tensor's elements plus `by`: rounded once in fp32 (or fp64), then to its dtype, as torch does."""
     from ckpt.move.casts import cast_bits  # these take numpy, which describing a checkpoint does not
     from ckpt.move.reading import read_box
