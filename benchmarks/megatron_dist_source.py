@@ -1,12 +1,14 @@
-"""LLM-jp v4's 291B-A27B as Megatron-LM saves it: `torch_dist`, `dp_reshardable`, 288 ranks, in sparse files.
+"""LLM-jp v4 as Megatron-LM saves it: `torch_dist`, `dp_reshardable`, in sparse files.
 
-qwen3_moe of 70 layers and 128 experts at PP 6, VPP 2 with the embedding and the loss counted, EP 8 and DP 48, with
-Transformer Engine's names.  Items, keys, buckets and ranks' shares are those of megatron-core 0.19.2 (transformer/,
-distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py `sharded_param_state_dp_reshardable`); headers of
-items are `torch.save`'s, the metadata are torch's own objects.  The elements are holes in the files: 4 TB that take
-less than 2 GB.
+    291b    70 layers at PP 6, VPP 2 with the embedding and the loss counted, EP 8 and DP 48: 288 ranks
+    332b    80 layers at TP 2, PP 4, VPP 5, EP 8; its number of ranks is not public, here DP 32: 256
 
-    python -m benchmarks.megatron_dist_source FOLDER
+Both are qwen3_moe of 128 experts, with Transformer Engine's names.  Items, keys, buckets and ranks' shares are those of
+megatron-core 0.19.2 (transformer/, distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py
+`sharded_param_state_dp_reshardable`); headers of items are `torch.save`'s, the metadata are torch's own objects.  The
+elements are holes in the files: 4 TB and more that take less than 2 GB.
+
+    python -m benchmarks.megatron_dist_source FOLDER 291b
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ import sys
 import tempfile
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import pairwise, product
 from math import lcm, prod
 from pathlib import Path
 from typing import Any
@@ -29,36 +32,67 @@ import torch
 from torch.distributed.checkpoint import metadata as dcp
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-LAYERS, HIDDEN, HEADS, GROUPS, HEAD, EXPERTS, INNER, VOCAB = 70, 5120, 80, 8, 128, 128, 2048, 196_608
-PP, VPP, EP, DP = 6, 2, 8, 48
-STEP = 1000
+HIDDEN, HEADS, HEAD, EXPERTS, INNER, VOCAB = 5120, 80, 128, 128, 2048, 196_608
+EP, STEP = 8, 1000
 _BF16, _FP32 = torch.bfloat16, torch.float32
 _DTYPES = "dtype_(torch.bfloat16, torch.float32)"
 _STATES = ("param", "exp_avg", "exp_avg_sq")
 
 Shape = tuple[int, ...]
-_ATTENTION: dict[str, Shape] = {
-    "self_attention.linear_proj.weight": (HIDDEN, HEADS * HEAD),
-    "self_attention.linear_qkv.layer_norm_weight": (HIDDEN,),
-    "self_attention.linear_qkv.weight": ((HEADS + 2 * GROUPS) * HEAD, HIDDEN),
-    "self_attention.q_layernorm.weight": (HEAD,),
-    "self_attention.k_layernorm.weight": (HEAD,),
-    "pre_mlp_layernorm.weight": (HIDDEN,),
-    "mlp.router.weight": (EXPERTS, HIDDEN),
-}
 _EXPERT: dict[str, Shape] = {"linear_fc1.weight": (2 * INNER, HIDDEN), "linear_fc2.weight": (HIDDEN, INNER)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """A model's size, and the ranks that train it; `counts` says that the embedding and the loss count as layers."""
+
+    layers: int
+    groups: int
+    tp: int
+    pp: int
+    vpp: int
+    dp: int
+    counts: bool
+    batch: int
+
+    @property
+    def of_stage(self) -> int:
+        """Ranks of a pipeline stage."""
+        return self.tp * self.dp
+
+    @property
+    def attention(self) -> dict[str, tuple[Shape, int | None]]:
+        """What a layer has beside its experts, in modules in order, and the dim that tensor parallelism cuts."""
+        return {
+            "self_attention.linear_proj.weight": ((HIDDEN, HEADS * HEAD), 1),
+            "self_attention.linear_qkv.layer_norm_weight": ((HIDDEN,), None),
+            "self_attention.linear_qkv.weight": (((HEADS + 2 * self.groups) * HEAD, HIDDEN), 0),
+            "self_attention.q_layernorm.weight": ((HEAD,), None),
+            "self_attention.k_layernorm.weight": ((HEAD,), None),
+            "pre_mlp_layernorm.weight": ((HIDDEN,), None),
+            "mlp.router.weight": ((EXPERTS, HIDDEN), None),
+        }
+
+    def layers_of(self, pp: int, vp: int) -> range:
+        """The layers of a chunk."""
+        counted = int(self.counts)
+        size, chunk = (self.layers + 2 * counted) // (self.pp * self.vpp), vp * self.pp + pp
+        return range(max(0, chunk * size - counted), min(self.layers, (chunk + 1) * size - counted))
+
+
+RUNS = {"291b": Run(70, 8, 1, 6, 2, 48, True, 2880), "332b": Run(80, 4, 2, 4, 5, 32, False, 2048)}
 #: Modules of a layer that have an extra state, without content, as FP8 is not used.
 _STATEFUL = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 
 
-def config() -> dict[str, Any]:
+def config(run: Run) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_hidden_layers": LAYERS,
+        "num_hidden_layers": run.layers,
         "hidden_size": HIDDEN,
         "num_attention_heads": HEADS,
-        "num_key_value_heads": GROUPS,
+        "num_key_value_heads": run.groups,
         "head_dim": HEAD,
         "num_experts": EXPERTS,
         "num_experts_per_tok": 8,
@@ -74,13 +108,13 @@ def config() -> dict[str, Any]:
     }
 
 
-def arguments() -> Namespace:
+def arguments(run: Run) -> Namespace:
     return Namespace(
-        num_layers=LAYERS,
+        num_layers=run.layers,
         hidden_size=HIDDEN,
         num_attention_heads=HEADS,
         group_query_attention=True,
-        num_query_groups=GROUPS,
+        num_query_groups=run.groups,
         kv_channels=HEAD,
         ffn_hidden_size=16384,
         moe_ffn_hidden_size=INNER,
@@ -95,18 +129,19 @@ def arguments() -> Namespace:
         untie_embeddings_and_output_weights=True,
         padded_vocab_size=VOCAB,
         transformer_impl="transformer_engine",
-        tensor_model_parallel_size=1,
-        pipeline_model_parallel_size=PP,
-        virtual_pipeline_model_parallel_size=VPP,
-        num_virtual_stages_per_pipeline_rank=VPP,
-        num_layers_per_virtual_pipeline_stage=None,
-        account_for_embedding_in_pipeline_split=True,
-        account_for_loss_in_pipeline_split=True,
+        tensor_model_parallel_size=run.tp,
+        sequence_parallel=run.tp > 1,
+        pipeline_model_parallel_size=run.pp,
+        virtual_pipeline_model_parallel_size=run.vpp,
+        num_virtual_stages_per_pipeline_rank=run.vpp if run.counts else None,
+        num_layers_per_virtual_pipeline_stage=None if run.counts else run.layers // (run.pp * run.vpp),
+        account_for_embedding_in_pipeline_split=run.counts,
+        account_for_loss_in_pipeline_split=run.counts,
         expert_model_parallel_size=EP,
         expert_tensor_parallel_size=1,
         context_parallel_size=1,
-        world_size=PP * DP,
-        data_parallel_size=DP,
+        world_size=run.pp * run.of_stage,
+        data_parallel_size=run.dp,
         bf16=True,
         fp16=False,
         optimizer="adam",
@@ -115,31 +150,25 @@ def arguments() -> Namespace:
         overlap_param_gather=True,
         ddp_bucket_size=None,
         ckpt_format="torch_dist",
-        consumed_train_samples=STEP * 2880,
+        consumed_train_samples=STEP * run.batch,
         iteration=STEP,
     )
 
 
-def layers_of(pp: int, vp: int) -> range:
-    """The layers of a chunk; the embedding counts as one, and the loss."""
-    size, chunk = (LAYERS + 2) // (PP * VPP), vp * PP + pp
-    return range(max(0, chunk * size - 1), min(LAYERS, (chunk + 1) * size - 1))
-
-
-def dense_numels(pp: int, vp: int) -> Iterator[int]:
-    """Elements of a chunk's dense parameters, in the order of its modules."""
+def dense_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
+    """Elements of a chunk's dense parameters on one tensor parallel rank, in the order of its modules."""
     if (pp, vp) == (0, 0):
-        yield VOCAB * HIDDEN
-    for _ in layers_of(pp, vp):
-        yield from map(prod, _ATTENTION.values())
-    if (pp, vp) == (PP - 1, VPP - 1):
+        yield VOCAB // run.tp * HIDDEN
+    for _ in run.layers_of(pp, vp):
+        yield from (prod(shape) // (1 if dim is None else run.tp) for shape, dim in run.attention.values())
+    if (pp, vp) == (run.pp - 1, run.vpp - 1):
         yield HIDDEN
-        yield VOCAB * HIDDEN
+        yield VOCAB // run.tp * HIDDEN
 
 
-def expert_numels(pp: int, vp: int) -> Iterator[int]:
+def expert_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
     """Elements of a chunk's experts on one expert parallel rank: of a layer first all fc1, then all fc2."""
-    for _ in layers_of(pp, vp):
+    for _ in run.layers_of(pp, vp):
         for shape in _EXPERT.values():
             yield from [prod(shape)] * (EXPERTS // EP)
 
@@ -169,10 +198,10 @@ def _saved(value: Any) -> bytes:
 class _Folder:
     """The files of all ranks, being filled."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
-        self.ends = [0] * (PP * DP)
-        self.files = [os.open(folder / f"__{rank}_0.distcp", os.O_CREAT | os.O_WRONLY) for rank in range(PP * DP)]
+        self.ends = [0] * ranks
+        self.files = [os.open(folder / f"__{rank}_0.distcp", os.O_CREAT | os.O_WRONLY) for rank in range(ranks)]
         self.stored: dict[dcp.MetadataIndex, _StorageInfo] = {}
         self.known: dict[str, Any] = {}
 
@@ -208,75 +237,86 @@ class _Folder:
         return len(self.stored)
 
 
-def write(run: Path) -> None:
-    folder = run / f"iter_{STEP:07d}"
+def write(place: Path, run: Run) -> None:
+    folder = place / f"iter_{STEP:07d}"
     folder.mkdir(parents=True)
-    (run / "latest_checkpointed_iteration.txt").write_text(str(STEP))
-    (run / "config.json").write_text(json.dumps(config()))
-    written = _Folder(folder)
-    _model(written)
-    for pp in range(PP):
-        for vp in range(VPP):
-            _buffer(written, f"chained_0.optimizer.distributed.dp_group_idx_{pp}", pp, vp, list(dense_numels(pp, vp)))
+    (place / "latest_checkpointed_iteration.txt").write_text(str(STEP))
+    (place / "config.json").write_text(json.dumps(config(run)))
+    written = _Folder(folder, run.pp * run.of_stage)
+    _model(written, run)
+    for pp in range(run.pp):
+        first = pp * run.of_stage
+        for vp in range(run.vpp):
+            for tp in range(run.tp):
+                name = f"chained_0.optimizer.distributed.dp_group_idx_{pp * run.tp + tp}"
+                ranks = [first + dp * run.tp + tp for dp in range(run.dp)]
+                limit = max(40_000_000, 1_000_000 * run.dp) if (pp, vp) == (0, 0) else None
+                _buffer(written, name, vp, list(dense_numels(run, pp, vp)), ranks, limit)
             for ep in range(EP):
                 name = f"chained_1.optimizer.distributed.dp_group_idx_{pp * EP + ep}"
-                _buffer(written, name, pp, vp, list(expert_numels(pp, vp)), ep)
-    _rest(written)
+                ranks = [first + number for number in range(run.of_stage) if number % EP == ep]
+                limit = max(40_000_000, 1_000_000 * run.dp) if (pp, vp) == (0, 0) else None
+                _buffer(written, name, vp, list(expert_numels(run, pp, vp)), ranks, limit)
+    _rest(written, run)
     print(f"{written.finish()} items, {sum(written.ends) / 1e12:.2f} TB")
 
 
-def _stage_of(layer: int) -> int:
-    return next(pp for pp in range(PP) for vp in range(VPP) if layer in layers_of(pp, vp))
-
-
-def _model(written: _Folder) -> None:
+def _model(written: _Folder, run: Run) -> None:
     """The weights, dealt among the data parallel ranks of their stage."""
     empty = _saved(io.BytesIO())
-    stage = [_stage_of(layer) for layer in range(LAYERS)]
+    last = run.pp - 1
+    chunks = [(pp, vp) for vp in range(run.vpp) for pp in range(run.pp)]
+    stage = [next(pp for pp, vp in chunks if layer in run.layers_of(pp, vp)) for layer in range(run.layers)]
     turn = 0
 
     def rank(pp: int) -> int:
         nonlocal turn
         turn += 1
-        return pp * DP + turn % DP
+        return pp * run.of_stage + turn % run.of_stage
 
-    written.part(rank(0), "embedding.word_embeddings.weight", (VOCAB, HIDDEN), _BF16, (0, 0), (VOCAB, HIDDEN))
+    def put(pp: int, key: str, shape: Shape, dim: int | None, *layer: int) -> None:
+        """A tensor, or one of those of all layers, by the parts that tensor parallel ranks have."""
+        cut = 1 if dim is None else run.tp
+        part = tuple(size // (cut if number == dim else 1) for number, size in enumerate(shape))
+        for tp in range(cut):
+            at = tuple(tp * size if number == dim else 0 for number, size in enumerate(part))
+            whole = (run.layers, *shape) if layer else shape
+            written.part(rank(pp), key, whole, _BF16, (*layer, *at), (*(1 for _ in layer), *part))
+
+    put(0, "embedding.word_embeddings.weight", (VOCAB, HIDDEN), 0)
     for layer, pp in enumerate(stage):
-        for name, shape in _ATTENTION.items():
-            at = (layer, *(0 for _ in shape))
-            written.part(rank(pp), f"decoder.layers.{name}", (LAYERS, *shape), _BF16, at, (1, *shape))
+        for name, (shape, dim) in run.attention.items():
+            put(pp, f"decoder.layers.{name}", shape, dim, layer)
         for module in _STATEFUL:
-            key = f"decoder.layers.self_attention.{module}._extra_state/shard_{layer}_{LAYERS}"
+            key = f"decoder.layers.self_attention.{module}._extra_state/shard_{layer}_{run.layers}"
             written.value(rank(pp), key, empty)
-        written.value(rank(pp), f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_{LAYERS}", empty)
+        written.value(rank(pp), f"decoder.layers.pre_mlp_layernorm._extra_state/shard_{layer}_{run.layers}", empty)
         for expert in range(EXPERTS):
-            home = pp * DP + (expert * EP // EXPERTS) + EP * (turn % (DP // EP))
+            home = pp * run.of_stage + (expert * EP // EXPERTS) + EP * (turn % (run.of_stage // EP))
             for name, shape in _EXPERT.items():
                 key = f"decoder.layers.mlp.experts.experts.{name}"
                 halves = 2 if name.startswith("linear_fc1") else 1  # gate and up rows
                 part = (shape[0] // halves, shape[1])
                 for half in range(halves):
                     at = (layer, expert, half * part[0], 0)
-                    written.part(home, key, (LAYERS, EXPERTS, *shape), _BF16, at, (1, 1, *part))
-                place = f"{layer}.{expert}_{LAYERS}.{EXPERTS}"
+                    written.part(home, key, (run.layers, EXPERTS, *shape), _BF16, at, (1, 1, *part))
+                place = f"{layer}.{expert}_{run.layers}.{EXPERTS}"
                 written.value(home, f"{key.removesuffix('.weight')}._extra_state/shard_{place}", empty)
-    written.part(rank(PP - 1), "decoder.final_layernorm.weight", (HIDDEN,), _BF16, (0,), (HIDDEN,))
-    written.value(rank(PP - 1), "decoder.final_layernorm._extra_state/shard_0_1", empty)
-    written.part(rank(PP - 1), "output_layer.weight", (VOCAB, HIDDEN), _BF16, (0, 0), (VOCAB, HIDDEN))
-    written.value(rank(PP - 1), "output_layer._extra_state/shard_0_1", empty)
+    put(last, "decoder.final_layernorm.weight", (HIDDEN,), None)
+    written.value(rank(last), "decoder.final_layernorm._extra_state/shard_0_1", empty)
+    put(last, "output_layer.weight", (VOCAB, HIDDEN), 0)
+    written.value(rank(last), "output_layer._extra_state/shard_0_1", empty)
 
 
-def _buffer(written: _Folder, name: str, pp: int, vp: int, numels: list[int], ep: int | None = None) -> None:
+def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list[int], limit: int | None) -> None:
     """A chunk's buffer: buckets of parameters in reverse order, each dealt evenly among data parallel ranks."""
-    ranks = [pp * DP + dp for dp in range(DP) if ep is None or dp % EP == ep]
-    limit = max(40_000_000, 1_000_000 * DP) if (pp, vp) == (0, 0) else sum(numels) + 1
     buckets: list[list[tuple[int, int]]] = [[]]
     at = 0
     for numel in reversed(numels):
         at += -at % 64
         buckets[-1].append((at, at + numel))
         at += numel
-        if at >= limit:
+        if limit is not None and at >= limit:
             buckets.append([])
             at = 0
     for number, places in enumerate(bucket for bucket in buckets if bucket):
@@ -296,10 +336,10 @@ def _cut(places: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[i
     yield from pairwise(edges)
 
 
-def _rest(written: _Folder) -> None:
+def _rest(written: _Folder, run: Run) -> None:
     """What is no tensor: param groups of every buffer's ranks, random states, and what all ranks have in common."""
-    for number, groups in enumerate((PP, PP * EP)):
-        for group in range(groups):
+    for number, of_stage in enumerate((run.tp, EP)):
+        for group in range(run.pp * of_stage):
             name = f"chained_{number}.optimizer.distributed.dp_group_idx_{group}"
             options = {
                 "is_expert_parallel": bool(number),
@@ -315,17 +355,17 @@ def _rest(written: _Folder) -> None:
             }
             decays = (1.0,) if number else (0.0, 1.0)
             content = {"param_groups": [{**options, "wd_mult": decay} for decay in decays]}
-            rank = group * DP if not number else group // EP * DP + group % EP
+            rank = group // of_stage * run.of_stage + group % of_stage
             written.value(rank, f"{name}.optimizer/shard_0_1", _saved(content))
-    for pp in range(PP):
+    for pp, tp in product(range(run.pp), range(run.tp)):
         state = {"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {}}
-        written.value(pp * DP, f"rng_state/shard_{pp}.0_{PP}.1", _saved([state]))
+        written.value(pp * run.of_stage + tp, f"rng_state/shard_{pp}.{tp}_{run.pp}.{run.tp}", _saved([state]))
     common = {
-        "args": arguments(),
+        "args": arguments(run),
         "checkpoint_version": 3.0,
         "iteration": STEP,
         "optimizer": {number: {"param_state_sharding_type": "dp_reshardable"} for number in range(2)},
-        "opt_param_scheduler": {"max_lr": 4e-4, "num_steps": STEP * 2880},
+        "opt_param_scheduler": {"max_lr": 4e-4, "num_steps": STEP * run.batch},
         "content_metadata": {
             "distrib_optim_sharding_type": "dp_reshardable",
             "singleton_local_shards": False,
@@ -336,4 +376,4 @@ def _rest(written: _Folder) -> None:
 
 
 if __name__ == "__main__":
-    write(Path(sys.argv[1]))
+    write(Path(sys.argv[1]), RUNS[sys.argv[2]])

@@ -27,15 +27,24 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
         600,
     ),
     "a Megatron-FSDP folder of a million items": (["inspect"], "fsdp", 10, 4000),
-    "LLM-jp v4 291B, 288 ranks, inspect": (["inspect"], "llm-jp", 15, 400),
-    "LLM-jp v4 291B, 288 ranks, check": (["check"], "llm-jp", 15, 400),
+    "LLM-jp v4 291B, 288 ranks, inspect": (["inspect"], "llm-jp-291b", 15, 400),
+    "LLM-jp v4 291B, 288 ranks, check": (["check"], "llm-jp-291b", 15, 400),
     "LLM-jp v4 291B, DP 48 -> 40, --dry-run": (
         ["megatron-dist", "megatron-dist", "--world-size", "240", "--dry-run"],
-        "llm-jp",
+        "llm-jp-291b",
         15,
         400,
     ),
-    "LLM-jp v4 291B -> hf, --dry-run": (["megatron-dist", "hf", "--dry-run"], "llm-jp", 15, 400),
+    "LLM-jp v4 291B -> hf, --dry-run": (["megatron-dist", "hf", "--dry-run"], "llm-jp-291b", 15, 400),
+    "LLM-jp v4 332B, 256 ranks, inspect": (["inspect"], "llm-jp-332b", 15, 400),
+    "LLM-jp v4 332B, 256 ranks, check": (["check"], "llm-jp-332b", 15, 400),
+    "LLM-jp v4 332B, DP 32 -> 24, --dry-run": (
+        ["megatron-dist", "megatron-dist", "--world-size", "192", "--dry-run"],
+        "llm-jp-332b",
+        15,
+        400,
+    ),
+    "LLM-jp v4 332B -> hf, --dry-run": (["megatron-dist", "hf", "--dry-run"], "llm-jp-332b", 15, 400),
 }
 
 
@@ -58,7 +67,7 @@ def measure(bench: Bench) -> str:
         command = [*CKPT, "convert", *arguments[:2], source, *arguments[2:], "-q", "-o", output]
         if len(arguments) == 1:
             command = [*CKPT, *arguments, source, "--json"]
-        elif kind == "llm-jp":
+        elif kind.startswith("llm-jp"):
             command += ["--config", source]
         add(Case(name, command, (output,)), goal, peak)
         if kind == "32" and arguments[1] == "hf":
@@ -74,8 +83,8 @@ def _source(bench: Bench, kind: str) -> Path:
     if not (path / "complete").exists():
         if kind == "fsdp":
             call("benchmarks.megatron_fsdp_source", path / "iter_0000002")
-        elif kind == "llm-jp":
-            call("benchmarks.megatron_dist_source", path)
+        elif kind.startswith("llm-jp"):
+            call("benchmarks.megatron_dist_source", path, kind.removeprefix("llm-jp-"))
         else:
             call("benchmarks.moe_source", path, kind)
         (path / "complete").touch()

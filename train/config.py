@@ -15,7 +15,7 @@ _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral"
 ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
-OPTIMIZERS = ("adamw", "sgd", "momentum", "lion")
+OPTIMIZERS = ("adamw", "sgd", "momentum", "lion", "muon")
 SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
 THROUGH = ("loop", "trainer")
@@ -138,7 +138,9 @@ class Config:
     length: int = _option(16, "tokens per sequence")
     seed: int = _option(1234, "seed of the model's weights and of the data")
 
-    optimizer: str = _option("adamw", "adamw, plain sgd, sgd with momentum, lion", choices=OPTIMIZERS)
+    optimizer: str = _option(
+        "adamw", "adamw, plain sgd, sgd with momentum, lion; zero: DeepSpeed's muon", choices=OPTIMIZERS
+    )
     fused: bool = _option(False, "adamw, not megatron*: torch's fused kernel")
     scheduler: str = _option("deepspeed", "learning rate schedule", choices=SCHEDULERS)
     schedule_steps: int = _option(100, "length of the schedule; independent of --steps so that runs resume")
@@ -191,6 +193,8 @@ class Config:
             raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
         if (self.lora or self.vocab) and self.model == "toy":
             raise UserError("--lora and --vocab need a transformer, not --model toy")
+        if self.optimizer == "muon" and (self.strategy not in ZERO or self.through == "trainer"):
+            raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3, in our own loop")
         if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
             raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
         if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):

@@ -189,6 +189,22 @@ def check_alike(
             )
 
 
+def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
+    """A note of parameters without a state, where others have some: no file records whether they were frozen."""
+    known: dict[str, set[str]] = {}
+    for fqn, role in keys:
+        if role != BUFFER:
+            known.setdefault(fqn, set()).add(role)
+    bare = [fqn for fqn, roles in known.items() if roles <= set(MODEL_ROLES)]
+    if not bare or len(bare) == len(known):
+        return ()
+    named = bare[0] if len(bare) == 1 else f"{bare[0]}, ..."
+    said = (
+        "parameter was frozen, or its states were" if len(bare) == 1 else "parameters were frozen, or their states were"
+    )
+    return (f"{len(bare)} {said} lost, which Megatron's files do not tell apart: {named}",)
+
+
 # -- to be written -------------------------------------------------------------------------------------------
 
 #: Of experts apart, decayed, with a learning rate of its own, and `Group.optimizer`.

@@ -96,10 +96,17 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
         generated["optimizer"] = {"type": "AdamW", "params": {"lr": config.lr, "torch_adam": True}}
         if config.fused:
             generated["optimizer"]["params"]["fused"] = True
+    if config.optimizer == "muon":  # with Adam for what is no matrix of a layer
+        generated["optimizer"] = {"type": "Muon", "params": {"lr": config.lr, "momentum": 0.9, "torch_adam": True}}
+        generated["zero_optimization"]["reduce_scatter"] = False  # else it refuses
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
+        lowest: Any = [rate / 10 for rate in rates]
+        highest: Any = rates
+        if config.optimizer == "muon":
+            lowest, highest = config.lr / 10, config.lr  # of all groups, which DeepSpeed makes itself
         lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
-        peaks = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
+        peaks = {"warmup_min_lr": lowest, "warmup_max_lr": highest}
         generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
     return _merged(generated, read_ds_config(config.ds_config))
 
@@ -133,6 +140,7 @@ class DeepSpeedEngine(Engine):
         self.engine.destroy()
         del self.engine, self.optimizer
         forbid_fp16()
+        torch._dynamo.config.disable = False  # set for Muon
         nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
 
@@ -150,6 +158,8 @@ class ZeroEngine(DeepSpeedEngine):
         if self.stage == 3 and (blocks := models.sparse_blocks(model)):
             # Ranks use different experts, so fetching these blocks' parameters one by one would hang.
             set_z3_leaf_modules(model, blocks)
+        if config.optimizer == "muon":
+            torch._dynamo.config.disable = True
         if config.dtype == "fp16" and not get_accelerator().is_fp16_supported():
             allow_fp16()
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
@@ -161,6 +171,13 @@ class ZeroEngine(DeepSpeedEngine):
             lr_scheduler=build_scheduler(config) if config.scheduler == "torch" else None,
             config=self.options,
         )
+        if config.optimizer == "muon":
+            halves = [
+                [(name, p) for name, p in group.items() if p.use_muon == half]
+                for group in self.groups
+                for half in (True, False)
+            ]
+            self.groups = [dict(half) for half in halves if half]
 
     @classmethod
     def around(cls, engine: Any, groups: list[dict[str, Any]]) -> "ZeroEngine":
@@ -254,6 +271,7 @@ class ZeroEngine(DeepSpeedEngine):
             for group in self.groups
             for name, parameter in group.items()
             for state in (None, *state_names(self.engine))
+            if state is None or not hasattr(parameter, "use_muon") or (state == _MOMENTUM) == parameter.use_muon
         ]
         mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
         tensors = pieces.collect([piece for piece in mine if piece is not None])
@@ -295,6 +313,10 @@ class ZeroEngine(DeepSpeedEngine):
                 )
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
+
+
+#: What Muon has of each of its matrices, and Adam, which steps the rest, has not.
+_MOMENTUM = "momentum_buffer"
 
 
 def state_names(engine: Any) -> list[str]:

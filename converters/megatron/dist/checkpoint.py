@@ -19,6 +19,7 @@ from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
+from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
@@ -55,7 +56,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         state=read_state({**reading.common, **scales}, optimizers, parameters, _per_rank(reading)),
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
-        notes=(*reading.notes, *reading.data.notes),
+        notes=(*reading.notes, *reading.data.notes, *(() if is_adapter else without_states(tensors))),
         computed=computed,
         facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )

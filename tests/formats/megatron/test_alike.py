@@ -64,6 +64,7 @@ def test_a_parameter_that_was_frozen_has_none(tmp_path: Path) -> None:
     run = _copy("megatron-dist-flattened", tmp_path)
     _forget(run, lambda name: name.startswith("optimizer.state.") and name.endswith("linear_fc2.weight"))
     assert ckpt("check", run).code == 0
+    assert "parameters were frozen, or their states were lost" in ckpt("inspect", run).out
     assert not [key for key in api.open(run).tensors if "linear_fc2" in key[0] and key[1] != "weight"]
 
 
