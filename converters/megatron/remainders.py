@@ -21,9 +21,10 @@ from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor
-from converters.quantized.blocks import BLOCK
 
 _INT16 = BY_NAME["int16"]
+#: Elements that are computed at a time.
+_BLOCK = 1 << 23
 
 
 def are_gathered(args: Mapping[str, Any]) -> bool:
@@ -71,9 +72,9 @@ def with_masters(
 
 
 def _blocks(shape: Shape) -> Iterator[Box]:
-    """Boxes of whole rows, of about `BLOCK` elements."""
+    """Boxes of whole rows, of about `_BLOCK` elements."""
     rows = shape[0]
-    each = max(1, BLOCK * rows // max(1, prod(shape)))
+    each = max(1, _BLOCK * rows // max(1, prod(shape)))
     for start in range(0, rows, each):
         stop = min(start + each, rows)
         yield Box((start, *(0 for _ in shape[1:])), (stop - start, *shape[1:]))

@@ -41,7 +41,7 @@ def test_every_bit_comes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     masters = drawn.to(torch.int32).view(torch.float32)
     weight, lower = cut(masters)
     tensors = stored(tmp_path / "w", WEIGHT, weight) | stored(tmp_path / "m", MASTER, lower)
-    monkeypatch.setattr(remainders, "BLOCK", 128)
+    monkeypatch.setattr(remainders, "_BLOCK", 128)
     found, computed = remainders.with_masters(tensors, tmp_path)
     assert len(computed) == 3  # two rows, two rows and one
     whole = LazyTensor(found[FQN, MASTER], computed)[...]
