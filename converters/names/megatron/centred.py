@@ -49,4 +49,4 @@ def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memory
     wide = FLOAT64 if tensor.dtype == FLOAT64 else FLOAT32
     values = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, wide)
     values = values.view("<f8" if wide == FLOAT64 else "<f4") + by
-    return memoryview(cast_bits(values.view("<u8" if wide == FLOAT64 else "<u4"), wide, tensor.dtype)).cast("B")
+    return cast_bits(values.view("<u8" if wide == FLOAT64 else "<u4"), wide, tensor.dtype).data.cast("B")
