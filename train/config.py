@@ -22,7 +22,6 @@ ARCHITECTURES = (
     "gpt_neox",
     "gpt_oss",
     "deepseek_v3",
-    "qwen3_next",
 )
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -42,7 +41,7 @@ PRECISIONS = ("mixed", "pure")
 WARMUP = 3
 #: The models whose matrices --strategy tp-fsdp splits.
 _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")
-_OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
+_OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
 #: The groups of options, by the first of each.
