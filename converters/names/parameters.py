@@ -192,6 +192,10 @@ def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iter
     yield Parameter(hub, (sizes.num_experts, rows, *shapes[0][1:]), kind, layer, adapter=adapter)
 
 
+#: Matrices that it adapts by their own names there.
+_ADAPTED = re.compile(r"\.(self_attn|linear_attn|shared_expert_gate)\.")
+
+
 def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
     """How many ranks PEFT's `target_modules="all-linear"` gives a matrix.
 
@@ -199,7 +203,7 @@ def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
     experts (with twice the rank where gate and up are one matrix), and no dense MLP beside them.
     """
     if has_split_experts:
-        return int(kind == ROUTER or (kind == LINEAR and re.search(r"\.(self|linear)_attn\.", hub) is not None))
+        return int(kind == ROUTER or (kind == LINEAR and _ADAPTED.search(hub) is not None))
     return int(kind == LINEAR)
 
 

@@ -282,11 +282,13 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
 def _mamba_model(args: Any, transformer: Any) -> Any:
     """This rank's part of a model of Mamba's layers and others."""
     from megatron.core import parallel_state
+
+    spec = mamba_spec(args.num_experts)
     from megatron.core.models.mamba import MambaModel
 
     return MambaModel(
         transformer,
-        mamba_spec(args.num_experts),
+        spec,
         vocab_size=args.padded_vocab_size,
         max_sequence_length=args.max_position_embeddings,
         hybrid_override_pattern=args.hybrid_override_pattern,

@@ -7,6 +7,8 @@ the packed layers give, its convolutions, its gates, and the gated delta rule in
 
 import contextlib
 import functools
+import importlib.util
+import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
@@ -22,8 +24,6 @@ def without_kernels() -> Iterator[None]:
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs
     from megatron.core.ssm import gated_delta_net as delta
-    from megatron.core.ssm import mamba_block, mamba_mixer
-    from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
     class Provider(LocalSpecProvider):  # type: ignore[misc]
         def column_parallel_layer_norm_linear(self) -> type:
@@ -38,8 +38,6 @@ def without_kernels() -> Iterator[None]:
     places: list[tuple[Any, dict[str, Any]]] = [
         *((module, {"TESpecProvider": Provider}) for module in (variants, gpt_layer_specs) if not module.HAVE_TE),
         (delta, {"HAVE_FLA": True, "l2norm": _l2norm, "chunk_gated_delta_rule": delta.torch_chunk_gated_delta_rule}),
-        (mamba_mixer, {"HAVE_MAMBA_SSM": True, "ExtendedRMSNorm": _gated_norm(), "mamba_chunk_scan_combined": _scan}),
-        (mamba_block, {"TENorm": WrappedTorchNorm}),
     ]
     with contextlib.ExitStack() as stack:
         for module, stand_ins in places:
@@ -69,8 +67,24 @@ def normed_linear() -> type:
     return NormedLinear
 
 
+@functools.cache
+def _have_mamba() -> None:
+    """Has megatron-core's Mamba take the stand-ins from now on: its module imports Triton, for inference alone."""
+    if importlib.util.find_spec("triton") is None:
+        inference = "megatron.core.inference.contexts.attention_context.triton"
+        sys.modules[f"{inference}.tensor_ops"] = mock.MagicMock()
+    from megatron.core.ssm import mamba_block, mamba_mixer
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+
+    mamba_mixer.HAVE_MAMBA_SSM = True
+    mamba_mixer.ExtendedRMSNorm = _gated_norm()
+    mamba_mixer.mamba_chunk_scan_combined = _scan
+    mamba_block.TENorm = WrappedTorchNorm
+
+
 def mamba_spec(num_experts: int | None) -> Any:
     """The layers of a MambaModel, as models/mamba/mamba_layer_specs.py has them of Transformer Engine's."""
+    _have_mamba()
     from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
     from megatron.core.ssm.mamba_block import MambaStack, MambaStackSubmodules

@@ -433,9 +433,6 @@ FAMILIES: dict[str, Family] = {
         mixer.q_proj.weight a h ? attention
         mixer.[k|v]_proj.weight k h ? attention
         mixer.o_proj.weight h a ? attention
-        mixer.q_proj.bias a ? attention attention_bias
-        mixer.[k|v]_proj.bias k ? attention attention_bias
-        mixer.o_proj.bias h ? attention attention_bias
         mixer.up_proj.weight f h ? dense
         mixer.down_proj.weight h f ? dense
         mixer.gate.weight e h ? sparse

@@ -144,8 +144,6 @@ class Load:
         return next(one for one in path.iterdir() if one.is_dir())
 
 
-#: Models that megatron-core builds of Transformer Engine's layers alone, which the trainer has stand-ins for.
-HYBRIDS = ("qwen3_next",)
 #: Layouts on the way.
 BETWEEN = {"zero3": Layout(world_size=3), "dcp": Layout(world_size=2), "megatron": Layout(tp=1, pp=2, vpp=1)}
 STAGES = {
@@ -159,7 +157,7 @@ STAGES = {
 def layout_of(run: Run, before: str) -> Layout:
     """What to ask for, so that `run` can load it.  Only Megatron's own formats tell which kind of layers they have."""
     stages = {name: run.options[option] for name, option in STAGES.items() if option in run.options}
-    impl = None if before.startswith("megatron") or run.model in HYBRIDS else "local"
+    impl = None if before.startswith("megatron") else "local"
     etp = run.options.get("etp", run.tp)
     return Layout(tp=run.tp, pp=run.pp, ep=run.ep, vpp=run.vpp, etp=etp, transformer_impl=impl, **stages)
 
@@ -199,10 +197,6 @@ LOADS = [
     _to("gpt_neox", "m m", pp=4, **PLAIN),
     _to("gpt_oss", "m m", tp=2, ep=2, **ETP1),
     _to("deepseek_v3", "m m", pp=2, ep=2, **MTP),
-    _to("qwen3_next", "m m", pp=2, ep=2),
-    _to("qwen3_next", "d d", tp=2, ep=4, **ETP1),
-    _to("qwen3_next", "m hf m", tp=2, ep=2, **SEQUENCE),
-    _to("qwen3_next", "d hf d", **TWO_CHUNKS, ep=2),
     _to("llama", "d d", pp=4),
     _to("llama-vpp", "d d", tp=2, pp=2),
     _to("llama-plain", "d d", **TWO_CHUNKS, **PLAIN),

@@ -31,8 +31,8 @@ MAMBA = """
 """
 ATTENTION = """
     self_attention.linear_qkv.layer_norm_weight     norm.weight                                 same
-    self_attention.linear_qkv.[weight|bias]         mixer.[q|k|v]_proj.[weight|bias]            qkv
-    self_attention.linear_proj.[weight|bias]        mixer.o_proj.[weight|bias]                  same
+    self_attention.linear_qkv.weight                mixer.[q|k|v]_proj.weight                   qkv
+    self_attention.linear_proj.weight               mixer.o_proj.weight                         same
 """
 MLP = """
     mlp.linear_fc1.layer_norm_weight                norm.weight                                 same
@@ -66,8 +66,6 @@ def args(sizes: Sizes) -> dict[str, Any]:
             "norm_epsilon": config.number("layer_norm_epsilon", 1e-5),
             "position_embedding_type": "none",
             "use_rotary_position_embeddings": False,
-            "add_bias_linear": sizes.has("mixer.o_proj.bias"),
-            "add_qkv_bias": sizes.has("mixer.q_proj.bias"),
             "swiglu": False,
             "squared_relu": True,
             "is_hybrid_model": True,
