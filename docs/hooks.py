@@ -176,7 +176,7 @@ def held_by_megatron(name: str) -> str:
 
 
 def proof(name: str) -> str:
-    """How Megatron's table of an architecture was proved: by tests/names/test_megatron.py, or by training as well."""
+    """How Megatron's table of an architecture was proved: by tests/names/test_megatron.py and tests/engines."""
     from tests.support.twins import TWINS
     from train.config import ARCHITECTURES
 

@@ -195,6 +195,18 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
         )
 
 
+def refuse_encoders(names: Iterable[str], path: Path) -> None:
+    """NotFoundError for what another model of megatron-core's than GPTModel holds."""
+    found = next((name for name in names if name.startswith("encoder.")), None)
+    if found is not None:
+        raise NotFoundError(
+            "a model of megatron-core with an encoder (BertModel, T5Model) is not read",
+            path=path,
+            fqn=found,
+            expected="those of GPTModel: embedding., decoder., mtp., output_layer.",
+        )
+
+
 def _model_file(folder: Path, name: str) -> Path:
     path = confined(folder, f"{name}/{MODEL}")
     if not path.is_file():
@@ -367,7 +379,9 @@ def _chunks(
     if not reading.stages.num_layers:
         reading.stages = _recorded_stages(reading, content, keys)
     for number, key in enumerate(keys):
-        chunk = tuple(_Chunk(reading, rank, number, path, _flat_names(content[key])).tensors())
+        state = _flat_names(content[key])
+        refuse_encoders(state, Path(path))
+        chunk = tuple(_Chunk(reading, rank, number, path, state).tensors())
         reading.in_larger |= any(_WRAPPERS.sub("", str(name)).startswith(LANGUAGE) for name in content[key])
         names = [local.name for local in chunk]
         if LANGUAGE_MODEL not in content[key] and names != in_order(names) and not reading.own_module_order:

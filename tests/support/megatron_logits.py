@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ckpt import api
-from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
+from ckpt.plan.checkpoint import MEGATRON, Layout
 from ckpt.state.naming import to_namespace
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import spelled_out
@@ -41,12 +41,16 @@ from train.truth import megatron as megatron_truth
 _LENGTH = 24
 #: What a layer of multi-token prediction of DeepSeek's has once more.
 _COPIES = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-_RANK = {
+#: Of one rank: the axes of parallelism, under Megatron-LM's names.
+_ONE_RANK: dict[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
     "virtual_pipeline_model_parallel_size": None,
     "expert_model_parallel_size": 1,
     "expert_tensor_parallel_size": 1,
+}
+#: What tables leave to the run.
+_RUN: dict[str, Any] = {
     "decoder_first_pipeline_num_layers": None,
     "decoder_last_pipeline_num_layers": None,
     "attention_dropout": 0.0,
@@ -77,7 +81,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     model = random_model(architecture, more)
     save(model, folder / "hub", architecture)
     moved = to_namespace(api.open(folder / "hub"), MEGATRON, Layout())
-    args, ours = arguments(moved), dict(moved.state.args or {})
+    ours = dict(moved.state.args or {})
+    args = arguments(ours | _ONE_RANK)
     trained = architecture in ARCHITECTURES
     theirs = vars(megatron_args.arguments(model.config, Config(tp=1))) if trained else {}
     outcome: dict[str, Any] = {
@@ -213,9 +218,9 @@ def to_twin(folder: Path, architecture: str, config: Any) -> None:
     (folder / "config.json").write_text(json.dumps(config.to_dict(), default=str))
 
 
-def arguments(moved: Checkpoint) -> Namespace:
-    """The arguments that our table made, on one rank in fp32, and YaRN's as Megatron-LM's argument_utils reads them."""
-    values = {**(moved.state.args or {}), **_RANK}
+def arguments(table: Mapping[str, Any]) -> Namespace:
+    """The arguments that our table made, in fp32, and YaRN's as Megatron-LM's argument_utils reads them."""
+    values = {**table, **_RUN}
     yarn = {}
     if values["position_embedding_type"] == "yarn":
         yarn = {name.removeprefix("yarn_"): value for name, value in values.items() if name.startswith("yarn_")}

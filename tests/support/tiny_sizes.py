@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from tests.support.twins import twin_of
@@ -196,6 +197,41 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
         **_TOKENS,
     },
 }
+
+
+#: What divides among two ranks of each kind, in place of what does not, by number.  A head of its own width stays.
+_EVEN: dict[str, dict[Any, Any]] = {
+    "num_hidden_layers": {2: 4},
+    "num_attention_heads": {5: 6},
+    "num_key_value_heads": {1: 2, 5: 6},
+    "intermediate_size": {53: 54},
+    "n_inner": {53: 54},
+    "moe_intermediate_size": {11: 12},
+    "shared_expert_intermediate_size": {13: 14},
+    "q_lora_rank": {15: 16},
+    "kv_lora_rank": {11: 12},
+    **{key: {5: 6} for key in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")},
+}
+
+
+def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes of a tiny model of four layers that divides among two ranks of each kind; `more` is of its config, too."""
+    if architecture in ARCHITECTURES:
+        return sizes_of(f"{architecture}_wide") | {k: v for k, v in more.items() if k not in _EVEN}
+    sizes = {**tiny_sizes(architecture), **more}
+    text = sizes.get("text_config", sizes)
+    even = text | {name: values.get(text[name], text[name]) for name, values in _EVEN.items() if name in text}
+    narrow = even.get("hidden_size")
+    if narrow is not None:
+        even["hidden_size"] = 8 * even["num_attention_heads"]
+    for name in ("layer_types", "no_rope_layers"):
+        if name in text:
+            even[name] = 2 * text[name]
+    if "text_config" not in sizes:
+        return even
+    vision = sizes["vision_config"]  # what comes of a tower is as wide as the text
+    wide = {name: even["hidden_size"] for name in ("hidden_size", "out_hidden_size") if vision.get(name) == narrow}
+    return {**sizes, "text_config": even, "vision_config": vision | wide}
 
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
-from converters.megatron.read import check_larger
+from converters.megatron.read import check_larger, refuse_encoders
 from converters.names.megatron.model.spelling import LANGUAGE, is_beside, registered
 
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
@@ -230,6 +230,7 @@ def read_folder(folder: Path) -> DistReading:
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     if not nemo:
         reading.common = reading.read_common()
+    refuse_encoders(tensors, folder)
     models = {key: None for key in tensors if is_models(key)}
     reading.read_keys(models.keys(), tensors)
     check_larger(any(key.startswith(LANGUAGE) for key in models), models, folder)

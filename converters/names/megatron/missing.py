@@ -12,7 +12,7 @@ from collections.abc import Mapping
 _LACKS = {
     "attention and MLP beside each other, which read one norm": "codegen cohere cohere2 cohere2_moe falcon gptj phi",
     "norms behind attention and MLP": """
-        afmoe axk1 exaone4 flex_olmo gemma2 gemma3_text glm4 kolibri1 olmo2 olmo3
+        afmoe axk1 bert exaone4 flex_olmo gemma2 gemma3_text glm4 kolibri1 olmo2 olmo3 roberta
     """,
     "norms of queries and keys over all heads together": "minimax_m2 olmoe",
     "norms of queries and keys behind the rotary positions": "hunyuan_v1_dense hunyuan_v1_moe nanochat",
@@ -31,6 +31,7 @@ _LACKS = {
     "the activation xIELU": "apertus",
     "the activation ReLU": "opt",
     "biases of the output of attention alone": "gpt_neo",
+    "an encoder with biases of attention by relative position": "mt5 t5 umt5",
     "a clamp of queries, keys and values": "dbrx",
     "a mask of attention that depends on the values": "doge",
     "differences of two attentions": "diffllama",

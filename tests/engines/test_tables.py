@@ -1,0 +1,48 @@
+"""`converters/names/megatron/architectures`, `converters/megatron/chunks.py`: every table on ranks, in megatron-core's
+own models.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.names.test_megatron import ARCHITECTURES, CASES
+from tests.support.engines import fork
+from tests.support.megatron_ranks import RANKS
+from tests.support.tiny_sizes import even_sizes
+
+pytestmark = pytest.mark.slow
+
+#: fp32 sums of ranks in another order: a few units in the last place, relative to the largest logit.
+TOLERANCE = 2e-6
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What ranks found of each architecture."""
+    folder = tmp_path_factory.mktemp("tables")
+    cases = [(name, even_sizes(name, CASES[name][1])) for name in ARCHITECTURES]
+    worker = "tests.support.megatron_ranks"
+    fork([(RANKS, worker, [str(folder), json.dumps(cases)])], ["tests.support.megatron_imports"])
+    return dict(json.loads((folder / "outcomes.json").read_text()))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_logits_of_ranks_are_transformers(loaded: dict[str, dict[str, Any]], architecture: str) -> None:
+    """Each has loaded its file strictly."""
+    largest = loaded[architecture]["largest"]
+    assert largest > 0.5
+    assert loaded[architecture]["apart"] < TOLERANCE * max(1, largest)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_each_rank_takes_the_same_from_torch_dist(loaded: dict[str, dict[str, Any]], architecture: str) -> None:
+    assert loaded[architecture]["unlike"] == []
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_what_ranks_save_is_the_hubs_bit_for_bit(loaded: dict[str, dict[str, Any]], architecture: str) -> None:
+    assert loaded[architecture]["changed"] == []
