@@ -18,7 +18,7 @@ from ckpt.lora.find import Adapter, Factor
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.plan.precision import choices
-from ckpt.run_folder.adapter_config import parse_config
+from ckpt.run_folder.adapter_config import LORA, parse_config
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
@@ -142,6 +142,7 @@ def _check(
     for one in adapters:
         config = one.config
         for what, is_there in (
+            (f"peft_type {config.kind}", config.kind != LORA),
             ("DoRA", config.use_dora),
             ("target_parameters", config.target_parameters),
             ("modules_to_save", config.saved),

@@ -39,8 +39,8 @@ _KINDS = (
     re.compile(rf"(?P<module>.+)\.token_adapter\.(?P<kind>trainable_tokens_delta){_NAME}"),
     re.compile(r"(?P<module>.+)\.(?P<kind>modules_to_save)\.(?P<name>[^.]+)\.(?P<rest>.+)"),
 )
-#: What a wrapped module calls the module that it wraps.
-_WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer)(?=\.)")
+#: What a wrapped module calls the module that it wraps, or its copy that is trained in the place of it (LN tuning).
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer|ln_tuning_layers)(?=\.)")
 #: Names of other methods' tensors, which no LoRA has: DoRA, embeddings and tokens are known above.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
