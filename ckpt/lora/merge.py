@@ -28,6 +28,7 @@ from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update
 from ckpt.lora.find import Adapter, Factor, open_adapter
+from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import merge_layer, updates
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
@@ -36,7 +37,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder.adapter_config import LORA, AdapterConfig
+from ckpt.run_folder.adapter_config import BY_MODEL, LORA, AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
@@ -239,7 +240,8 @@ class _Merge:
         for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
             parts = modules[module]
             _check_complete(adapter, module, parts)
-            if names.TOKENS in parts:
+            shared = self.base.ties.get(f"{module}.weight", "").removesuffix(".weight")
+            if names.TOKENS in parts and names.TOKENS not in modules.get(shared, ()):  # a tied head has the same rows
                 self._place_tokens(adapter, module, parts[names.TOKENS])
             if names.EMBEDDING_A in parts:
                 self._place_embedding(adapter, module, parts)
@@ -261,16 +263,30 @@ class _Merge:
             name = parse_name(fqn)
             if self.base.ties.get(name.module, name.module) in self.chosen:
                 self._replace(adapter, fqn, name, factor)
-                continue
-            module = fqn.removeprefix(names.PREFIX)
-            while (module := module.rpartition(".")[0]) and f"{module}.weight" not in self.shapes:
-                pass
-            layers.setdefault(module, {})[fqn] = factor
-        shared = layers.pop("", {})
+            elif not fqn.startswith(names.PREFIX):
+                shared[fqn] = factor
+            else:
+                layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
+        if adapter.config.kind in BY_MODEL:
+            factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
+            whole = WholeModel(adapter, self.base, self.chosen, factors)
+            for module in whole.layers:
+                self._update(self._place_alone(adapter, module), whole.update(module))
+            return
         for module, state in layers.items():
+            self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
 
-    def _place_layer(self, adapter: Adapter, module: str, state: Mapping[str, Factor]) -> None:
+    def _layer_of(self, adapter: Adapter, fqn: str) -> str:
+        """The layer of the base that a tensor of an adapter is for."""
+        module = fqn.removeprefix(names.PREFIX)
+        while module := module.rpartition(".")[0]:
+            if self.base.ties.get(f"{module}.weight", f"{module}.weight") in self.shapes:
+                return module
+        raise _misfit(adapter, fqn, "a tensor of a layer of the base", "no layer of this name")
+
+    def _place_alone(self, adapter: Adapter, module: str) -> str:
+        """The weight of a layer that nothing else changes, and no other layer has."""
         owner = self._weight(adapter, module)
         if owner in self.base.ties.values():
             raise UsageError(
@@ -281,6 +297,9 @@ class _Merge:
                 "this kind of adapter is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner
             )
         self.normed.add(owner)
+        return owner
+
+    def _place_layer(self, adapter: Adapter, module: str, state: Mapping[str, Factor]) -> None:
         stored = {
             fqn.rpartition(".")[2]: self.replaced.get(fqn) or Factor.stored(fqn, self.chosen[fqn], self.base)
             for fqn in self._own_parameters(module)

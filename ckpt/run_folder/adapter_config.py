@@ -45,8 +45,10 @@ BY_LAYER = (
     *("LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
     *("TRAINABLE_TOKENS", "VBLORA", "WAVEFT"),
 )
-#: Kinds that PEFT merges in a whole model only, as their layers share tensors that depend on all of them; and AdaMSS.
-_BY_MODEL = ("ADAMSS", "FROD", "PVERA", "RANDLORA", "TINYLORA", "UNILORA", "VERA")
+#: Kinds whose layers share tensors that go by the shapes of all of them: PEFT merges them in a model without weights.
+BY_MODEL = ("PVERA", "RANDLORA", "UNILORA", "VERA")
+#: Kinds that PEFT merges in a whole model only: what their layers share goes by all weights; and AdaMSS.
+_BY_WEIGHTS = ("ADAMSS", "FROD", "TINYLORA")
 #: Entries of a config that mean the same in all kinds.
 _OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
@@ -236,7 +238,7 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Same as `read_config`, for a config that was read; `path` is for messages."""
     kind = raw.get("peft_type")
-    if kind != LORA and kind not in BY_LAYER:
+    if kind not in (LORA, *BY_LAYER, *BY_MODEL):
         raise _unknown_kind(kind, path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
@@ -274,7 +276,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
 
 def _unknown_kind(kind: object, path: Path) -> UsageError:
     found = f"peft_type {kind!r}"
-    if kind in _BY_MODEL:
+    if kind in _BY_WEIGHTS:
         return UsageError(
             "this kind of adapter is not merged here: PEFT merges it in a whole model only",
             path=path,
@@ -284,7 +286,7 @@ def _unknown_kind(kind: object, path: Path) -> UsageError:
     return UsageError(
         "this kind of adapter is not merged",
         path=path,
-        expected=f"peft_type {', '.join((LORA, *BY_LAYER))}",
+        expected=f"peft_type {', '.join((LORA, *BY_LAYER, *BY_MODEL))}",
         found=found,
         hint="PEFT does not merge prompts, prefixes, adapters that route each token, and layers of its own either",
     )

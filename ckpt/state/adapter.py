@@ -155,7 +155,8 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
 
 def is_foreign(fqn: str) -> bool:
     """Whether `fqn` belongs to a PEFT method that `parse_name` does not know."""
-    return parse_name(fqn).kind == BASE and bool(_UNKNOWN.search(fqn))
+    name = parse_name(fqn)
+    return name.kind == BASE and bool(_UNKNOWN.search(name.module))
 
 
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:

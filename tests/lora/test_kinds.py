@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt.errors import CorruptError, LossError
-from ckpt.run_folder.adapter_config import BY_LAYER
+from ckpt.run_folder.adapter_config import BY_LAYER, BY_MODEL
 from tests.support.adapters import compare, edited, load_base, merge, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
@@ -183,7 +183,7 @@ def test_every_kind_has_a_case_and_pefts_own_list_is_in_the_docs() -> None:
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][2:]
     told = {kind: what for kinds, what in rows for kind in kinds.strip().split(", ")}
     assert set(told) == {kind.value for kind in PeftType}
-    assert {kind for kind, what in told.items() if "refused" not in what} == {"LORA", *BY_LAYER}
+    assert {kind for kind, what in told.items() if "refused" not in what} == {"LORA", *BY_LAYER, *BY_MODEL}
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -276,8 +276,8 @@ def test_the_outcome_counts_layers_and_verify_proves_them(loha: Path, own: Path,
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("VERA", "PEFT merges it in a whole model only"),
-        ("RANDLORA", "PEFT merges it in a whole model only"),
+        ("FROD", "PEFT merges it in a whole model only"),
+        ("TINYLORA", "PEFT merges it in a whole model only"),
         ("LILY", "this kind of adapter is not merged"),
         ("PREFIX_TUNING", "PEFT does not merge prompts"),
         (None, "found: peft_type None"),
@@ -325,3 +325,39 @@ def test_layers_whose_class_nothing_tells_and_weights_that_two_share(
     trained(load_base(bases["gpt2"]), "HIRA", case("wte"), tmp_path / "hira")
     done = ckpt("merge-lora", tmp_path / "hira", "--base", bases["gpt2"], "-o", tmp_path / "out")
     assert done.code == 2 and "a weight that two layers share" in done.err
+
+
+#: Kinds whose layers share tensors, which go by the largest layer or by the order of all.
+SHARED: dict[str, list[dict[str, Any]]] = {
+    "PVERA": [{"r": 4}, {"r": 4, "save_projection": False}],
+    "RANDLORA": [
+        {"r": 4, "randlora_alpha": 1},
+        {"r": 4, "randlora_alpha": 1, "sparse": True},
+        {"r": 4, "randlora_alpha": 1, "very_sparse": True, "save_projection": False},
+    ],
+    "UNILORA": [{"theta_d_length": 101}, {"theta_d_length": 101, "save_indices": True}],
+    "VERA": [{"r": 4}, {"r": 4, "save_projection": False}],
+}
+
+
+@pytest.mark.parametrize(
+    ("model", "layers"), [("qwen2", ["q_proj", "v_proj", "down_proj"]), ("gpt2", ["c_attn"])], ids=["qwen2", "gpt2"]
+)
+@pytest.mark.parametrize("kind", SHARED)
+def test_a_kind_whose_layers_share_tensors(
+    kind: str, model: str, layers: list[str], bases: dict[str, Path], tmp_path: Path, tables: Any
+) -> None:
+    for number, options in enumerate(SHARED[kind]):
+        folder = tmp_path / str(number)
+        trained(load_base(bases[model]), kind, options | {"target_modules": layers}, folder / "adapter")
+        merge_by_peft(bases[model], [folder / "adapter"], folder / "peft")
+        merge([folder / "adapter"], bases[model], folder / "ours")
+        equal, total, changed = compare(folder / "peft", folder / "ours", bases[model])
+        tables[KINDS][kind][model] = f"{equal}/{total} ({changed})"
+        assert (equal, changed) == (total, 2 * len(layers)), options
+
+
+def test_what_layers_share_takes_a_model_that_is_known(own: Path, tmp_path: Path) -> None:
+    trained(base(own), "VERA", case(*LINEAR), tmp_path / "adapter")
+    done = ckpt("merge-lora", tmp_path / "adapter", "--base", own, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False) and "a model that transformers knows" in done.err
