@@ -130,7 +130,8 @@ def _plan(
     merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
-    target = _with_config(target, merge.config)
+    if merge.untied or merge.resized:
+        target = _with_config(target, merge.config)
     for one in adapters:
         target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
@@ -173,7 +174,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
     """The adapter, stacked if it adapts single experts and the base has only stacked ones."""
-    modules = {parse_name(fqn).module for fqn in adapter.factors}
+    modules = {parse_name(fqn).module for fqn in adapter.factors} if adapter.config.kind == LORA else set()
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
     return loaded(adapter, merge.base)
@@ -319,9 +320,8 @@ class _Merge:
             return "Embedding"
         if bias is not None and (bias[0] == weight[0]) != (bias[0] == weight[1]):
             return "Linear" if bias[0] == weight[0] else "Conv1D"
-        if (
-            bias is not None or adapter.config.kind != "OFT"
-        ):  # which alone adapts embeddings under a linear layer's names
+        is_linear = bias is not None or adapter.config.kind != "OFT"  # that adapts embeddings under the same names
+        if is_linear:
             return "Conv1D" if adapter.config.raw.get("fan_in_fan_out") else "Linear"
         raise self._unknown_layer(adapter, module)
 
@@ -342,7 +342,7 @@ class _Merge:
             else:
                 self.untied |= {alias for alias, o in self.base.ties.items() if o == owner}
         if factor.shape != self.shapes[owner]:
-            if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][0] != self._vocabulary:
+            if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
                 raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
             self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
@@ -737,14 +737,12 @@ def _token_index(config: AdapterConfig, module: str) -> list[int]:
 
 
 def _with_config(target: Target, changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Target:
-    """`target` with what the merge has changed of its config, where that is something."""
+    """`target` with what the merge has changed of its config."""
 
     def written(file: TargetFile) -> TargetFile:
         if file.name != CONFIG:
             return file
-        config = parse_json(file.literals[0][1], Path(file.name))
-        made = changed(config)
-        return file if made == config else TargetFile.of_bytes(CONFIG, dump_config(made))
+        return TargetFile.of_bytes(CONFIG, dump_config(changed(parse_json(file.literals[0][1], Path(file.name)))))
 
     return replace(target, files=tuple(map(written, target.files)))
 
