@@ -237,9 +237,9 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Same as `read_config`, for a config that was read; `path` is for messages."""
-    kind = raw.get("peft_type")
-    if kind not in (LORA, *BY_LAYER, *BY_MODEL):
-        raise _unknown_kind(kind, path)
+    kind = next((one for one in (LORA, *BY_LAYER, *BY_MODEL) if one == raw.get("peft_type")), None)
+    if kind is None:
+        raise _unknown_kind(raw.get("peft_type"), path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
             raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
@@ -268,7 +268,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         target_parameters=tuple(fields.strings("target_parameters")),
         saved=tuple(fields.strings("modules_to_save")),
         token_indices=raw.get("trainable_token_indices"),
-        kind=str(kind),
+        kind=kind,
         base=fields.get("base_model_name_or_path", str, None) or None,
         revision=fields.get("revision", str, None) or None,
     )
