@@ -1,8 +1,8 @@
 """What PEFT itself does to adapters: several made one (`add_weighted_adapter`), and those of transformers 4 converted.
 
-PEFT needs a model to hold the adapters.  It gets one whose weights take no memory: every parameter is one zero, seen in
-the parameter's shape.  The combinations read the adapters' factors only, so the bits are those of the real model, the
-random draws of `dare_*` too where the seed is the same.
+PEFT needs a model to hold the adapters.  It gets one without weights (`ckpt.lora.hollow`).  The combinations read the
+adapters' factors only, so the bits are those of the real model, the random draws of `dare_*` too where the seed is the
+same.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter, Factor
-from ckpt.plan import registry
+from ckpt.lora.hollow import hollow
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
-from ckpt.plan.precision import choices
-from ckpt.run_folder.adapter_config import parse_config
+from ckpt.run_folder.adapter_config import LORA, parse_config
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
@@ -48,7 +47,7 @@ def combine(
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = _hollow(to_namespace(base, TRANSFORMERS))
+    model = hollow(to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
     every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
     wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
@@ -95,7 +94,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     config = LoraConfig.from_peft_type(**{**adapter.config.raw, **whole})
     lora = {fqn: f for fqn, f in adapter.factors.items() if parse_name(fqn).kind not in (names.BASE, names.TOKENS)}
     try:
-        wrapped = get_peft_model(_hollow(to_namespace(base, TRANSFORMERS)), config)
+        wrapped = get_peft_model(hollow(to_namespace(base, TRANSFORMERS)), config)
         result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error
@@ -142,6 +141,7 @@ def _check(
     for one in adapters:
         config = one.config
         for what, is_there in (
+            (f"peft_type {config.kind}", config.kind != LORA),
             ("DoRA", config.use_dora),
             ("target_parameters", config.target_parameters),
             ("modules_to_save", config.saved),
@@ -151,26 +151,6 @@ def _check(
         ):
             if is_there:
                 raise UsageError(f"adapters with {what} are not combined", path=config.path)
-
-
-def _hollow(base: Checkpoint) -> Any:
-    """The model of `base` with its shapes and dtypes, and no weights."""
-    import torch
-    from torch import nn
-
-    chosen = choices(base, None)
-    shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
-    model = registry.service("build_model")(base.config, shapes) if base.config else None
-    if model is None:
-        raise UsageError("only adapters of a model that transformers knows are combined", path=base.path)
-    dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
-    hollow: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that it stands for: tied ones stay one
-    for path, module in model.named_modules():
-        for name, parameter in list(module.named_parameters(recurse=False)):
-            dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
-            zero = torch.zeros((), dtype=dtype).expand(parameter.shape)
-            setattr(module, name, hollow.setdefault(parameter, nn.Parameter(zero, requires_grad=False)))
-    return model
 
 
 def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:

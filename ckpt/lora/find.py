@@ -14,9 +14,9 @@ from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
-from ckpt.plan.precision import Choice
+from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.run_folder.adapter_config import AdapterConfig, Columns, parse_config, settings_of
+from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
 from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import trainer_steps
@@ -114,7 +114,7 @@ def open_adapter(
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     settings = replace(parse_config(raw, found), given_layout=expert_layout and _COLUMNS[expert_layout])
-    chosen = names.tensors(checkpoint, settings.raw)
+    chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
         folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config

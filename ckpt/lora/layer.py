@@ -1,19 +1,23 @@
-"""Merging by PEFT itself, one layer at a time: kinds of LoRA whose merge is not W + BA of the base as it is.
+"""Merging by PEFT itself, one layer at a time: kinds of adapters whose merge is not W + BA of the base as it is.
 
-Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`), and inits that are made of
-the base weight and taken out of it when an adapter is loaded (PiSSA, OLoRA) or rounded otherwise (MiCA).  Each layer is
-put into a model that has nothing else, under its own name, as patterns of ranks and blocks go by it.
+Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`), inits that are made of
+the base weight and taken out of it when an adapter is loaded (PiSSA, OLoRA) or rounded otherwise (MiCA), and PEFT's
+other methods (LoHa, LoKr, IA3, OFT, ...).  Each layer is put into a model that has nothing else, under its own name, as
+patterns of ranks and blocks go by it.
 """
 
 from __future__ import annotations
 
+import re
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError, UsageError
-from ckpt.run_folder.adapter_config import OF_PEFT, AdapterConfig
+from ckpt.lora.effect import Update
+from ckpt.lora.find import Adapter, Factor
+from ckpt.run_folder.adapter_config import LORA, OF_PEFT, AdapterConfig
 
 if TYPE_CHECKING:
     import torch
@@ -27,48 +31,109 @@ _LOCK = threading.Lock()  # PEFT draws numbers, and changes torch's own settings
 
 
 def merge_layer(
-    config: AdapterConfig, module: str, weight: torch.Tensor, state: Mapping[str, torch.Tensor], *, transposed: bool
-) -> torch.Tensor:
-    """`weight` of the linear layer `module`, with its adapter's `state`, by PEFT's names, merged into it.
+    config: AdapterConfig,
+    module: str,
+    layer: str,
+    parameters: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The `parameters` of `module`, of class `layer`, with its adapter's `state`, by PEFT's names, merged into them.
 
-    `weight` is [out, in], or [in, out] where `transposed`.  CorruptError where PEFT does not load the adapter,
-    UsageError where its version does not know the kind.
+    CorruptError where PEFT does not load the adapter, UsageError where its version does not know the kind.
     """
     import torch
-    from peft import LoraConfig, get_peft_model, set_peft_model_state_dict
+    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    settings = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
-    settings |= {"target_modules": [module], "bias": "none", "task_type": None, "lora_dropout": 0.0}
     with _LOCK, warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
         try:
-            made: Any = LoraConfig.from_peft_type(**settings)
+            made: Any = PeftConfig.from_peft_type(**_settings(config, module))
             if lacking := [key for key in OF_PEFT if config.raw.get(key) and not getattr(made, key, None)]:
                 raise UsageError(
                     "the installed PEFT does not know this kind of adapter", path=config.path, found=", ".join(lacking)
                 )
-            wrapped = get_peft_model(_alone(module, weight.T if transposed else weight), made)
+            wrapped = get_peft_model(_alone(module, layer, parameters), made)
             loaded = set_peft_model_state_dict(wrapped, dict(state))
-        except (ValueError, RuntimeError, TypeError) as error:
+            if loaded.unexpected_keys:
+                raise CorruptError(
+                    "PEFT has no place for a tensor of this adapter", path=config.path, fqn=loaded.unexpected_keys[0]
+                )
+            if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
+                raise CorruptError("the adapter lacks a tensor of this layer", path=config.path, fqn=min(lacking))
+            merged = wrapped.merge_and_unload().get_submodule(module)
+        except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
             raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path, fqn=module) from error
-        if loaded.unexpected_keys:
-            raise CorruptError(
-                "PEFT has no place for a tensor of this adapter", path=config.path, fqn=loaded.unexpected_keys[0]
-            )
-        merged: torch.Tensor = wrapped.merge_and_unload().get_submodule(module).weight.detach()
-        return merged.T if transposed else merged
+        return {name: parameter.detach() for name, parameter in merged.named_parameters()}
 
 
-def _alone(module: str, weight: torch.Tensor) -> torch.nn.Module:
+def updates(
+    adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
+) -> Iterator[tuple[str, Update]]:
+    """What PEFT does to each of a layer's `parameters`; `state` is what the adapter's file has of the layer."""
+
+    def merged(name: str, one: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        loaded = {factor.fqn: factor.load() for factor in state.values()}
+        return merge_layer(adapter.config, module, layer, {**beside, name: one}, loaded)[name]
+
+    def beside(name: str) -> dict[str, torch.Tensor]:
+        return {other: factor.load() for other, factor in parameters.items() if other != name}
+
+    def update(name: str) -> Update:
+        def is_nothing(one: torch.Tensor) -> bool:
+            others = {other: tensor.float() for other, tensor in beside(name).items()}
+            return bool((merged(name, one.float().clone(), others) == one.float()).all())
+
+        return Update(adapter.path, module, lambda one: merged(name, one, beside(name)), is_nothing)
+
+    for name in parameters:
+        yield name, update(name)
+
+
+def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
+    """The adapter's config for this layer alone."""
+    found = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
+    found |= {"target_modules": [module], "task_type": None} | ({"bias": "none"} if "bias" in found else {})
+    if config.kind == LORA:
+        return found | {"lora_dropout": 0.0}
+    given = found.get("feedforward_modules")
+    if given is not None:  # of IA3: layers whose inputs are scaled, and not their outputs
+        named = re.fullmatch(given, module) if isinstance(given, str) else module.endswith(tuple(given))
+        found["feedforward_modules"] = [module] if named else []
+    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # of all layers' factors
+        found["rank_pattern"] = {key: kept for key, kept in ranks.items() if key.startswith(f"{module}.lora_")} or None
+    return found
+
+
+def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
     """A model that has this layer and nothing else."""
     from torch import nn
 
-    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
-    layer.weight = nn.Parameter(weight, requires_grad=False)
+    made = _layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
+    for name, tensor in parameters.items():
+        setattr(made, name, nn.Parameter(tensor, requires_grad=False))
     root = inner = nn.Module()
     *path, leaf = module.split(".")
     for name in path:
         inner.add_module(name, nn.Module())
         inner = inner.get_submodule(name)
-    inner.add_module(leaf, layer)
+    inner.add_module(leaf, made)
     return root
+
+
+def _layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
+    """A layer of this class without data, whose weight has this shape."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        if layer == "Embedding":
+            return nn.Embedding(*shape)
+        if layer == "Conv1D":
+            from transformers.pytorch_utils import Conv1D
+
+            made: nn.Module = Conv1D(shape[1], shape[0])
+            return made
+        if layer == "Linear":
+            return nn.Linear(shape[1], shape[0], bias=has_bias)
+        convolution: nn.Module = getattr(nn, layer)(shape[1], shape[0], shape[2:], bias=has_bias)
+        return convolution

@@ -28,6 +28,8 @@ from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update
 from ckpt.lora.find import Adapter, Factor, open_adapter
+from ckpt.lora.hollow import WholeModel
+from ckpt.lora.layer import merge_layer, updates
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -35,7 +37,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder.adapter_config import AdapterConfig
+from ckpt.run_folder.adapter_config import BY_MODEL, LORA, AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import trainer_steps
@@ -50,6 +52,10 @@ if TYPE_CHECKING:
 _MERGED = "merged:"
 #: The config's entry that says whether the output layer is the embedding.
 _TIE = "tie_word_embeddings"
+#: The config's entry that says how many rows the embeddings have.
+_ROWS = "vocab_size"
+#: Further names under which PEFT saves a module's copies, where the vocabulary was resized.
+_COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
 #: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
 _MAX_STEPS = 8
 #: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
@@ -119,11 +125,13 @@ def _plan(
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
+        merge.check_vocabulary(one)
         notes = (*notes, *one.notes[len(before.notes) :])
     merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
-    target = _with_config(target, merge.untied)
+    if merge.untied or merge.resized:
+        target = _with_config(target, merge.config)
     for one in adapters:
         target = _with_tokenizer(target, one)
     notes = (*notes, *merge.notes(), *target.notes)
@@ -166,7 +174,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
     """The adapter, stacked if it adapts single experts and the base has only stacked ones."""
-    modules = {parse_name(fqn).module for fqn in adapter.factors}
+    modules = {parse_name(fqn).module for fqn in adapter.factors} if adapter.config.kind == LORA else set()
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
     return loaded(adapter, merge.base)
@@ -183,6 +191,7 @@ class _Merge:
     replaced: dict[str, Factor] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
     normed: set[str] = field(default_factory=set)
+    resized: dict[str, int] = field(default_factory=dict)
     by_expert: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
 
@@ -195,12 +204,30 @@ class _Merge:
     def _vocabulary(self) -> object:
         config = self.base.config or {}
         text = config.get("text_config")
-        return config.get("vocab_size") or (text.get("vocab_size") if isinstance(text, Mapping) else None)
+        return config.get(_ROWS) or (text.get(_ROWS) if isinstance(text, Mapping) else None)
+
+    def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""
+        changed = {**config, **({_TIE: False} if self.untied else {})}
+        if self.resized:
+            rows = {_ROWS: next(iter(self.resized.values()))}
+            text = changed.get("text_config")
+            if isinstance(text, Mapping) and _ROWS in text:
+                changed["text_config"] = {**text, **rows}
+            if _ROWS in changed:
+                changed |= rows
+        return changed
 
     # -- what an adapter changes -----------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Place every tensor of `adapter`."""
+        """Place every tensor of `adapter`, but for what PEFT saves of a resized embedding beside the copy it loads."""
+        of = adapter.factors
+        loaded = {fqn: factor for fqn, factor in of.items() if not (_COPY.search(fqn) and _COPY.sub("", fqn) in of)}
+        adapter = replace(adapter, factors=loaded)
+        if adapter.config.kind != LORA:
+            self._add_by_layer(adapter)
+            return
         modules: dict[str, dict[str, Factor]] = {}
         for fqn, factor in adapter.factors.items():
             name = parse_name(fqn)
@@ -214,7 +241,8 @@ class _Merge:
         for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
             parts = modules[module]
             _check_complete(adapter, module, parts)
-            if names.TOKENS in parts:
+            shared = self.base.ties.get(f"{module}.weight", "").removesuffix(".weight")
+            if names.TOKENS in parts and names.TOKENS not in modules.get(shared, ()):  # a tied head has the same rows
                 self._place_tokens(adapter, module, parts[names.TOKENS])
             if names.EMBEDDING_A in parts:
                 self._place_embedding(adapter, module, parts)
@@ -227,13 +255,81 @@ class _Merge:
         for inner, wrappers in nested.items():
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
 
+    def _add_by_layer(self, adapter: Adapter) -> None:
+        """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
+        require_peft("merging this kind of adapter")
+        layers: dict[str, dict[str, Factor]] = {}
+        shared: dict[str, Factor] = {}
+        for fqn, factor in adapter.factors.items():
+            name = parse_name(fqn)
+            if self.base.ties.get(name.module, name.module) in self.chosen:
+                self._replace(adapter, fqn, name, factor)
+            elif not fqn.startswith(names.PREFIX):
+                shared[fqn] = factor
+            else:
+                layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
+        if adapter.config.kind in BY_MODEL:
+            factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
+            whole = WholeModel(adapter, self.base, self.chosen, factors)
+            for module in whole.layers:
+                self._update(self._place_alone(adapter, module), whole.update(module))
+            return
+        for module, state in layers.items():
+            self._place_alone(adapter, module)
+            self._place_layer(adapter, module, state | shared)
+
+    def _layer_of(self, adapter: Adapter, fqn: str) -> str:
+        """The layer of the base that a tensor of an adapter is for."""
+        module = fqn.removeprefix(names.PREFIX)
+        while module := module.rpartition(".")[0]:
+            if self.base.ties.get(f"{module}.weight", f"{module}.weight") in self.shapes:
+                return module
+        raise _misfit(adapter, fqn, "a tensor of a layer of the base", "no layer of this name")
+
+    def _place_alone(self, adapter: Adapter, module: str) -> str:
+        """The weight of a layer that nothing else changes, and no other layer has."""
+        owner = self._weight(adapter, module)
+        if owner in self.base.ties.values():
+            raise UsageError(
+                "this kind of adapter is not merged into a weight that two layers share", path=adapter.path, fqn=owner
+            )
+        if owner in self.updates:
+            raise UsageError(
+                "this kind of adapter is not merged onto a weight that is adapted twice", path=adapter.path, fqn=owner
+            )
+        self.normed.add(owner)
+        return owner
+
+    def _place_layer(self, adapter: Adapter, module: str, state: Mapping[str, Factor]) -> None:
+        stored = {
+            fqn.rpartition(".")[2]: self.replaced.get(fqn) or Factor.stored(fqn, self.chosen[fqn], self.base)
+            for fqn in self._own_parameters(module)
+        }
+        for name, update in updates(adapter, module, self._layer(adapter, module, state), stored, state):
+            self._update(f"{module}.{name}", update)
+
+    def _layer(self, adapter: Adapter, module: str, state: Iterable[str]) -> str:
+        """The class of a layer, by the model's or else by shapes and names of the adapter that only one has."""
+        known = self._modules.get(module)
+        if known is not None and known.layer is not None:
+            return str(known.layer)
+        weight, bias = self.shapes[f"{module}.weight"], self.shapes.get(f"{module}.bias")
+        if len(weight) > 2:
+            return f"Conv{len(weight) - 2}d"
+        if any("_embedding_" in name or name.endswith("trainable_tokens_delta") for name in state):
+            return "Embedding"
+        if bias is not None and (bias[0] == weight[0]) != (bias[0] == weight[1]):
+            return "Linear" if bias[0] == weight[0] else "Conv1D"
+        is_linear = bias is not None or adapter.config.kind != "OFT"  # that adapts embeddings under the same names
+        if is_linear:
+            return "Conv1D" if adapter.config.raw.get("fan_in_fan_out") else "Linear"
+        raise self._unknown_layer(adapter, module)
+
     def _replace(self, adapter: Adapter, fqn: str, name: AdapterName, factor: Factor) -> None:
         """A parameter that was trained as a whole (`modules_to_save`, biases), or saved beside its adapter."""
         target = f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
         owner = self.base.ties.get(target, target)
         if owner not in self.chosen:
-            if re.sub(r"\.(modules_to_save|original_module)\b", "", owner) in self.chosen:
-                raise _resized(adapter, fqn, factor)
             raise _misfit(adapter, fqn, "a parameter of the base", "none of this name")
         is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
         if ".base_layer." not in fqn and is_copied and not _ties_copies(adapter.config):
@@ -246,13 +342,29 @@ class _Merge:
             else:
                 self.untied |= {alias for alias, o in self.base.ties.items() if o == owner}
         if factor.shape != self.shapes[owner]:
-            if factor.shape[1:] == self.shapes[owner][1:] and self.shapes[owner][0] == self._vocabulary:
-                raise _resized(adapter, fqn, factor)
-            raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
+            if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
+                raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
+            self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner not in self.replaced or target != owner:  # of a tied weight's two copies PEFT loads the alias's last
             self.replaced[owner] = factor
+
+    def check_vocabulary(self, adapter: Adapter) -> None:
+        """LossError where an adapter brings some of the embeddings with another number of rows, and not all of them.
+
+        What `resize_token_embeddings` puts into new rows that were not saved is drawn at random.
+        """
+        rows = next(iter(self.resized.values()), None)
+        for fqn, shape in self.shapes.items() if rows is not None else ():
+            if self.resized.get(fqn, rows) != rows or (fqn not in self.resized and shape[:1] == (self._vocabulary,)):
+                raise _misfit(
+                    adapter,
+                    fqn,
+                    f"{rows} rows in the adapter, which has so many in another embedding: the vocabulary was resized",
+                    f"shape {list(shape)}",
+                    "train with both embeddings in modules_to_save, or save with save_embedding_layers=True",
+                )
 
     def _place_tokens(self, adapter: Adapter, module: str, rows: Factor) -> None:
         owner = self._weight(adapter, module)
@@ -338,10 +450,10 @@ class _Merge:
         transposed = self._is_transposed(adapter, module, self.shapes[owner], a, b)
 
         def apply(weight: torch.Tensor) -> torch.Tensor:
-            from ckpt.lora.layer import merge_layer
-
             state = {factor.fqn: factor.load() for factor in parts.values()}
-            return merge_layer(adapter.config, module, weight, state, transposed=transposed)
+            lying = weight.T if transposed else weight
+            merged = merge_layer(adapter.config, module, "Linear", {"weight": lying}, state)["weight"]
+            return merged.T if transposed else merged
 
         self._update(owner, Update(adapter.path, module, apply, _is_zero(adapter.config.scaling(module), a, b)))
 
@@ -459,13 +571,16 @@ class _Merge:
     def _module(self, adapter: Adapter, module: str) -> Any:
         found = self._modules.get(module)
         if found is None:
-            raise UsageError(
-                "the shapes do not tell how the adapter lies in this layer, and its class is not known",
-                path=adapter.path,
-                fqn=module,
-                hint="is transformers installed, and does the base have its config.json?",
-            )
+            raise self._unknown_layer(adapter, module)
         return found
+
+    def _unknown_layer(self, adapter: Adapter, module: str) -> UsageError:
+        return UsageError(
+            "the shapes do not tell how the adapter lies in this layer, and its class is not known",
+            path=adapter.path,
+            fqn=module,
+            hint="is transformers installed, and does the base have its config.json?",
+        )
 
     @cached_property
     def _modules(self) -> Mapping[str, Any]:
@@ -511,13 +626,11 @@ class _Merge:
             path = f"{_MERGED}{identity}:{fqn}"
             one = _Merged(fqn, source, choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
             computed[path], compute[fqn] = one, one
-            extent = Extent.contiguous(path, 0, choice.dtype, choice.tensor.shape)
-            tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, choice.tensor.shape, Whole(extent))
+            extent = Extent.contiguous(path, 0, choice.dtype, self.shapes[fqn])
+            tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, self.shapes[fqn], Whole(extent))
         self.noted.compute = {fqn: compute[fqn] for fqn in self.updates}
         ties = {alias: owner for alias, owner in self.base.ties.items() if alias not in self.untied}
-        config = self.base.config
-        if config is not None and self.untied:
-            config = {**config, _TIE: False}
+        config = None if self.base.config is None else self.config(self.base.config)
         return replace(self.base, tensors=tensors, computed=computed, ties=ties, config=config)
 
     def notes(self) -> Iterator[str]:
@@ -531,6 +644,9 @@ class _Merge:
             yield f"{adapters} of stacked experts read otherwise than their config records"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
+        if self.resized:
+            rows = next(iter(self.resized.values()))
+            yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[torch.Tensor], bool]:
@@ -596,17 +712,6 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
     )
 
 
-def _resized(adapter: Adapter, fqn: str, factor: Factor) -> LossError:
-    """PEFT saves both embeddings, and copies of what `modules_to_save` has, where the vocabulary was resized."""
-    return _misfit(
-        adapter,
-        fqn,
-        "the rows of the base's vocabulary",
-        f"shape {list(factor.shape)}, of a vocabulary that was resized before training, which is not merged",
-        "in Python: resize_token_embeddings on the base, PeftModel.from_pretrained, merge_and_unload, save_pretrained",
-    )
-
-
 def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
     """Whether `modules_to_save` names the module of this parameter (peft `_set_trainable`)."""
     module = fqn.rpartition(".")[0]
@@ -631,18 +736,15 @@ def _token_index(config: AdapterConfig, module: str) -> list[int]:
     )
 
 
-def _with_config(target: Target, untied: Iterable[str]) -> Target:
-    """`target` with a config that says that embeddings are not tied, where the merge has untied them."""
-    if not untied:
-        return target
+def _with_config(target: Target, changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Target:
+    """`target` with what the merge has changed of its config."""
 
-    def changed(file: TargetFile) -> TargetFile:
+    def written(file: TargetFile) -> TargetFile:
         if file.name != CONFIG:
             return file
-        config = parse_json(file.literals[0][1], Path(file.name))
-        return TargetFile.of_bytes(CONFIG, dump_config({**config, _TIE: False}))
+        return TargetFile.of_bytes(CONFIG, dump_config(changed(parse_json(file.literals[0][1], Path(file.name)))))
 
-    return replace(target, files=tuple(map(changed, target.files)))
+    return replace(target, files=tuple(map(written, target.files)))
 
 
 def _is_tokenizer(name: str) -> bool:

@@ -38,6 +38,19 @@ _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
 #: MonteCLoRA, KaSA, and inits that are made of the base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
+LORA = "LORA"
+#: Other kinds, which PEFT itself merges layer by layer: it takes a layer's weight and its tensors in the file.
+BY_LAYER = (
+    *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3"),
+    *("LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
+    *("TRAINABLE_TOKENS", "VBLORA", "WAVEFT"),
+)
+#: Kinds whose layers share tensors that go by the shapes of all of them: PEFT merges them in a model without weights.
+BY_MODEL = ("PVERA", "RANDLORA", "UNILORA", "VERA")
+#: Kinds that PEFT merges in a whole model only: what their layers share goes by all weights; and AdaMSS.
+_BY_WEIGHTS = ("ADAMSS", "FROD", "TINYLORA")
+#: Entries of a config that mean the same in all kinds.
+_OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
 #: 2026.9.6 all ranks of an expert.
 Columns = Literal["rank_major", "grouped_by_expert"]
@@ -68,6 +81,7 @@ class AdapterConfig:
     token_indices: Mapping[str, list[int]] | list[int] | None
     base: str | None
     revision: str | None
+    kind: str = LORA
     #: What the user says of the layout of stacked experts, which comes before what is recorded.
     given_layout: Columns | None = None
 
@@ -107,7 +121,8 @@ class AdapterConfig:
     @property
     def is_of_peft(self) -> bool:
         """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
-        return any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
+        is_variant = any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
+        return self.kind != LORA or is_variant
 
     def _pattern(self, patterns: Iterable[str], key: str) -> str:
         """The first pattern that matches the end of `key` (peft `get_pattern_key`)."""
@@ -222,8 +237,9 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Same as `read_config`, for a config that was read; `path` is for messages."""
-    if raw.get("peft_type") != "LORA":
-        raise UsageError("only LoRA adapters are merged", path=path, found=f"peft_type {raw.get('peft_type')!r}")
+    kind = next((one for one in (LORA, *BY_LAYER, *BY_MODEL) if one == raw.get("peft_type")), None)
+    if kind is None:
+        raise _unknown_kind(raw.get("peft_type"), path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
             raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
@@ -237,7 +253,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
             "init_lora_weights to true in a copy of adapter_config.json; otherwise convert the adapter with PEFT: "
             "save_pretrained(path_initial_model_for_weight_conversion=...)",
         )
-    fields = _Fields(raw, path)
+    fields = _Fields(raw if kind == LORA else {key: raw.get(key) for key in _OF_ALL_KINDS}, path)
     return AdapterConfig(
         path=str(path),
         raw=raw,
@@ -252,8 +268,27 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         target_parameters=tuple(fields.strings("target_parameters")),
         saved=tuple(fields.strings("modules_to_save")),
         token_indices=raw.get("trainable_token_indices"),
+        kind=kind,
         base=fields.get("base_model_name_or_path", str, None) or None,
         revision=fields.get("revision", str, None) or None,
+    )
+
+
+def _unknown_kind(kind: object, path: Path) -> UsageError:
+    found = f"peft_type {kind!r}"
+    if kind in _BY_WEIGHTS:
+        return UsageError(
+            "this kind of adapter is not merged here: PEFT merges it in a whole model only",
+            path=path,
+            found=found,
+            hint="in Python: PeftModel.from_pretrained, merge_and_unload, save_pretrained",
+        )
+    return UsageError(
+        "this kind of adapter is not merged",
+        path=path,
+        expected=f"peft_type {', '.join((LORA, *BY_LAYER, *BY_MODEL))}",
+        found=found,
+        hint="PEFT does not merge prompts, prefixes, adapters that route each token, and layers of its own either",
     )
 
 

@@ -39,8 +39,8 @@ _KINDS = (
     re.compile(rf"(?P<module>.+)\.token_adapter\.(?P<kind>trainable_tokens_delta){_NAME}"),
     re.compile(r"(?P<module>.+)\.(?P<kind>modules_to_save)\.(?P<name>[^.]+)\.(?P<rest>.+)"),
 )
-#: What a wrapped module calls the module that it wraps.
-_WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer)(?=\.)")
+#: What a wrapped module calls the module that it wraps, or its copy that is trained in the place of it (LN tuning).
+_WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer|ln_tuning_layers)(?=\.)")
 #: Names of other methods' tensors, which no LoRA has: DoRA, embeddings and tokens are known above.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
@@ -155,7 +155,8 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
 
 def is_foreign(fqn: str) -> bool:
     """Whether `fqn` belongs to a PEFT method that `parse_name` does not know."""
-    return parse_name(fqn).kind == BASE and bool(_UNKNOWN.search(fqn))
+    name = parse_name(fqn)
+    return name.kind == BASE and bool(_UNKNOWN.search(name.module))
 
 
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +15,27 @@ from tests.support.adapters import edited, load_base, merge_by_peft, save_adapte
 from tests.support.commands import ckpt
 
 
-def trained(base: Path, folder: Path) -> None:
-    """The adapter, the base that the init left, and the live model merged by PEFT, in three folders."""
-    from peft import LoraConfig, get_peft_model
+def prepared(init: str, model: Any) -> Any:
+    """The config of this init; what it takes of data is measured on the model, as its own scripts do it."""
+    from peft import LoraConfig
+    from peft.tuners.lora.config import LoraGAConfig
+    from peft.tuners.lora.loraga import preprocess_loraga
 
-    config = LoraConfig(r=3, lora_alpha=7, target_modules=["q_proj", "down_proj"], init_lora_weights="pissa_niter_4")
-    model = get_peft_model(load_base(base), config)
+    ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(2))
+    options: dict[str, Any] = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
+    if init == "lora_ga":
+        config = LoraConfig(**options, init_lora_weights=init, lora_ga_config=LoraGAConfig())
+        preprocess_loraga(model, config, lambda: model(input_ids=ids, labels=ids).loss.backward())
+        return config
+    return LoraConfig(**options, init_lora_weights=init)
+
+
+def trained(init: str, base: Path, folder: Path) -> None:
+    """The adapter, the base that the init left, and the live model merged by PEFT, in three folders."""
+    from peft import get_peft_model
+
+    base_model = load_base(base)
+    model = get_peft_model(base_model, prepared(init, base_model))
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -30,9 +46,10 @@ def trained(base: Path, folder: Path) -> None:
     model.unload().save_pretrained(folder / "left")
 
 
-def test_it_is_refused_and_merged_into_the_base_that_the_init_left(tmp_path: Path) -> None:
+@pytest.mark.parametrize("init", ["pissa_niter_4", "lora_ga"])
+def test_it_is_refused_and_merged_into_the_base_that_the_init_left(init: str, tmp_path: Path) -> None:
     base = save_base("llama", torch.float32, tmp_path / "base")
-    trained(base, tmp_path)
+    trained(init, base, tmp_path)
     refused = ckpt("merge-lora", tmp_path / "adapter", "--base", base, "-o", tmp_path / "none")
     assert refused.code == 2 and "set init_lora_weights to true in a copy of adapter_config.json" in refused.err
     plain = edited(tmp_path / "adapter", tmp_path / "plain", init_lora_weights=True)

@@ -186,12 +186,12 @@ def test_other_writers_are_refused_by_name_with_the_way_out(
 
 
 def test_torchtunes_own_copy_for_peft_is_merged(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
-    """torchtune 0.6 writes few entries into its config, and `adapter_0.pt` beside the file that PEFT loads."""
+    """torchtune since 0.5 writes few entries into its config, and `adapter_model.pt` beside the file for PEFT."""
     adapter = edited(linear, tmp_path / "adapter")
     config = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
     config["base_model_name_or_path"] = str(bases["llama"])
     (adapter / "adapter_config.json").write_text(json.dumps(config))
-    torch.save({"layers.0.attn.q_proj.lora_a.weight": torch.zeros(2, 2)}, adapter / "adapter_0.pt")
+    torch.save({"layers.0.attn.q_proj.lora_a.weight": torch.zeros(2, 2)}, adapter / "adapter_model.pt")
     for one, out in ((adapter, "ours"), (linear, "expected")):
         assert ckpt("merge-lora", one, "-o", tmp_path / out).code == 0
     assert equal(tmp_path / "ours", tmp_path / "expected")

@@ -65,7 +65,8 @@ def refuse_others(fqns: Iterable[str], folder: Path) -> None:
             "this is an adapter of ms-swift's, which is not read",
             path=folder,
             fqn=found,
-            hint="ms-swift's own `swift export --mcore_adapters RUN --to_hf true` makes a Hugging Face folder of it",
+            hint="ms-swift's own `megatron export --mcore_adapter RUN --to_hf true --merge_lora false` makes a PEFT "
+            "folder of it",
         )
 
 

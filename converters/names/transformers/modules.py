@@ -14,17 +14,26 @@ from ckpt.plan.tensors import Shape
 from converters.names.transformers.installed import mentions, model_types
 from converters.names.transformers.relation import build_model
 
+#: Classes of layers with a weight, torch's and transformers'.
+LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
+
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """`is_conv1d`: its weight is [in, out].  `is_transposed`: its stacked experts are [experts, in, out].
+    """A module's class, by the nearest of `LAYERS` that it derives from, and what else shapes do not tell.
 
-    `parameters` are its own, in the order in which it registers them.
+    `is_transposed`: its stacked experts are [experts, in, out].  `parameters` are its own, in the order in which it
+    registers them.
     """
 
-    is_conv1d: bool
+    layer: str | None
     is_transposed: bool
     parameters: tuple[str, ...]
+
+    @property
+    def is_conv1d(self) -> bool:
+        """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+        return self.layer == "Conv1D"
 
 
 def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
@@ -48,7 +57,7 @@ def describe(
     modules = dict(model.named_modules())
     return {
         name: Module(
-            type(module).__name__ == "Conv1D",
+            next((one.__name__ for one in type(module).__mro__ if one.__name__ in LAYERS), None),
             bool(getattr(module, "is_transposed", False)),
             tuple(parameter for parameter, _ in module.named_parameters(recurse=False)),
         )

@@ -24,11 +24,12 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt as package
-from ckpt.errors import LossError
+from ckpt.errors import LossError, NotFoundError
 from converters.megatron.dist.keys import TensorKey
 from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
 from tests.support.commands import ckpt
+from tests.support.dcp_keys import rename_keys
 from tests.support.pages import commands
 from tests.support.places import FIXTURES, REPOSITORY
 
@@ -348,3 +349,17 @@ def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
     outcome = ckpt("convert", "megatron-dist", "megatron", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "out")
     assert outcome.code == 2
     assert "adapter" in outcome.err
+
+
+def test_an_adapter_of_ms_swift_is_refused_by_its_name(tmp_path: Path) -> None:
+    """Its names are PEFT's behind Megatron's modules (ms-swift 4.6, megatron/utils/megatron_lm_utils.py), and it has no
+    `run_config.yaml`."""
+    run = tmp_path / "run"
+    shutil.copytree(FIXTURES / "megatron-dist-flattened", run)
+    (run / "args.json").write_text('{"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}')
+    rename_keys(run / "iter_0000002", lambda key: key.replace("linear_qkv.weight", "linear_qkv.lora_A.default.weight"))
+    for command in (("convert", "auto", "peft"), ("merge-lora",)):
+        done = ckpt(*command, run, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (NotFoundError.exit_code, False)
+        assert "an adapter of ms-swift's" in done.err and "megatron export --mcore_adapter" in done.err
+        assert "linear_qkv.lora_A.default.weight" in done.err

@@ -6,9 +6,7 @@ folders (nemo/lightning/ckpt_utils.py, io/pl.py, megatron_parallel.py).
 
 from __future__ import annotations
 
-import pickle
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,6 +15,7 @@ import ckpt
 from ckpt.errors import NotFoundError
 from ckpt.plan.checkpoint import WEIGHT
 from tests.support import commands
+from tests.support.dcp_keys import rename_keys
 from tests.support.describing import content
 from tests.support.places import FIXTURES
 
@@ -32,14 +31,7 @@ def run(tmp_path: Path) -> Path:
     (step / "context" / "model.yaml").write_text("_target_: nemo.collections.llm.gpt.model.llama.LlamaModel\n")
     (step / "context" / "nemo_tokenizer" / "tokenizer.json").write_text("{}")
     (step / "weights" / "common.pt").write_bytes(b"whatever Lightning has put there")
-    file = step / "weights" / ".metadata"
-    metadata = pickle.loads(file.read_bytes())
-    keys = {key: _nemos(key) for key in metadata.state_dict_metadata}
-    metadata.state_dict_metadata = {keys[key]: one for key, one in metadata.state_dict_metadata.items()}
-    metadata.storage_data = {replace(at, fqn=keys[at.fqn]): one for at, one in metadata.storage_data.items()}
-    if metadata.planner_data:
-        metadata.planner_data = {keys[key]: path for key, path in metadata.planner_data.items()}
-    file.write_bytes(pickle.dumps(metadata))
+    rename_keys(step / "weights", _nemos)
     return tmp_path / "run"
 
 
@@ -82,3 +74,11 @@ def test_several_are_not_guessed_among(run: Path) -> None:
         ckpt.open(run)
     assert NAME in str(caught.value.hint)
     assert ckpt.open(run / "checkpoints" / "model--step=1").format == "megatron-dist"
+
+
+def test_an_adapter_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
+    (run / "checkpoints" / NAME / "weights" / "adapter_metadata.json").write_text('{"model_ckpt_path": "base"}')
+    for command in (("convert", "auto", "peft"), ("merge-lora",)):
+        done = commands.ckpt(*command, run, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (NotFoundError.exit_code, False)
+        assert "an adapter of NeMo 2" in done.err and "target='hf-peft'" in done.err

@@ -1,0 +1,112 @@
+"""Models of PEFT's that have no weights, for what it does to an adapter in the whole model.
+
+Every parameter is one zero, seen in the parameter's shape: it takes no memory.  Adapters are combined and converted in
+such a model, as that reads their factors only.  Kinds whose layers share tensors (VeRA, PVeRA, RandLoRA, UniLora) are
+merged in it, where one layer at a time gets its weight: what they share goes by the shapes and the order of all layers.
+"""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from ckpt.base.errors import CorruptError, UsageError
+from ckpt.lora.effect import Update
+from ckpt.lora.find import Adapter, Factor
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.precision import Choice, choices
+
+if TYPE_CHECKING:
+    import torch
+
+_LOCK = threading.Lock()  # weights are put into one model in turn
+
+
+def hollow(base: Checkpoint, chosen: Mapping[str, Choice] | None = None) -> Any:
+    """The model of `base` with its shapes and dtypes, or those of `chosen`, and no weights."""
+    import torch
+    from torch import nn
+
+    chosen = chosen or choices(base, None)
+    shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
+    model = registry.service("build_model")(base.config, shapes) if base.config else None
+    if model is None:
+        raise UsageError("this takes a model that transformers knows, and the base is none", path=base.path)
+    dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that it stands for: tied ones stay one
+    for path, module in model.named_modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
+            zero = torch.zeros((), dtype=dtype).expand(parameter.shape)
+            setattr(module, name, stand_ins.setdefault(parameter, nn.Parameter(zero, requires_grad=False)))
+    return model
+
+
+@dataclass(frozen=True, eq=False)
+class WholeModel:
+    """The hollow model of a base, with the `factors` of an adapter in it as PEFT loads them."""
+
+    adapter: Adapter
+    base: Checkpoint
+    chosen: Mapping[str, Choice]
+    factors: Mapping[str, Factor]
+
+    @cached_property
+    def _wrapped(self) -> Any:
+        import torch
+        from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+        config = self.adapter.config
+        settings = {**config.raw, "modules_to_save": None, "bias": "none", "task_type": None}
+        settings = {key: value for key, value in settings.items() if key != "bias" or "bias" in config.raw}
+        with warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            try:
+                made = PeftConfig.from_peft_type(**settings)
+                wrapped = get_peft_model(hollow(self.base, self.chosen), made)
+                loaded = set_peft_model_state_dict(wrapped, {fqn: one.load() for fqn, one in self.factors.items()})
+            except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+                raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path) from error
+            lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - self.factors.keys()
+        if loaded.unexpected_keys:
+            raise CorruptError(
+                "PEFT has no place for a tensor of this adapter", path=config.path, fqn=loaded.unexpected_keys[0]
+            )
+        if lacking:
+            raise CorruptError("the adapter lacks a tensor of a layer", path=config.path, fqn=min(lacking))
+        return wrapped
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that the adapter changes."""
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        modules = self._wrapped.base_model.model.named_modules()
+        return tuple(name for name, module in modules if isinstance(module, BaseTunerLayer))
+
+    def merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        """The weight of `module` with what the adapter adds."""
+        from torch import nn
+
+        with _LOCK:
+            layer = self._wrapped.base_model.model.get_submodule(module)
+            inner = layer.get_base_layer()
+            stand_in, inner.weight = inner.weight, nn.Parameter(weight, requires_grad=False)
+            layer.merge()
+            merged: torch.Tensor = inner.weight.detach()
+            inner.weight = stand_in
+            layer.merged_adapters.clear()
+        return merged
+
+    def update(self, module: str) -> Update:
+        """What PEFT does to the weight of `module`."""
+
+        def is_nothing(weight: torch.Tensor) -> bool:
+            return bool((self.merge(module, weight.float().clone()) == weight.float()).all())
+
+        return Update(self.adapter.path, module, lambda weight: self.merge(module, weight), is_nothing)

@@ -1,0 +1,20 @@
+"""Keys of a distributed checkpoint of PyTorch's, renamed in its metadata as another trainer would have named them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+
+def rename_keys(folder: Path, named: Callable[[str], str]) -> None:
+    """Give each tensor in `folder` the key that `named` makes of its own."""
+    file = folder / ".metadata"
+    metadata = pickle.loads(file.read_bytes())
+    keys = {key: named(key) for key in metadata.state_dict_metadata}
+    metadata.state_dict_metadata = {keys[key]: one for key, one in metadata.state_dict_metadata.items()}
+    metadata.storage_data = {replace(at, fqn=keys[at.fqn]): one for at, one in metadata.storage_data.items()}
+    if metadata.planner_data:
+        metadata.planner_data = {keys[key]: path for key, path in metadata.planner_data.items()}
+    file.write_bytes(pickle.dumps(metadata))
