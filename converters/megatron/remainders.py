@@ -1,4 +1,4 @@
-"""Masters of which a checkpoint has the lower half: Transformer Engine's Adam with `store_param_remainders`.
+"""Masters whose lower halves alone are stored: Transformer Engine's Adam with `store_param_remainders`.
 
 A parameter in bf16 has the upper 16 bits of its master, and the optimizer an int16 with the lower ones.  Where these
 are 2 ** 15 or more, negative as an int16, the parameter has been rounded up by one.

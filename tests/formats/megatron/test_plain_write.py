@@ -5,6 +5,7 @@ What Megatron-LM's ranks hold once they have loaded them is in tests/frameworks/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ def test_what_is_written_is_read_as_the_run(form: str, tmp_path: Path) -> None:
     assert found.state.per_rank["rng_state"].keys() == {"shard_0.0_1.1"}
     assert found.state.scalars["step"] == known.state.scalars["step"]
     assert found.state.entries()["opt_param_scheduler"] == known.state.entries()["opt_param_scheduler"]
+    assert known.bound_to_ranks and not found.bound_to_ranks  # the run was saved as dp_reshardable
     args = found.state.args or {}
     assert (args["ckpt_format"], args["expert_model_parallel_size"], args["world_size"]) == (form, 1, 4)
 
@@ -48,6 +50,14 @@ def test_nothing_is_missing_that_a_live_engine_asked_for(tmp_path: Path) -> None
     assert keys(FSDP2) <= keys(tmp_path / "dcp")
     ckpt.convert(OWN, "megatron-dist", tmp_path / "fsdp", ckpt_format="fsdp_dtensor")
     assert keys(OWN) <= keys(tmp_path / "fsdp")
+
+
+def test_a_loss_scale_is_written_or_said_to_be_left_out() -> None:
+    run = ckpt.open(RUN)
+    scaled = replace(run, state=replace(run.state, grad_scaler={"scale": 1024.0}))
+    dropped = {form: ckpt.plan(scaled, "megatron-dist", Layout(ckpt_format=form)).plan.target.dropped for form in FORMS}
+    assert not any("grad_scaler" in line for line in dropped["torch_dcp"])
+    assert any("grad_scaler" in line for line in dropped["fsdp_dtensor"])
 
 
 def test_weights_alone_become_parameters_in_fp32(tmp_path: Path) -> None:
