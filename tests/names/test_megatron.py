@@ -344,6 +344,12 @@ class TestHybrids:
         with pytest.raises(UsageError, match="one chunk on each pipeline rank"):
             describe_model(there, Layout(pp=2, vpp=2))
 
+    def test_norms_that_are_not_around_zero_are_refused(self) -> None:
+        there = to_namespace(hub_of(config_of("qwen3_5_text")), MEGATRON, Layout())
+        args = {**(there.state.args or {}), "apply_layernorm_1p": False}
+        with pytest.raises(LossError, match="not around zero"):
+            to_namespace(replace(there, state=replace(there.state, args=args)), HUB)
+
     def test_mamba_deals_layers_by_their_number_alone(self) -> None:
         there = to_namespace(hub_of(config_of("nemotron_h")), MEGATRON, Layout())
         layouts = ({"pipeline_model_parallel_layout": "Ettt|tL"}, {"account_for_loss_in_pipeline_split": True})

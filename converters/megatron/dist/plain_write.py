@@ -21,7 +21,7 @@ from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import SourceTensor, Writing, flatten
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import FromSource, NewTensor, state_number
-from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box
 from ckpt.run_folder.carried import model_files
@@ -180,7 +180,8 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
                 found=choice.dtype,
                 hint="--dtype bf16, or --ckpt-format torch_dist",
             )
-        master = (one.fqn, optimizer.masters[one.fqn].role) if optimizer else choice.key
+        kept = (one.fqn, MASTER)  # there without an optimizer's states too: of SGD, or before the first step
+        master = kept if kept in model.checkpoint.tensors else choice.key
         yield from _halves(model, one, ("model", f"module.{one.name}"), {(): SourceTensor(master, FLOAT32, one.shape)})
         if optimizer is None:
             continue

@@ -14,7 +14,7 @@ import pytest
 import ckpt
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.errors import LossError, UsageError
-from ckpt.plan.checkpoint import Layout
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, Layout
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.places import FIXTURES
@@ -58,6 +58,16 @@ def test_a_loss_scale_is_written_or_said_to_be_left_out() -> None:
     dropped = {form: ckpt.plan(scaled, "megatron-dist", Layout(ckpt_format=form)).plan.target.dropped for form in FORMS}
     assert not any("grad_scaler" in line for line in dropped["torch_dcp"])
     assert any("grad_scaler" in line for line in dropped["fsdp_dtensor"])
+
+
+def test_masters_without_states_are_the_parameters(tmp_path: Path) -> None:
+    """As SGD leaves them."""
+    run = ckpt.open(RUN)
+    held = {key: tensor for key, tensor in run.tensors.items() if key[1] in MODEL_ROLES}
+    ckpt.convert(replace(run, tensors=held), "megatron-dist", tmp_path / "out", ckpt_format="fsdp_dtensor")
+    found = ckpt.open(tmp_path / "out").tensors
+    masters = [key for key in held if key[1] == MASTER]
+    assert masters and all(content(found[key]) == content(held[key]) for key in masters)
 
 
 def test_weights_alone_become_parameters_in_fp32(tmp_path: Path) -> None:
