@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import Any
 
 from ckpt.base.errors import NotFoundError
 
@@ -44,7 +45,7 @@ def starts_of(run: Path) -> list[Start]:
     else:
         states = [run / "trainer_state.json", *run.glob("checkpoint-*/trainer_state.json")]
         logs = [json.loads(path.read_text())["log_history"] for path in states if path.is_file()]
-        longest = max(logs, key=len, default=[])
+        longest: list[dict[str, Any]] = max(logs, key=len, default=[])
         points = [(entry["step"], entry["loss"], 0) for entry in longest if "loss" in entry]
     found: list[Start] = []
     before = math.inf

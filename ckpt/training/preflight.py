@@ -53,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
     """What this node has: facts that are to be the same on all nodes, and its own problems."""
-    same = {f"data in {path}": digest(path) for path in data}
+    same: dict[str, Any] = {f"data in {path}": digest(path) for path in data}
     same |= {name: _version(name) for name in PACKAGES}
     same |= {"python": platform.python_version(), "GPUs": _gpus(), "NVIDIA driver": _driver()}
     places = dict.fromkeys((_existing(folder), Path(tempfile.gettempdir())))

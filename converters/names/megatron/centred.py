@@ -5,7 +5,7 @@ A gated delta net's norm of its output is one in transformers' models whose othe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -40,7 +40,7 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
     ]
 
 
-def _content(tensor: Tensor, by: int, computed: dict[str, Callable[[], memoryview]]) -> memoryview:
+def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
     """The bytes of a tensor's elements plus `by`: rounded once in fp32 (or fp64), then to its dtype, as torch does."""
     from ckpt.move.casts import cast_bits  # these take numpy, which describing a checkpoint does not
     from ckpt.move.reading import read_box
@@ -49,4 +49,4 @@ def _content(tensor: Tensor, by: int, computed: dict[str, Callable[[], memoryvie
     wide = FLOAT64 if tensor.dtype == FLOAT64 else FLOAT32
     values = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, wide)
     values = values.view("<f8" if wide == FLOAT64 else "<f4") + by
-    return memoryview(cast_bits(values.view("<u8" if wide == FLOAT64 else "<u4"), wide, tensor.dtype)).cast("B")
+    return cast_bits(values.view("<u8" if wide == FLOAT64 else "<u4"), wide, tensor.dtype).data.cast("B")
