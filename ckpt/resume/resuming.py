@@ -442,6 +442,9 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
         asked, written = layout.options.get(name), args.get(argument) or 1
         if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
             return f"it was written with {argument} {written}, and {asked} is asked for"
+    form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
+    if asked is not None and asked != form:
+        return f"it is {form}, and {asked} is asked for"
     return None
 
 

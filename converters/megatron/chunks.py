@@ -312,19 +312,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
     if options.transformer_impl:
         args["transformer_impl"] = options.transformer_impl
     local = args.setdefault("transformer_impl", _ENGINE) == "local"
-    if local and (hybrid := next(filter(packed, chosen), None)) is not None:
-        raise LossError(
-            "megatron-core builds layers like this one of Transformer Engine's alone",
-            fqn=hybrid,
-            expected="transformer_impl transformer_engine",
-            found="transformer_impl local",
-        )
-    if grid.vpp > 1 and (mixer := next((name for name in chosen if ".mixer." in name), None)) is not None:
-        raise UsageError(
-            "megatron-core's MambaModel has one chunk on each pipeline rank",
-            fqn=mixer,
-            hint="--vpp 1, or without --vpp",
-        )
+    _check_packed(args, grid, stages, chosen, local)
     grouped = bool(args.get("moe_grouped_gemm"))
     if grouped and experts and (local or args.get("moe_use_legacy_grouped_gemm")):
         raise LossError(
@@ -346,6 +334,47 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
         layer_kinds(names),
         len(experts),
     )
+
+
+def _check_packed(
+    args: Mapping[str, Any], grid: Grid, stages: Stages, chosen: Mapping[str, Choice], local: bool
+) -> None:
+    """Refuse layouts of models with packed layers that megatron-core does not build."""
+    hybrid = next(filter(packed, chosen), None)
+    if hybrid is None:
+        return
+    if local:
+        raise LossError(
+            "megatron-core builds layers like this one of Transformer Engine's alone",
+            fqn=hybrid,
+            expected="transformer_impl transformer_engine",
+            found="transformer_impl local",
+        )
+    mixer = next((name for name in chosen if ".mixer." in name), None)
+    name = "linear_num_key_heads" if mixer is None else "mamba_num_groups"
+    if (count := args.get(name)) and count % grid.tp:  # the rows may divide where these do not
+        raise UsageError(
+            "a tensor parallel rank has whole heads and groups of a packed layer, and these do not divide",
+            fqn=hybrid,
+            expected=f"{name} to be a multiple of --tp",
+            found=f"{name} {count}, tp {grid.tp}",
+            hint="another --tp",
+        )
+    if mixer is None:
+        return
+    if grid.vpp > 1:
+        raise UsageError(
+            "megatron-core's MambaModel has one chunk on each pipeline rank",
+            fqn=mixer,
+            hint="--vpp 1, or without --vpp",
+        )
+    if grid.pp > 1 and (stages.layout is not None or stages.embedding or stages.loss):
+        raise UsageError(
+            "megatron-core's MambaModel deals layers to stages by their number alone",
+            fqn=mixer,
+            expected="no layout of the pipeline, and neither embedding nor loss counted as a layer",
+            hint="--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers are heeded",
+        )
 
 
 def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:

@@ -344,12 +344,34 @@ class TestHybrids:
         with pytest.raises(UsageError, match="one chunk on each pipeline rank"):
             describe_model(there, Layout(pp=2, vpp=2))
 
-    def test_heads_that_do_not_divide_are_named(self) -> None:
-        there = to_namespace(hub_of(config_of("qwen3_next")), MEGATRON, Layout(tp=3))
-        model = describe_model(there, Layout(tp=3))
-        with pytest.raises(UsageError, match="does not divide among 3") as caught:
-            model.chunks(next(model.grid.ranks()))
-        assert "in_proj" in str(caught.value) or "A_log" in str(caught.value) or "conv1d" in str(caught.value)
+    def test_norms_that_are_not_around_zero_are_refused(self) -> None:
+        there = to_namespace(hub_of(config_of("qwen3_5_text")), MEGATRON, Layout())
+        args = {**(there.state.args or {}), "apply_layernorm_1p": False}
+        with pytest.raises(LossError, match="not around zero"):
+            to_namespace(replace(there, state=replace(there.state, args=args)), HUB)
+
+    def test_mamba_deals_layers_by_their_number_alone(self) -> None:
+        there = to_namespace(hub_of(config_of("nemotron_h")), MEGATRON, Layout())
+        layouts = ({"pipeline_model_parallel_layout": "Ettt|tL"}, {"account_for_loss_in_pipeline_split": True})
+        for layout, pp in zip(layouts, (2, 5), strict=True):
+            with pytest.raises(UsageError, match="by their number alone"):
+                describe_model(there, Layout(pp=pp, **layout))
+        assert describe_model(there, Layout(pp=2, decoder_first_pipeline_num_layers=1)).stages.first == 1
+
+    @pytest.mark.parametrize(
+        ("architecture", "sizes", "named"),
+        [
+            ("qwen3_next", {"linear_key_head_dim": 6}, "linear_num_key_heads 2"),
+            ("nemotron_h", {"ssm_state_size": 6}, "mamba_num_groups 2"),
+        ],
+    )
+    def test_heads_and_groups_are_not_cut_though_their_rows_divide(
+        self, architecture: str, sizes: dict[str, Any], named: str
+    ) -> None:
+        there = to_namespace(hub_of(config_of(architecture, **sizes)), MEGATRON, Layout(tp=3))
+        with pytest.raises(UsageError, match="whole heads and groups") as caught:
+            describe_model(there, Layout(tp=3))
+        assert named in str(caught.value.found)
 
     def test_prediction_of_another_kind_than_the_last_layer_is_refused(self) -> None:
         with pytest.raises(LossError, match="like the last layer"):

@@ -47,6 +47,12 @@ class TestOneProcess:
         assert ckpt.resume(run) == str(run)
         assert os.listdir(run.parent) == ["outputs"]
 
+    def test_another_form_of_megatrons_than_the_one_asked_for_does_not_fit(self, tmp_path: Path) -> None:
+        run = Path(shutil.copytree(FIXTURES / "megatron-torch-dcp", tmp_path / "run"))
+        assert ckpt.resume(run, world_size=3, ckpt_format="torch_dcp") == str(run)
+        found = ckpt.resume(run, world_size=3, ckpt_format="torch_dist")
+        assert found != str(run) and (ckpt.open(found).state.args or {})["ckpt_format"] == "torch_dist"
+
     def test_what_does_not_is_converted_once_and_removed_with_its_source(
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

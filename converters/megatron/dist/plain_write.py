@@ -21,14 +21,14 @@ from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import SourceTensor, Writing, flatten
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import FromSource, NewTensor, state_number
-from ckpt.plan.checkpoint import BUFFER, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from ckpt.state import adam
 from converters.megatron.chunks import Chunk, ChunkTensor, MegatronModel, describe_model
-from converters.megatron.entries import RANDOM, to_write
+from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import ADAM, MegatronOptimizer
 from converters.megatron.optimizer_write import RankOptimizers
@@ -69,7 +69,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
     folder = iteration_folder(checkpoint.state.step)
     random = _random_states(model)
     without = "resume with --no-load-rng"
-    kept, dropped = to_write(model, {} if random is None else {RANDOM: random}, without_random=without)
+    of_torch_dist = ("content_metadata", RERUN)
+    per_rank = {} if random is None else {RANDOM: random}
+    kept, dropped = to_write(model, per_rank, *of_torch_dist, without_random=without)
+    if form == FSDP_DTENSOR and model.has_optimizer and checkpoint.state.grad_scaler is not None:
+        dropped.append("training state grad_scaler: Megatron-FSDP saves none, and the loss scale begins anew")
     writing = Writing(model.args["world_size"], f"{folder}/")
     write = _torch_dcp if form == TORCH_DCP else _fsdp_dtensor
     writing.add_all(write(model, chunk, random))
@@ -176,7 +180,8 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
                 found=choice.dtype,
                 hint="--dtype bf16, or --ckpt-format torch_dist",
             )
-        master = (one.fqn, optimizer.masters[one.fqn].role) if optimizer else choice.key
+        kept = (one.fqn, MASTER)  # there without an optimizer's states too: of SGD, or before the first step
+        master = kept if kept in model.checkpoint.tensors else choice.key
         yield from _halves(model, one, ("model", f"module.{one.name}"), {(): SourceTensor(master, FLOAT32, one.shape)})
         if optimizer is None:
             continue

@@ -129,6 +129,13 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     centred = table.centred(sizes)
+    if centred and (checkpoint.state.args or {}).get("apply_layernorm_1p") is False:
+        raise LossError(
+            "the run's norms are not around zero, as those of this architecture are",
+            path=checkpoint.path,
+            expected="apply_layernorm_1p true",
+            found="apply_layernorm_1p false",
+        )
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
     notes += shifting_notes(centred)
     if padded > sizes.dims["v"]:

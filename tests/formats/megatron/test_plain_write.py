@@ -5,6 +5,7 @@ What Megatron-LM's ranks hold once they have loaded them is in tests/frameworks/
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import ckpt
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.errors import LossError, UsageError
-from ckpt.plan.checkpoint import Layout
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, Layout
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.places import FIXTURES
@@ -38,6 +39,7 @@ def test_what_is_written_is_read_as_the_run(form: str, tmp_path: Path) -> None:
     assert found.state.per_rank["rng_state"].keys() == {"shard_0.0_1.1"}
     assert found.state.scalars["step"] == known.state.scalars["step"]
     assert found.state.entries()["opt_param_scheduler"] == known.state.entries()["opt_param_scheduler"]
+    assert known.bound_to_ranks and not found.bound_to_ranks  # the run was saved as dp_reshardable
     args = found.state.args or {}
     assert (args["ckpt_format"], args["expert_model_parallel_size"], args["world_size"]) == (form, 1, 4)
 
@@ -48,6 +50,24 @@ def test_nothing_is_missing_that_a_live_engine_asked_for(tmp_path: Path) -> None
     assert keys(FSDP2) <= keys(tmp_path / "dcp")
     ckpt.convert(OWN, "megatron-dist", tmp_path / "fsdp", ckpt_format="fsdp_dtensor")
     assert keys(OWN) <= keys(tmp_path / "fsdp")
+
+
+def test_a_loss_scale_is_written_or_said_to_be_left_out() -> None:
+    run = ckpt.open(RUN)
+    scaled = replace(run, state=replace(run.state, grad_scaler={"scale": 1024.0}))
+    dropped = {form: ckpt.plan(scaled, "megatron-dist", Layout(ckpt_format=form)).plan.target.dropped for form in FORMS}
+    assert not any("grad_scaler" in line for line in dropped["torch_dcp"])
+    assert any("grad_scaler" in line for line in dropped["fsdp_dtensor"])
+
+
+def test_masters_without_states_are_the_parameters(tmp_path: Path) -> None:
+    """As SGD leaves them."""
+    run = ckpt.open(RUN)
+    held = {key: tensor for key, tensor in run.tensors.items() if key[1] in MODEL_ROLES}
+    ckpt.convert(replace(run, tensors=held), "megatron-dist", tmp_path / "out", ckpt_format="fsdp_dtensor")
+    found = ckpt.open(tmp_path / "out").tensors
+    masters = [key for key in held if key[1] == MASTER]
+    assert masters and all(content(found[key]) == content(held[key]) for key in masters)
 
 
 def test_weights_alone_become_parameters_in_fp32(tmp_path: Path) -> None:
