@@ -67,6 +67,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     if optimizer is not None:
         tensors.add_states(optimizer)
     args = dict(model.args, ckpt_format="torch_dist")
+    args |= dict.fromkeys(
+        args.keys() & {"use_torch_fsdp2", "use_megatron_fsdp"}, False
+    )  # whose files are of other forms
     if RANDOM not in per_rank:
         args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
     common = _common(model, keys, optimizer, kept, args)

@@ -52,6 +52,13 @@ def test_nothing_is_missing_that_a_live_engine_asked_for(tmp_path: Path) -> None
     assert keys(OWN) <= keys(tmp_path / "fsdp")
 
 
+@pytest.mark.parametrize("source", [FSDP2, OWN])
+def test_what_is_written_of_them_for_torch_dist_is_of_no_fsdp(source: Path, tmp_path: Path) -> None:
+    ckpt.convert(source, "megatron-dist", tmp_path / "out")
+    args = ckpt.open(tmp_path / "out").state.args or {}
+    assert args["ckpt_format"] == "torch_dist" and not (args.get("use_torch_fsdp2") or args.get("use_megatron_fsdp"))
+
+
 def test_a_loss_scale_is_written_or_said_to_be_left_out() -> None:
     run = ckpt.open(RUN)
     scaled = replace(run, state=replace(run.state, grad_scaler={"scale": 1024.0}))
