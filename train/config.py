@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
 _TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: what tp-fsdp splits
-ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
+ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion", "muon")
@@ -29,7 +29,7 @@ PRECISIONS = ("mixed", "pure")
 
 #: Steps in which --scheduler deepspeed reaches the peak.
 WARMUP = 3
-_OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+_OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
 #: The groups of options, by the first of each.

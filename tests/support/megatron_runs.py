@@ -106,6 +106,7 @@ RUNS = [
     Run("qwen3_moe", "qwen3_moe", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("qwen3_moe-ep4", "qwen3_moe", tp=2, ep=4, options=ETP1),
     Run("mixtral", "mixtral", tp=2, ep=2, options=SEQUENCE),
+    Run("qwen3_next", "qwen3_next", tp=2, pp=2, ep=2, options=ETP1, forms=(*BOTH, "buckets")),
     Run("mixtral-plain", "mixtral", pp=2, ep=2, options=PLAIN),
     Run("gpt2", "gpt2", tp=4),
     Run("gpt_neox", "gpt_neox", tp=2, pp=2, options=PLAIN),

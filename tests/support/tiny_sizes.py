@@ -59,7 +59,6 @@ _SIZES: dict[str, dict[str, Any]] = {
     "glm": {"hidden_size": 35, "head_dim": 8},
     "ernie4_5": _HEAD,
     "qwen2_moe": {**_EXPERTS, "num_experts": 5, "shared_expert_intermediate_size": 13, "mlp_only_layers": [0]},
-    "qwen3_next": sizes_of("qwen3_next"),
     "qwen3_5_text": _DELTA,
     "nemotron_h": {
         "num_hidden_layers": 4,

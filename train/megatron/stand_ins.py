@@ -58,6 +58,8 @@ def normed_linear() -> type:
             if not config.layernorm_zero_centered_gamma:
                 self.layer_norm_weight.data.fill_(1.0)
             self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+            for name in [name for name in self._parameters if name != "layer_norm_weight"]:
+                self._parameters[name] = self._parameters.pop(name)  # behind it, as Transformer Engine's layer has them
 
         def forward(self, input_: torch.Tensor, *args: Any, **more: Any) -> Any:
             weight = self.layer_norm_weight + float(self.config.layernorm_zero_centered_gamma)
