@@ -16,7 +16,7 @@ from tests.support.tiny_sizes import even_sizes
 
 pytestmark = pytest.mark.slow
 
-#: Built of layers that need a GPU: tests/names/test_megatron.py and tests/formats/megatron/test_matrix.py have stand-ins.
+#: Built of layers that need a GPU: tests/names/test_megatron.py and test_matrix.py have stand-ins for them.
 _HYBRIDS = {"nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"}
 TABLES = [architecture for architecture in ARCHITECTURES if architecture not in _HYBRIDS]
 #: fp32 sums of ranks in another order: a few units in the last place, relative to the largest logit.
