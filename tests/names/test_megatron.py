@@ -690,7 +690,7 @@ class TestRefusals:
         assert "--config" in str(error.hint)
 
     def test_an_architecture_without_a_table(self) -> None:
-        for model_type in ("bert", "_table", "os.path", "../llama"):
+        for model_type in ("my_model", "_table", "os.path", "../llama"):
             error = refused(UsageError, described({"w": (2,)}, {"model_type": model_type}))
             assert "llama" in str(error.expected)
 

@@ -461,7 +461,7 @@ FAMILIES: dict[str, Family] = {
         dims=_mamba2,
         experts=("n_routed_experts",),
         kinds=_by_block,
-        unknown=("use_bias", "mlp_bias", "moe_latent_size"),
+        unknown=("use_bias", "mlp_bias", "moe_latent_size", "tie_word_embeddings"),  # the class ties nothing
         ignored=(r"mtp.*",),
         modules=("norm.", "mixer."),
     ),

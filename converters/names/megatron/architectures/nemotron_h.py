@@ -81,18 +81,20 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Refuse what megatron-core's MambaMixer has no argument for, and other activations than its models have."""
+    """Refuse what MambaMixer has no argument for, other activations, and ties, which the Hub's class ignores."""
     fixed = {"conv_kernel": 4, "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "mamba_hidden_act": "silu"}
     fixed |= {"mlp_hidden_act": "relu2"}
     found = {name: config.get(name) for name, value in fixed.items() if config.get(name) not in (None, value)}
-    absent = ("use_bias", "mlp_bias", "mamba_proj_bias", "moe_latent_size", "sliding_window")
+    absent = ("use_bias", "mlp_bias", "mamba_proj_bias", "moe_latent_size", "sliding_window", "tie_word_embeddings")
     found |= {name: config.get(name) for name in absent if config.flag(name)}
     limit = config.get("time_step_limit")
     if isinstance(limit, list) and limit not in ([0.0, inf], [0.0, {"__float__": "Infinity"}]):
         found["time_step_limit"] = limit
     if found:
         raise LossError(
-            "Megatron's Mamba layers have no such settings", expected=f"{fixed}, no other of these", found=found
+            "Megatron's Mamba layers, or the Hub's class of these, have no such settings",
+            expected=f"{fixed}, no other of these",
+            found=found,
         )
 
 
