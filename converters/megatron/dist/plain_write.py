@@ -35,7 +35,7 @@ from converters.megatron.optimizer_write import RankOptimizers
 from converters.megatron.read import OTHER_ORDER
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid
-from converters.names.megatron.model.splits import is_gated, second_linear
+from converters.names.megatron.model.splits import GATED
 from converters.names.megatron.options import FSDP_DTENSOR, TORCH_DCP
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp")
@@ -91,17 +91,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     notes = [f"Megatron, {form}: for any number of ranks"]
-    if form == FSDP_DTENSOR and not model.args.get("swiglu") and any(_is_gated(model, fqn) for fqn in model.chosen):
+    if form == FSDP_DTENSOR and not model.args.get("swiglu") and GATED in map(model.sections, model.chosen):
         notes.append(
             "only for TP 1: Megatron-FSDP has the rows of a gated MLP that is no SwiGLU by tensor parallel rank"
         )
     return Target(files, dropped=tuple(dropped), notes=tuple(notes))
-
-
-def _is_gated(model: MegatronModel, fqn: str) -> bool:
-    second = second_linear(fqn)
-    known = second is not None and second in model.chosen
-    return known and is_gated(model.chosen[fqn].tensor.shape, model.chosen[second or ""].tensor.shape)
 
 
 def _random_states(model: MegatronModel) -> Any:
