@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.lora.effect import Update
 from ckpt.lora.find import Adapter, Factor
+from ckpt.lora.layer import with_adapter
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.precision import Choice, choices
@@ -59,7 +60,7 @@ class WholeModel:
     @cached_property
     def _wrapped(self) -> Any:
         import torch
-        from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+        from peft import PeftConfig
 
         config = self.adapter.config
         settings = {**config.raw, "modules_to_save": None, "bias": "none", "task_type": None}
@@ -68,18 +69,10 @@ class WholeModel:
             warnings.simplefilter("ignore")
             try:
                 made = PeftConfig.from_peft_type(**settings)
-                wrapped = get_peft_model(hollow(self.base, self.chosen), made)
-                loaded = set_peft_model_state_dict(wrapped, {fqn: one.load() for fqn, one in self.factors.items()})
+                model, state = hollow(self.base, self.chosen), {fqn: one.load() for fqn, one in self.factors.items()}
+                return with_adapter(model, made, state, config.path)
             except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path) from error
-            lacking = get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - self.factors.keys()
-        if loaded.unexpected_keys:
-            raise CorruptError(
-                "PEFT has no place for a tensor of this adapter", path=config.path, fqn=loaded.unexpected_keys[0]
-            )
-        if lacking:
-            raise CorruptError("the adapter lacks a tensor of a layer", path=config.path, fqn=min(lacking))
-        return wrapped
 
     @property
     def layers(self) -> tuple[str, ...]:

@@ -42,7 +42,7 @@ def merge_layer(
     CorruptError where PEFT does not load the adapter, UsageError where its version does not know the kind.
     """
     import torch
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+    from peft import PeftConfig
 
     with _LOCK, warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
         warnings.simplefilter("ignore")
@@ -52,18 +52,27 @@ def merge_layer(
                 raise UsageError(
                     "the installed PEFT does not know this kind of adapter", path=config.path, found=", ".join(lacking)
                 )
-            wrapped = get_peft_model(_alone(module, layer, parameters), made)
-            loaded = set_peft_model_state_dict(wrapped, dict(state))
-            if loaded.unexpected_keys:
-                raise CorruptError(
-                    "PEFT has no place for a tensor of this adapter", path=config.path, fqn=loaded.unexpected_keys[0]
-                )
-            if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
-                raise CorruptError("the adapter lacks a tensor of this layer", path=config.path, fqn=min(lacking))
+            wrapped = with_adapter(_alone(module, layer, parameters), made, state, config.path)
             merged = wrapped.merge_and_unload().get_submodule(module)
         except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
             raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path, fqn=module) from error
         return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+
+
+def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:
+    """PEFT's model of `model` with the adapter of config `made`, whose tensors are `state`.
+
+    CorruptError where PEFT has no place for one of them, or the adapter lacks one.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    wrapped = get_peft_model(model, made)
+    result = set_peft_model_state_dict(wrapped, dict(state))
+    if result.unexpected_keys:
+        raise CorruptError("PEFT has no place for a tensor of this adapter", path=path, fqn=result.unexpected_keys[0])
+    if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
+        raise CorruptError("the adapter lacks a tensor of this layer", path=path, fqn=min(lacking))
+    return wrapped
 
 
 def updates(
