@@ -1,7 +1,7 @@
 """Every table on ranks: `tests.support.engines.fork` runs this module on four of them, with a folder and the cases.
 
 For each case transformers' random model is saved, and converted to files of ranks (`megatron`) and to `megatron-dist`,
-both of which megatron-core's own models load: of `LAYOUT`, and of experts `EXPERTS`.  `outcomes.json` in the folder
+both of which megatron-core's own models load, on the ranks of `layout_of`.  `outcomes.json` in the folder
 says of each what did not fit, how far the logits are apart, and which tensors of the Hub's are others after the ranks
 have saved what they hold and `ckpt` has converted that back.
 """
@@ -36,6 +36,8 @@ from train.megatron.files import TRACKER, rank_folder
 LAYOUT = {"tp": 2, "pp": 2, "vpp": 2}
 EXPERTS = {"ep": 2, "etp": 1}
 RANKS = 4
+#: Built of layers that need a GPU, for which `train/megatron/stand_ins.py` has some.
+HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _LENGTH = 24
 
 State = dict[str, Any]
@@ -50,10 +52,11 @@ def main() -> None:
     dist.init_process_group("gloo")
     outcomes = {}
     with on_this_machine(), torch.no_grad():
-        for sizes, those in ((LAYOUT, False), (LAYOUT | EXPERTS, True)):
+        layouts = {case[0]: layout_of(folder / case[0], case[0]) for case in cases}
+        for sizes in {tuple(layout.items()): layout for layout in layouts.values()}.values():
             initialize_groups(**sizes)
             for case in cases:
-                if has_experts(folder / case[0]) == those:
+                if layouts[case[0]] == sizes:
                     outcomes[case[0]] = noted(case, _load)(folder / case[0])
             forget_groups()
     dist.barrier()
@@ -97,14 +100,17 @@ def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
     source = api.open(home / "hub")
     with torch.no_grad():
         torch.save(model(_inputs()).logits, home / "logits.pt")
-    sizes = LAYOUT | (EXPERTS if has_experts(home) else {})
-    api.plan(source, "megatron", Layout(transformer_impl="local", **sizes)).run(home / "ranks")
-    api.plan(source, "megatron-dist", Layout(transformer_impl="local", tp=2)).run(home / "dist")
+    layers = None if architecture in HYBRIDS else "local"
+    sizes = layout_of(home, architecture)
+    api.plan(source, "megatron", Layout(transformer_impl=layers, **sizes)).run(home / "ranks")
+    api.plan(source, "megatron-dist", Layout(transformer_impl=layers, tp=2)).run(home / "dist")
 
 
-def has_experts(home: Path) -> bool:
-    """Whether a case's model has experts."""
-    return any(".experts." in name for name, _ in api.open(home / "hub").tensors)
+def layout_of(home: Path, architecture: str) -> dict[str, int]:
+    """What the ranks of a case are; megatron-core's MambaModel has no chunks."""
+    experts = any(".experts." in name for name, _ in api.open(home / "hub").tensors)
+    sizes = LAYOUT | (EXPERTS if experts else {})
+    return sizes | {"vpp": 1} if architecture == "nemotron_h" else sizes
 
 
 def _inputs() -> torch.Tensor:
@@ -160,9 +166,11 @@ def _load(home: Path) -> dict[str, Any]:
     args = arguments(vars(content["args"]) | {"sequence_parallel": bool(content["args"].num_experts)})
     transformer = megatron_args.transformer_config(args)
     chunks = build_chunks(args, transformer)
-    keys = [f"model{number}" for number in range(len(chunks))]
-    sees = any(name.startswith(LANGUAGE) for name in content["model0"])
+    keys = _keys(chunks)
+    sees = any(name.startswith(LANGUAGE) for name in content[keys[0]])
     for key, chunk in zip(keys, chunks, strict=True):
+        held = chunk.state_dict()  # stand-ins for Transformer Engine's layers have no states beside their tensors
+        content[key] = {name: value for name, value in content[key].items() if name in held or value is not None}
         chunk.load_state_dict(_language(content[key], sees), strict=True)
     expected = torch.load(home / "logits.pt")
     found = _logits(chunks, args)
@@ -172,6 +180,10 @@ def _load(home: Path) -> dict[str, Any]:
     outcome["unlike"] = _unlike(chunks, content, home / "dist", sees)
     _save(content, chunks, sees, home / "saved")
     return outcome
+
+
+def _keys(chunks: list[Any]) -> list[str]:
+    return [f"model{number}" for number in range(len(chunks))] if len(chunks) > 1 else ["model"]
 
 
 def _language(state: State, sees: bool) -> State:
@@ -200,7 +212,7 @@ def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
     given = [inputs] * LAYOUT["pp"]  # the schedule of several chunks wants as many micro batches as stages
     with ExitStack() as stack:  # transformers has nothing to compare with multi-token prediction
         stack.enter_context(mock.patch.object(chunks[0].config, "mtp_num_layers", None))
-        stack.enter_context(mock.patch.object(chunks[-1], "mtp_process", False))
+        stack.enter_context(mock.patch.object(chunks[-1], "mtp_process", False, create=True))
         outputs = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=[iter(given) for _ in chunks],
@@ -219,7 +231,7 @@ def _unlike(chunks: list[Any], content: State, folder: Path, sees: bool) -> list
     from megatron.core import dist_checkpointing, parallel_state
 
     prefix = LANGUAGE if sees else ""
-    keys = [f"model{number}" for number in range(len(chunks))]
+    keys = _keys(chunks)
     metadata = {"dp_cp_group": parallel_state.get_data_parallel_group(with_context_parallel=True)}
     wanted = {
         key: chunk.sharded_state_dict(prefix=prefix, metadata=metadata) for key, chunk in zip(keys, chunks, strict=True)
@@ -242,8 +254,7 @@ def _save(content: State, chunks: list[Any], sees: bool, folder: Path) -> None:
     """As Megatron-LM does, with the modules around the language model as they came."""
     mine = rank_folder(folder / "iter_0000001")
     mine.mkdir(parents=True)
-    for number, chunk in enumerate(chunks):
-        key = f"model{number}"
+    for key, chunk in zip(_keys(chunks), chunks, strict=True):
         state = chunk.state_dict_for_save_checkpoint()
         if sees:
             beside = {name: value for name, value in content[key].items() if is_beside(name)}

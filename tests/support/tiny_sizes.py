@@ -200,13 +200,14 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
 
 #: What divides among two ranks of each kind, in place of what does not, by number.  A head of its own width stays.
 _EVEN: dict[str, dict[Any, Any]] = {
-    "num_hidden_layers": {2: 4},
+    "num_hidden_layers": {2: 4, 3: 4},
     "num_attention_heads": {5: 6},
-    "num_key_value_heads": {1: 2, 5: 6},
+    "num_key_value_heads": {1: 2, 3: 2, 5: 6},
     "intermediate_size": {53: 54},
     "n_inner": {53: 54},
     "moe_intermediate_size": {11: 12},
     "shared_expert_intermediate_size": {13: 14},
+    "moe_shared_expert_intermediate_size": {13: 14},
     "q_lora_rank": {15: 16},
     "kv_lora_rank": {11: 12},
     **{key: {5: 6} for key in ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")},
@@ -225,7 +226,7 @@ def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
         even["hidden_size"] = 8 * even["num_attention_heads"]
     for name in ("layer_types", "no_rope_layers"):
         if name in text:
-            even[name] = 2 * text[name]
+            even[name] = (2 * text[name])[: even["num_hidden_layers"]]
     if "text_config" not in sizes:
         return even
     vision = sizes["vision_config"]  # what comes of a tower is as wide as the text

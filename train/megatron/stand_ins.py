@@ -140,6 +140,7 @@ def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
 @functools.cache
 def _gated_norm() -> type:
     """mamba_ssm's RMSNorm, by groups and behind the gate, as megatron-core extends it."""
+    from megatron.core.parallel_state import get_tensor_model_parallel_group
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
     class GatedNorm(torch.nn.Module):
@@ -153,9 +154,10 @@ def _gated_norm() -> type:
             normed = gated * torch.rsqrt(gated.square().mean(-1, keepdim=True) + self.eps)
             return (normed.flatten(-2) * self.weight).to(x.dtype)
 
-        def sharded_state_dict(self, prefix: str = "", offsets: Any = (), metadata: Any = None) -> Any:
-            state, group = self.state_dict(prefix="", keep_vars=True), metadata["dp_cp_group"]
-            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, offsets, dp_cp_group=group)
+        def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+            state = self.state_dict(prefix="", keep_vars=True)
+            groups = {"tp_group": get_tensor_model_parallel_group(), "dp_cp_group": metadata["dp_cp_group"]}
+            return make_sharded_tensors_for_checkpoint(state, prefix, {"weight": 0}, sharded_offsets, **groups)
 
     return GatedNorm
 

@@ -198,6 +198,8 @@ def _is_stacked(model: MegatronModel) -> bool:
 def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of the extra states that modules have, and these: the source's FP8 scales, or nothing."""
     names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
+    if "decoder.final_norm.weight" in model.chosen:  # MambaModel asks for its output layer's, which GPTModel drops
+        names[f"output_layer.{EXTRA}"] = None
     places: dict[str, dict[Shape, Any]] = {}
     for name in names | dict.fromkeys(scales):
         key, index = keys.key(name, model.kinds.get(split_layer(name)[0]))
