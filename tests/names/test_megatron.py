@@ -157,6 +157,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2_5_vl": ("qwen2_5_vl", {}),
     "qwen3_vl": ("qwen3_vl", {}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {}),
+    "qwen3_5": ("qwen3_5", {}),
+    "qwen3_5-prediction": (
+        "qwen3_5",
+        {
+            "text_config": {
+                **tiny_sizes("qwen3_5")["text_config"],
+                "mtp_num_hidden_layers": 1,
+                "layer_types": ["linear_attention", *["full_attention"] * 2],
+            }
+        },
+    ),
+    "qwen3_5_moe": ("qwen3_5_moe", {}),
     "llava": ("llava", {}),
     "llava_next": ("llava_next", {}),
     "llava_onevision": ("llava_onevision", {}),
@@ -167,7 +179,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SEEING = [name for name, (architecture, _) in CASES.items() if architecture in COMPOSITES]
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
 
-#: fp32 sums of tens of products in another order: a few units in the last place of logits around 1.
+#: fp32 sums of tens of products in another order: a few units in the last place of the largest logit.
 TOLERANCE = 2e-6
 
 
@@ -947,9 +959,10 @@ class TestAgainstMegatronCore:
 
     @pytest.mark.parametrize("case", CASES)
     def test_logits_are_the_same_both_ways(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
+        bound = TOLERANCE * max(1, outcome[case]["largest"])
         assert outcome[case]["largest"] > 0.5
-        assert outcome[case]["to_megatron"] < TOLERANCE
-        assert outcome[case]["to_hub"] < TOLERANCE
+        assert outcome[case]["to_megatron"] < bound
+        assert outcome[case]["to_hub"] < bound
 
     @pytest.mark.parametrize("case", SEEING)
     def test_megatron_core_loads_what_is_written_into_a_model_with_images(

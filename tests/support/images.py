@@ -19,12 +19,13 @@ from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
 from converters.names.megatron.model.spelling import is_beside
+from tests.support.tiny_sizes import layers_of
 from train.config import Config
 from train.megatron.engine import build_optimizer
 from train.truth import megatron as megatron_truth
 
 #: Models whose language model takes more of the tower than embeddings: megatron-core 0.16.1 has no place for that.
-TEXT_ALONE = ("qwen3_vl", "qwen3_vl_moe")
+TEXT_ALONE = ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe")
 _IMAGE, _START = 200, 202
 #: How Megatron's modules are called in transformers' `model`.
 _MODULES = {"vision_model": "visual"}
@@ -62,7 +63,7 @@ def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
-    api.plan(moved, "megatron-dist", Layout(transformer_impl="local")).run(folder)
+    api.plan(moved, "megatron-dist", Layout(transformer_impl=_layers_of(moved.config))).run(folder)
     with torch.no_grad():
         for tensor in chunk.parameters():
             tensor.zero_()
@@ -89,7 +90,7 @@ def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
 
     run = trained(deepcopy(model), folder / "run")
     source = api.open(run)
-    api.plan(source, "megatron", Layout(transformer_impl="local")).run(folder / "ranks")
+    api.plan(source, "megatron", Layout(transformer_impl=_layers_of(source.config))).run(folder / "ranks")
     ranks = folder / "ranks/iter_0000001/mp_rank_00"
     content = torch.load(ranks / "model_optim_rng.pt", weights_only=False)
     expected = to_namespace(source, MEGATRON, Layout())
@@ -102,7 +103,7 @@ def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
     if hasattr(model.model, "image_newline"):
         whole.image_newline = torch.nn.Parameter(torch.zeros_like(model.model.image_newline))
     whole.add_module("language_model", chunk)
-    whole.load_state_dict(content["model"])
+    whole.load_state_dict({name: value for name, value in content["model"].items() if value is not None})
     for parameter in whole.parameters():
         tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
     sharing = DistributedDataParallelConfig(use_distributed_optimizer=True)
@@ -122,6 +123,10 @@ def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
     assert len(states) == 2 * len(found)
     pairs = {(name, state): (found[name][state], expected[name, state][...]) for name, state in states}
     return [name for (name, _), (held, due) in pairs.items() if not torch.equal(held.flatten(), due.flatten())]
+
+
+def _layers_of(config: Mapping[str, Any] | None) -> str | None:
+    return layers_of(str((config or {}).get("model_type")))
 
 
 def trained(model: Any, run: Path) -> Path:

@@ -27,6 +27,7 @@ from ckpt import api
 from ckpt.plan.checkpoint import Layout
 from converters.names.megatron.model.spelling import LANGUAGE, is_beside
 from tests.support.megatron_logits import arguments, random_model, save
+from tests.support.tiny_sizes import layers_of
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
 from train.megatron.engine import build_chunks
@@ -36,8 +37,6 @@ from train.megatron.files import TRACKER, rank_folder
 LAYOUT = {"tp": 2, "pp": 2, "vpp": 2}
 EXPERTS = {"ep": 2, "etp": 1}
 RANKS = 4
-#: Built of layers that need a GPU, for which `train/megatron/stand_ins.py` has some.
-HYBRIDS = ("nemotron_h", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 _LENGTH = 24
 
 State = dict[str, Any]
@@ -100,10 +99,9 @@ def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
     source = api.open(home / "hub")
     with torch.no_grad():
         torch.save(model(_inputs()).logits, home / "logits.pt")
-    layers = None if architecture in HYBRIDS else "local"
     sizes = layout_of(home, architecture)
-    api.plan(source, "megatron", Layout(transformer_impl=layers, **sizes)).run(home / "ranks")
-    api.plan(source, "megatron-dist", Layout(transformer_impl=layers, tp=2)).run(home / "dist")
+    api.plan(source, "megatron", Layout(transformer_impl=layers_of(architecture), **sizes)).run(home / "ranks")
+    api.plan(source, "megatron-dist", Layout(transformer_impl=layers_of(architecture), tp=2)).run(home / "dist")
 
 
 def layout_of(home: Path, architecture: str) -> dict[str, int]:

@@ -136,6 +136,7 @@ _SIZES: dict[str, dict[str, Any]] = {
 #: Text and vision of models with images; no two sizes of a tower are the same.
 _TEXT: dict[str, Any] = {**_COMMON, "head_dim": 8, "num_key_value_heads": 1}
 _SECTIONS = {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1]}}
+_PARTIAL = {**_SECTIONS["rope_parameters"], "partial_rotary_factor": 0.25, "mrope_section": [1, 1, 0]}
 _MOE_TEXT = {**_TEXT, **_EXPERTS, "num_experts": 5, "num_local_experts": 5}
 _LAYERS = {"num_hidden_layers": 2, "num_attention_heads": 2, "hidden_size": 20, "intermediate_size": 26}
 _TOWER: dict[str, Any] = {**_LAYERS, "image_size": 28, "patch_size": 7}
@@ -144,6 +145,8 @@ _QWEN2_TOWER = {**_QWEN_TOWER, "embed_dim": 16, "hidden_size": 40, "mlp_ratio": 
 _QWEN2_5_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40, "window_size": 24}
 _QWEN3_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40}
 _QWEN3_TOWER |= {"num_position_embeddings": 49, "deepstack_visual_indexes": [0, 1]}
+_QWEN3_5_TOWER = {**_QWEN_TOWER, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 36}
+_QWEN3_5_TOWER |= {"num_position_embeddings": 49}
 _GLM_TOWER = {**_QWEN_TOWER, "patch_size": 7, "hidden_size": 16, "intermediate_size": 26, "out_hidden_size": 40}
 _TOKENS = {"image_token_id": 200, "video_token_id": 201, "vision_start_token_id": 202, "vision_end_token_id": 203}
 _WITH_IMAGES: dict[str, dict[str, Any]] = {
@@ -151,6 +154,14 @@ _WITH_IMAGES: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN2_5_TOWER, **_TOKENS},
     "qwen3_vl": {"text_config": {**_TEXT, **_SECTIONS}, "vision_config": _QWEN3_TOWER, **_TOKENS},
     "qwen3_vl_moe": {"text_config": {**_MOE_TEXT, **_SECTIONS}, "vision_config": _QWEN3_TOWER, **_TOKENS},
+    **{
+        name: {
+            "text_config": {**_COMMON, **_SIZES[f"{name}_text"], "rope_parameters": _PARTIAL},
+            "vision_config": _QWEN3_5_TOWER,
+            **_TOKENS,
+        }
+        for name in ("qwen3_5", "qwen3_5_moe")
+    },
     "llava": {
         "text_config": {"model_type": "llama", **_TEXT},
         "vision_config": {"model_type": "clip_vision_model", **_TOWER},
@@ -232,6 +243,11 @@ def even_sizes(architecture: str, more: Mapping[str, Any]) -> dict[str, Any]:
     vision = sizes["vision_config"]  # what comes of a tower is as wide as the text
     wide = {name: even["hidden_size"] for name in ("hidden_size", "out_hidden_size") if vision.get(name) == narrow}
     return {**sizes, "text_config": even, "vision_config": vision | wide}
+
+
+def layers_of(architecture: str) -> str | None:
+    """The kind of Megatron's layers to ask for: hybrids have Transformer Engine's alone, or stand-ins for these."""
+    return None if architecture.startswith(("nemotron_h", "qwen3_next", "qwen3_5")) else "local"
 
 
 def tiny_sizes(architecture: str) -> dict[str, Any]:

@@ -177,6 +177,7 @@ _QWEN3 = Tower(
     "depth",
     {**_PATCHES, "patch_size": 16, "num_position_embeddings": 2304, "deepstack_visual_indexes": [8, 16, 24]},
 )
+_QWEN3_5 = replace(_QWEN3, defaults={**_QWEN3.defaults, "deepstack_visual_indexes": []})
 _TOWERS = {
     "clip_vision_model": Tower(
         """
@@ -294,6 +295,8 @@ _TOWERS = {
     ),
     "qwen3_vl_vision": _QWEN3,
     "qwen3_vl_moe_vision": _QWEN3,
+    "qwen3_5_vision": _QWEN3_5,
+    "qwen3_5_moe_vision": _QWEN3_5,
     "glm4v_moe_vision": Tower(
         """
         embeddings.position_embedding.weight n h
@@ -381,7 +384,13 @@ class Composite:
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
         """What the names of a layer of multi-token prediction begin with."""
-        return self.prefix(num_layers + number)
+        text = next(iter(self.texts.values()))
+        return text.predicted_prefix(number, num_layers) if text.predicted else self.prefix(num_layers + number)
+
+    @property
+    def inside(self) -> str:
+        """What begins the names of a layer inside one of multi-token prediction."""
+        return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:
         """The name that transformers 5.23 writes for a tensor, by that of another release or of the model in memory."""
@@ -529,6 +538,15 @@ COMPOSITES = {
         "Qwen3VLMoeForConditionalGeneration",
         ("qwen3_vl_moe_vision",),
         {"qwen3_vl_moe_text": _QWEN3_MOE},
+        **_NESTED,
+    ),
+    "qwen3_5": Composite(
+        "Qwen3_5ForConditionalGeneration", ("qwen3_5_vision",), {"qwen3_5_text": FAMILIES["qwen3_5_text"]}, **_NESTED
+    ),
+    "qwen3_5_moe": Composite(
+        "Qwen3_5MoeForConditionalGeneration",
+        ("qwen3_5_moe_vision",),
+        {"qwen3_5_moe_text": FAMILIES["qwen3_5_moe_text"]},
         **_NESTED,
     ),
     "glm4v_moe": Composite(

@@ -38,4 +38,6 @@ def sighted(
             raise LossError("Megatron's formats have no such text model", expected=", ".join(texts), found=kind)
         return texts[kind].args(sizes) | more(sizes.config)
 
-    return replace(text, family=composite, args=args, top=f"{kept}\n{top}", prediction="", prefix="", **parts)
+    prediction = text.prediction if any(one.prediction for one in composite.texts.values()) else ""
+    top = f"{kept}\n{top}"
+    return replace(text, family=composite, args=args, top=top, prediction=prediction, prefix="", **parts)

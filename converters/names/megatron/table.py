@@ -131,7 +131,7 @@ class Table:
     @property
     def _inner(self) -> str:
         """What the Hub's names of a layer inside one of multi-token prediction begin with."""
-        return self.family.inside if isinstance(self.family, Family) else ""
+        return self.family.inside
 
     def _inside(self, rows: str) -> tuple[MegatronRow, ...]:
         """Rows of a layer, inside one of multi-token prediction."""

@@ -1,0 +1,13 @@
+"""Qwen3.5: the text model of hybrid layers, and the vision tower as it is."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from converters.names.megatron.architectures import qwen3_5_text, qwen3_vl
+from converters.names.megatron.args import mrope
+from converters.names.megatron.sighted import sighted
+
+POSITIONS = partial(mrope, sections=(11, 11, 10), interleaved=True)
+
+TABLE = sighted("qwen3_5", {"qwen3_5_text": qwen3_5_text.TABLE}, qwen3_vl.VISION, POSITIONS)
