@@ -309,7 +309,8 @@ def test_a_tower_of_megatron_cores_own_layers_is_refused(tmp_path: Path) -> None
 
 
 def test_a_language_model_without_its_other_modules_is_refused(tmp_path: Path) -> None:
-    state = {"language_model.embedding.word_embeddings.weight": torch.zeros(4, 2), f"{LAYER}.linear_qkv.weight": torch.zeros(6, 2)}
+    state = {"language_model.embedding.word_embeddings.weight": torch.zeros(4, 2)}
+    state |= {f"{LAYER}.linear_qkv.weight": torch.zeros(6, 2)}
     with pytest.raises(LossError, match="part of a larger model"):
         api.open(_file_of(state, tmp_path), "megatron")
 

@@ -9,6 +9,7 @@ A line has options of the trainer.  Besides,
     commands  command lines of `ckpt` to run first
     anywhere  arguments of ckpt.resume, which all ranks call: what it returns is resumed from
     loaded    true where the truth of what was loaded is written before the first step, as truth/loaded.safetensors
+    sees      true where the model has a vision tower (`tests.support.seeing`)
     forget    true where Megatron's optimizer states are then set to zero in what is resumed from
 
 `output/options.json` gets, for each step, the options of every param group before it.
@@ -33,6 +34,7 @@ import torch.distributed as dist
 
 from ckpt import resume
 from tests.support.commands import Result, ckpt
+from tests.support.seeing import sees
 from train import launch, loop, truth
 from train.config import ZERO, Config
 
@@ -51,12 +53,13 @@ def main() -> None:
         dist.barrier()
         for command in job.pop("commands", ()):
             run_command(command)
-        forgets, writes = job.pop("forget", False), job.pop("loaded", False)
+        forgets, writes, eyes = (job.pop(name, False) for name in ("forget", "loaded", "sees"))
         if "anywhere" in job:
             job["resume"] = resume(**job.pop("anywhere"))
         if forgets:
             forget(Path(job["resume"]))
-        with recorded(Config(**job), writes) as config, saving_at(save_at):
+        around = sees() if eyes else contextlib.nullcontext()
+        with around, recorded(Config(**job), writes) as config, saving_at(save_at):
             loop.run(config)
         dist.barrier()
         gc.freeze()  # modules: a run collects garbage twice, and need not go through all of theirs again
