@@ -195,6 +195,22 @@ def table_of(architecture: str) -> Table:
     return import_module(f"converters.names.megatron.architectures.{architecture}").TABLE
 
 
+def without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
+    return {key: value for key, value in values.items() if key != name}
+
+
+def answer_of(config: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], Any]:
+    """Megatron's arguments, but for what means the same or is of no layer; and all shapes."""
+    table = table_of(architecture)
+    sizes = table.family.sizes(config)
+    args = {
+        name: None if name.startswith("moe_router_") and value == 1 else value
+        for name, value in table.args(sizes).items()
+    }
+    dense = {} if len(sizes.sparse) < sizes.num_layers else {"ffn_hidden_size": None}
+    return args | dense, (sizes.top, sizes.layers, sizes.predicted, sizes.tied)
+
+
 def relation_of(config: Mapping[str, Any], padded: int | None = None) -> tuple[Relation, Sizes]:
     table = table_of(config["model_type"])
     sizes = table.family.sizes(config)
@@ -719,6 +735,10 @@ class TestRefusals:
             ("gpt_bigcode", {"scale_attn_weights": False}),
             ("iquestcoder", {"clip_qkv": 8.0}),
             ("iquestcoder", {"use_sliding_window": True}),
+            ("ernie4_5", {"use_sliding_window": True}),
+            ("bailing_moe", {"use_sliding_window": True}),
+            ("gpt_oss", {"swiglu_alpha": 1.5}),
+            ("chatglm", {"rope_ratio": 50, "_name_or_path": "THUDM/chatglm2-6b-32k"}),
             ("deepseek_v3", {"norm_topk_prob": False}),
             ("deepseek_v3", {"rope_interleave": False}),
             ("deepseek_v3", {"num_experts_per_tok": 3}),
@@ -742,6 +762,27 @@ class TestRefusals:
     def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:
         config = config_of(architecture)
         assert refused(LossError, replace(hub_of(config), config={**config, **more})).exit_code == 6
+
+    @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(TWINS)))
+    def test_what_a_config_leaves_out_is_the_default_of_its_class(self, architecture: str) -> None:
+        """Or is refused; or the files' shapes contradict it.  Each entry of the config in turn, and of those inside."""
+        from huggingface_hub.errors import StrictDataclassError
+        from transformers import AutoConfig
+
+        whole, silent = config_of(architecture), []
+        for part in filter(whole.get, ("text_config", "vision_config")):
+            silent += [{**whole, part: without(whole[part], name)} for name in whole[part]]
+        for config in [*(without(whole, name) for name in whole), *silent]:
+            try:
+                found = answer_of(config, architecture)
+            except CkptError:
+                continue
+            try:
+                read = AutoConfig.for_model(**{**config, "model_type": architecture}).to_dict()
+                expected = answer_of(json.loads(json.dumps(read)), architecture)
+            except (CkptError, StrictDataclassError):
+                continue  # what the class makes of it is no model, either
+            assert found[1] != expected[1] or found[0] == expected[0]
 
     def test_flint_takes_its_window_from_the_config(self) -> None:
         config = {name: value for name, value in config_of("flint").items() if name != "sliding_window"}

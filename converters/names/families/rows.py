@@ -115,9 +115,9 @@ class Family:
     """One `model_type`: `stem` begins the names of its classes (`LlamaForCausalLM`), `base` those of its tensors.
 
     `layer` are the rows of each layer, `top` all others but those of heads.  `defaults` are what the class takes where
-    the config is silent, `unread` what it takes from no config.  `spelled` maps the config's own words to the common
-    ones (`{"d_model": "hidden_size"}`).  `kinds` says what a layer is, `dims` adds sizes to those of attention.  The
-    table has no answer for a config in which one of `unknown` is true.
+    the config is silent or says null, `absent` where it is silent, `unread` what it takes from no config.  `spelled`
+    maps the config's own words to the common ones (`{"d_model": "hidden_size"}`).  `kinds` says what a layer is, `dims`
+    adds sizes to those of attention.  The table has no answer for a config in which one of `unknown` is true.
     """
 
     stem: str
@@ -128,6 +128,7 @@ class Family:
     causal: str = "ForCausalLM"
     output: str = "lm_head.weight v h"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    absent: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     spelled: Mapping[str, str] = field(default_factory=dict)
     kinds: Kinds = lambda config, layer: (DENSE,)
@@ -193,7 +194,8 @@ class Family:
         """The config with the class's defaults, under the common words."""
         stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
         common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
-        return Config({**self.defaults, **stated, **common})
+        absent = {name: value for name, value in self.absent.items() if name not in config}
+        return Config({**self.defaults, **absent, **stated, **common})
 
     def _sizes(self, config: Config, head: str) -> Sizes:
         dims = _attention_sizes(config)

@@ -245,7 +245,7 @@ _ATTENTION = QKVO + BIASES + OUT_BIAS
 _LLAMA = Family("Llama", _ATTENTION + MLP + MLP_BIASES + NORMS)
 _QWEN2 = Family("Qwen2", QKVO + BIASES.replace("? attention_bias", "") + MLP + NORMS)
 _QWEN3 = Family("Qwen3", _ATTENTION + HEAD_NORMS + MLP + NORMS, defaults={"head_dim": 128})
-_MISTRAL = Family("Mistral", QKVO + MLP + NORMS)
+_MISTRAL = Family("Mistral", QKVO + MLP + NORMS, absent={"sliding_window": 4096})
 _OLMO2 = Family("Olmo2", _ATTENTION + WHOLE_NORMS + MLP + AFTER_NORMS)
 _GEMMA2 = Family("Gemma2", _ATTENTION + MLP + SANDWICH, defaults={"head_dim": 256, **TIED})
 _DEEPSEEK = Family(
@@ -343,7 +343,7 @@ _QWEN3_NEXT = Family(
     + GATED_SHARED_EXPERT
     + NORMS,
     # Its config.json says nothing of the one layer of multi-token prediction that the release has.
-    defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1},
+    defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1, "norm_topk_prob": True},
     dims=_linear,
     experts=("num_experts",),
     kinds=_with_linear,
@@ -704,7 +704,19 @@ FAMILIES: dict[str, Family] = {
         mlp.experts.down_proj_bias e h
         """
         + NORMS,
-        defaults={"head_dim": 64, "attention_bias": True},
+        defaults={
+            "head_dim": 64,
+            "attention_bias": True,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        absent={"sliding_window": 128},
         dims=_experts,
         experts=("num_local_experts", "num_experts"),
         kinds=_all_sparse,
@@ -718,7 +730,7 @@ FAMILIES: dict[str, Family] = {
         + "mlp.shared_experts.down_proj.bias h ? sparse mlp_bias",
         prediction="",
     ),
-    "deepseek_v3": _DEEPSEEK,
+    "deepseek_v3": replace(_DEEPSEEK, absent={"n_group": 8, "topk_group": 4}),
     "kimi_k2": _DEEPSEEK,
     "aria_text": Family(
         "AriaText",
@@ -823,6 +835,7 @@ FAMILIES: dict[str, Family] = {
         "ExaoneMoe",
         QKVO + HEAD_NORMS + MLP + EXPERTS + SHARED_EXPERTS + CORRECTION.replace("mlp.gate.", "mlp.") + NORMS,
         spelled={"num_shared_experts": "n_shared_experts"},
+        absent={"sliding_window": 4096},
         dims=_experts,
         experts=("num_experts",),
         kinds=_by_mlp_type,
@@ -908,7 +921,22 @@ FAMILIES: dict[str, Family] = {
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
     "nemotron": _NEMOTRON,
     "jais2": replace(_NEMOTRON, stem="Jais2", defaults={"attention_bias": True, "mlp_bias": True}),
-    "cwm": replace(_LLAMA, stem="Cwm", layer=QKVO + MLP + MLP_BIASES + NORMS, defaults={"head_dim": 128}),
+    "cwm": replace(
+        _LLAMA,
+        stem="Cwm",
+        layer=QKVO + MLP + MLP_BIASES + NORMS,
+        defaults={
+            "head_dim": 128,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "factor": 16.0,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+                "original_max_position_embeddings": 8192,
+            },
+        },
+        absent={"sliding_window": 8192},
+    ),
     "internlm3": replace(
         _LLAMA, defaults={"head_dim": 128}, spelled={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
     ),

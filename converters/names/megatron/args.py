@@ -85,6 +85,8 @@ def gated(
     silu(config)
     more = experts(sizes) if sizes.num_experts else {}
     used = config.flag(slides) if isinstance(slides, str) else slides
+    if not slides and config.flag("use_sliding_window"):
+        raise LossError("ckpt knows this architecture without a sliding window", found="use_sliding_window true")
     slide = window(config, used=used, listed=listed or isinstance(slides, str))
     norm = {"norm_epsilon": config.number("rms_norm_eps", epsilon)}
     return common(sizes) | rotary(config, base, partial) | slide | norm | more

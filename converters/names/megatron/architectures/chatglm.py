@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ckpt.base.errors import LossError
@@ -32,6 +33,8 @@ def args(sizes: Sizes) -> dict[str, Any]:
     other = {name: config.flag(name, plain) for name, plain in _PLAIN.items() if config.flag(name, plain) != plain}
     if other:
         raise LossError("ckpt knows this architecture with RMS norms before attention and MLP", found=other)
+    if "chatglm2" in str(config.get("_name_or_path")).lower() and config.number("rope_ratio", 1) != 1:
+        raise LossError("ChatGLM2 divides positions by its rope_ratio, and ckpt knows ChatGLM3's", found="rope_ratio")
     return common(sizes) | {
         "add_qkv_bias": config.flag("add_qkv_bias"),
         "norm_epsilon": config.number("rms_norm_eps", 1e-5),
@@ -42,4 +45,10 @@ def args(sizes: Sizes) -> dict[str, Any]:
     }
 
 
-TABLE = Table(FAMILIES["chatglm"], args, TOP, LAYER)
+def notes(sizes: Sizes) -> Sequence[str]:
+    if sizes.config.number("rope_ratio", 1) == 1:
+        return ()
+    return ("rope_ratio is taken as a factor of the rotary base, as in ChatGLM3 and GLM-4; ChatGLM2 divides positions",)
+
+
+TABLE = Table(FAMILIES["chatglm"], args, TOP, LAYER, notes=notes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from ckpt.base.errors import LossError
 from converters.names.families.rows import Sizes
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import llama
@@ -25,6 +26,10 @@ EXPERTS = """
 
 def args(sizes: Sizes) -> dict[str, Any]:
     config = sizes.config
+    if config.number("swiglu_alpha", 1.702) != 1.702:
+        raise LossError(
+            "Megatron's quick GELU is fixed", expected="swiglu_alpha 1.702", found=config.get("swiglu_alpha")
+        )
     return (
         common(sizes)
         | yarn(config, 150000.0)

@@ -12,15 +12,12 @@ from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
 
 #: What the release's own class computes and those of Llama do not.
-_OWN = ("clip_qkv", "use_sliding_window")
+_OWN = "clip_qkv"
 
 
 def args(sizes: Sizes) -> dict[str, Any]:
-    stated = {name: sizes.config.get(name) for name in _OWN if sizes.config.get(name)}
-    if stated:
-        raise LossError(
-            "ckpt knows this architecture as Llama's", expected="neither " + " nor ".join(_OWN), found=stated
-        )
+    if sizes.config.get(_OWN):
+        raise LossError("ckpt knows this architecture as Llama's", found=f"{_OWN} {sizes.config.get(_OWN)}")
     return gated(sizes, slides=False, epsilon=1e-5)
 
 
