@@ -102,7 +102,7 @@ FAMILIES = {
     "dense": Row(GRID, megatron(pp=2, vpp=2)),
     "grouped queries": Row(megatron(tp=2, pp=2, model="qwen2"), megatron(pp=4, model="qwen2")),
     "experts": Row(megatron(pp=2, ep=2, model="qwen3_moe"), megatron(pp=2, model="qwen3_moe")),
-    "latent attention": Row(megatron(pp=2, ep=2, model="deepseek_v3"), megatron(tp=2, ep=2, model="deepseek_v3")),
+    "latent attention": Row(megatron(pp=2, ep=2, model="deepseek_v3"), megatron(ep=2, model="deepseek_v3")),
     "hybrid": Row(megatron(pp=2, ep=2, model="qwen3_next"), megatron(tp=2, pp=2, model="qwen3_next")),
     "images": Row(megatron(tp=2, pp=2, model=SEEING), megatron(pp=2, model=SEEING)),
     "images, torch_dist": Row(
@@ -120,7 +120,7 @@ UNFIT = {
     FAMILIES["dense"]: {"tp": 1, "pp": 2, "ep": 1, "vpp": 2},
     FAMILIES["experts"]: {"tp": 1, "pp": 2, "ep": 1, "vpp": 1},
     FAMILIES["grouped queries"]: {"tp": 1, "pp": 4, "ep": 1, "vpp": 1},
-    FAMILIES["latent attention"]: {"tp": 2, "pp": 1, "ep": 2, "vpp": 1},
+    FAMILIES["latent attention"]: {"tp": 1, "pp": 1, "ep": 2, "vpp": 1},
     FAMILIES["hybrid"]: {"tp": 2, "pp": 2, "ep": 1, "vpp": 1},
     FAMILIES["images"]: {"tp": 1, "pp": 2, "ep": 1, "vpp": 1},
     Row(GRID, ZERO3): {},
