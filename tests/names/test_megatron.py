@@ -9,6 +9,7 @@ make, compares all names and shapes, and runs the same weights in both models.
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 import time
@@ -893,6 +894,27 @@ class TestWhatFilesReallyHold:
         back = to_namespace(there, HUB)
         assert {name for name, _ in back.tensors} == set(hub)
         assert all(torch.equal(back[name][...], hub[name]) for name in hub)
+
+    @pytest.mark.parametrize(
+        ("architecture", "prefix"), [("qwen3_5_moe", "model.language_model."), ("qwen3_5_moe_text", "model.")]
+    )
+    def test_experts_that_releases_of_qwen3_5_have_in_stacks(
+        self, architecture: str, prefix: str, tmp_path: Path
+    ) -> None:
+        hub = saved(tmp_path / "apart", architecture)
+        shutil.copytree(tmp_path / "apart", tmp_path / "stacked")
+        for number in range(3):
+            name = f"{prefix}layers.{number}.mlp.experts."
+            gates, ups, downs = (
+                [hub.pop(f"{name}{expert}.{part}_proj.weight") for expert in range(5)]
+                for part in ("gate", "up", "down")
+            )
+            hub[f"{name}gate_up_proj"] = torch.cat([torch.stack(gates), torch.stack(ups)], 1)
+            hub[f"{name}down_proj"] = torch.stack(downs)
+        save_file(hub, tmp_path / "stacked" / "model.safetensors", {"format": "pt"})
+        apart, stacked = (moved(tmp_path / name) for name in ("apart", "stacked"))
+        assert apart.tensors.keys() == stacked.tensors.keys()
+        assert all(torch.equal(apart[key][...], stacked[key][...]) for key in apart.tensors)
 
     def test_a_tied_output_layer_that_is_stored_again_is_compared(self, tmp_path: Path) -> None:
         hub = saved(tmp_path, "qwen2")

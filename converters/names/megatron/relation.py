@@ -15,7 +15,19 @@ from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import counted
-from ckpt.plan.checkpoint import BUFFER, HUB, MEGATRON, MODEL_ROLES, WEIGHT, Checkpoint, Key, Layout, ParamGroup
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import (
+    BUFFER,
+    HUB,
+    MEGATRON,
+    MODEL_ROLES,
+    TRANSFORMERS,
+    WEIGHT,
+    Checkpoint,
+    Key,
+    Layout,
+    ParamGroup,
+)
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen
@@ -33,6 +45,8 @@ from converters.names.megatron.table import Table
 
 #: Names in which the Hub's files keep quantized weights and their scales.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
+#: Endings of the names of all experts' matrices in one tensor, as transformers 5 has them in memory.
+_STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 #: Names of tensors for multi-token prediction, where a table passes them over.
 _PREDICTING = re.compile(r"(^|\.)mtp")
 #: Endings of the names of Megatron's buffers.
@@ -63,7 +77,8 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     """
     table, sizes = table_of_checkpoint(checkpoint)
     args = table.args(sizes)
-    checkpoint = _with_current_names(_with_prefix(checkpoint, table.prefix), table, sizes)
+    checkpoint = _with_experts_apart(_with_prefix(checkpoint, table.prefix), sizes)
+    checkpoint = _with_current_names(checkpoint, table, sizes)
     checkpoint, notes = _without_derived(checkpoint, (*DERIVED, *table.family.ignored))
     shapes = _shapes(checkpoint)
     _refuse_quantized(shapes)
@@ -331,6 +346,14 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
     shapes = _shapes(checkpoint)
     names = {name: name if name == "lm_head.weight" else prefix + name for name in shapes}
     return translate(checkpoint, Relation.renaming(names, shapes), checkpoint.namespace)
+
+
+def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
+    """`checkpoint`, of the Hub, with each expert by itself where a release has them as transformers does in memory."""
+    own = (name for layer in sizes.layers for name in layer)
+    if any(map(_STACKS.search, own)) or not any(_STACKS.search(fqn) for fqn, _ in checkpoint.tensors):
+        return checkpoint
+    return registry.namespace(TRANSFORMERS).to_hub(replace(checkpoint, namespace=TRANSFORMERS))
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
