@@ -1,6 +1,6 @@
 """`converters/names/megatron/table.py`, `rows.py`, `sighted.py`: names of the tables against those in the mapping
-tables of megatron-bridge 0.3.1, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/support/peer_names.py` read from
-their sources.
+tables of megatron-bridge 0.3.1 and 0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/support/peer_names.py`
+read from their sources.
 """
 
 from __future__ import annotations
@@ -34,6 +34,16 @@ DIFFERENCES = {
     ("mbridge 0.15.1", "qwen2_5_vl", "vision_model.**"),
     # transformers' tower under another name than Megatron-Bridge's, which is the one that is written; both are read.
     ("mbridge 0.15.1", "glm4v_moe", "vision_model.**"),
+    # K-EXAONE's multi-token prediction, which is left out here, as a note says: transformers' class has none.
+    *(
+        ("megatron-bridge 0.6.2", "exaone_moe", f"{name}.weight")
+        for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")
+    ),
+    # Stacks, as released: they are read, and what save_pretrained writes is written.
+    *(
+        ("megatron-bridge 0.6.2", "qwen3_5_moe_text", f"mlp.experts.local_experts.{{e}}.linear_fc{number}.weight")
+        for number in (1, 2)
+    ),
 }
 #: Norms that megatron-core's own layers have by themselves.
 _BY_THEMSELVES = {
@@ -43,10 +53,12 @@ _BY_THEMSELVES = {
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj.layer_norm_weight",
 }
-_EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.\*\.)?linear_fc(\d)(?:\.weight)?\*?")
-_LAYER = re.compile(r"^(?:language_model\.)?((decoder|mtp)\.layers\.[*\d]+\.(transformer_layer\.)?)?")
+_EXPERTS = re.compile(r"mlp\.experts\.(?:local_experts\.\*\.)?linear_fc(\d)(?:\.(weight|bias))?\*?")
+_LAYER = re.compile(
+    r"^(?:language_model\.|(?:\*\.?)*)((decoder|mtp)\.layers\.[*\d]+\.)?(?:(?:transformer_layer|mtp_model_layer|\*)\.)?"
+)
 _ON_HUB = re.compile(
-    r"^(?:language_model\.)?(?:(?:model\.(?:language_model\.)?|backbone\.)(?:mtp_)?layers\.[*\d]+\."
+    r"^(?:language_model\.|\*\.?)?(?:(?:model\.(?:language_model\.)?|backbone\.)?(?:mtp_)?layers\.[*\d]+\."
     r"|mtp\.(?:layers\.[*\d]+\.)?)"
 )
 #: Where a vision tower has many names of its own, one stands for all.
@@ -76,8 +88,9 @@ def theirs(pairs: list[tuple[str, list[str]]]) -> Iterator[tuple[str, tuple[str,
         name = _LAYER.sub("", megatron)
         name = f"mlp.{name}" if name.startswith("shared_experts.") else _TOWER.sub("vision_model.**", name)
         if match := _EXPERTS.fullmatch(name):
-            name = f"mlp.experts.local_experts.{{e}}.linear_fc{match[1]}.weight"
+            name = f"mlp.experts.local_experts.{{e}}.linear_fc{match[1]}.{match[2] or 'weight'}"
         own = tuple(_ON_HUB.sub("", hub).replace("experts.*.", "experts.{e}.") for hub in hubs)
+        own = tuple(hub.replace("*", "model.", 1) if hub.startswith("*") else hub for hub in own)
         yield name, own
 
 

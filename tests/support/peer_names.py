@@ -1,6 +1,6 @@
 """The names in the mapping tables of published peers: `python -m tests.support.peer_names FOLDER`.
 
-FOLDER holds the unpacked wheels of megatron-bridge, mbridge and mcore-bridge, whose sources are read and never run.
+FOLDER holds the unpacked wheels, as `megatron_bridge-0.3.1`, whose sources are read and never run.
 Writes `tests/names/peer_names.json`: for each peer and architecture, pairs of Megatron's name and the Hub's names, with
 `*` for a number and `**` for the rest of any name.
 """
@@ -33,7 +33,18 @@ MEGATRON_BRIDGE = {
     "glm4v_moe": "glm_vl/glm_45v_bridge.py",
     "mistral3": "ministral3/ministral3_bridge.py",
 }
+#: What a later version has besides.
+LATER = {
+    "bailing_moe_v2": "bailing/bailing_moe2_bridge.py",
+    "exaone_moe": "exaone/exaone_moe/exaone_moe_bridge.py",
+    "gpt_oss": "gpt_oss/gpt_oss_bridge.py",
+    "hy_v3": "hy_v3/hy_v3_bridge.py",
+    "mimo": "mimo/mimo_bridge.py",
+    "qwen3_5_text": "qwen/qwen35_bridge.py:Qwen35Bridge",
+    "qwen3_5_moe_text": "qwen/qwen35_bridge.py:Qwen35MoEBridge",
+}
 MBRIDGE = {
+    "llama": "llama.py",
     "qwen2": "qwen2.py",
     "qwen2_moe": "qwen2moe.py",
     "mixtral": "mixtral.py",
@@ -54,6 +65,9 @@ MCORE_BRIDGE = {
 }
 RECORD = Path(__file__).parents[1] / "names" / "peer_names.json"
 
+#: What names of Megatron's begin with.
+_MEGATRONS = ("embedding.", "decoder.", "output_layer.")
+
 Pair = tuple[str, tuple[str, ...]]
 
 
@@ -62,10 +76,11 @@ def main() -> None:
     found: dict[str, dict[str, list[Pair]]] = {}
     for peer, inside, files in (
         ("megatron-bridge 0.3.1", "megatron/bridge/models", MEGATRON_BRIDGE),
+        ("megatron-bridge 0.6.2", "megatron/bridge/models", LATER),
         ("mbridge 0.15.1", "mbridge/models", MBRIDGE),
         ("mcore-bridge 1.6.5", "mcore_bridge/model/mm_gpts", MCORE_BRIDGE),
     ):
-        (root,) = folder.glob(f"*/{inside}")
+        root = folder / peer.replace("-", "_").replace(" ", "-") / inside
         found[peer] = {name: sorted(set(_pairs_of(root, file))) for name, file in files.items()}
     RECORD.write_text(json.dumps(found, indent=1) + "\n")
 
@@ -96,6 +111,8 @@ def pairs(source: ast.AST) -> Iterator[Pair]:
 def _pair(key: ast.expr | None, names: list[ast.expr]) -> Iterator[Pair]:
     megatron, hubs = _text(key), [_text(name) for name in names]
     if megatron and "." in megatron and all(hub and "." in hub for hub in hubs):
+        if len(hubs) == 1 and hubs[0] and hubs[0].startswith(_MEGATRONS):  # a table the other way round
+            megatron, hubs = hubs[0], [megatron]
         yield megatron, tuple(hub for hub in hubs if hub)
 
 
