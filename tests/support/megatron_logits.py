@@ -202,12 +202,12 @@ def to_twin(folder: Path, architecture: str, config: Any) -> None:
     """What ckpt wrote for a release, as the twin's class loads it; `config` is the twin's."""
     twin, renamed = TWINS[architecture], {}
     heads, groups = config.num_attention_heads, config.num_key_value_heads
+    place = next((own.split("#")[0].split(".")[-2] + "." for _, own in twin.names if "#" in own), None)
     for name, tensor in load_file(folder / "model.safetensors").items():
         parts = {name: tensor}
-        if "query_key_value." in name and twin.names:
+        if place and place in name:
             head = len(tensor) // (heads + 2 * groups)
             split = tensor.split([heads * head, groups * head, groups * head])
-            place = "query_key_value."
             parts = {name.replace(place, f"{place}#{part}."): one for part, one in zip(PARTS, split, strict=True)}
         for one, value in parts.items():
             for theirs, own in reversed(twin.names):

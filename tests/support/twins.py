@@ -52,6 +52,23 @@ TWINS: Mapping[str, Twin] = {
     "mimo": Twin("qwen2"),
     "bailing_moe": _LING,
     "bailing_moe_v2": _LING,
+    "baichuan": Twin("llama", names=tuple((f"self_attn.{part}_proj.", f"self_attn.W_pack.#{part}.") for part in PARTS)),
+    "exaone": Twin(
+        "llama",
+        {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"},
+        names=(
+            ("self_attn.o_proj.", "attn.attention.out_proj."),
+            ("self_attn.", "attn.attention."),
+            ("mlp.gate_proj.", "mlp.c_fc_0."),
+            ("mlp.up_proj.", "mlp.c_fc_1."),
+            ("mlp.down_proj.", "mlp.c_proj."),
+            ("input_layernorm.", "ln_1."),
+            ("post_attention_layernorm.", "ln_2."),
+            ("model.layers.", "transformer.h."),
+            ("model.norm.", "transformer.ln_f."),
+            ("model.embed_tokens.", "transformer.wte."),
+        ),
+    ),
     "chatglm": Twin(
         "glm",
         {

@@ -940,6 +940,26 @@ FAMILIES: dict[str, Family] = {
     "internlm3": replace(
         _LLAMA, defaults={"head_dim": 128}, spelled={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
     ),
+    "baichuan": Family("BaiChuan", "self_attn.W_pack.weight 3a h \n self_attn.o_proj.weight h a" + MLP + NORMS),
+    "exaone": Family(
+        "Exaone",
+        """
+        ln_[1|2].weight h
+        attn.attention.q_proj.weight a h
+        attn.attention.[k|v]_proj.weight k h
+        attn.attention.out_proj.weight h a
+        mlp.c_fc_[0|1].weight f h
+        mlp.c_proj.weight h f
+        """,
+        top="wte.weight v h \n ln_f.weight h",
+        base="transformer",
+        layers="h",
+        spelled={
+            "num_layers": "num_hidden_layers",
+            "layer_norm_epsilon": "rms_norm_eps",
+            "activation_function": "hidden_act",
+        },
+    ),
     "iquestcoder": replace(_LLAMA, defaults={"head_dim": 128}),
     "helium": Family(
         "Helium", QKVO.replace("h a", "h h") + BIASES + MLP + MLP_BIASES + NORMS, defaults={"head_dim": 128}

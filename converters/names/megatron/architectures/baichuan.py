@@ -1,0 +1,30 @@
+"""Baichuan-7B: Llama with one tensor of queries, keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from ckpt.base.errors import LossError
+from converters.names.families.rows import Sizes
+from converters.names.families.tables import FAMILIES
+from converters.names.megatron.architectures import llama
+from converters.names.megatron.args import gated
+
+LAYER = llama.ATTENTION.replace("[q|k|v]_proj.[weight|bias]    ", "W_pack.[weight|bias]    ").replace(
+    " qkv", " one_qkv"
+)
+
+
+def args(sizes: Sizes) -> dict[str, Any]:
+    config = sizes.config
+    if "z_loss_weight" in config.values:
+        raise LossError("Megatron has no output layer of normed rows, as Baichuan2's is", found="z_loss_weight")
+    if config.get("max_position_embeddings") is None:
+        raise LossError(
+            "Megatron has no biases linear in the distance (ALiBi), as Baichuan-13B has", found="no positions"
+        )
+    return gated(sizes, slides=False)
+
+
+TABLE = replace(llama.TABLE, family=FAMILIES["baichuan"], args=args, layer=LAYER)
