@@ -1,13 +1,17 @@
 """What a merge did to each layer that its adapters target: changed it, had nothing to add, or was rounded away.
 
-It is noted while the weights are computed: of each one the digests of its bytes before and behind every update.
+It is noted while the weights are computed.  Some values of each one, spread over all of it, are compared before and
+behind every update; only where these are the same is the weight computed once more, and compared as a whole.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from ckpt import api
 from ckpt.base.errors import printable
@@ -15,21 +19,23 @@ from ckpt.base.text import counted
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
 _SHOWN = 20  # targets that are named which were rounded away
+_COMPARED = 1 << 14  # values of a weight
 
 
 @dataclass(frozen=True)
 class Update:
     """A change of one weight by what an adapter has for `target`, a layer or a parameter of `adapter`.
 
-    `is_nothing` is asked where the weight is the same afterwards: whether there was nothing to add to it.
+    `is_nothing` is asked where the weights of the target are the same afterwards: whether there was nothing to add.
     """
 
     adapter: str
     target: str
     apply: Callable[[torch.Tensor], torch.Tensor]
-    is_nothing: Callable[[torch.Tensor], bool]
+    is_nothing: Callable[[], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +100,51 @@ class Effects:
             yield "nothing was changed: every target has the weights of the base"
 
 
+@dataclass(frozen=True, slots=True)
+class _Applied:
+    """An update of a weight in `dtype`, and whether some byte of it is another one now."""
+
+    update: Update
+    dtype: str
+    is_changed: bool
+
+
 @dataclass
 class Noted:
     """What has been noted of the weights that were computed, by name, and how those that were not are computed."""
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-    found: dict[str, list[Effect]] = field(default_factory=dict)
+    found: dict[str, list[_Applied]] = field(default_factory=dict)
 
+    @cached_property
     def effects(self) -> Effects:
         """The effects on all targets; weights that an earlier, stopped merge has written are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
-        by_target: dict[tuple[str, str], Effect] = {}
+        by_target: dict[tuple[str, str], list[_Applied]] = {}
         for fqn in self.compute:
             for one in self.found[fqn]:
-                before = by_target.setdefault((one.adapter, one.target), one)
-                by_target[one.adapter, one.target] = replace(
-                    before,
-                    is_changed=before.is_changed or one.is_changed,
-                    is_nothing=before.is_nothing and one.is_nothing and not one.is_changed,
-                )
-        return Effects(tuple(by_target.values()), self.num_adapters)
+                by_target.setdefault((one.update.adapter, one.update.target), []).append(one)
+        return Effects(tuple(_effect(*key, changes) for key, changes in by_target.items()), self.num_adapters)
 
-    def updated(self, fqn: str, weight: torch.Tensor, updates: tuple[Update, ...]) -> torch.Tensor:
-        """`weight` with every update in turn."""
-        effects, before, dtype = [], _digest(weight), str(weight.dtype).removeprefix("torch.")
-        for update in updates:
+    def updated(self, fqn: str, load: Callable[[], torch.Tensor], updates: tuple[Update, ...]) -> torch.Tensor:
+        """The weight that `load` gives, with every update in turn."""
+        changes, weight = [], load()
+        dtype = str(weight.dtype).removeprefix("torch.")
+        for number, update in enumerate(updates):
+            before = _some(weight)
             weight = update.apply(weight)
-            after = _digest(weight)
-            is_nothing = after == before and update.is_nothing(weight)
-            effects.append(Effect(update.adapter, update.target, dtype, after != before, is_nothing))
-            before = after
-        self.found[fqn] = effects
+            is_changed = before != _some(weight) or not _is_same(weight, load, updates[:number])
+            changes.append(_Applied(update, dtype, is_changed))
+        self.found[fqn] = changes
         return weight
+
+
+def _effect(adapter: str, target: str, changes: list[_Applied]) -> Effect:
+    is_changed = any(one.is_changed for one in changes)
+    is_nothing = not is_changed and all(one.update.is_nothing() for one in changes)
+    return Effect(adapter, target, changes[0].dtype, is_changed, is_nothing)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,12 +170,26 @@ class Merge(api.Conversion):
     def write(self, output: Any, **options: Any) -> MergedModel:
         """Run it, as any conversion, and say what it did."""
         written = super().write(output, **options)
-        return MergedModel(**{**vars(written), "effects": self.noted.effects()})
+        return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
 
-def _digest(weight: torch.Tensor) -> bytes:
-    """A digest of the bytes of a weight, which takes no memory as a copy would."""
+def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
+    """The bytes of a weight, in its own memory where they lie one behind the other there."""
     import torch
-    from xxhash import xxh3_128_digest
 
-    return xxh3_128_digest(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
+    content: NDArray[np.uint8] = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return content
+
+
+def _some(weight: torch.Tensor) -> bytes:
+    """The bytes of some values, spread over the whole weight."""
+    values = weight.reshape(-1)
+    return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
+
+
+def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: tuple[Update, ...]) -> bool:
+    """Whether the weight has the bytes of the loaded one with these updates."""
+    before = load()
+    for update in updates:
+        before = update.apply(before)
+    return np.array_equal(raw_bytes(before), raw_bytes(weight))

@@ -14,6 +14,7 @@ from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
+from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
@@ -59,6 +60,16 @@ class Factor:
     @classmethod
     def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
         return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of)
+
+    def rounded(self, dtype: DType) -> Factor:
+        """The same in another dtype."""
+
+        def load() -> torch.Tensor:
+            import torch
+
+            return self.load().to(getattr(torch, dtype.name))
+
+        return replace(self, load=load)
 
 
 def load(choice: Choice, of: Checkpoint) -> torch.Tensor:

@@ -26,14 +26,13 @@ from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora.combine import loaded, require_peft
-from ckpt.lora.effect import Merge, Noted, Update
+from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import merge_layer, updates
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
-from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
@@ -68,11 +67,10 @@ _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "pro
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the merged model: `source`, rounded to `dtype`, with every update in turn."""
+    """A tensor of the merged model: `source` with every update in turn."""
 
     fqn: str
     source: Factor
-    dtype: DType
     updates: tuple[Update, ...]
     noted: Noted
 
@@ -81,9 +79,7 @@ class _Merged:
 
         torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
         with torch.no_grad():
-            weight = self.source.load().to(getattr(torch, self.dtype.name))
-            weight = self.noted.updated(self.fqn, weight, self.updates)
-            return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
+            return memoryview(raw_bytes(self.noted.updated(self.fqn, self.source.load, self.updates)))
 
 
 def plan(
@@ -166,9 +162,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
         for fqn, factor in one.factors.items():
             hasher.update(repr((fqn, factor.shape)).encode())
             if factor.is_held:
-                import torch  # it is imported already, as somebody holds tensors
-
-                hasher.update(factor.load().contiguous().reshape(-1).view(torch.uint8).numpy())
+                hasher.update(raw_bytes(factor.load()))
     return hasher.hexdigest()
 
 
@@ -301,10 +295,7 @@ class _Merge:
         return owner
 
     def _place_layer(self, adapter: Adapter, module: str, state: Mapping[str, Factor]) -> None:
-        stored = {
-            fqn.rpartition(".")[2]: self.replaced.get(fqn) or Factor.stored(fqn, self.chosen[fqn], self.base)
-            for fqn in self._own_parameters(module)
-        }
+        stored = {fqn.rpartition(".")[2]: self._stored(fqn) for fqn in self._own_parameters(module)}
         for name, update in updates(adapter, module, self._layer(adapter, module, state), stored, state):
             self._update(f"{module}.{name}", update)
 
@@ -375,9 +366,8 @@ class _Merge:
         # rounded once, from whatever dtype they are stored in
         apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
 
-        def is_nothing(weight: torch.Tensor) -> bool:
-            trained = rows.load().double()
-            return bool((weight[index].double() == trained).all())
+        def is_nothing() -> bool:
+            return bool((self._stored(owner).load()[index].double() == rows.load().double()).all())
 
         self._update(owner, Update(adapter.path, module, apply, is_nothing))
 
@@ -555,6 +545,11 @@ class _Merge:
         attention = _without_wrappers(module.removesuffix(".out_proj"))
         return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
+    def _stored(self, fqn: str) -> Factor:
+        """A parameter before any update: the base's, or what an adapter brings in its place, in the same dtype."""
+        found, choice = self.replaced.get(fqn), self.chosen[fqn]
+        return found.rounded(choice.dtype) if found else Factor.stored(fqn, choice, self.base)
+
     def _own_parameters(self, module: str) -> list[str]:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
 
@@ -622,9 +617,8 @@ class _Merge:
         computed, compute = dict(self.base.computed), dict[str, Callable[[], memoryview]]()
         for fqn in changed:
             choice = self.chosen[fqn]
-            source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)
             path = f"{_MERGED}{identity}:{fqn}"
-            one = _Merged(fqn, source, choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
+            one = _Merged(fqn, self._stored(fqn), tuple(self.updates.get(fqn, ())), self.noted)
             computed[path], compute[fqn] = one, one
             extent = Extent.contiguous(path, 0, choice.dtype, self.shapes[fqn])
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, self.shapes[fqn], Whole(extent))
@@ -649,9 +643,9 @@ class _Merge:
             yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
 
 
-def _is_zero(scaling: float, *factors: Factor) -> Callable[[torch.Tensor], bool]:
+def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
     """Whether nothing is added, by a scaling or a factor that is zero; no weight is looked at."""
-    return lambda _: not scaling or any(not factor.load().any() for factor in factors)
+    return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
 def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
