@@ -6,10 +6,10 @@ behind every update; only where these are the same is the weight computed once m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -21,6 +21,10 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
+    from ckpt.lora.light import PlainLora
+
+#: A tensor of torch's, or raw bits.
+Weight = TypeVar("Weight", bound="torch.Tensor | NDArray[Any]")
 _SHOWN = 20  # targets that are named which were rounded away
 _COMPARED = 1 << 14  # values of a weight
 
@@ -29,6 +33,7 @@ _COMPARED = 1 << 14  # values of a weight
 class Update:
     """A change of one weight by what an adapter has for `target`, a layer or a parameter of `adapter`.
 
+    `plain` is the same where it is plain LoRA, for `ckpt.lora.light`.
     `is_nothing` is asked where the weights of the target are the same afterwards: whether there was nothing to add.
     """
 
@@ -36,6 +41,11 @@ class Update:
     target: str
     apply: Callable[[torch.Tensor], torch.Tensor]
     is_nothing: Callable[[], bool]
+    plain: PlainLora | None = None
+
+
+#: An update, and the function that applies it to what stands for the weight.
+Applied: TypeAlias = tuple[Update, Callable[[Weight], Weight]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +111,7 @@ class Effects:
 
 
 @dataclass(frozen=True, slots=True)
-class _Applied:
+class _Done:
     """An update of a weight in `dtype`, and whether some byte of it is another one now."""
 
     update: Update
@@ -115,33 +125,32 @@ class Noted:
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-    found: dict[str, list[_Applied]] = field(default_factory=dict)
+    found: dict[str, list[_Done]] = field(default_factory=dict)
 
     @cached_property
     def effects(self) -> Effects:
         """The effects on all targets; weights that an earlier, stopped merge has written are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
-        by_target: dict[tuple[str, str], list[_Applied]] = {}
+        by_target: dict[tuple[str, str], list[_Done]] = {}
         for fqn in self.compute:
             for one in self.found[fqn]:
                 by_target.setdefault((one.update.adapter, one.update.target), []).append(one)
         return Effects(tuple(_effect(*key, changes) for key, changes in by_target.items()), self.num_adapters)
 
-    def updated(self, fqn: str, load: Callable[[], torch.Tensor], updates: tuple[Update, ...]) -> torch.Tensor:
-        """The weight that `load` gives, with every update in turn."""
+    def updated(self, fqn: str, dtype: str, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> Weight:
+        """The weight in `dtype` that `load` gives, with every update in turn."""
         changes, weight = [], load()
-        dtype = str(weight.dtype).removeprefix("torch.")
-        for number, update in enumerate(updates):
+        for number, (update, apply) in enumerate(updates):
             before = _some(weight)
-            weight = update.apply(weight)
+            weight = apply(weight)
             is_changed = before != _some(weight) or not _is_same(weight, load, updates[:number])
-            changes.append(_Applied(update, dtype, is_changed))
+            changes.append(_Done(update, dtype, is_changed))
         self.found[fqn] = changes
         return weight
 
 
-def _effect(adapter: str, target: str, changes: list[_Applied]) -> Effect:
+def _effect(adapter: str, target: str, changes: list[_Done]) -> Effect:
     is_changed = any(one.is_changed for one in changes)
     is_nothing = not is_changed and all(one.update.is_nothing() for one in changes)
     return Effect(adapter, target, changes[0].dtype, is_changed, is_nothing)
@@ -173,23 +182,24 @@ class Merge(api.Conversion):
         return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
 
-def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
+def raw_bytes(weight: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
     """The bytes of a weight, in its own memory where they lie one behind the other there."""
-    import torch
+    if not isinstance(weight, np.ndarray):
+        import torch
 
-    content: NDArray[np.uint8] = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return content
+        weight = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
 
 
-def _some(weight: torch.Tensor) -> bytes:
+def _some(weight: torch.Tensor | NDArray[Any]) -> bytes:
     """The bytes of some values, spread over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
 
 
-def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: tuple[Update, ...]) -> bool:
+def _is_same(weight: Weight, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> bool:
     """Whether the weight has the bytes of the loaded one with these updates."""
     before = load()
-    for update in updates:
-        before = update.apply(before)
+    for _, apply in updates:
+        before = apply(before)
     return np.array_equal(raw_bytes(before), raw_bytes(weight))

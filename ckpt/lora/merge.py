@@ -25,14 +25,17 @@ from typing import TYPE_CHECKING, Any
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
+from ckpt.lora import light
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import merge_layer, updates
+from ckpt.lora.light import PlainLora, is_stored, stored
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
@@ -67,19 +70,26 @@ _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "pro
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the merged model: `source` with every update in turn."""
+    """A tensor of the merged model: `source`, which is in `dtype`, with every update in turn."""
 
     fqn: str
     source: Factor
+    dtype: DType
     updates: tuple[Update, ...]
     noted: Noted
 
     def __call__(self) -> memoryview:
+        plain = [(update, update.plain) for update in self.updates if update.plain is not None]
+        if is_stored(self.source) and len(plain) == len(self.updates) and (library := light.library()):
+            steps = [(update, partial(one.merge, library, dtype=self.dtype)) for update, one in plain]
+            bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
+            return memoryview(raw_bytes(bits))
         import torch
 
         torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
         with torch.no_grad():
-            return memoryview(raw_bytes(self.noted.updated(self.fqn, self.source.load, self.updates)))
+            applied = [(update, update.apply) for update in self.updates]
+            return memoryview(raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)))
 
 
 def plan(
@@ -411,13 +421,16 @@ class _Merge:
             )
         if magnitude is not None:
             self.normed.add(owner)
+        plain = None
         if attention:
             apply = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
         elif is_conv:
             apply = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
         else:
             apply = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
-        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
+            if magnitude is None and is_stored(a) and is_stored(b):
+                plain = PlainLora(a, b, scaling, transposed)
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b), plain))
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
@@ -618,7 +631,7 @@ class _Merge:
         for fqn in changed:
             choice = self.chosen[fqn]
             path = f"{_MERGED}{identity}:{fqn}"
-            one = _Merged(fqn, self._stored(fqn), tuple(self.updates.get(fqn, ())), self.noted)
+            one = _Merged(fqn, self._stored(fqn), choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
             computed[path], compute[fqn] = one, one
             extent = Extent.contiguous(path, 0, choice.dtype, self.shapes[fqn])
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, self.shapes[fqn], Whole(extent))
