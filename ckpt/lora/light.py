@@ -99,11 +99,11 @@ class TorchLibrary:
 
     def copy(self, of: NDArray[Any], dtype: DType, to: NDArray[Any], other: DType) -> None:
         with self._tensor(of, dtype) as before, self._tensor(to, other) as after:
-            _check(self._copy(after, before, 0))
+            _refuse_failed(self._copy(after, before, 0))
 
     def multiply(self, one: NDArray[Any], other: NDArray[Any], product: NDArray[Any], dtype: DType) -> None:
         with self._tensor(one, dtype) as a, self._tensor(other, dtype) as b, self._tensor(product, dtype) as made:
-            _check(self._multiply(made, a, b))
+            _refuse_failed(self._multiply(made, a, b))
 
     @contextmanager
     def _tensor(self, array: NDArray[Any], dtype: DType) -> Iterator[ctypes.c_void_p]:
@@ -111,14 +111,14 @@ class TorchLibrary:
         sizes, strides = numbers(*array.shape), numbers(*(stride // array.itemsize for stride in array.strides))
         place, made, first = ctypes.c_void_p(array.ctypes.data), ctypes.c_void_p(), ctypes.c_int64(0)
         ndim, cpu = ctypes.c_int64(array.ndim), (0, 0)
-        _check(self._create(place, ndim, sizes, strides, first, self._codes[dtype], *cpu, ctypes.byref(made)))
+        _refuse_failed(self._create(place, ndim, sizes, strides, first, self._codes[dtype], *cpu, ctypes.byref(made)))
         try:
             yield made
         finally:
             self._delete(made)
 
 
-def _check(error: int) -> None:
+def _refuse_failed(error: int) -> None:
     if error:
         raise RuntimeError("torch's library does not take these tensors")
 
