@@ -141,7 +141,7 @@ def merge_lora(
     )
     if report is None:
         return
-    effects = conversion.noted.effects()
+    effects = conversion.noted.effects
     report["targets"] = effects.to_json()
     if quiet:  # what is wrong with the result is said even then
         say_notes(list(effects.warnings()))

@@ -1,13 +1,17 @@
 """What a merge did to each layer that its adapters target: changed it, had nothing to add, or was rounded away.
 
-It is noted while the weights are computed: of each one the digests of its bytes before and behind every update.
+It is noted while the weights are computed.  Some values of each one, spread over all of it, are compared before and
+behind every update; only where these are the same is the weight computed once more, and compared as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+
+import numpy as np
 
 from ckpt import api
 from ckpt.base.errors import printable
@@ -15,21 +19,33 @@ from ckpt.base.text import counted
 
 if TYPE_CHECKING:
     import torch
+    from numpy.typing import NDArray
 
+    from ckpt.lora.light import PlainLora
+
+#: A tensor of torch's, or raw bits.
+Weight = TypeVar("Weight", bound="torch.Tensor | NDArray[Any]")
 _SHOWN = 20  # targets that are named which were rounded away
+_COMPARED = 1 << 14  # values of a weight
 
 
 @dataclass(frozen=True)
 class Update:
     """A change of one weight by what an adapter has for `target`, a layer or a parameter of `adapter`.
 
-    `is_nothing` is asked where the weight is the same afterwards: whether there was nothing to add to it.
+    `plain` is the same where it is plain LoRA, for `ckpt.lora.light`.
+    `is_nothing` is asked where the weights of the target are the same afterwards: whether there was nothing to add.
     """
 
     adapter: str
     target: str
     apply: Callable[[torch.Tensor], torch.Tensor]
-    is_nothing: Callable[[torch.Tensor], bool]
+    is_nothing: Callable[[], bool]
+    plain: PlainLora | None = None
+
+
+#: An update, and the function that applies it to what stands for the weight.
+Applied: TypeAlias = tuple[Update, Callable[[Weight], Weight]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,40 +110,50 @@ class Effects:
             yield "nothing was changed: every target has the weights of the base"
 
 
+@dataclass(frozen=True, slots=True)
+class _Done:
+    """An update of a weight in `dtype`, and whether some byte of it is another one now."""
+
+    update: Update
+    dtype: str
+    is_changed: bool
+
+
 @dataclass
 class Noted:
     """What has been noted of the weights that were computed, by name, and how those that were not are computed."""
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
-    found: dict[str, list[Effect]] = field(default_factory=dict)
+    found: dict[str, list[_Done]] = field(default_factory=dict)
 
+    @cached_property
     def effects(self) -> Effects:
         """The effects on all targets; weights that an earlier, stopped merge has written are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
-        by_target: dict[tuple[str, str], Effect] = {}
+        by_target: dict[tuple[str, str], list[_Done]] = {}
         for fqn in self.compute:
             for one in self.found[fqn]:
-                before = by_target.setdefault((one.adapter, one.target), one)
-                by_target[one.adapter, one.target] = replace(
-                    before,
-                    is_changed=before.is_changed or one.is_changed,
-                    is_nothing=before.is_nothing and one.is_nothing and not one.is_changed,
-                )
-        return Effects(tuple(by_target.values()), self.num_adapters)
+                by_target.setdefault((one.update.adapter, one.update.target), []).append(one)
+        return Effects(tuple(_effect(*key, changes) for key, changes in by_target.items()), self.num_adapters)
 
-    def updated(self, fqn: str, weight: torch.Tensor, updates: tuple[Update, ...]) -> torch.Tensor:
-        """`weight` with every update in turn."""
-        effects, before, dtype = [], _digest(weight), str(weight.dtype).removeprefix("torch.")
-        for update in updates:
-            weight = update.apply(weight)
-            after = _digest(weight)
-            is_nothing = after == before and update.is_nothing(weight)
-            effects.append(Effect(update.adapter, update.target, dtype, after != before, is_nothing))
-            before = after
-        self.found[fqn] = effects
+    def updated(self, fqn: str, dtype: str, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> Weight:
+        """The weight in `dtype` that `load` gives, with every update in turn."""
+        changes, weight = [], load()
+        for number, (update, apply) in enumerate(updates):
+            before = _some(weight)
+            weight = apply(weight)
+            is_changed = before != _some(weight) or not _is_same(weight, load, updates[:number])
+            changes.append(_Done(update, dtype, is_changed))
+        self.found[fqn] = changes
         return weight
+
+
+def _effect(adapter: str, target: str, changes: list[_Done]) -> Effect:
+    is_changed = any(one.is_changed for one in changes)
+    is_nothing = not is_changed and all(one.update.is_nothing() for one in changes)
+    return Effect(adapter, target, changes[0].dtype, is_changed, is_nothing)
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,12 +179,27 @@ class Merge(api.Conversion):
     def write(self, output: Any, **options: Any) -> MergedModel:
         """Run it, as any conversion, and say what it did."""
         written = super().write(output, **options)
-        return MergedModel(**{**vars(written), "effects": self.noted.effects()})
+        return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
 
-def _digest(weight: torch.Tensor) -> bytes:
-    """A digest of the bytes of a weight, which takes no memory as a copy would."""
-    import torch
-    from xxhash import xxh3_128_digest
+def raw_bytes(weight: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
+    """The bytes of a weight, in its own memory where they lie one behind the other there."""
+    if not isinstance(weight, np.ndarray):
+        import torch
 
-    return xxh3_128_digest(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
+        weight = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
+
+
+def _some(weight: torch.Tensor | NDArray[Any]) -> bytes:
+    """The bytes of some values, spread over the whole weight."""
+    values = weight.reshape(-1)
+    return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
+
+
+def _is_same(weight: Weight, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> bool:
+    """Whether the weight has the bytes of the loaded one with these updates."""
+    before = load()
+    for _, apply in updates:
+        before = apply(before)
+    return np.array_equal(raw_bytes(before), raw_bytes(weight))

@@ -14,6 +14,7 @@ from ckpt.base.text import HUB_ID
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
+from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
@@ -47,7 +48,8 @@ _FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 class Factor:
     """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it.
 
-    `is_held` says that it is not from a file but as PEFT holds it, in the dtype in which it is merged.
+    `choice` is the stored tensor that it is.  `is_held` says that it is not from a file but as PEFT holds it, in the
+    dtype in which it is merged.
     """
 
     fqn: str
@@ -55,10 +57,21 @@ class Factor:
     load: Callable[[], torch.Tensor]
     of: Checkpoint
     is_held: bool = False
+    choice: Choice | None = None
 
     @classmethod
     def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
-        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of)
+        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of, choice=choice)
+
+    def rounded(self, dtype: DType) -> Factor:
+        """The same in another dtype."""
+
+        def load() -> torch.Tensor:
+            import torch
+
+            return self.load().to(getattr(torch, dtype.name))
+
+        return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
 
 
 def load(choice: Choice, of: Checkpoint) -> torch.Tensor:

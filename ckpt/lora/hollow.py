@@ -99,7 +99,9 @@ class WholeModel:
     def update(self, module: str) -> Update:
         """What PEFT does to the weight of `module`."""
 
-        def is_nothing(weight: torch.Tensor) -> bool:
-            return bool((self.merge(module, weight.float().clone()) == weight.float()).all())
+        def is_nothing() -> bool:
+            fqn = f"{module}.weight"
+            weight = Factor.stored(fqn, self.chosen[fqn], self.base).load().float()
+            return bool((self.merge(module, weight.clone()) == weight).all())
 
         return Update(self.adapter.path, module, lambda weight: self.merge(module, weight), is_nothing)

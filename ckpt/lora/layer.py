@@ -12,6 +12,8 @@ import re
 import threading
 import warnings
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError, UsageError
@@ -79,23 +81,43 @@ def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
     """What PEFT does to each of a layer's `parameters`; `state` is what the adapter's file has of the layer."""
-
-    def merged(name: str, one: torch.Tensor, beside: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        loaded = {factor.fqn: factor.load() for factor in state.values()}
-        return merge_layer(adapter.config, module, layer, {**beside, name: one}, loaded)[name]
-
-    def beside(name: str) -> dict[str, torch.Tensor]:
-        return {other: factor.load() for other, factor in parameters.items() if other != name}
-
-    def update(name: str) -> Update:
-        def is_nothing(one: torch.Tensor) -> bool:
-            others = {other: tensor.float() for other, tensor in beside(name).items()}
-            return bool((merged(name, one.float().clone(), others) == one.float()).all())
-
-        return Update(adapter.path, module, lambda one: merged(name, one, beside(name)), is_nothing)
-
+    one = _LayerOfPeft(adapter, module, layer, parameters, state)
     for name in parameters:
-        yield name, update(name)
+        yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
+
+
+@dataclass(eq=False)
+class _LayerOfPeft:
+    """A layer that PEFT merges once for all of its parameters; `kept` are those that nobody has asked for yet."""
+
+    adapter: Adapter
+    module: str
+    layer: str
+    parameters: Mapping[str, Factor]
+    state: Mapping[str, Factor]
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def merged(self, name: str, one: torch.Tensor) -> torch.Tensor:
+        """The parameter `name`, which is `one` before."""
+        with self.lock:
+            if name not in self.kept:
+                self.kept = self._merge({**self._loaded(besides=name), name: one})
+            return self.kept.pop(name)
+
+    @cached_property
+    def is_nothing(self) -> bool:
+        """Whether nothing is added to any parameter, in fp32 either."""
+        before = {name: tensor.float() for name, tensor in self._loaded().items()}
+        after = self._merge({name: tensor.clone() for name, tensor in before.items()})
+        return all(bool((after[name] == tensor).all()) for name, tensor in before.items())
+
+    def _loaded(self, besides: str | None = None) -> dict[str, torch.Tensor]:
+        return {name: factor.load() for name, factor in self.parameters.items() if name != besides}
+
+    def _merge(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        state = {factor.fqn: factor.load() for factor in self.state.values()}
+        return merge_layer(self.adapter.config, self.module, self.layer, parameters, state)
 
 
 def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:

@@ -25,11 +25,13 @@ from typing import TYPE_CHECKING, Any
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.base.text import counted
+from ckpt.lora import light
 from ckpt.lora.combine import loaded, require_peft
-from ckpt.lora.effect import Merge, Noted, Update
+from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import merge_layer, updates
+from ckpt.lora.light import PlainLora, is_stored, stored
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -68,7 +70,7 @@ _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "pro
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the merged model: `source`, rounded to `dtype`, with every update in turn."""
+    """A tensor of the merged model: `source`, which is in `dtype`, with every update in turn."""
 
     fqn: str
     source: Factor
@@ -77,13 +79,17 @@ class _Merged:
     noted: Noted
 
     def __call__(self) -> memoryview:
+        plain = [(update, update.plain) for update in self.updates if update.plain is not None]
+        if is_stored(self.source) and len(plain) == len(self.updates) and (library := light.library()):
+            steps = [(update, partial(one.merge, library, dtype=self.dtype)) for update, one in plain]
+            bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
+            return memoryview(raw_bytes(bits))
         import torch
 
         torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
         with torch.no_grad():
-            weight = self.source.load().to(getattr(torch, self.dtype.name))
-            weight = self.noted.updated(self.fqn, weight, self.updates)
-            return memoryview(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
+            applied = [(update, update.apply) for update in self.updates]
+            return memoryview(raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)))
 
 
 def plan(
@@ -166,9 +172,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
         for fqn, factor in one.factors.items():
             hasher.update(repr((fqn, factor.shape)).encode())
             if factor.is_held:
-                import torch  # it is imported already, as somebody holds tensors
-
-                hasher.update(factor.load().contiguous().reshape(-1).view(torch.uint8).numpy())
+                hasher.update(raw_bytes(factor.load()))
     return hasher.hexdigest()
 
 
@@ -301,10 +305,7 @@ class _Merge:
         return owner
 
     def _place_layer(self, adapter: Adapter, module: str, state: Mapping[str, Factor]) -> None:
-        stored = {
-            fqn.rpartition(".")[2]: self.replaced.get(fqn) or Factor.stored(fqn, self.chosen[fqn], self.base)
-            for fqn in self._own_parameters(module)
-        }
+        stored = {fqn.rpartition(".")[2]: self._stored(fqn) for fqn in self._own_parameters(module)}
         for name, update in updates(adapter, module, self._layer(adapter, module, state), stored, state):
             self._update(f"{module}.{name}", update)
 
@@ -375,9 +376,8 @@ class _Merge:
         # rounded once, from whatever dtype they are stored in
         apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
 
-        def is_nothing(weight: torch.Tensor) -> bool:
-            trained = rows.load().double()
-            return bool((weight[index].double() == trained).all())
+        def is_nothing() -> bool:
+            return bool((self._stored(owner).load()[index].double() == rows.load().double()).all())
 
         self._update(owner, Update(adapter.path, module, apply, is_nothing))
 
@@ -421,13 +421,16 @@ class _Merge:
             )
         if magnitude is not None:
             self.normed.add(owner)
+        plain = None
         if attention:
             apply = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
         elif is_conv:
             apply = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
         else:
             apply = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
-        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
+            if magnitude is None and is_stored(a) and is_stored(b):
+                plain = PlainLora(a, b, scaling, transposed)
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b), plain))
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
@@ -555,6 +558,11 @@ class _Merge:
         attention = _without_wrappers(module.removesuffix(".out_proj"))
         return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
+    def _stored(self, fqn: str) -> Factor:
+        """A parameter before any update: the base's, or what an adapter brings in its place, in the same dtype."""
+        found, choice = self.replaced.get(fqn), self.chosen[fqn]
+        return found.rounded(choice.dtype) if found else Factor.stored(fqn, choice, self.base)
+
     def _own_parameters(self, module: str) -> list[str]:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
 
@@ -622,9 +630,8 @@ class _Merge:
         computed, compute = dict(self.base.computed), dict[str, Callable[[], memoryview]]()
         for fqn in changed:
             choice = self.chosen[fqn]
-            source = self.replaced.get(fqn) or Factor.stored(fqn, choice, self.base)
             path = f"{_MERGED}{identity}:{fqn}"
-            one = _Merged(fqn, source, choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
+            one = _Merged(fqn, self._stored(fqn), choice.dtype, tuple(self.updates.get(fqn, ())), self.noted)
             computed[path], compute[fqn] = one, one
             extent = Extent.contiguous(path, 0, choice.dtype, self.shapes[fqn])
             tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, choice.dtype, self.shapes[fqn], Whole(extent))
@@ -649,9 +656,9 @@ class _Merge:
             yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
 
 
-def _is_zero(scaling: float, *factors: Factor) -> Callable[[torch.Tensor], bool]:
+def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
     """Whether nothing is added, by a scaling or a factor that is zero; no weight is looked at."""
-    return lambda _: not scaling or any(not factor.load().any() for factor in factors)
+    return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
 def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -201,7 +201,7 @@ def verify_merge(
         len(report.results) - num_compared,
         report.num_bytes,
         tuple(deviations),
-        merge.noted.effects(),
+        merge.noted.effects,
         tuple(notes),
         report.exit_code,
     )

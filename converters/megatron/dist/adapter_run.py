@@ -1,4 +1,4 @@
-"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge saves them.
+"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge and ms-swift save them.
 
     <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    the adapter's tensors alone
     <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, its rank and alpha; `model`: sizes of the axes
@@ -10,7 +10,13 @@ Tensors are whole in it, but for the rows of `linear_fc1`, which are in an order
   that holds both, this is the order of the whole; a factor of one of them has its rows exchanged by it.
 - `weight_magnitude`, which DoRA has, is stored as the ranks hold it: each rank's gate, then its up.
 
-Format facts: megatron-bridge 0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
+    <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, the sizes of the axes
+    <run>/checkpoint-100/iter_0000100/.metadata, ...    PEFT's factors of Megatron's modules, `lora_A.default.weight`
+
+All rows of ms-swift's are stored as the ranks hold them.
+
+Format facts: mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
+0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
 training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py.
 """
 
@@ -27,23 +33,27 @@ from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
-from ckpt.plan.tensors import Box
+from ckpt.plan.tensors import Box, Tensor
+from ckpt.run_folder.companions import read_object
 from ckpt.run_folder.yaml_files import read_run_config
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
-from converters.names.megatron.facts import AdapterRun, MegatronFacts
+from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 
 CONFIG = "run_config.yaml"
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
 _MARK = ".adapter."
-_PEFTS = re.compile(r"\.lora_[AB]\.")
+#: PEFT's names on Megatron's modules, which are ms-swift's.
+_PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
+_FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
+SWIFTS_CONFIG = "args.json"
 
 
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
-    return any(_MARK in fqn for fqn in fqns)
+    return any(_MARK in fqn or _PEFTS.search(fqn) for fqn in fqns)
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
@@ -57,45 +67,39 @@ def without_optimizer(reading: DistReading) -> Optimizers:
     return Optimizers()
 
 
-def refuse_others(fqns: Iterable[str], folder: Path) -> None:
-    """NotFoundError for an adapter under PEFT's names in Megatron's modules, as ms-swift saves it."""
-    found = next((fqn for fqn in fqns if _PEFTS.search(fqn)), None)
-    if found is not None:
-        raise NotFoundError(
-            "this is an adapter of ms-swift's, which is not read",
-            path=folder,
-            fqn=found,
-            hint="ms-swift's own `megatron export --mcore_adapter RUN --to_hf true --merge_lora false` makes a PEFT "
-            "folder of it",
-        )
-
-
 def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     """The `checkpoint` of the iteration `folder`, which holds an adapter: its rows in the order of the whole.
 
     Raises NotFoundError without the run's config, UsageError for an adapter of a class that is not read.
     """
+    is_swifts = any(_PEFTS.search(fqn) for fqn, _ in checkpoint.tensors)
+    if is_swifts:
+        renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}
+        tensors = {(renamed[key], key[1]): one.renamed(renamed[key]) for key, one in checkpoint.tensors.items()}
+        checkpoint = replace(checkpoint, tensors=tensors)
+    trainer = "ms-swift" if is_swifts else "Megatron-Bridge"
     others = [fqn for fqn, _ in checkpoint.tensors if parse_name(fqn) is None]
     if others:
         raise LossError(
             "the checkpoint holds an adapter and other tensors of the model",
             path=folder,
             fqn=others[0],
-            expected="an adapter alone, as Megatron-Bridge saves it",
+            expected=f"the factors of an adapter alone, as {trainer} saves them without modules_to_save",
             found=f"{len(others)} other tensors",
         )
-    path = folder / CONFIG
+    path = folder.parent / SWIFTS_CONFIG if is_swifts else folder / CONFIG
     if not path.is_file():
         raise NotFoundError(
             "the config of the run is missing, and nothing else tells the adapter's alpha or its class",
-            path=folder,
-            expected=f"{CONFIG}, as Megatron-Bridge writes it",
+            path=path.parent,
+            expected=f"{path.name}, as {trainer} writes it",
         )
-    run = read_run(confined(folder, CONFIG))
+    read, in_order = (read_swifts_run, _by_rank) if is_swifts else (read_run, _in_order)
+    run = read(confined(path.parent, path.name))
     return replace(
-        _in_order(checkpoint, run),
+        in_order(checkpoint, run),
         is_adapter=True,
-        framework="Megatron-Bridge",
+        framework=trainer,
         facts=MegatronFacts(adapter=run),
         files=(*checkpoint.files, SourceFile.stat(str(path))),
     )
@@ -135,6 +139,38 @@ def read_run(path: Path) -> AdapterRun:
         tp=tp,
         ep=fields.count("model", "expert_model_parallel_size", 1),
         etp=fields.count("model", "expert_tensor_parallel_size", tp),
+    )
+
+
+def read_swifts_run(path: Path) -> AdapterRun:
+    """What `args.json` of ms-swift says of its adapter; UsageError for what is no plain LoRA, CorruptError."""
+    content = read_object(path, "the run's arguments")
+    for name, plain in (("tuner_type", "lora"), ("lora_bias", "none"), ("modules_to_save", [])):
+        if content.get(name) not in (plain, None):
+            raise UsageError(
+                "of ms-swift's adapters only LoRA's two factors are read", path=path, found=f"{name}: {content[name]!r}"
+            )
+    if content.get("expert_tensor_parallel_size") not in (1, None):
+        raise UsageError("ms-swift trains no adapter so", path=path, found="expert_tensor_parallel_size above 1")
+    if content.get("use_rslora"):
+        raise UsageError(
+            "nothing records how this adapter was scaled: with PEFT 0.19 and later ms-swift passes over use_rslora",
+            path=path,
+            found="use_rslora: true",
+            hint="set it to false in args.json; where PEFT was older, also lora_alpha to what it is times the root of "
+            "lora_rank",
+        )
+    fields = _Sections(path, {"arguments": content})
+    base = content.get("model")
+    return AdapterRun(
+        path=str(path),
+        kind=SWIFT,
+        dim=fields.count("arguments", "lora_rank"),
+        alpha=fields.number("arguments", "lora_alpha"),
+        dropout=fields.number("arguments", "lora_dropout", 0.0),
+        base=base if isinstance(base, str) else None,
+        tp=fields.count("arguments", "tensor_model_parallel_size", 1),
+        ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
 
 
@@ -210,18 +246,32 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
         assert parsed is not None
         if not is_of_ranks(*parsed, run):
             continue
-        cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
         expected = _row_parts(*parsed, run)
-        if len(cuts) not in expected:
-            raise CorruptError(
-                "the adapter was saved by another number of tensor parallel ranks than its run's config says",
-                path=run.path,
-                fqn=tensor.fqn,
-                expected=f"{expected[0]} parts of rows, of {counted(tp_of(parsed[0], run), 'rank')}",
-                found=counted(len(cuts), "part"),
-            )
-        if len(cuts) == expected[0] > 1:
+        if _cut(tensor, parsed[0], expected, run) == expected[0] > 1:
             yield tensor.fqn, stored_rows(*parsed, tensor.shape[0], run)
+
+
+def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
+    """`checkpoint`, whose rows ms-swift stores as the ranks hold them; the model tells which are gate and up."""
+    for tensor in checkpoint.parameters.values():
+        name, kind = parse_name(tensor.fqn) or (None, None)
+        if name and kind == OUT and name.leaf in ("linear_fc1", "linear_qkv"):
+            _cut(tensor, name, (tp_of(name, run),), run)
+    return checkpoint
+
+
+def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: AdapterRun) -> int:
+    """How many parts the ranks of the run have cut the rows into; CorruptError unless it is one of the expected."""
+    cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
+    if len(cuts) not in expected:
+        raise CorruptError(
+            "the adapter was saved by another number of tensor parallel ranks than its run's config says",
+            path=run.path,
+            fqn=tensor.fqn,
+            expected=f"{expected[0]} parts of rows, of {counted(tp_of(name, run), 'rank')}",
+            found=counted(len(cuts), "part"),
+        )
+    return len(cuts)
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:

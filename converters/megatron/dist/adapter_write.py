@@ -45,6 +45,12 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """
     known = checkpoint.facts_of(MegatronFacts).adapter
     assert known is not None
+    if known.kind not in CLASSES:
+        raise UsageError(
+            "an adapter under ms-swift's names is not written as it is",
+            path=checkpoint.path,
+            hint="ckpt convert megatron-dist peft, and that to megatron-dist",
+        )
     options = layout.read(MegatronOptions)
     tp = options.tp or known.tp
     if known.has_magnitudes and tp > 1:

@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter, refuse_others, without_optimizer
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter, without_optimizer
 from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo, is_torch_dcp_iteration
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
@@ -38,7 +38,6 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
-    refuse_others(parameters, path)
     beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     world_size = reading.args.get("world_size")

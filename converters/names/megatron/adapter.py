@@ -30,7 +30,7 @@ from ckpt.run_folder.adapter_config import AdapterConfig, parse_config, settings
 from ckpt.state import adapter as peft
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
-from converters.names.megatron.facts import AdapterRun, MegatronFacts
+from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 from converters.names.megatron.model.spelling import is_beside
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.relation import table_of_checkpoint
@@ -314,8 +314,11 @@ class _Pefts:
         expected = {IN: (dim, hubs[0].shape[1]), OUT: (rows, dim), MAGNITUDE: (rows,)}
         for kind, fqn in factors.items():
             self.modules.check_shape(self.run, fqn, self.shapes_before[fqn], expected[kind])
+        is_by_rank = self.run.kind == SWIFT and name.leaf == "linear_fc1" and len(hubs) > 1 and not name.is_expert
         for hub in hubs:
             placed = hub.rows if name.part is None else ((0, 0, hub.shape[0]),)
+            if is_by_rank:
+                placed = _rows_of_ranks(placed, rows, self.run.tp)
             for kind, fqn in factors.items():
                 if kind == IN:
                     self._place(fqn, hub.name, kind, ((0, 0, dim),), expected[IN])
@@ -366,6 +369,16 @@ class _Pefts:
         leaves = {hub.rpartition(".")[2] for hub in self.ranks}
         others = {one.name for hubs in self.modules.hubs.values() for one in hubs} - self.ranks.keys()
         return sorted(self.ranks if any(hub.rpartition(".")[2] in leaves for hub in others) else leaves)
+
+
+def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int) -> tuple[tuple[int, int, int], ...]:
+    """Rows of gate or up where each tensor parallel rank's gate and up lie together, and not all gate before all up."""
+    half, part = rows // 2, rows // 2 // size
+    return tuple(
+        (first + rank * part, 2 * rank * part + (part if place >= half else 0), part)
+        for first, place, _ in placed
+        for rank in range(size)
+    )
 
 
 # -- PEFT's to Megatron's ------------------------------------------------------------------------------------

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: The kind of an adapter that is PEFT's LoRA on Megatron's modules, as ms-swift trains it.
+SWIFT = "ms-swift"
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    """What the config of a run of Megatron-Bridge, the file at `path`, says of the adapter that it trained.
+    """What the config of a run of Megatron-Bridge or ms-swift, the file at `path`, says of the adapter it trained.
 
-    `kind` is the module of `megatron.bridge.peft` that has the class.  `expert_dim` is the rank of adapters of experts,
-    which may be another one than `dim`.
+    `kind` is the module of `megatron.bridge.peft` that has the class, or ms-swift's name (`SWIFT`).  `expert_dim` is
+    the rank of adapters of experts, which may be another one than `dim`.
     """
 
     path: str

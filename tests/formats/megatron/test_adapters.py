@@ -24,17 +24,18 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt as package
-from ckpt.errors import LossError, NotFoundError
+from ckpt.errors import LossError
 from converters.megatron.dist.keys import TensorKey
 from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
 from tests.support.commands import ckpt
-from tests.support.dcp_keys import rename_keys
 from tests.support.pages import commands
 from tests.support.places import FIXTURES, REPOSITORY
 
 FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
+SWIFT = FIXTURES / "ms-swift"
+SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {}
 RUNS = sorted(LOGITS.keys() - {"ids"})
 #: Runs whose trainer computed something else than what the adapter says, or nothing that one model computes.
 WRONG = {"experts-etp2", "dora-tp2-columns"}
@@ -224,12 +225,18 @@ def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any]
 # -- looked at -----------------------------------------------------------------------------------------------
 
 
-def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("trainer", "run", "name", "number"),
+    [("Megatron-Bridge", FIXTURE / "canonical-tp2", "run", 3), ("ms-swift", SWIFT / "dense-tp2-pp2", ".", 2)],
+)
+def test_the_commands_of_the_page(
+    trainer: str, run: Path, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Those of docs/merge-lora.md."""
     page = (REPOSITORY / "docs/merge-lora.md").read_text()
-    known = [one.text for one in commands(page) if one.heading == "Adapters of Megatron-Bridge"]
-    assert len(known) == 3
-    shutil.copytree(FIXTURE / "canonical-tp2", tmp_path / "run")
+    known = [one.text for one in commands(page) if one.heading == f"Adapters of {trainer}"]
+    assert len(known) == number
+    shutil.copytree(run, tmp_path / name, dirs_exist_ok=True)
     shutil.copytree(base_of("canonical-tp2"), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     for command in known:
@@ -351,15 +358,51 @@ def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
     assert "adapter" in outcome.err
 
 
-def test_an_adapter_of_ms_swift_is_refused_by_its_name(tmp_path: Path) -> None:
-    """Its names are PEFT's behind Megatron's modules (ms-swift 4.6, megatron/utils/megatron_lm_utils.py), and it has no
-    `run_config.yaml`."""
-    run = tmp_path / "run"
-    shutil.copytree(FIXTURES / "megatron-dist-flattened", run)
-    (run / "args.json").write_text('{"tuner_type": "lora", "lora_rank": 8, "lora_alpha": 32}')
-    rename_keys(run / "iter_0000002", lambda key: key.replace("linear_qkv.weight", "linear_qkv.lora_A.default.weight"))
-    for command in (("convert", "auto", "peft"), ("merge-lora",)):
-        done = ckpt(*command, run, "-o", tmp_path / "out")
-        assert (done.code, (tmp_path / "out").exists()) == (NotFoundError.exit_code, False)
-        assert "an adapter of ms-swift's" in done.err and "megatron export --mcore_adapter" in done.err
-        assert "linear_qkv.lora_A.default.weight" in done.err
+# -- ms-swift's ----------------------------------------------------------------------------------------------
+
+
+def swifts(run: str, folder: Path, **changes: Any) -> Path:
+    """A copy of ms-swift's run with other arguments."""
+    shutil.copytree(SWIFT / run, folder)
+    (file,) = folder.glob("*/args.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    return folder
+
+
+@pytest.mark.parametrize("run", sorted(SWIFTS_LOGITS.keys() - {"ids"}))
+def test_an_adapter_of_ms_swift_is_merged_as_the_live_model_computed(run: str, tmp_path: Path) -> None:
+    base = base_of(run)
+    outcome = ckpt("merge-lora", SWIFT / run, "--base", base, "-o", tmp_path / "merged")
+    assert outcome.code == 0, outcome.err
+    found, before = (logits(load_base(folder)) for folder in (tmp_path / "merged", base))
+    torch.testing.assert_close(found, SWIFTS_LOGITS[run], rtol=0, atol=1e-5)
+    assert (before - SWIFTS_LOGITS[run]).abs().max() > 0.1
+    assert ckpt("convert", "auto", "peft", SWIFT / run, "-o", tmp_path / "peft", "--config", base).code == 0
+    assert ckpt("verify", base, tmp_path / "merged", "--adapter", tmp_path / "peft").code == 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "words"),
+    [
+        ({"use_rslora": True}, 2, "nothing records how this adapter was scaled"),
+        ({"lora_bias": "all"}, 2, "lora_bias: 'all'"),
+        ({"modules_to_save": ["lm_head"]}, 2, "modules_to_save"),
+        ({"tuner_type": "lora_llm"}, 2, "tuner_type"),
+        ({"lora_rank": 8}, 4, "rank 4"),
+        ({"lora_alpha": None}, 4, "lora_alpha"),
+        ({"tensor_model_parallel_size": 4}, 4, "another number of tensor parallel ranks"),
+    ],
+)
+def test_what_ms_swift_recorded_otherwise_is_refused(
+    changes: dict[str, Any], code: int, words: str, tmp_path: Path
+) -> None:
+    run = swifts("dense-tp2-pp2", tmp_path / "run", **changes)
+    refused(code, words, run, base_of("dense-tp2-pp2"), tmp_path)
+
+
+def test_ms_swifts_arguments_missing_and_its_names_written(tmp_path: Path) -> None:
+    run, base = swifts("dense-tp2-pp2", tmp_path / "run"), base_of("dense-tp2-pp2")
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
+    assert outcome.code == 2 and "ckpt convert megatron-dist peft" in outcome.err
+    (run / "checkpoint-2/args.json").unlink()
+    refused(3, "args.json, as ms-swift writes it", run, base, tmp_path)
