@@ -86,9 +86,15 @@ def _launch(texts: list[tuple[int, str]], folder: Path, module: str) -> None:
         own = ["train.__main__", ["--jobs", str(file)]] if module == "train" else [module, [str(file)]]
         runs.append((world_size, *own))
     preload = [module for pattern, module in PRELOADED.items() if re.search(pattern, words)]
-    models = [name for name in ARCHITECTURES if f'"model": "{name}"' in words]
-    preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
+    preload += [modeling(name) for name in ARCHITECTURES if re.search(f'"model": "{name}(_wide|_even)?"', words)]
+    if any('"strategy"' in line and '"model"' not in line for line in words.splitlines()):
+        preload.append(modeling("llama"))
     fork(runs, preload, 1200 * len(runs))
+
+
+def modeling(architecture: str) -> str:
+    """transformers' module of an architecture: each rank that imports it itself takes longer for that than to train."""
+    return f"transformers.models.{architecture}.modeling_{architecture}"
 
 
 def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> list[str]:
