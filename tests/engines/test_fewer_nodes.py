@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import fork_once, forked
+from tests.support.engines import fork_once, forked, modeling
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from train.config import STRATEGIES
@@ -33,7 +33,7 @@ CASES = {
     "fsdp2, more nodes": ("fsdp2", 1, 2, ""),
 }
 SCRIPT = (REPOSITORY / "train" / "slurm" / "multinode.sbatch").read_text()
-PRELOAD = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"]
+PRELOAD = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports", modeling("llama")]
 
 
 def train(strategy: str, output: Path, *words: str) -> list[str]:
@@ -88,7 +88,7 @@ def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -
 def started(words: list[str]) -> subprocess.CompletedProcess[str]:
     """A start of two ranks that has ended."""
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    command = forked([start(2, words)], ["train.engines.zero", "train.engines.native"])
+    command = forked([start(2, words)], ["train.engines.zero", "train.engines.native", modeling("llama")])
     return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
 
 

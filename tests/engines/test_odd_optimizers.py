@@ -27,7 +27,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each engine held as it saved, and what the one of other ranks holds after it has loaded."""
     folder = tmp_path_factory.mktemp("odd")
     for what, ranks in RANKS.items():
-        fork_once(folder, [(ranks, "tests.support.odd_optimizers", [what, str(folder)])], ["deepspeed"])
+        starts = [(ranks, "tests.support.odd_optimizers", [what, str(folder)])]
+        fork_once(folder, starts, ["deepspeed"])
         for name, kind in KINDS.items() if what == "save" else ():
             plan = api.plan(api.open(folder / name), f"zero{kind.stage}", Layout(world_size=RANKS["load"]))
             plan.run(folder / f"{name}-converted")

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.engines import Truth, fork, launch_in_turn, raw
+from tests.support.engines import RESUMING, Truth, fork, launch_in_turn, raw
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 
@@ -102,7 +102,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     for number, (engine, ranks) in enumerate(parts, 1):
         starts.append((ranks, worker, [str(2 * number), str(tmp_path), "finetune.py", engine, "outputs"]))
     starts.append((4, worker, ["0", str(tmp_path), "finetune.py", "zero3", "unbroken"]))
-    fork(starts, ["train.trainer"])
+    fork(starts, ["train.trainer", *RESUMING])
     history, unbroken = (
         {
             line["step"]: line
@@ -134,7 +134,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (3, ["load", "3", str(folder / "run"), str(folder / "accelerate converted")]),
     ]
     worker = "tests.support.resuming_scripts"
-    fork([(ranks, worker, words) for ranks, words in starts], ["train.engines.zero", "trl", "datasets"])
+    fork([(ranks, worker, words) for ranks, words in starts], ["train.engines.zero", "trl", "datasets", *RESUMING])
     return folder
 
 

@@ -202,7 +202,7 @@ class TestMove:
         assert moved(copy, data, before, 64) == expected_after(copy, data, before)
 
     @pytest.mark.parametrize("more", [-1, 0, 1])
-    @pytest.mark.parametrize("size", [blocks._SMALL, blocks.WINDOW, 2 * blocks.WINDOW, blocks._SPAN, 2 * blocks._SPAN])
+    @pytest.mark.parametrize("size", [blocks._SMALL, blocks.WINDOW, blocks._BATCH, blocks._SPAN, 2 * blocks._SPAN])
     def test_sizes_around_what_is_copied_at_a_time(self, size: int, more: int) -> None:
         data, before = os.urandom(size + more + 10), bytes(size + more + 10)
         shape = (size + more,)

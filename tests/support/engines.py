@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +34,29 @@ PRELOADED = {
     r'"megatron"': "tests.support.megatron_imports",
     r'"megatron-deepspeed"': "train.engines.pipeline",
 }
+#: Modules of megatron-core that its engine needs.
+MEGATRON = (
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
+    "megatron.core.models.gpt",
+    "megatron.core.optimizer",
+    "megatron.core.pipeline_parallel",
+    "megatron.core.dist_checkpointing.serialization",
+    "megatron.core.dist_checkpointing.strategies.fully_parallel",
+)
+#: The packages behind our own modules that are preloaded, by the beginning of their names.
+_BEHIND = {
+    "train.engines": ("deepspeed",),
+    "train.trainer": ("transformers.trainer",),
+    "tests.support.megatron_imports": MEGATRON,
+}
+#: What every engine imports sooner or later.
+_SHARED = ("torch.distributed.fsdp", "torch._dynamo", "setuptools")
+#: What ranks import that call `ckpt.resume`.
+RESUMING = (
+    *("ckpt.resume.resuming", "ckpt.move.run", "converters.names.torchtitan", "converters.pytorch.dcp"),
+    *("converters.deepspeed.zero", "converters.deepspeed.universal", "converters.deepspeed.write"),
+)
+_OURS = ("train.", "tests.", "ckpt.", "converters.")
 
 
 @dataclass(frozen=True)
@@ -86,9 +113,15 @@ def _launch(texts: list[tuple[int, str]], folder: Path, module: str) -> None:
         own = ["train.__main__", ["--jobs", str(file)]] if module == "train" else [module, [str(file)]]
         runs.append((world_size, *own))
     preload = [module for pattern, module in PRELOADED.items() if re.search(pattern, words)]
-    models = [name for name in ARCHITECTURES if f'"model": "{name}"' in words]
-    preload += [f"transformers.models.{name}.modeling_{name}" for name in models]
+    preload += [modeling(name) for name in ARCHITECTURES if re.search(f'"model": "{name}(_wide|_even)?"', words)]
+    if any('"strategy"' in line and '"model"' not in line for line in words.splitlines()):
+        preload.append(modeling("llama"))
     fork(runs, preload, 1200 * len(runs))
+
+
+def modeling(architecture: str) -> str:
+    """transformers' module of an architecture: each rank that imports it itself takes longer for that than to train."""
+    return f"transformers.models.{architecture}.modeling_{architecture}"
 
 
 def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> list[str]:
@@ -97,13 +130,57 @@ def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> li
 
 
 def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> str:
-    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails."""
-    command = forked(starts, preload)
+    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails.
+
+    One process of each that tests has imported what launches share, and forks them: it serves until that one ends.
+    """
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=timeout)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    return done.stdout
+    env.pop("PYTEST_CURRENT_TEST", None)
+    shared = [*_SHARED, *(name for name in preload if not name.startswith(_OURS))]
+    for prefix, names in _BEHIND.items():
+        shared += names if any(name.startswith(prefix) for name in preload) else ()
+    with tempfile.TemporaryDirectory() as folder:
+        streams = [Path(folder, name) for name in ("out", "err")]
+        asked = {"preload": [*preload], "starts": starts, "shared": shared, "streams": [*map(str, streams)]}
+        code = _server(frozenset(env.items())).do(asked, timeout)
+        out, err = (stream.read_text() for stream in streams)
+    assert code == 0, f"{json.dumps(starts)}\n{out[-2000:]}\n{err[-6000:]}"
+    return out
+
+
+class _Server:
+    """The process that launches are forked from."""
+
+    def __init__(self, env: dict[str, str]) -> None:
+        pipe = subprocess.PIPE
+        command = [sys.executable, "-m", "tests.support.forked"]
+        where = {"cwd": REPOSITORY, "env": env, "start_new_session": True}
+        self.process = subprocess.Popen(command, bufsize=0, stdin=pipe, stdout=pipe, **where)
+
+    def do(self, asked: dict[str, Any], timeout: float) -> int:
+        """The exit code of a launch."""
+        assert self.process.stdin and self.process.stdout
+        self.process.stdin.write(json.dumps(asked).encode() + b"\n")
+        self.process.stdin.flush()
+        if not (line := self.process.stdout.readline()):
+            raise AssertionError(f"the process that ranks are forked from has ended: {self.process.wait()}")
+        try:
+            assert select.select([self.process.stdout], [], [], timeout)[0], (
+                f"not within {timeout} s: {asked['starts']}"
+            )
+        except BaseException:  # Ctrl-C too
+            os.killpg(int(line), signal.SIGKILL)
+            raise
+        finally:
+            code = self.process.stdout.readline()
+        return int(code)
+
+
+@functools.cache
+def _server(env: frozenset[tuple[str, str]]) -> _Server:
+    """One for each environment, of which imports may depend."""
+    return _Server(dict(env))
 
 
 def fork_once(folder: Path, starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> None:

@@ -5,6 +5,10 @@ with commas between them; STARTS is JSON, a list of [number of ranks, module, it
 after the other.  Each rank finds the environment that torchrun's agent would give it, and calls the module's `main()`.
 What torchrun itself does is tested by the tests that start it.
 
+Without arguments it serves (`tests.support.engines.fork`): each line of its input is the JSON of a launch, for which it
+forks a process of its own, once it has imported the packages that are `shared`.  None of them is this repository's:
+what our modules change in them is changed in that launch alone.
+
 Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
 """
 
@@ -12,10 +16,48 @@ import importlib
 import json
 import os
 import sys
+import traceback
 
 
 def main() -> None:
-    preload, starts = sys.argv[1].split(","), json.loads(sys.argv[2])
+    if len(sys.argv) > 1:
+        launch(sys.argv[1].split(","), json.loads(sys.argv[2]))
+    else:
+        serve()
+
+
+def serve() -> None:
+    """Answer each line with the number of the process that does it, and with its exit code when it has ended."""
+    for line in sys.stdin:
+        asked = json.loads(line)
+        for name in asked["shared"]:
+            importlib.import_module(name)
+        pid = os.fork()
+        if not pid:
+            _answer(asked)
+        print(pid, flush=True)
+        print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
+
+
+def _answer(asked: dict) -> None:
+    """Do what is asked, in a session of its own, with the two streams in files; it does not return."""
+    os.setsid()
+    for number, name in enumerate((os.devnull, *asked["streams"])):
+        os.dup2(os.open(name, os.O_RDWR | os.O_CREAT, 0o600), number)
+    code = 1
+    try:
+        launch(asked["preload"], asked["starts"])
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def launch(preload: list[str], starts: list) -> None:
+    """Import, and start the ranks of each start when those of the last one have ended."""
     import gc
 
     import torch.distributed as dist

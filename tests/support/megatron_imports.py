@@ -5,16 +5,9 @@ import queue
 
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-for name in (
-    "megatron.core.distributed.fsdp.mcore_fsdp_adapter",
-    "megatron.core.models.gpt",
-    "megatron.core.optimizer",
-    "megatron.core.pipeline_parallel",
-    "megatron.core.dist_checkpointing.serialization",
-    "megatron.core.dist_checkpointing.strategies.fully_parallel",
-    "train.megatron.files",
-    "train.megatron.open",
-):
+from tests.support.engines import MEGATRON
+
+for name in (*MEGATRON, "train.megatron.files", "train.megatron.open"):
     importlib.import_module(name)
 
 # A save's results go through a process that megatron-core spawns, which imports torch once more; but they come from

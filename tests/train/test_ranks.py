@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.engines import fork_once
+from tests.support.engines import fork_once, modeling
 from tests.support.places import REPOSITORY
 from train.config import STRATEGIES
 
@@ -51,7 +51,8 @@ def test_the_help_has_groups_and_examples() -> None:
 def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
     words = [["--strategy", strategy, "--output", str(tmp_path / strategy)] for strategy in STRATEGIES]
     starts = [(ranks, "train.__main__", [*line[:-1], f"{line[-1]}-{ranks}"]) for line in words for ranks in (1, 2)]
-    fork_once(tmp_path, starts, ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"])
+    engines = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports"]
+    fork_once(tmp_path, starts, [*engines, modeling("llama")])
     assert len(list(tmp_path.glob("*/metrics.jsonl"))) == 2 * len(STRATEGIES)
 
 

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 
-from tests.support.engines import fork
+from tests.support.engines import RESUMING, fork
 from tests.support.places import REPOSITORY
 
 SCRIPT = REPOSITORY / "train" / "simple.py"
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "zero1", "zero2", "zero3")
 BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids of 2 by 2, and of 2 by 1
 PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES]
+PRELOAD = ["deepspeed", *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
 #: The chain of all strategies in one folder, as it is run by default: in bf16.
 CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]
@@ -53,11 +54,11 @@ def went_on(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, flo
     folder = tmp_path_factory.mktemp("pairs")
     words = ("--dtype", "fp32")
     sources = [start(one, BEFORE, folder / one, 2, *words) for one in STRATEGIES]
-    before = losses(fork([*sources, start("ddp", AFTER, folder / "unbroken", 4, *words)], ["deepspeed"]))
+    before = losses(fork([*sources, start("ddp", AFTER, folder / "unbroken", 4, *words)], PRELOAD))
     for one, other in PAIRS:
         shutil.copytree(folder / one, folder / f"{one} {other}")
     pairs = [start(other, AFTER, folder / f"{one} {other}", 4, *words) for one, other in PAIRS]
-    return before | losses(fork(pairs, ["deepspeed"]))
+    return before | losses(fork(pairs, PRELOAD))
 
 
 @pytest.mark.slow
@@ -77,7 +78,7 @@ def test_all_strategies_in_turn_in_one_folder(tmp_path: Path, tables: Any) -> No
     """As a user has it: one run folder, bf16, and other numbers of ranks each time."""
     starts = [start(one, ranks, tmp_path / "run", 2 * number) for number, (one, ranks) in enumerate(CHAIN, 1)]
     unbroken = start("ddp", 2, tmp_path / "unbroken", 2 * len(CHAIN))
-    found = losses(fork([*starts, unbroken], ["deepspeed"]))
+    found = losses(fork([*starts, unbroken], PRELOAD))
     for step, loss in found["unbroken"].items():
         one, ranks = CHAIN[(step - 1) // 2]
         row = tables["train/simple.py in bf16, from strategy to strategy in one folder: loss, of the unbroken run"]
