@@ -21,7 +21,7 @@ from ckpt.base.errors import NotFoundError, SourceGoneError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
-from ckpt.move.source import GAP, behind, is_standin, read_into, truncated
+from ckpt.move.source import GAP, behind, read_into, truncated
 from ckpt.plan.checkpoint import Slot
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
@@ -32,12 +32,9 @@ Turn = contextlib.AbstractContextManager[object]  # a lock
 
 BUFFER = 4 << 20  # bytes read at a time where data passes through this process
 WINDOW = 1 << 20  # bytes that are copied or gathered at a time: they stay in the processor's cache
-_SPAN = 8 << 20  # bytes that a store is asked for at a time
+_SPAN = 8 << 20  # bytes per job of a thread: they are written back to disk while the next are being copied
 _SLAB = 2 << 20  # bytes of rows that several copies fill together
-#: Bytes per job of a thread, small copies together: they are written back to disk while the next are being copied.
-#: What threads have in hand is moved again after a conversion was killed: with 8 MiB, which took as long, no journal
-#: had the last 50 MB, and with this it has all but 18.
-_BATCH = 2 << 20
+_BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
 _SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
 MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
 
@@ -128,17 +125,11 @@ class SpanBatch:
 def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
     """Rows together, and long ones cut."""
     is_cast = spans.source_dtype != spans.target_dtype
-    size = _batch_size(spans.paths)
-    spans = _cut_rows(spans, max(1, (min(WINDOW, buffer_size) if is_cast else size) // _itemsize(spans)))
+    spans = _cut_rows(spans, max(1, (min(WINDOW, buffer_size) if is_cast else _SPAN) // _itemsize(spans)))
     reached = np.cumsum(spans.numel * spans.target_dtype.itemsize)
-    starts = np.flatnonzero(np.diff((reached - 1) // size, prepend=-2))
+    starts = np.flatnonzero(np.diff((reached - 1) // _BATCH, prepend=-2))
     for start, stop in zip(starts.tolist(), [*starts[1:].tolist(), len(spans)], strict=True):
         yield SpanBatch(spans.take(slice(start, stop)))
-
-
-def _batch_size(paths: Iterable[str]) -> int:
-    """Bytes of a batch that is read from these files: what is in a store comes in as few requests as may be."""
-    return _SPAN if any(map(is_standin, paths)) else _BATCH
 
 
 def _cut_rows(spans: Spans, step: int) -> Spans:
@@ -314,7 +305,7 @@ def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
     for part in (Copy(*part) for copy in copies for part in _blocks(copy.source, copy.target, _SPAN)):
         batch.append(part)
         size += part.target.nbytes
-        if size >= _BATCH and size >= _batch_size([part.source.path]):
+        if size >= _BATCH:
             yield CopyBatch(batch)
             batch, size = [], 0
     if batch:

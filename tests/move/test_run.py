@@ -306,7 +306,7 @@ class TestExecute:
             parts = [part for batch in batches if isinstance(batch, CopyBatch) for part in batch.copies]
             assert all(part.source.end - part.source.offset <= 200 for part in parts)
             sizes = np.concatenate([np.zeros(1, np.int64), *(batch.written()[1] for batch in batches)])
-            assert sizes.max() <= 300 and all(batch.written()[1].sum() <= 300 + 300 for batch in batches)
+            assert sizes.max() <= 200 and all(batch.written()[1].sum() <= 300 + 200 for batch in batches)
             assert sizes.sum() == sum(slot.extent.nbytes for slot in file.slots)
 
     def test_rows_of_several_ranks_are_written_together(
