@@ -38,7 +38,7 @@ from converters.megatron.dist.folder import (
     is_torch_dcp_iteration,
 )
 from converters.megatron.folder import find_iteration, is_iterations_name
-from converters.names.megatron.options import TORCH_DIST, DistOptions
+from converters.names.megatron.options import NEMO, TORCH_DIST, DistOptions
 
 #: What NeMo 2 puts beside the weights of an adapter.
 _NEMO_ADAPTER = "adapter_metadata.json"
@@ -81,7 +81,7 @@ class MegatronDist(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
-        from converters.megatron.dist import adapter_write, plain_write, write
+        from converters.megatron.dist import adapter_write, nemo, plain_write, write
 
         form = layout.read(DistOptions).ckpt_format or TORCH_DIST
         if form == TORCH_DIST and checkpoint.is_adapter:
@@ -92,6 +92,8 @@ class MegatronDist(Format):
             raise UsageError(
                 f"an adapter is not written as {form}", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}"
             )
+        if form == NEMO:
+            return nemo.lay_out(checkpoint, layout)
         return plain_write.lay_out(checkpoint, layout, form)
 
 
