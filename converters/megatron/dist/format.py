@@ -10,7 +10,7 @@ Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, 
 are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
 
 NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
-Megatron-LM's: of it the model is read.
+Megatron-LM's: of it the model is read, and written by `converters.megatron.dist.nemo`.
 
 `fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read and written as well: see
 `converters.megatron.dist.fsdp`, `torch_dcp` and `plain_write`.

@@ -23,7 +23,7 @@ from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.precision import describe
 from ckpt.run_folder.carried import content_of
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
@@ -59,7 +59,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """The files of one checkpoint; UsageError without a context to be had, LossError for another model's."""
     folder = _context(checkpoint)
     model = describe_model(checkpoint, layout)
-    _check(model, folder)
+    _refuse_others(model, folder)
     writing = Writing(model.args["world_size"], f"{WEIGHTS}/", is_nested=False)
     keys = write.add_model(model, writing, MODULE).keys
     step = checkpoint.state.step or 0
@@ -73,7 +73,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     notes = [f"NeMo 2, for its RestoreConfig, with the context of {folder.parent}"]
     notes += describe(model.chosen, checkpoint, layout.dtype)
     untold = replace(checkpoint, state=replace(checkpoint.state, args=None))  # which the context has
-    return Target(files, dropped=(*training_left_out(untold), *run_files_left_out(checkpoint)), notes=tuple(notes))
+    without = [*training_left_out(untold), *run_files_left_out(checkpoint)]
+    states = [key for key in checkpoint.tensors if key[1] not in (*MODEL_ROLES, MASTER)]
+    left_out = dict.fromkeys(states, without.pop(0)) if states else {}
+    return Target(files, left_out, tuple(without), tuple(notes))
 
 
 def _context(checkpoint: Checkpoint) -> Path:
@@ -91,7 +94,7 @@ def _context(checkpoint: Checkpoint) -> Path:
     )
 
 
-def _check(model: MegatronModel, folder: Path) -> None:
+def _refuse_others(model: MegatronModel, folder: Path) -> None:
     """Refuse the context of another model."""
     config = read_run_config(confined(folder, MODEL)).get("config")
     stated = config if isinstance(config, Mapping) else {}
