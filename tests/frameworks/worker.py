@@ -127,6 +127,7 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     parsed.padded_vocab_size = parsed.vocab_size  # a tokenizer's, padded, which is not built
     set_variables = partial(set_global_variables, build_tokenizer=False)
     if "parsed_args" in signature(initialize_megatron).parameters:  # up to 0.17
+        parsed.rerun_mode = "disabled"  # which takes a run that goes on for one that is run again
         with mock.patch.object(initialize, "set_global_variables", set_variables):
             initialize_megatron(parsed_args=parsed, allow_no_cuda=True)
     else:
