@@ -7,7 +7,7 @@ from importlib import metadata
 from packaging.version import Version
 
 #: The first one whose Megatron-LM starts as `tests.frameworks.worker` starts it.
-_FIRST = "0.17"
+_FIRST = "0.18"
 #: And whose specs `tests.frameworks.engine_worker` builds over Transformer Engine's modules.
 _WITH_ENGINE = "0.19"
 

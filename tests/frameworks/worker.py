@@ -106,13 +106,8 @@ def _write(folder: Any, tensors: dict[str, Any], facts: dict[str, Any]) -> None:
 
 
 def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    from functools import partial
-    from inspect import signature
-    from unittest import mock
-
     import torch
     from megatron.core.enums import ModelType
-    from megatron.training import initialize
     from megatron.training.arguments import parse_args, validate_args
     from megatron.training.checkpointing import load_checkpoint, save_checkpoint
     from megatron.training.global_vars import get_args, set_global_variables
@@ -124,16 +119,10 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     from train.truth.pieces import collect
 
     parsed = parse_args()
+    validate_args(parsed)
     parsed.padded_vocab_size = parsed.vocab_size  # a tokenizer's, padded, which is not built
-    set_variables = partial(set_global_variables, build_tokenizer=False)
-    if "parsed_args" in signature(initialize_megatron).parameters:  # up to 0.17
-        parsed.rerun_mode = "disabled"  # which takes a run that goes on for one that is run again
-        with mock.patch.object(initialize, "set_global_variables", set_variables):
-            initialize_megatron(parsed_args=parsed, allow_no_cuda=True)
-    else:
-        validate_args(parsed)
-        set_variables(parsed)
-        initialize_megatron(allow_no_cuda=True)
+    set_global_variables(parsed, build_tokenizer=False)
+    initialize_megatron(allow_no_cuda=True)
     args = get_args()
     args.load = None
     how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": _build_model}  # in either order
