@@ -421,7 +421,8 @@ def _members(group: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 def _parameter(one: Option, section: str) -> inspect.Parameter:
     kind: Any = Literal[one.choices] if one.choices else one.type
     flags = [f"--{one.name.replace('_', '-')}"] if one.type is bool else []  # without a --no- of its own
-    info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=one.metavar, rich_help_panel=section)
+    metavar = f"<{'|'.join(one.choices)}>" if one.choices else one.metavar
+    info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=metavar, rich_help_panel=section)
     return inspect.Parameter(
         one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=Annotated[kind | None, info]
     )

@@ -74,7 +74,8 @@ def _ours(error: Any, command: str) -> UsageError:
     if found := re.match(r"Option '(.*)' requires an argument", message):
         return UsageError(f"the option {found[1]} takes a value, and none is given", hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: '(.*)' is not one of (.*?)\.?$", message, re.DOTALL):
-        expected = f"one of {found[3].replace(chr(39), '')}"
+        spelled = (getattr(error.param, "metavar", None) or "").strip("<>").replace("|", ", ")  # typer's has hyphens
+        expected = f"one of {spelled or found[3].replace(chr(39), '')}"
         return UsageError(f"the value of {_name(found[1])} is not known", expected=expected, found=found[2], hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: (?:Input should be )?(.*)", message, re.DOTALL):
         expected = found[2].partition(", unable")[0]

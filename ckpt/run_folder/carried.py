@@ -69,7 +69,7 @@ def model_files(
     path, config = find_config(folders), checkpoint.config
     notes: list[str] = []
     if path is not None:
-        found[CONFIG] = _content(path.parent, path.name)
+        found[CONFIG] = content_of(path.parent, path.name)
         config = parse_json(found[CONFIG], path)
     elif config is not None:
         found[CONFIG] = dump_config(config)
@@ -104,11 +104,11 @@ def run_companions(
     for name in names:
         unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
         if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
-            found[name] = _content(home, name)
+            found[name] = content_of(home, name)
     states = [state for state in map(_random_state, names) if state is not None]
     for state in states:
         if num_ranks is None or state.rank < num_ranks:
-            found[state.name_among(num_ranks)] = _content(home, state.name)
+            found[state.name_among(num_ranks)] = content_of(home, state.name)
     sources = {file.path for file in checkpoint.files}
     others = [name for name in names if str(home / name) not in sources]
     ranks = max((state.rank for state in states), default=0) + 1 if num_ranks is None else num_ranks
@@ -208,7 +208,8 @@ def _span(ranks: list[int]) -> str:
     return f"ranks {ranks[0]} to {ranks[-1]}" if whole else "ranks " + ", ".join(map(str, ranks))
 
 
-def _content(folder: Path, name: str) -> bytes:
+def content_of(folder: Path, name: str) -> bytes:
+    """A small file of `folder`; LossError for a large one."""
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:

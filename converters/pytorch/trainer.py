@@ -204,8 +204,10 @@ def trainer_groups(groups: Sequence[ParamGroup], order: Sequence[str]) -> tuple[
     """Param groups as Trainer makes them: with weight decay and without, in the model's order; and notes.
 
     One group of all parameters becomes two with its options.  LossError for others: the optimizer takes states by
-    number, and would not notice.
+    number, and would not notice.  torch's Muon Trainer does not make, but is given: its groups stay as they are.
     """
+    if any("ns_steps" in group.options for group in groups):
+        return list(groups), []
     trained = {fqn for group in groups for fqn in group.fqns}
     decayed = [tuple(fqn for fqn in order if fqn in trained and has_decay(fqn) == decay) for decay in (True, False)]
     options = {frozenset(group.fqns): group.options for group in groups}

@@ -168,6 +168,10 @@ complete -p ckpt
             ("inspect", "outputs", "more"),
             "expected: ckpt inspect [OPTIONS] PATH\n  found: more\n",
         ),
+        (
+            ("convert", "auto", "megatron-dist", "outputs", "--ckpt-format", "zarr"),
+            "one of torch_dist, torch_dcp, fsdp_dtensor, nemo\n  found: zarr\n",
+        ),
         (("convert", "auto", "hf", "outputs", "--dtype", "half"), "one of keep, fp32, bf16, fp16\n  found: half\n"),
         (
             ("convert", "auto", "hf", "outputs", "--world-size", "two"),

@@ -14,6 +14,8 @@ from ckpt.move.source import read_file
 COMMON, BACKENDS = "common.pt", "metadata.json"
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
+#: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
+MODULE = "module."
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )

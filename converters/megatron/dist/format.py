@@ -10,7 +10,7 @@ Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, 
 are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
 
 NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
-Megatron-LM's: of it the model is read.
+Megatron-LM's: of it the model is read, and written by `converters.megatron.dist.nemo`.
 
 `fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read and written as well: see
 `converters.megatron.dist.fsdp`, `torch_dcp` and `plain_write`.
@@ -38,7 +38,7 @@ from converters.megatron.dist.folder import (
     is_torch_dcp_iteration,
 )
 from converters.megatron.folder import find_iteration, is_iterations_name
-from converters.names.megatron.options import TORCH_DIST, DistOptions
+from converters.names.megatron.options import NEMO, TORCH_DIST, DistOptions
 
 #: What NeMo 2 puts beside the weights of an adapter.
 _NEMO_ADAPTER = "adapter_metadata.json"
@@ -81,7 +81,7 @@ class MegatronDist(Format):
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
-        from converters.megatron.dist import adapter_write, plain_write, write
+        from converters.megatron.dist import adapter_write, nemo, plain_write, write
 
         form = layout.read(DistOptions).ckpt_format or TORCH_DIST
         if form == TORCH_DIST and checkpoint.is_adapter:
@@ -92,6 +92,8 @@ class MegatronDist(Format):
             raise UsageError(
                 f"an adapter is not written as {form}", path=checkpoint.path, hint=f"--ckpt-format {TORCH_DIST}"
             )
+        if form == NEMO:
+            return nemo.lay_out(checkpoint, layout)
         return plain_write.lay_out(checkpoint, layout, form)
 
 

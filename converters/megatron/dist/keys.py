@@ -197,12 +197,13 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 class KeyWriter:
     """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers.
 
-    `sees` says that the GPTModel is only the language model in a larger one.
+    `sees` says that the GPTModel is only the language model in a larger one, `before` is what all keys begin with.
     """
 
     stacked: bool
     local_spec: bool
     sees: bool = False
+    before: str = ""
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
         """The key of a tensor of the whole model (or an entry of a module), and its place in the key's leading dims."""
@@ -212,7 +213,7 @@ class KeyWriter:
             index, name = (int(match["layer"]),), f"decoder.layers.{match['rest']}"
         if match := _EXPERT.fullmatch(name):
             index, name = (*index, int(match["expert"])), f"{match['before']}experts.{match['rest']}"
-        return (in_whole_model(name) if self.sees else name), index
+        return self.before + (in_whole_model(name) if self.sees else name), index
 
     def _spelled(self, name: str, kind: LayerKind | None) -> str:
         if kind is None or not self.local_spec:

@@ -22,7 +22,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
-from converters.megatron.dist.folder import BACKENDS, COMMON, is_nemo
+from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_larger, refuse_encoders
@@ -35,8 +35,6 @@ _CLASSES = (
     "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata",  # 0.15
 )
 _EXTRA = "._extra_state"
-#: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
-_NEMO = "module."
 _MAX_NAMES = 1 << 20
 
 
@@ -138,7 +136,7 @@ class DistReading:
 
     def keep_nemos(self, found: Mapping[str, Any]) -> dict[str, Any]:
         """The model in what NeMo 2 saved, by Megatron's own keys; the rest is left out, and a note says so."""
-        kept = {key.removeprefix(_NEMO): leaf for key, leaf in found.items() if key.startswith(_NEMO)}
+        kept = {key.removeprefix(MODULE): leaf for key, leaf in found.items() if key.startswith(MODULE)}
         self.notes.append(
             "a checkpoint of NeMo 2: its training state is left out, "
             f"{len(found) - len(kept)} items beside the model's and {COMMON}"

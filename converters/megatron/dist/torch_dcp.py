@@ -97,6 +97,14 @@ def _read_optimizer(
         ones = [n for n in order if len(groups) == 1 or belongs(n, len(shapes[n]), group, reading.args)]
         halves = [name for name in ones if tensors[name].entry.dtype.itemsize == 2]
         ids, held = group.get("params"), masters[number] if number < len(masters) else []
+        if isinstance(ids, list) and len(ids) < len(ones):
+            raise LossError(
+                "parameters were frozen, and no file records which: states have numbers alone",
+                path=reading.folder,
+                expected=f"states of all {len(ones)} parameters",
+                found=f"those of {len(ids)}",
+                hint="save it with --ckpt-format torch_dist, whose states have names",
+            )
         if not isinstance(ids, list) or len(ids) != len(ones) or len(held) not in (0, len(halves)):
             raise CorruptError(
                 "a param group of the optimizer does not fit the model's parameters",

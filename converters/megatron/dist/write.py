@@ -39,6 +39,13 @@ from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 from converters.names.megatron.model.splits import packed
 
+#: What `BACKENDS` says of these files.
+KIND = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.*)")
 _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
@@ -50,19 +57,14 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
-    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.sees)
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
-    scales = checkpoint.state.private.get("megatron", {}).get(FP8, {})
-    for entry, value in _extra_states(model, keys, scales):
-        writing.add((entry,), [value])
+    tensors = add_model(model, writing)
     per_rank = _per_rank(model)
     own = ("content_metadata", FP8) if f"{RERUN}_state" in per_rank else ("content_metadata", FP8, RERUN)
     kept, dropped = to_write(model, per_rank, *own, without_random="Megatron-LM draws new ones from --seed")
     for name, values in per_rank.items():
         for place, value in values.items():
             writing.add((f"{name}/{place}",), [value])
-    tensors = _Tensors(model, keys, writing)
-    tensors.add()
     optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     if optimizer is not None:
         tensors.add_states(optimizer)
@@ -72,25 +74,34 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )  # whose files are of other forms
     if RANDOM not in per_rank:
         args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
-    common = _common(model, keys, optimizer, kept, args)
-    backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    backends |= {"common_backend": "torch", "common_backend_version": 1}
+    common = _common(model, tensors.keys, optimizer, kept, args)
     step = checkpoint.state.step
     files = (
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
-        TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(backends).encode()),
+        TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(KIND).encode()),
         *model_files(checkpoint, layout.dtype)[0],
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    return Target(files, dropped=tuple(dropped), notes=tuple(_dist_notes(model, layout, keys, optimizer)))
+    return Target(files, dropped=tuple(dropped), notes=tuple(_dist_notes(model, layout, tensors.keys, optimizer)))
 
 
-class _Tensors:
+def add_model(model: MegatronModel, writing: Writing, before: str = "") -> ModelTensors:
+    """Add the model's tensors and its modules' extra states, under keys with `before` before them."""
+    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.sees, before)
+    scales = model.checkpoint.state.private.get("megatron", {}).get(FP8, {})
+    for entry, value in _extra_states(model, keys, scales):
+        writing.add((entry,), [value])
+    tensors = ModelTensors(model, keys, writing)
+    tensors.add()
+    return tensors
+
+
+class ModelTensors:
     """Adds tensors to the folder to be written."""
 
     def __init__(self, model: MegatronModel, keys: KeyWriter, writing: Writing) -> None:
-        self.model, self.writing = model, writing
+        self.model, self.keys, self.writing = model, keys, writing
         self.members: dict[str, dict[Shape, str]] = {}
         for fqn in model.chosen:
             key, index = keys.key(fqn, model.kinds.get(split_layer(fqn)[0]))
@@ -209,6 +220,12 @@ def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, An
         yield from ((str(ObjectKey(key, index, sizes)), value) for index, value in values.items())
 
 
+def content_metadata(keys: KeyWriter) -> dict[str, Any]:
+    """What tells megatron-core's loader which keys to ask for."""
+    metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+    return metadata if keys.stacked else metadata | {"non_homogeneous_layers": True}
+
+
 def _common(
     model: MegatronModel,
     keys: KeyWriter,
@@ -217,9 +234,7 @@ def _common(
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
     """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
-    metadata: dict[str, Any] = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-    if not keys.stacked:
-        metadata["non_homogeneous_layers"] = True
+    metadata = content_metadata(keys)
     if optimizer is None or optimizer.distributed or is_partly_distributed(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
         metadata["distrib_optim_fully_reshardable_mem_efficient"] = False

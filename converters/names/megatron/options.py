@@ -8,6 +8,8 @@ from typing import ClassVar
 from ckpt.plan.options import MAX_SIZE, option
 
 TORCH_DIST, TORCH_DCP, FSDP_DTENSOR = "torch_dist", "torch_dcp", "fsdp_dtensor"
+#: A folder of NeMo 2, which is `torch_dist` in another one.
+NEMO = "nemo"
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,9 @@ class DistOptions:
     about: ClassVar[str] = "Megatron's distributed formats"
 
     ckpt_format: str | None = option(
-        "How the files are laid out: for torch's FSDP2 torch_dcp, for Megatron-FSDP fsdp_dtensor. "
-        "[default: torch_dist]",
-        choices=(TORCH_DIST, TORCH_DCP, FSDP_DTENSOR),
+        "How the files are laid out: for torch's FSDP2 torch_dcp, for Megatron-FSDP fsdp_dtensor, "
+        "for NeMo 2 nemo, with its context in --config. [default: torch_dist]",
+        choices=(TORCH_DIST, TORCH_DCP, FSDP_DTENSOR, NEMO),
     )
 
 

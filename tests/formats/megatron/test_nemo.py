@@ -1,24 +1,49 @@
-"""`converters/megatron/dist/format.py`, `read.py`, `checkpoint.py`: checkpoints of NeMo 2.
+"""`converters/megatron/dist/nemo.py`, `format.py`, `read.py`, `checkpoint.py`: checkpoints of NeMo 2.
 
-By hand, as the index has no NeMo: files that megatron-core wrote, with NeMo's prefix before the model's keys, in its
-folders (nemo/lightning/ckpt_utils.py, io/pl.py, megatron_parallel.py).
+One that NeMo saved, and a run by hand: files that megatron-core wrote, with NeMo's prefix before the model's keys, in
+its folders (nemo/lightning/ckpt_utils.py, io/pl.py, megatron_parallel.py).  NeMo itself loads what is written with
+`fixtures/make_nemo.py FOLDER`.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file
 
 import ckpt
-from ckpt.errors import NotFoundError
+from ckpt.containers.dcp.metadata import read_metadata
+from ckpt.errors import LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT
+from converters.names.megatron.model.spelling import split_layer
 from tests.support import commands
 from tests.support.dcp_keys import rename_keys
 from tests.support.describing import content
+from tests.support.engines import raw
 from tests.support.places import FIXTURES
 
+NEMO = FIXTURES / "nemo"
+CONTEXT = NEMO / "model" / "context"
+#: The model of the fixture.
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 128,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
 SOURCE = FIXTURES / "megatron-dist-flattened"
 NAME = "model--step=2-last"
 
@@ -82,3 +107,67 @@ def test_an_adapter_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
         done = commands.ckpt(*command, run, "-o", tmp_path / "out")
         assert (done.code, (tmp_path / "out").exists()) == (NotFoundError.exit_code, False)
         assert "an adapter of NeMo 2" in done.err and "target='hf-peft'" in done.err
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    """The fixture's model as the Hub has it."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", "auto", "hf", NEMO / "model", "-o", tmp_path / "hub", "--config", tmp_path)
+    assert done.code == 0, done.err
+    return tmp_path / "hub"
+
+
+def test_the_model_is_the_one_that_nemo_held() -> None:
+    known = {name: raw(tensor) for name, tensor in load_file(NEMO / "truth" / "truth.safetensors").items()}
+    found = {_fused(fqn): content(tensor) for (fqn, _), tensor in ckpt.open(NEMO / "model").tensors.items()}
+    assert found == known and len(known) == 15
+
+
+def _fused(fqn: str) -> str:
+    """megatron-core's own layers in memory, which the files have by Transformer Engine's names."""
+    own = {
+        "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+        "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+    }
+    prefix, rest = split_layer(fqn)
+    return prefix + own.get(rest, rest)
+
+
+def test_a_model_of_the_hub_becomes_the_folder_that_nemo_wrote(hub: Path, tmp_path: Path) -> None:
+    done = commands.ckpt(
+        "convert", "hf", "megatron-dist", hub, "-o", tmp_path / "out", "--ckpt-format", "nemo", "--config", CONTEXT
+    )
+    assert done.code == 0, done.err
+    theirs, ours = (set(read_metadata(folder / "weights").keys) for folder in (NEMO / "model", tmp_path / "out"))
+    assert theirs <= ours and all("._extra_state/" in key for key in ours - theirs)
+    known, found = ckpt.open(NEMO / "model"), ckpt.open(tmp_path / "out")
+    assert {k: content(one) for k, one in found.tensors.items()} == {
+        k: content(one) for k, one in known.tensors.items()
+    }
+    for path in CONTEXT.rglob("*.*"):
+        assert (tmp_path / "out" / "context" / path.relative_to(CONTEXT)).read_bytes() == path.read_bytes()
+
+
+def test_a_run_of_megatron_lm_is_written_for_nemo_without_its_optimizer(tmp_path: Path) -> None:
+    context = tmp_path / "context"
+    shutil.copytree(CONTEXT, context)
+    config = context / "model.yaml"
+    sizes = {"hidden_size: 16": "hidden_size: 6", "ffn_hidden_size: 24": "ffn_hidden_size: 7", "1.0e-05": "1.0e-06"}
+    sizes |= {"num_attention_heads: 4": "num_attention_heads: 3", "num_query_groups: 2": "num_query_groups: 1"}
+    sizes |= {"500000.0": "10000"}
+    words = ("convert", "auto", "megatron-dist", SOURCE, "-o", tmp_path / "out", "--ckpt-format", "nemo")
+    for stated, known in sizes.items():
+        done = commands.ckpt(*words, "--config", context)
+        assert done.code == LossError.exit_code and "the context is that of another model" in done.err
+        config.write_text(config.read_text().replace(stated, known))
+    done = commands.ckpt(*words, "--config", context)
+    assert done.code == 0 and "optimizer states exp_avg, exp_avg_sq" in done.err, done.err
+    expected = {key: content(one) for key, one in ckpt.open(SOURCE).tensors.items() if key[1] == WEIGHT}
+    assert {key: content(one) for key, one in ckpt.open(tmp_path / "out").tensors.items()} == expected
+
+
+def test_without_a_context_nothing_is_written_for_nemo(hub: Path, tmp_path: Path) -> None:
+    done = commands.ckpt("convert", "hf", "megatron-dist", hub, "-o", tmp_path / "out", "--ckpt-format", "nemo")
+    assert (done.code, (tmp_path / "out").exists()) == (UsageError.exit_code, False)
+    assert "llm.import_ckpt" in done.err

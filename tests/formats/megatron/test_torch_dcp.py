@@ -47,6 +47,7 @@ MODEL = {f"{LAYER}self_attention.linear_proj.weight": torch.ones(3, 4), f"{LAYER
         (MODEL, {"tensor_model_parallel_size": 2}, LossError, "parts of one tensor parallel rank"),
         (MODEL, None, LossError, "no args"),
         (MODEL, {"num_layers": 2}, LossError, "layers of the model are missing"),
+        ({**MODEL, "frozen": True}, {}, LossError, "parameters were frozen"),
         ({**MODEL, "vision.weight": torch.ones(2)}, {}, CorruptError, "not what Megatron-LM stores there"),
     ],
 )
@@ -55,7 +56,9 @@ def test_faults(
 ) -> None:
     import torch.distributed.checkpoint as dcp
 
-    state: dict[str, Any] = {"iteration": 2, "model": model}
+    state: dict[str, Any] = {"iteration": 2, "model": {name: one for name, one in model.items() if name != "frozen"}}
+    if "frozen" in model:  # Megatron-LM's optimizer has one of the two
+        state["optimizer"] = {"optimizer": {"state": {}, "param_groups": [{"params": [0]}]}}
     if args is not None:
         state["args"] = Namespace(**{"num_layers": 1, "tensor_model_parallel_size": 1, **args})
     dcp.save(state, checkpoint_id=tmp_path / FOLDER, no_dist=True)

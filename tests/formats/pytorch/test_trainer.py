@@ -195,3 +195,41 @@ def test_shards_have_an_index(run: Path, tmp_path: Path) -> None:
     index = json.loads((out / "model.safetensors.index.json").read_text())
     assert set(index["weight_map"].values()) == {path.name for path in out.glob("*.safetensors")}
     assert not (out / "model.safetensors").exists() and api.open(out).optimizer_states
+
+
+@pytest.mark.slow
+def test_trainer_goes_on_with_muon(tmp_path: Path) -> None:
+    """torch's Muon, given to HF Trainer in `optimizers`: from what is written by way of DCP it has its own momentum."""
+    from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    config = AutoConfig.for_model("llama", **tiny_sizes("llama"))
+    rows = [{"input_ids": torch.arange(2, 11), "labels": torch.arange(2, 11)}] * 8
+
+    def train(steps: int, seed: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What the run holds as its last step begins, and as it ends."""
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config)
+        for parameter in model.parameters():
+            parameter.requires_grad_(parameter.dim() == 2)
+        muon = torch.optim.Muon([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+
+        def held() -> dict[str, Any]:
+            states = {fqn: muon.state[p]["momentum_buffer"] for fqn, p in model.named_parameters() if p in muon.state}
+            return {fqn: raw(p) for fqn, p in model.named_parameters()} | {f"{k}/m": raw(v) for k, v in states.items()}
+
+        class Look(TrainerCallback):
+            def on_step_begin(self, args: object, state: object, control: object, **_: Any) -> None:
+                begun.update(held())
+
+        begun: dict[str, Any] = {}
+        options = {"save_steps": 2, "per_device_train_batch_size": 4, "use_cpu": True, "report_to": []}
+        args = TrainingArguments(output_dir=str(tmp_path / "run"), max_steps=steps, disable_tqdm=True, **options)
+        both = (muon, torch.optim.lr_scheduler.LambdaLR(muon, lambda step: 1.0))
+        Trainer(model=model, args=args, train_dataset=rows, optimizers=both, callbacks=[Look()]).train(**more)
+        return begun, held()
+
+    _, known = train(2, seed=0)
+    api.plan(api.open(tmp_path / "run"), "dcp", Layout(world_size=3)).run(tmp_path / "dcp")
+    out = write(tmp_path / "dcp", tmp_path / "out" / "checkpoint-2")
+    begun, _ = train(3, seed=1, resume_from_checkpoint=str(out))
+    assert begun == known and any(name.endswith("/m") for name in known)
