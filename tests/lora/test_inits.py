@@ -5,8 +5,12 @@ base that they left.
 from __future__ import annotations
 
 import copy
+import sys
+import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +23,16 @@ def prepared(init: str, model: Any) -> Any:
     """The config of this init; what it takes of data is measured on the model, as its own scripts do it."""
     from peft import LoraConfig
     from peft.tuners.lora.config import CordaConfig, LoraGAConfig
-    from peft.tuners.lora.corda import preprocess_corda
     from peft.tuners.lora.loraga import preprocess_loraga
 
     ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
     if init == "corda":
+        # of the package attrs, which PEFT does not ask for, it takes this alone
+        with mock.patch.dict(sys.modules, {"attr": types.SimpleNamespace(dataclass=dataclass)}):
+            from peft.tuners.lora.corda import preprocess_corda
         config = LoraConfig(**options, init_lora_weights=init, corda_config=CordaConfig(corda_method="kpm"))
-        preprocess_corda(model, config, run_model=lambda: model(input_ids=ids))
+        preprocess_corda(model, config, run_model=lambda: model(input_ids=ids[:1]))
         return config
     if init == "lora_ga":
         config = LoraConfig(**options, init_lora_weights=init, lora_ga_config=LoraGAConfig())
