@@ -28,7 +28,7 @@ from ckpt.plan.tensors import whole
 
 _FUNCTIONS = ("create_tensor_from_blob", "delete_tensor_object", "copy_", "cpu_mm_out")
 _SET_THREADS = "MKL_Set_Num_Threads_Local"
-_WIDE = {FLOAT32: np.dtype(np.float32), FLOAT64: np.dtype(np.float64)}
+_WIDE: dict[DType, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), FLOAT64: np.dtype(np.float64)}
 _LINE = 64  # bytes of a cache line: products that begin elsewhere take three times as long
 _AT_ONCE = 1 << 17  # elements that stay in the processor's cache from scaling to rounding
 
@@ -75,9 +75,10 @@ def is_stored(factor: Factor) -> bool:
 
 
 def stored(factor: Factor) -> tuple[NDArray[Any], DType]:
-    """The raw bits of a tensor, and its dtype."""
+    """The raw bits of a tensor, which may be written to, and its dtype."""
     assert factor.choice is not None
-    return read_box(factor.choice.tensor, whole(factor.shape), factor.of.computed), factor.choice.dtype
+    bits = read_box(factor.choice.tensor, whole(factor.shape), factor.of.computed)
+    return bits if bits.flags.writeable else bits.copy(), factor.choice.dtype
 
 
 class TorchLibrary:
@@ -109,7 +110,7 @@ class TorchLibrary:
 
     def cast(self, bits: NDArray[Any], dtype: DType, wide: DType) -> NDArray[Any]:
         """The values of a tensor in the wide dtype."""
-        found = np.empty(bits.shape, _WIDE[wide])
+        found: NDArray[Any] = np.empty(bits.shape, _WIDE[wide])
         self.copy(bits, dtype, found, wide)
         return found
 
