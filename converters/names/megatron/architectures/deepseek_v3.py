@@ -145,6 +145,5 @@ def _positions(config: Config) -> dict[str, Any]:
     return found
 
 
-SPARSE = {"sparse": qwen3_moe.EXPERTS + SHARED, "prediction": PREDICTION}
-
-TABLE = Table(FAMILIES["deepseek_v3"], args, llama.TOP, ATTENTION, llama.MLP, notes=notes, **SPARSE)
+_MOE = qwen3_moe.EXPERTS + SHARED
+TABLE = Table(FAMILIES["deepseek_v3"], args, llama.TOP, ATTENTION, llama.MLP, _MOE, prediction=PREDICTION, notes=notes)
