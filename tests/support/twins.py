@@ -57,7 +57,7 @@ TWINS: Mapping[str, Twin] = {
         "llama",
         {"num_hidden_layers": "num_layers", "rms_norm_eps": "layer_norm_epsilon", "hidden_act": "activation_function"},
         names=(
-            ("self_attn.o_proj.", "attn.attention.out_proj."),
+            ("self_attn.o_proj.", "self_attn.out_proj."),
             ("self_attn.", "attn.attention."),
             ("mlp.gate_proj.", "mlp.c_fc_0."),
             ("mlp.up_proj.", "mlp.c_fc_1."),

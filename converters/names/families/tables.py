@@ -940,7 +940,11 @@ FAMILIES: dict[str, Family] = {
     "internlm3": replace(
         _LLAMA, defaults={"head_dim": 128}, spelled={"qkv_bias": "attention_bias", "bias": "mlp_bias"}
     ),
-    "baichuan": Family("BaiChuan", "self_attn.W_pack.weight 3a h \n self_attn.o_proj.weight h a" + MLP + NORMS),
+    "baichuan": Family(
+        "BaiChuan",
+        "self_attn.W_pack.weight 3a h \n self_attn.o_proj.weight h a" + MLP + NORMS,
+        unread=("num_key_value_heads",),
+    ),
     "exaone": Family(
         "Exaone",
         """

@@ -15,13 +15,11 @@ from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import counted
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
     MEGATRON,
     MODEL_ROLES,
-    TRANSFORMERS,
     WEIGHT,
     Checkpoint,
     Key,
@@ -42,6 +40,7 @@ from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.rows import EVERY
 from converters.names.megatron.table import Table
+from converters.names.transformers.relation import relation as in_memory
 
 #: Names in which the Hub's files keep quantized weights and their scales.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
@@ -353,7 +352,8 @@ def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
     own = (name for layer in sizes.layers for name in layer)
     if any(map(_STACKS.search, own)) or not any(_STACKS.search(fqn) for fqn, _ in checkpoint.tensors):
         return checkpoint
-    return registry.namespace(TRANSFORMERS).to_hub(replace(checkpoint, namespace=TRANSFORMERS))
+    found = in_memory(checkpoint.config, _shapes(checkpoint))
+    return checkpoint if found is None else translate(checkpoint, found, HUB)
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:

@@ -1,7 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, dense first layers, shared experts, multi-token prediction.
 
-The hub numbers layers of multi-token prediction behind the others (61 in the release) and stores the embedding and
-the output layer again in each.
+The Hub numbers layers of the last behind the others, and has the embedding and the output layer again in each.
 """
 
 from __future__ import annotations
@@ -67,31 +66,24 @@ def latent(sizes: Sizes) -> dict[str, Any]:
     """Arguments of latent attention, and of experts whose router takes a softmax."""
     config = sizes.config
     silu(config)
-    return (
-        common(sizes)
-        | _positions(config)
-        | (experts(sizes) if sizes.num_experts else {})
-        | {
-            "multi_latent_attention": True,
-            "qk_layernorm": True,
-            "q_lora_rank": sizes.dims["qr"] or None,
-            "kv_lora_rank": sizes.dims["kr"],
-            "qk_head_dim": config.size("qk_nope_head_dim"),
-            "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
-            "v_head_dim": config.size("v_head_dim"),
-        }
-    )
+    routed = experts(sizes) if sizes.num_experts else {}
+    return {
+        **common(sizes) | _positions(config) | routed,
+        "multi_latent_attention": True,
+        "qk_layernorm": True,
+        "q_lora_rank": sizes.dims["qr"] or None,
+        "kv_lora_rank": sizes.dims["kr"],
+        "qk_head_dim": config.size("qk_nope_head_dim"),
+        "qk_pos_emb_head_dim": config.size("qk_rope_head_dim"),
+        "v_head_dim": config.size("v_head_dim"),
+    }
 
 
 def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
     """Say where transformers' norms inside the attention have another epsilon than the others; Megatron has one."""
     epsilon = sizes.config.number("rms_norm_eps", epsilon)
-    if epsilon == _INSIDE:
-        return []
-    return [
-        f"Megatron's norms of the latent queries, keys and values take the config's rms_norm_eps, {epsilon:g}; "
-        f"transformers' class takes {_INSIDE:g} there"
-    ]
+    ours = f"Megatron's norms of the latent queries, keys and values take the config's rms_norm_eps, {epsilon:g}"
+    return [] if epsilon == _INSIDE else [f"{ours}; transformers' class takes {_INSIDE:g} there"]
 
 
 def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
@@ -118,15 +110,12 @@ def _check_groups(config: Config) -> None:
 
     It takes as many as are chosen of each group on average (transformer/moe/moe_utils.py, `group_limited_topk`).
     """
-    groups, chosen = config.get("n_group"), config.get("topk_group")
-    if not chosen or groups == chosen:
-        return
-    experts_chosen = config.size("num_experts_per_tok")
-    if experts_chosen // config.size("topk_group") != 2:
+    groups, chosen, used = config.get("n_group"), config.get("topk_group"), config.size("num_experts_per_tok")
+    if chosen and groups != chosen and used // config.size("topk_group") != 2:
         raise LossError(
             "Megatron scores a group of experts by another number of them than two",
             expected="num_experts_per_tok twice topk_group, or topk_group equal to n_group",
-            found=f"num_experts_per_tok {experts_chosen}, topk_group {chosen}, n_group {groups}",
+            found=f"num_experts_per_tok {used}, topk_group {chosen}, n_group {groups}",
         )
 
 
@@ -156,13 +145,5 @@ def _positions(config: Config) -> dict[str, Any]:
     return found
 
 
-TABLE = Table(
-    FAMILIES["deepseek_v3"],
-    args,
-    llama.TOP,
-    ATTENTION,
-    dense=llama.MLP,
-    sparse=qwen3_moe.EXPERTS + SHARED,
-    prediction=PREDICTION,
-    notes=notes,
-)
+_MOE = qwen3_moe.EXPERTS + SHARED
+TABLE = Table(FAMILIES["deepseek_v3"], args, llama.TOP, ATTENTION, llama.MLP, _MOE, prediction=PREDICTION, notes=notes)

@@ -12,7 +12,7 @@ from converters.names.megatron.args import gated
 TOP = llama.TOP.replace("model.embed_tokens", "transformer.wte").replace("model.norm", "transformer.ln_f")
 LAYER = llama.ATTENTION.replace("self_attn.", "attn.attention.").replace(".o_proj", ".out_proj")
 MLP = llama.MLP.replace("[gate|up]_proj", "c_fc_[0|1]").replace("down_proj", "c_proj")
-NAMES = {"layer": LAYER.replace("input_layernorm", "ln_1"), "dense": MLP.replace("post_attention_layernorm", "ln_2")}
+LAYER, MLP = LAYER.replace("input_layernorm", "ln_1"), MLP.replace("post_attention_layernorm", "ln_2")
 ARGS = partial(gated, slides=False, epsilon=1e-5)
 
-TABLE = replace(llama.TABLE, family=FAMILIES["exaone"], args=ARGS, top=TOP, **NAMES)
+TABLE = replace(llama.TABLE, family=FAMILIES["exaone"], args=ARGS, top=TOP, layer=LAYER, dense=MLP)
