@@ -28,8 +28,8 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import whole
 
 _FUNCTIONS = ("create_tensor_from_blob", "delete_tensor_object", "copy_", "cpu_mm_out")
-_SET_NUM_THREADS = "_ZN2at15set_num_threadsEi"  # at::set_num_threads(int), which torch.set_num_threads calls
-_WIDE = {FLOAT32: np.dtype(np.float32), FLOAT64: np.dtype(np.float64)}
+_SET_THREADS = "MKL_Set_Num_Threads_Local"
+_WIDE: dict[DType, np.dtype[Any]] = {FLOAT32: np.dtype(np.float32), FLOAT64: np.dtype(np.float64)}
 _LINE = 64  # bytes of a cache line: products that begin elsewhere take three times as long
 _AT_ONCE = 1 << 17  # elements that stay in the processor's cache from scaling to rounding
 
@@ -45,6 +45,10 @@ class PlainLora:
 
     def merge(self, library: TorchLibrary, weight: NDArray[Any], dtype: DType) -> NDArray[Any]:
         """Add it to `weight`, the raw bits of a tensor of `dtype`, in place."""
+        with library.one_thread():  # tensors are computed side by side already
+            return self._merge(library, weight, dtype)
+
+    def _merge(self, library: TorchLibrary, weight: NDArray[Any], dtype: DType) -> NDArray[Any]:
         wide = FLOAT64 if dtype == FLOAT64 else FLOAT32
         low, high = (library.cast(*stored(one), wide, use) for one, use in ((self.a, "low"), (self.b, "high")))
         product = _MEMORY.array("product", (high.shape[0], low.shape[1]), _WIDE[wide])
@@ -72,9 +76,10 @@ def is_stored(factor: Factor) -> bool:
 
 
 def stored(factor: Factor) -> tuple[NDArray[Any], DType]:
-    """The raw bits of a tensor, and its dtype."""
+    """The raw bits of a tensor, which may be written to, and its dtype."""
     assert factor.choice is not None
-    return read_box(factor.choice.tensor, whole(factor.shape), factor.of.computed), factor.choice.dtype
+    bits = read_box(factor.choice.tensor, whole(factor.shape), factor.of.computed)
+    return bits if bits.flags.writeable else bits.copy(), factor.choice.dtype
 
 
 class TorchLibrary:
@@ -90,7 +95,19 @@ class TorchLibrary:
             dtype: getattr(library, f"aoti_torch_dtype_{dtype.name}")()
             for dtype in (BFLOAT16, FLOAT16, FLOAT32, FLOAT64)
         }
-        getattr(library, _SET_NUM_THREADS)(1)  # of each thread: tensors are computed side by side already
+        self._mkl, self._omp = getattr(library, _SET_THREADS), library.omp_set_num_threads
+        self._omp_threads = library.omp_get_max_threads
+
+    @contextmanager
+    def one_thread(self) -> Iterator[None]:
+        """Multiply and convert in the calling thread alone; torch finds its settings as they were."""
+        mkl, omp = self._mkl(1), self._omp_threads()
+        self._omp(1)
+        try:
+            yield
+        finally:
+            self._mkl(mkl)
+            self._omp(omp)
 
     def cast(self, bits: NDArray[Any], dtype: DType, wide: DType, use: str) -> NDArray[Any]:
         """The values of a tensor in the wide dtype, which lie as torch's own: where they lie may decide BLAS's bits."""

@@ -83,13 +83,13 @@ class _Merged:
         if is_stored(self.source) and len(plain) == len(self.updates) and (library := light.library()):
             steps = [(update, partial(one.merge, library, dtype=self.dtype)) for update, one in plain]
             bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
-            return memoryview(raw_bytes(bits))
+            return raw_bytes(bits).data
         import torch
 
         torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
         with torch.no_grad():
             applied = [(update, update.apply) for update in self.updates]
-            return memoryview(raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)))
+            return raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)).data
 
 
 def plan(
@@ -172,7 +172,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
         for fqn, factor in one.factors.items():
             hasher.update(repr((fqn, factor.shape)).encode())
             if factor.is_held:
-                hasher.update(raw_bytes(factor.load()))
+                hasher.update(raw_bytes(factor.load()).data)
     return hasher.hexdigest()
 
 

@@ -5,8 +5,12 @@ base that they left.
 from __future__ import annotations
 
 import copy
+import sys
+import types
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,11 +22,18 @@ from tests.support.commands import ckpt
 def prepared(init: str, model: Any) -> Any:
     """The config of this init; what it takes of data is measured on the model, as its own scripts do it."""
     from peft import LoraConfig
-    from peft.tuners.lora.config import LoraGAConfig
+    from peft.tuners.lora.config import CordaConfig, LoraGAConfig
     from peft.tuners.lora.loraga import preprocess_loraga
 
     ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
+    if init == "corda":
+        # of the package attrs, which PEFT does not ask for, it takes this alone
+        with mock.patch.dict(sys.modules, {"attr": types.SimpleNamespace(dataclass=dataclass)}):
+            from peft.tuners.lora.corda import preprocess_corda
+        config = LoraConfig(**options, init_lora_weights=init, corda_config=CordaConfig(corda_method="kpm"))
+        preprocess_corda(model, config, run_model=lambda: model(input_ids=ids[:1]))
+        return config
     if init == "lora_ga":
         config = LoraConfig(**options, init_lora_weights=init, lora_ga_config=LoraGAConfig())
         preprocess_loraga(model, config, lambda: model(input_ids=ids, labels=ids).loss.backward())
@@ -46,7 +57,7 @@ def trained(init: str, base: Path, folder: Path) -> None:
     model.unload().save_pretrained(folder / "left")
 
 
-@pytest.mark.parametrize("init", ["pissa_niter_4", "lora_ga"])
+@pytest.mark.parametrize("init", ["pissa_niter_4", "corda", "lora_ga"])
 def test_it_is_refused_and_merged_into_the_base_that_the_init_left(init: str, tmp_path: Path) -> None:
     base = save_base("llama", torch.float32, tmp_path / "base")
     trained(init, base, tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -20,12 +21,14 @@ from tests.support.adapters import merge_by_peft, same, save_adapter, save_base,
 DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64]
 #: Values that are rounded, scaled and added in ways of their own.
 SPECIAL = [float("inf"), float("-inf"), float("nan"), 0.0, -0.0, 1e-45, 3e38, -65504.0]
-#: Merges an adapter, and says whether torch was imported.
+#: Merges an adapter, and says whether torch was imported, and how many threads it has afterwards.
 MERGE = """
 import sys
 from ckpt.lora.merging import merge_lora
 merge_lora(sys.argv[1], sys.argv[3], base=sys.argv[2])
 print("torch" in sys.modules)
+import torch
+print(torch.get_num_threads())
 """
 
 
@@ -87,8 +90,9 @@ def test_a_merge_takes_no_import_of_torch_and_equals_pefts(dtype: torch.dtype, t
     options: dict[str, Any] = {"target_modules": "all-linear", "use_rslora": True}
     adapter = save_adapter(base, tmp_path / "adapter", options)
     command = [sys.executable, "-c", MERGE, *map(str, (adapter, base, tmp_path / "ours"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.stdout.strip() == "False", done.stderr
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    assert done.stdout.split() == ["False", "2"], done.stderr
     merge_by_peft(base, [adapter], tmp_path / "peft")
     ours, theirs = weights(tmp_path / "ours"), weights(tmp_path / "peft")
     assert ours.keys() == theirs.keys()
@@ -98,7 +102,7 @@ def test_a_merge_takes_no_import_of_torch_and_equals_pefts(dtype: torch.dtype, t
 
 
 def test_where_the_library_is_another_one_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(light, "_SET_NUM_THREADS", "none_of_this_name")
+    monkeypatch.setattr(light, "_SET_THREADS", "none_of_this_name")
     light._library.cache_clear()
     assert light._library() is None
     light._library.cache_clear()

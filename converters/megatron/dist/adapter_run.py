@@ -44,6 +44,13 @@ from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 CONFIG = "run_config.yaml"
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
+#: What else the classes record of an adapter: nothing that the tensors do not say, or that a merge depends on.
+_KNOWN = {
+    *("_target_", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
+    *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
+    *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
+    *("share_expert_adapters", "experts_shared_outer_loras"),
+}
 _MARK = ".adapter."
 #: PEFT's names on Megatron's modules, which are ms-swift's.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
@@ -117,6 +124,10 @@ def read_run(path: Path) -> AdapterRun:
             path=path,
             expected=" or ".join(CLASSES.values()) + ", as `_target_` of `peft`",
             found=target or "no adapter",
+        )
+    if unknown := sorted(f"{name}: {value!r}" for name, value in peft.items() if value and name not in _KNOWN):
+        raise UsageError(
+            "the run recorded something of its adapter that is not known here", path=path, found=", ".join(unknown)
         )
     fields = _Sections(path, {"peft": peft, "model": model})
     dim, expert_dim = fields.count("peft", "dim"), None

@@ -270,6 +270,11 @@ def test_another_rank_than_the_configs_is_refused(tmp_path: Path) -> None:
     refused(4, "rank 4", run, base_of("lora-tp2-pp2"), tmp_path)
 
 
+def test_what_is_not_known_of_an_adapter_is_refused_where_it_is_set(tmp_path: Path) -> None:
+    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(use_rslora=True, new=None))
+    refused(2, "use_rslora: True", run, base_of("lora-tp2-pp2"), tmp_path)
+
+
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_an_adapter_of_another_number_of_ranks_is_refused(size: int, tmp_path: Path) -> None:
     changed = {"tensor_model_parallel_size": size}
