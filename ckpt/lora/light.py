@@ -2,7 +2,8 @@
 
 The arithmetic is torch's all the same, in the order of `ckpt.lora.arithmetic`.  The C functions of its library
 (`torch/csrc/inductor/aoti_torch/c/shim.h`, kept for programs that were compiled with an older torch) multiply the
-factors and convert dtypes; numpy scales and adds, which IEEE 754 leaves one result for.
+factors and convert dtypes; numpy scales and adds, which IEEE 754 leaves one result for, but for the bits of a NaN that
+is added to another.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class PlainLora:
 
     def _merge(self, library: TorchLibrary, weight: NDArray[Any], dtype: DType) -> NDArray[Any]:
         wide = FLOAT64 if dtype == FLOAT64 else FLOAT32
-        low, high = (library.cast(*stored(one), wide) for one in (self.a, self.b))
+        low, high = (library.cast(*stored(one), wide, use) for one, use in ((self.a, "low"), (self.b, "high")))
         product = _MEMORY.array("product", (high.shape[0], low.shape[1]), _WIDE[wide])
         library.multiply(high, low, product, wide)
         lying = product.T if self.transposed else product
@@ -108,9 +109,9 @@ class TorchLibrary:
             self._mkl(mkl)
             self._omp(omp)
 
-    def cast(self, bits: NDArray[Any], dtype: DType, wide: DType) -> NDArray[Any]:
-        """The values of a tensor in the wide dtype."""
-        found: NDArray[Any] = np.empty(bits.shape, _WIDE[wide])
+    def cast(self, bits: NDArray[Any], dtype: DType, wide: DType, use: str) -> NDArray[Any]:
+        """The values of a tensor in the wide dtype, which lie as torch's own: where they lie may decide BLAS's bits."""
+        found = _MEMORY.array(use, bits.shape, _WIDE[wide])
         self.copy(bits, dtype, found, wide)
         return found
 
@@ -155,7 +156,7 @@ def _library() -> TorchLibrary | None:
 
 
 class _Memory(threading.local):
-    """A thread's memory for products and sums: fresh pages for each of them would cost as much as computing it."""
+    """A thread's memory for factors, products and sums: fresh pages for each would cost as much as computing it."""
 
     def __init__(self) -> None:
         self.held: dict[str, NDArray[np.uint8]] = {}

@@ -6,11 +6,14 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt as package
 from ckpt.errors import StorageError
+from ckpt.lora.effect import Noted, Update
 from ckpt.verify import manifest
 from tests.support.adapters import edited, same, save_adapter, weights
 from tests.support.commands import ckpt
@@ -106,6 +109,27 @@ def test_tokens_that_were_not_trained_count_as_nothing_to_add(bases: dict[str, P
     save_file(tensors, file)
     done = package.merge_lora(adapter, tmp_path / "out", base=bases["llama"])
     assert [one.target for one in done.effects.targets if one.is_nothing] == ["model.embed_tokens"]
+
+
+@pytest.mark.parametrize("is_of_torch", [False, True])
+@pytest.mark.parametrize("number", [0, 1, 7919, -1])
+def test_one_value_of_many_is_a_change_and_the_update_behind_it_is_none(number: int, is_of_torch: bool) -> None:
+    """Most values of a weight are not among those that are compared first."""
+    weight = np.zeros((300, 700), np.uint16)
+    changed = weight.copy()
+    changed.reshape(-1)[number] = 1
+
+    def loaded(bits: np.ndarray[Any, Any]) -> Any:
+        return torch.from_numpy(bits.copy()) if is_of_torch else bits.copy()
+
+    names = ("nothing", "one", "nothing", "back")
+    results = {"nothing": lambda one: one, "one": lambda _: loaded(changed), "back": lambda _: loaded(weight)}
+    updates = [
+        (Update("adapter", f"{n}{name}", results[name], lambda: False), results[name]) for n, name in enumerate(names)
+    ]
+    noted = Noted(1, {"w": lambda: memoryview(b"")})
+    noted.updated("w", "bfloat16", lambda: loaded(weight), updates)
+    assert [one.is_changed for one in noted.effects.targets] == [False, True, False, True]
 
 
 def test_a_merge_that_goes_on_counts_what_was_done_before(

@@ -789,6 +789,12 @@ class TestRefusals:
                 continue  # what the class makes of it is no model, either
             assert found[1] != expected[1] or found[0] == expected[0]
 
+    def test_exaone_ties_its_embeddings_where_the_config_is_silent(self) -> None:
+        """LGAI-EXAONE/EXAONE-3.0-7.8B-Instruct, configuration_exaone.py."""
+        config = {name: value for name, value in config_of("exaone").items() if name != "tie_word_embeddings"}
+        found, (top, *_) = answer_of(config, "exaone")
+        assert not found["untie_embeddings_and_output_weights"] and "lm_head.weight" not in top
+
     def test_flint_takes_its_window_from_the_config(self) -> None:
         config = {name: value for name, value in config_of("flint").items() if name != "sliding_window"}
         assert "sliding_window" in str(refused(CorruptError, described({}, config)))

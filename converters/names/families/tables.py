@@ -958,6 +958,7 @@ FAMILIES: dict[str, Family] = {
         top="wte.weight v h \n ln_f.weight h",
         base="transformer",
         layers="h",
+        defaults=TIED,
         spelled={
             "num_layers": "num_hidden_layers",
             "layer_norm_epsilon": "rms_norm_eps",
