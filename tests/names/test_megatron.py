@@ -742,6 +742,7 @@ class TestRefusals:
             ("bailing_moe", {"use_sliding_window": True}),
             ("gpt_oss", {"swiglu_alpha": 1.5}),
             ("baichuan", {"z_loss_weight": 0}),
+            ("baichuan", {"vocab_size": 125696}),
             ("baichuan", {"max_position_embeddings": None}),
             ("chatglm", {"rope_ratio": 50, "_name_or_path": "THUDM/chatglm2-6b-32k"}),
             ("deepseek_v3", {"norm_topk_prob": False}),

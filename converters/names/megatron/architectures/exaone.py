@@ -13,6 +13,6 @@ TOP = llama.TOP.replace("model.embed_tokens", "transformer.wte").replace("model.
 LAYER = llama.ATTENTION.replace("self_attn.", "attn.attention.").replace(".o_proj", ".out_proj")
 MLP = llama.MLP.replace("[gate|up]_proj", "c_fc_[0|1]").replace("down_proj", "c_proj")
 LAYER, MLP = LAYER.replace("input_layernorm", "ln_1"), MLP.replace("post_attention_layernorm", "ln_2")
-ARGS = partial(gated, slides=False, epsilon=1e-5)
+ARGS = partial(gated, slides=False)
 
 TABLE = replace(llama.TABLE, family=FAMILIES["exaone"], args=ARGS, top=TOP, layer=LAYER, dense=MLP)
