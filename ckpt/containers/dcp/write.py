@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from ckpt.containers.dcp.metadata import METADATA, Path_
-from ckpt.containers.torchfile.pickler import Size, dumps
+from ckpt.containers.torchfile.pickler import Items, Size, dumps
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_item
 from ckpt.plan.checkpoint import Key, Slot, TargetFile
@@ -184,9 +184,7 @@ class Writing:
         self.values, self.pieces = [], []  # a large model has many: they go as they are laid out
         places: _Places = {}
         files = [self._file(rank, by_rank.pop(0), places) for rank in range(self.num_ranks)]
-        metadata = self._metadata(places)
-        places.clear()
-        content = dumps(metadata, protocol=4)
+        content = dumps(self._metadata(places), protocol=4)
         return [*files, TargetFile.of_bytes(self.prefix + METADATA, content)]
 
     def _file(self, rank: int, items: list[_Item], places: _Places) -> TargetFile:
@@ -222,27 +220,29 @@ class Writing:
         return alike
 
     def _metadata(self, places: _Places) -> Record:
-        described: dict[str, Record] = {}
-        stored: dict[Record, Record] = {}
         sizes = _Sizes()
-        for key in self.paths:
-            if key not in self.tensors:
-                described[key] = Record(_METADATA, "BytesStorageMetadata")
-                stored[_index(key, None, None, sizes)] = _storage_info(*places[key, None])
-                continue
-            dtype, shape, boxes = self.tensors[key]
-            described[key] = _tensor_metadata(dtype, shape, boxes, sizes)
-            for number, box in enumerate(boxes):
-                place = places[self.aliases.get(key, key), box.offsets]
-                stored[_index(key, box.offsets, number, sizes)] = _storage_info(*place)
         state = {
-            "state_dict_metadata": described,
+            "state_dict_metadata": Items((key, self._described(key, sizes)) for key in self.paths),
             "planner_data": self.paths if self.is_nested else None,
-            "storage_data": stored,
+            "storage_data": Items(item for key in self.paths for item in self._stored(key, places, sizes)),
             "storage_meta": None,
             "version": "1.0.0",
         }
         return Record(_METADATA, "Metadata", state=state)
+
+    def _described(self, key: str, sizes: _Sizes) -> Record:
+        if key not in self.tensors:
+            return Record(_METADATA, "BytesStorageMetadata")
+        return _tensor_metadata(*self.tensors[key], sizes)
+
+    def _stored(self, key: str, places: _Places, sizes: _Sizes) -> Iterator[tuple[Record, Record]]:
+        """Where the boxes of a tensor lie, or an object."""
+        if key not in self.tensors:
+            yield _index(key, None, None, sizes), _storage_info(*places[key, None])
+            return
+        for number, box in enumerate(self.tensors[key][2]):
+            place = places[self.aliases.get(key, key), box.offsets]
+            yield _index(key, box.offsets, number, sizes), _storage_info(*place)
 
 
 def _only_fill(root: Any) -> FromSource | None:

@@ -4,14 +4,15 @@ What goes in is what comes out of the unpickler: plain values, `StoredDict`, `Re
 New objects are made as `Record(module, name, args, state=...)`.  What is no plain value of torch's needs a word:
 
     Size          a tuple that is to become a torch.Size
+    Items         a dict whose items are made while they are written; nothing else refers to them
     TensorRef     a tensor whose elements lie in a storage of the file; `tensors` makes one of each tensor
 
 How a `Record` is written follows from what it holds, as the frameworks' classes are pickled: without arguments it
 is made by NEWOBJ (the class's `__new__`, never its `__init__`), with arguments by REDUCE (enums, functions,
 namedtuples, `torch.device`), then its state, if any, is set by BUILD.
 
-An object that stands in several places is written once (by identity), equal text too.  The same value gives the same
-bytes in every process: sets are sorted.  Two things are lost where they were lost on reading: the factory of
+An object that stands in several places is written once (by identity), equal texts and sizes too.  The same value gives
+the same bytes in every process: sets are sorted.  Two things are lost where they were lost on reading: the factory of
 a `defaultdict`, and numpy's scalars, which have become Python's.
 
 Opcodes after Python 3.13's `pickle.py`; how tensors are written after torch 2.13's `_tensor.py`, `_utils.py`,
@@ -45,6 +46,13 @@ class Size(tuple[int, ...]):
     """A tuple that is written as a torch.Size."""
 
     __slots__ = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Items:
+    """A dict of many items, which are let go as they are written: each stands here alone."""
+
+    made: Iterable[tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +101,8 @@ class _Encoder:
     kept: list[Any] = field(default_factory=list)
     texts: dict[str, int] = field(default_factory=dict)
     names: dict[tuple[str, str], int] = field(default_factory=dict)
+    sizes: dict[Size, int] = field(default_factory=dict)
+    keeps: bool = True
 
     def save(self, value: Any) -> None:
         kind = type(value)
@@ -121,7 +131,7 @@ class _Encoder:
 
     def next_index(self) -> int:
         """Put what is on top of the stack into the memo; return its index."""
-        index = len(self.memo) + len(self.texts) + len(self.names)
+        index = len(self.memo) + len(self.texts) + len(self.names) + len(self.sizes)
         if self.protocol >= 4:
             self.out += b"\x94"
         elif index < 256:
@@ -131,8 +141,9 @@ class _Encoder:
         return index
 
     def put(self, value: Any) -> None:
-        self.memo[id(value)] = self.next_index()
-        self.kept.append(value)
+        if self.keeps:
+            self.memo[id(value)] = self.next_index()
+            self.kept.append(value)
 
     def get(self, index: int) -> None:
         self.out += b"h%c" % index if index < 256 else b"j" + _u32(index)
@@ -198,8 +209,8 @@ class _Encoder:
                 self.save(item)
             self.out += b"e"
 
-    def dict_items(self, items: Mapping[Any, Any]) -> None:
-        for batch in _batches(items.items()):
+    def dict_items(self, items: Iterable[tuple[Any, Any]]) -> None:
+        for batch in _batches(items):
             self.out += b"("
             for key, value in batch:
                 self.save(key)
@@ -296,6 +307,15 @@ def _int(encoder: _Encoder, value: int) -> None:
         encoder.out += (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
 
 
+def _size(encoder: _Encoder, value: Size) -> None:
+    index = encoder.sizes.get(value)
+    if index is not None:
+        encoder.get(index)
+        return
+    encoder.call("torch", "Size", tuple(value))
+    encoder.sizes[value] = encoder.next_index()
+
+
 def _steps(encoder: _Encoder, value: slice | range) -> None:
     encoder.call("builtins", type(value).__name__, value.start, value.stop, value.step)
 
@@ -314,7 +334,7 @@ _PLAIN: dict[Any, Callable[[_Encoder, Any], None]] = {
     type(...): lambda encoder, _: encoder.name("builtins", "Ellipsis"),
     DType: lambda encoder, value: encoder.name("torch", value.name),
     Global: lambda encoder, value: encoder.name(value.module, value.name),
-    Size: lambda encoder, value: encoder.call("torch", "Size", tuple(value)),
+    Size: _size,
     slice: _steps,
     range: _steps,
     PurePosixPath: lambda encoder, value: encoder.call("pathlib", "PosixPath", *value.parts),
@@ -362,7 +382,14 @@ def _list(encoder: _Encoder, value: list[Any]) -> None:
 def _dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
     encoder.out += b"}"
     encoder.put(value)
-    encoder.dict_items(value)
+    encoder.dict_items(value.items())
+
+
+def _items(encoder: _Encoder, value: Items) -> None:
+    encoder.out += b"}"
+    kept, encoder.keeps = encoder.keeps, False
+    encoder.dict_items(value.made)
+    encoder.keeps = kept
 
 
 def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
@@ -370,7 +397,7 @@ def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
     encoder.call("collections", value.kind, *([dict(value)] if is_counter else []))
     encoder.put(value)
     if not is_counter:
-        encoder.dict_items(value)
+        encoder.dict_items(value.items())
     if value.attributes is not None:
         encoder.save(value.attributes)
         encoder.out += b"b"
@@ -433,6 +460,7 @@ _OBJECTS: dict[type, Callable[[_Encoder, Any], None]] = {
     tuple: _tuple,
     list: _list,
     dict: _dict,
+    Items: _items,
     StoredDict: _stored_dict,
     set: _built_in,
     frozenset: _built_in,

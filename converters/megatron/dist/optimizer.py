@@ -90,11 +90,12 @@ def read_optimizer(reading: DistReading) -> Optimizers:
     contents = list(_contents(reading))
     if _drop_shifted(reading) or _drop_unknown(reading, contents):
         return found
+    trained = _trained(reading)
     for content in contents:
         if found.grad_scaler is None:
             found.grad_scaler = content.get("grad_scaler")
         if _groups(content):
-            _note_groups(reading, found, content.get("optimizer", content))
+            _note_groups(reading, trained, found, content.get("optimizer", content))
     check_alike(reading.shapes, found, reading.args, reading.folder)
     return found
 
@@ -140,7 +141,16 @@ def _refuse_transposed(reading: DistReading) -> None:
 # -- param groups --------------------------------------------------------------------------------------------
 
 
-def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, Any]) -> None:
+def _trained(reading: DistReading) -> dict[str, str]:
+    """The parameters that the optimizer has, each with its name in the run's own modules."""
+    weights = [name for name, role in reading.placed if role == WEIGHT]
+    trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
+    kinds = layer_kinds(weights)
+    spelling = Spelling(local_spec=reading.args.get("transformer_impl") == "local")
+    return {name: spelling.spelled(name, kinds.get(split_layer(name)[0]), 0, 0) for name in weights if name in trained}
+
+
+def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimizers, inner: Mapping[Any, Any]) -> None:
     """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
@@ -149,7 +159,7 @@ def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, An
     common_step = state.get("common_step") if isinstance(state, Mapping) else None
     claimed: set[str] = set()
     for group in groups:
-        members = list(_members(reading, group, len(groups) == 1 and not is_of_matrices(reading.args)))
+        members = list(_members(reading, trained, group, len(groups) == 1 and not is_of_matrices(reading.args)))
         if not claimed.isdisjoint(members):
             raise NotFoundError(
                 "which parameters are in which param group is not recorded, and does not follow from their options",
@@ -162,16 +172,11 @@ def _note_groups(reading: DistReading, found: Optimizers, inner: Mapping[Any, An
         found.note_group(group, members, str(reading.folder), common_step)
 
 
-def _members(reading: DistReading, group: Mapping[str, Any], alone: bool) -> Iterator[str]:
-    weights = [name for name, role in reading.placed if role == WEIGHT]
-    trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
-    kinds = layer_kinds(weights)
-    spelling = Spelling(local_spec=reading.args.get("transformer_impl") == "local")
+def _members(reading: DistReading, trained: Mapping[str, str], group: Mapping[str, Any], alone: bool) -> Iterator[str]:
     experts = are_experts_apart(Grid.of_args(reading.args), reading.args)
-    for name in weights:
-        if name not in trained or (experts and is_expert(name) != bool(group.get("is_expert_parallel"))):
+    for name, own in trained.items():
+        if experts and is_expert(name) != bool(group.get("is_expert_parallel")):
             continue
-        own = spelling.spelled(name, kinds.get(split_layer(name)[0]), 0, 0)
         if alone or belongs(own, len(reading.shapes[name, WEIGHT][0]), group, reading.args):
             yield name
 
