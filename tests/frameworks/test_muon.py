@@ -7,9 +7,11 @@ ranks, and Megatron-LM's ranks then hold what those of the run held.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from importlib import metadata
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from tests.frameworks.runs import Held, Job, run
 from tests.support.commands import ckpt
@@ -46,6 +48,19 @@ MOVES = [
     Move(Job("no-layout", 1, NO_LAYOUT), Job("no-layout-again", 1, NO_LAYOUT), ""),
     Move(Job("lion", 2, "--optimizer lion", ep=2), Job("lion-dp4", 4, "--optimizer lion", ep=2), "--world-size 4"),
 ]
+#: Without EP, 0.18 sums the gradients of an expert over the ranks that share dense weights: those that hold the same
+#: expert come apart in the first step, whatever the optimizer, as its layers' `allreduce` asks for EP alone.
+LACKING = MOVES[2:3] if Version(metadata.version("megatron-core")) < Version("0.19") else []
+PARAMETERS = [
+    pytest.param(
+        move,
+        id=f"{move.source.name} to {move.target.name}",
+        marks=pytest.mark.skipif(
+            move in LACKING, reason="megatron-core before 0.19 trains no ETP 1 under TP 2 and EP 1"
+        ),
+    )
+    for move in MOVES
+]
 REFUSED = [
     Job("torch", 2, f"{MUON} --ckpt-format torch", ep=2),
     Job("torch-wise", 1, f"{NO_LAYOUT} --ckpt-format torch"),
@@ -60,14 +75,14 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(home: Path) -> dict[str, Held]:
-    jobs = dict.fromkeys([*(move.source for move in MOVES), *REFUSED])
+    jobs = dict.fromkeys([*(move.source for move in MOVES if move not in LACKING), *REFUSED])
     return run([replace(job, steps=2, save=home / f"{job.name} run") for job in jobs], home / "trained")
 
 
 @pytest.fixture(scope="session")
 def moved(home: Path, trained: dict[str, Held]) -> dict[str, Held]:
     jobs = []
-    for move in MOVES:
+    for move in (move for move in MOVES if move not in LACKING):
         source, output = home / f"{move.source.name} run", home / move.target.name
         result = ckpt("convert", "megatron-dist", "megatron-dist", source, *move.options.split(), "-o", output)
         assert result.code == 0, result.err
@@ -79,7 +94,7 @@ def moved(home: Path, trained: dict[str, Held]) -> dict[str, Held]:
     return run(jobs, home / "moved")
 
 
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: f"{move.source.name} to {move.target.name}")
+@pytest.mark.parametrize("move", PARAMETERS)
 def test_every_bit_is_there_on_the_other_ranks(move: Move, trained: dict[str, Held], moved: dict[str, Held]) -> None:
     known, found = trained[move.source.name], moved[move.target.name]
     matrices = "exp_avg" if "lion" in move.source.arguments else "momentum_buffer"
@@ -95,7 +110,7 @@ def test_every_bit_is_there_on_the_other_ranks(move: Move, trained: dict[str, He
     assert found.facts["losses"] == pytest.approx(known.facts["losses"], rel=2e-3)
 
 
-@pytest.mark.parametrize("move", MOVES, ids=lambda move: move.source.name)
+@pytest.mark.parametrize("move", PARAMETERS)
 def test_groups_have_the_parameters_that_they_had(move: Move, home: Path, trained: dict[str, Held]) -> None:
     import ckpt as library
 
