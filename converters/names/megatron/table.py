@@ -156,7 +156,7 @@ class Table:
             if row.kind == COPY:
                 continue
             if row.kind == PADDED and padded > shape[0]:
-                padding[row.megatron] = (Box((shape[0], 0), (padded - shape[0], *shape[1:])),)
+                padding[row.megatron] = (Box((shape[0], *(0,) * len(shape[1:])), (padded - shape[0], *shape[1:])),)
             megatron_name, hub_names = place.megatron, place.hubs
             for expert in range(sizes.num_experts if "{e}" in row.megatron else 1):
                 number = str(expert)
