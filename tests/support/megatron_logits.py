@@ -28,7 +28,7 @@ from ckpt.state.naming import to_namespace
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
-from converters.names.megatron.model.spelling import bare, is_beside
+from converters.names.megatron.model.spelling import is_beside
 from tests.support import images, two_heads
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import PARTS, TWINS, twin_of
@@ -89,7 +89,9 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
         "arguments": sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
     }
     (chunk,) = megatron.build_chunks(args, megatron_args.transformer_config(args))
-    tensors = {bare(place.name): tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    tensors = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    if hasattr(chunk, "encoder"):
+        tensors = {two_heads.name_here(name): tensor for name, tensor in tensors.items()}
     if architecture in COMPOSITES:
         tensors |= {name: torch.empty(moved.shapes[name]) for name in moved.shapes if is_beside(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}

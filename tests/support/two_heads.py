@@ -8,6 +8,18 @@ import torch
 
 #: How many tokens of the first sequence are no padding.
 _LENGTH = 17
+#: What ckpt's tables call the modules of a BertModel of megatron-core's own layers.
+_NAMES = {
+    "encoder.": "decoder.",
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def name_here(name: str) -> str:
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
 
 
 def _given(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

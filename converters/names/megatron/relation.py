@@ -159,7 +159,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         notes.append(
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
-    ties = {output: embedding} if sizes.tied else {}
+    ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
     if (sequences := sequences_seen(state)) is not None:
         state = replace(state, global_samples=sequences)

@@ -24,6 +24,7 @@ TOP = """
     lm_head.layer_norm.[weight|bias]                        cls.predictions.transform.LayerNorm.[weight|bias]   same
     output_layer.weight                                     cls.predictions.decoder.weight                      padded
     output_layer.bias                                       cls.predictions.bias                                padded
+    output_layer.bias                                       cls.predictions.decoder.bias                        copy
     binary_head.[weight|bias]                               cls.seq_relationship.[weight|bias]                  same
     pooler.dense.[weight|bias]                              bert.pooler.dense.[weight|bias]                     same
 """
