@@ -199,19 +199,22 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
         )
 
 
-def check_encoder(names: Collection[str], path: Path) -> None:
-    """NotFoundError for a model with an encoder that is no BertModel with both of its heads."""
+def refuse_two_blocks(names: Collection[str], path: Path) -> None:
+    """NotFoundError for a model with an encoder and a decoder."""
     found = next((name for name in names if name.startswith(ENCODER)), None)
-    if found is None:
-        return
-    if any(name.startswith("decoder.") for name in names):
+    if found is not None and any(name.startswith("decoder.") for name in names):
         raise NotFoundError(
             "a model of megatron-core with an encoder and a decoder (T5Model) is not read",
             path=path,
             fqn=found,
             expected="those of GPTModel (embedding., decoder., mtp., output_layer.), or of BertModel (encoder. alone)",
         )
-    if "binary_head.weight" not in names:
+
+
+def check_encoder(names: Collection[str], path: Path) -> None:
+    """NotFoundError for a model with an encoder, here all of it, that is no BertModel with both of its heads."""
+    found = next((name for name in names if name.startswith(ENCODER)), None)
+    if found is not None and "binary_head.weight" not in names:
         raise NotFoundError(
             "a BertModel of megatron-core without its head for pairs of sentences is not read",
             path=path,
@@ -393,10 +396,11 @@ def _chunks(
         reading.stages = _recorded_stages(reading, content, keys)
     for number, key in enumerate(keys):
         state = _flat_names(content[key])
-        chunk = tuple(_Chunk(reading, rank, number, path, state).tensors())
         own = {_WRAPPERS.sub("", str(name)) for name in content[key]}
         reading.in_larger |= any(name.startswith(LANGUAGE) for name in own)
+        refuse_two_blocks(own, Path(path))
         reading.raw_names |= own
+        chunk = tuple(_Chunk(reading, rank, number, path, state).tensors())
         names = [local.name for local in chunk]
         if LANGUAGE_MODEL not in content[key] and names != in_order(names) and not reading.own_module_order:
             reading.notes.append(OTHER_ORDER)

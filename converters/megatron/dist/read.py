@@ -25,7 +25,7 @@ from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
-from converters.megatron.read import check_encoder, check_larger
+from converters.megatron.read import check_encoder, check_larger, refuse_two_blocks
 from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, registered
 
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
@@ -228,6 +228,7 @@ def read_folder(folder: Path) -> DistReading:
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     if not nemo:
         reading.common = reading.read_common()
+    refuse_two_blocks(tensors.keys(), folder)
     check_encoder(tensors.keys(), folder)
     models = {key: None for key in tensors if is_models(bare(key))}
     reading.read_keys(models.keys(), tensors)
