@@ -952,6 +952,7 @@ FAMILIES: dict[str, Family] = {
         cls.seq_relationship.weight 2 h
         cls.seq_relationship.bias 2
         """,
+        classifier="classifier.weight labels h \n classifier.bias labels",
         defaults={
             "vocab_size": 29056,
             "hidden_size": 1024,
