@@ -132,13 +132,11 @@ def section(title: str) -> str:
 
 def architectures() -> str:
     """Which model types are proved by tables, and which of them Megatron's formats hold."""
-    from pkgutil import iter_modules
-
     from converters.names.families.composites import COMPOSITES
     from converters.names.families.tables import FAMILIES
-    from converters.names.megatron import architectures as megatron
+    from converters.names.megatron.relation import architectures as placed_by_megatron
 
-    placed = [module.name for module in iter_modules(megatron.__path__)]
+    placed = placed_by_megatron()
     classes: dict[str, str] = {name: family.stem + family.causal for name, family in FAMILIES.items()}
     classes |= {name: composite.cls for name, composite in COMPOSITES.items()}
     rows = []

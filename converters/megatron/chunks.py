@@ -6,7 +6,7 @@ What the readers and the writers of Megatron's formats share.  Pure: no I/O.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -23,7 +23,10 @@ from converters.names.megatron.model.spelling import (
     LayerKind,
     Spelling,
     expert_of,
+    in_encoder,
+    in_whole_model,
     is_beside,
+    is_encoders,
     is_expert,
     layer_kinds,
     registered,
@@ -38,7 +41,7 @@ EXTRA = "_extra_state"
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
-_NORM = re.compile(r"(?P<module>(?:.*\.)?(?<!\.mixer\.)\w*norm)\.weight")
+_NORM = re.compile(r"(?P<module>(?:.*\.)?(?<!\.mixer\.)(?<!lm_head\.)\w*norm)\.weight")
 #: What Megatron-LM builds layers from where nothing else is said.
 _ENGINE = "transformer_engine"
 
@@ -140,6 +143,16 @@ class MegatronModel:
     def sees(self) -> bool:
         """Whether the GPTModel is only the language model in it, and is called so in its files."""
         return any(map(is_beside, self.chosen))
+
+    @cached_property
+    def encodes(self) -> bool:
+        """Whether it is a BertModel, whose files have another name for its layers."""
+        return any(map(is_encoders, self.chosen))
+
+    @property
+    def name_in_files(self) -> Callable[[str], str]:
+        """What makes the name that a tensor has in the model's files."""
+        return in_whole_model if self.sees else in_encoder if self.encodes else str
 
     @property
     def has_expert_optimizer(self) -> bool:
@@ -334,6 +347,16 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
         layer_kinds(names),
         len(experts),
     )
+
+
+def refuse_encoder(model: MegatronModel, form: str) -> None:
+    """LossError for a BertModel, which is not written in every form."""
+    if model.encodes:
+        raise LossError(
+            f"a BertModel is not written as {form}",
+            path=model.checkpoint.path,
+            hint="--ckpt-format torch or torch_dist",
+        )
 
 
 def _check_packed(

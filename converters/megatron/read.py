@@ -6,7 +6,7 @@ Format facts: see `converters.megatron.format`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -28,10 +28,12 @@ from converters.megatron.legacy_names import LANGUAGE_MODEL, core_names
 from converters.names.megatron.model.axes import Grid, Rank, Stages
 from converters.names.megatron.model.spelling import (
     EMBEDDING,
+    ENCODER,
     LANGUAGE,
     OUTPUT,
     LayerKind,
     Spelling,
+    bare,
     in_order,
     is_beside,
     is_expert,
@@ -124,6 +126,7 @@ class MegatronReading:
     notes: list[str] = field(default_factory=list)
     own_module_order: bool = False
     in_larger: bool = False
+    raw_names: set[str] = field(default_factory=set)
 
     @property
     def tied(self) -> bool:
@@ -181,6 +184,7 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
         for local in chain.from_iterable(file.chunks):
             reading.add(local, BUFFER if local.is_buffer else WEIGHT, local.stored.extent, file.path, file.rank)
             reading.natives |= dict.fromkeys(local.fqns, local.stored.dtype)
+    check_encoder(reading.raw_names, reading.folder)
     check_larger(reading.in_larger, [fqn for fqn, _ in reading.parts], reading.folder)
     return files
 
@@ -195,15 +199,27 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
         )
 
 
-def refuse_encoders(names: Iterable[str], path: Path) -> None:
-    """NotFoundError for what another model of megatron-core's than GPTModel holds."""
-    found = next((name for name in names if name.startswith("encoder.")), None)
-    if found is not None:
+def refuse_two_blocks(names: Collection[str], path: Path) -> None:
+    """NotFoundError for a model with an encoder and a decoder."""
+    found = next((name for name in names if name.startswith(ENCODER)), None)
+    if found is not None and any(name.startswith("decoder.") for name in names):
         raise NotFoundError(
-            "a model of megatron-core with an encoder (BertModel, T5Model) is not read",
+            "a model of megatron-core with an encoder and a decoder (T5Model) is not read",
             path=path,
             fqn=found,
-            expected="those of GPTModel: embedding., decoder., mtp., output_layer.",
+            expected="those of GPTModel (embedding., decoder., mtp., output_layer.), or of BertModel (encoder. alone)",
+        )
+
+
+def check_encoder(names: Collection[str], path: Path) -> None:
+    """NotFoundError for a model with an encoder, here all of it, that is no BertModel with both of its heads."""
+    found = next((name for name in names if name.startswith(ENCODER)), None)
+    if found is not None and "binary_head.weight" not in names:
+        raise NotFoundError(
+            "a BertModel of megatron-core without its head for pairs of sentences is not read",
+            path=path,
+            fqn=found,
+            expected="binary_head., as without --bert-no-binary-head",
         )
 
 
@@ -380,9 +396,11 @@ def _chunks(
         reading.stages = _recorded_stages(reading, content, keys)
     for number, key in enumerate(keys):
         state = _flat_names(content[key])
-        refuse_encoders(state, Path(path))
+        own = {_WRAPPERS.sub("", str(name)) for name in content[key]}
+        reading.in_larger |= any(name.startswith(LANGUAGE) for name in own)
+        refuse_two_blocks(own, Path(path))
+        reading.raw_names |= own
         chunk = tuple(_Chunk(reading, rank, number, path, state).tensors())
-        reading.in_larger |= any(_WRAPPERS.sub("", str(name)).startswith(LANGUAGE) for name in content[key])
         names = [local.name for local in chunk]
         if LANGUAGE_MODEL not in content[key] and names != in_order(names) and not reading.own_module_order:
             reading.notes.append(OTHER_ORDER)
@@ -404,7 +422,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
     """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
-    return {_WRAPPERS.sub("", str(name)).removeprefix(LANGUAGE): value for name, value in state.items()}
+    return {bare(_WRAPPERS.sub("", str(name))): value for name, value in state.items()}
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,6 @@ from converters.megatron.optimizer_write import RankOptimizers, new_tensor
 from converters.megatron.read import OTHER_ORDER, folder_name
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid
-from converters.names.megatron.model.spelling import in_whole_model
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -96,7 +95,7 @@ class ModelFiles:
             "checkpoint_version": self.items.get("checkpoint_version", 3.0),
             "iteration": model.checkpoint.state.step or 0,
         }
-        name_of = in_whole_model if model.sees else str
+        name_of = model.name_in_files
         for chunk in chunks:
             state = StoredDict("OrderedDict")
             for one in chunk.tensors:

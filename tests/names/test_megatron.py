@@ -178,6 +178,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "internvl": ("internvl", {}),
     "mistral3": ("mistral3", {}),
     "glm4v_moe": ("glm4v_moe", {}),
+    "megatron-bert": ("megatron-bert", {}),
 }
 SEEING = [name for name, (architecture, _) in CASES.items() if architecture in COMPOSITES]
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
@@ -195,7 +196,7 @@ def config_of(architecture: str, **more: Any) -> dict[str, Any]:
 
 
 def table_of(architecture: str) -> Table:
-    return import_module(f"converters.names.megatron.architectures.{architecture}").TABLE
+    return import_module(f"converters.names.megatron.architectures.{architecture.replace('-', '_')}").TABLE
 
 
 def without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -763,6 +764,12 @@ class TestRefusals:
             ("gpt_oss", {"sliding_window": 8, "layer_types": None}),
             ("stablelm", {"use_parallel_residual": True}),
             ("starcoder2", {"hidden_act": "silu"}),
+            ("megatron-bert", {"hidden_act": "gelu_new"}),
+            ("megatron-bert", {"type_vocab_size": 3}),
+            ("megatron-bert", {"is_decoder": True}),
+            ("megatron-bert", {"tie_word_embeddings": False}),
+            ("megatron-bert", {"architectures": ["MegatronBertForMaskedLM"]}),
+            ("megatron-bert", {"architectures": ["MegatronBertModel"]}),
         ],
     )
     def test_what_megatron_would_compute_otherwise(self, architecture: str, more: dict[str, Any]) -> None:

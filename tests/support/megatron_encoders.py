@@ -31,8 +31,10 @@ def main() -> None:
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(1, force_reset_rng=True)
         config = TransformerConfig(**_SIZES)
-        bert = bert_model.BertModel(config, 2, bert_layer_local_spec, vocab_size=32, max_sequence_length=8)
-        _save(bert, folder / "bert")
+        sizes: dict[str, Any] = {"vocab_size": 32, "max_sequence_length": 8}
+        for name, has_pairs in (("bert", True), ("bert-one-head", False)):
+            more = sizes | {"share_embeddings_and_output_weights": True, "add_binary_head": has_pairs}
+            _save(bert_model.BertModel(config, 2, bert_layer_local_spec, **more), folder / name)
         _save(_t5(config, "learned_absolute"), folder / "t5")
         tokens, mask = torch.ones(1, 8, dtype=torch.long), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
         try:

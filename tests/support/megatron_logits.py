@@ -20,7 +20,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoModelForPreTraining
 
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Layout
@@ -29,7 +29,7 @@ from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.model.spelling import is_beside
-from tests.support import images
+from tests.support import images, two_heads
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import PARTS, TWINS, twin_of
 from train.config import ARCHITECTURES, Config
@@ -90,6 +90,8 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     }
     (chunk,) = megatron.build_chunks(args, megatron_args.transformer_config(args))
     tensors = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
+    if hasattr(chunk, "encoder"):
+        tensors = {two_heads.name_here(name): tensor for name, tensor in tensors.items()}
     if architecture in COMPOSITES:
         tensors |= {name: torch.empty(moved.shapes[name]) for name in moved.shapes if is_beside(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
@@ -107,7 +109,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     with torch.no_grad():
         for name, role in moved.tensors:
             tensors[name].copy_(moved[name, role][...])
-        expected = model(inputs).logits
+        expected = logits_of(model, inputs)
         to_megatron = _difference(_logits(chunk, inputs, args), expected)
         if architecture in COMPOSITES:
             outcome["seen"] = images.difference(
@@ -135,7 +137,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
             )
             .eval()
         )
-        to_hub = _difference(_logits(chunk, inputs, args), back(inputs).logits)
+        to_hub = _difference(_logits(chunk, inputs, args), logits_of(back, inputs))
     return {**outcome, "to_megatron": to_megatron, "to_hub": to_hub, "largest": float(expected.abs().max())}
 
 
@@ -158,8 +160,15 @@ def random_model(architecture: str, more: Mapping[str, Any]) -> Any:
 
 
 def auto_class(architecture: str) -> Any:
-    """The class that makes transformers' model, with images around it or without."""
+    """The class that makes transformers' model, with images around it or without, or with the heads of BERT."""
+    if architecture == "megatron-bert":
+        return AutoModelForPreTraining
     return AutoModelForImageTextToText if architecture in COMPOSITES else AutoModelForCausalLM
+
+
+def logits_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    """The logits of transformers' model; of BERT those of both heads."""
+    return two_heads.of_transformers(model, inputs) if hasattr(model, "cls") else model(inputs).logits
 
 
 def save(model: Any, hub: Path, architecture: str) -> None:
@@ -239,6 +248,8 @@ def _forward(
 ) -> torch.Tensor:
     """Logits; `embedded` is what the embedding and the vision tower make of the inputs, for each of them in turn."""
     chunk.eval()
+    if hasattr(chunk, "binary_head"):
+        return two_heads.joined(*two_heads.of_megatron(chunk, inputs), args.vocab_size)
     chunk.mtp_process = False  # transformers has nothing to compare with it
     given = None if embedded is None else embedded.transpose(0, 1).contiguous()
     with mock.patch.object(chunk.config, "mtp_num_layers", None):

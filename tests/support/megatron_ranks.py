@@ -26,7 +26,8 @@ from safetensors.torch import load_file
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
 from converters.names.megatron.model.spelling import LANGUAGE, is_beside
-from tests.support.megatron_logits import arguments, random_model, save
+from tests.support import two_heads
+from tests.support.megatron_logits import arguments, logits_of, random_model, save
 from tests.support.tiny_sizes import layers_of
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
@@ -98,7 +99,7 @@ def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
     save(model, home / "hub", architecture)
     source = api.open(home / "hub")
     with torch.no_grad():
-        torch.save(model(_inputs()).logits, home / "logits.pt")
+        torch.save(logits_of(model, _inputs()), home / "logits.pt")
     sizes = layout_of(home, architecture)
     api.plan(source, "megatron", Layout(transformer_impl=layers_of(architecture), **sizes)).run(home / "ranks")
     api.plan(source, "megatron-dist", Layout(transformer_impl=layers_of(architecture), tp=2)).run(home / "dist")
@@ -202,6 +203,10 @@ def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
         positions = positions.expand(3, *inputs.shape)
 
     def step(batches: Any, chunk: Any) -> Any:
+        if hasattr(chunk, "binary_head") or hasattr(chunk, "encoder"):
+            gathered = gather_from_tensor_model_parallel_region
+            output = two_heads.of_megatron(chunk, next(batches))
+            return output, lambda both, non_loss_data: two_heads.joined(gathered(both[0]), both[1], args.vocab_size)
         output = chunk(input_ids=next(batches), position_ids=positions, attention_mask=None)
         return output, lambda logits, non_loss_data: gather_from_tensor_model_parallel_region(logits).float()
 
@@ -221,7 +226,9 @@ def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
             forward_only=True,
             collect_non_loss_data=True,
         )
-    return outputs[0][..., : args.vocab_size] if outputs else None
+    if not outputs or hasattr(chunks[0], "encoder"):
+        return outputs[0] if outputs else None
+    return outputs[0][..., : args.vocab_size]
 
 
 def _unlike(chunks: list[Any], content: State, folder: Path, sees: bool) -> list[str]:

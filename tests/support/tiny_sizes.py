@@ -49,6 +49,7 @@ _LATENT = {
     "v_head_dim": 7,
 }
 _SIZES: dict[str, dict[str, Any]] = {
+    "megatron-bert": {"num_key_value_heads": 5},
     "seed_oss": _HEAD,
     "ministral": _HEAD,
     "smollm3": {},

@@ -231,7 +231,8 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
         plain = {"use_transformer_engine": False, **of_stage}
         is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
         is_mamba = getattr(args, "hybrid_override_pattern", None) is not None
-        if is_mamba:
+        is_bert = getattr(args, "bert_binary_head", False)
+        if is_mamba or is_bert:
             spec = None
         elif is_hybrid:
             with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
@@ -256,6 +257,8 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
         chunk = (
             _mamba_model(args, transformer)
             if is_mamba
+            else _bert_model(args, transformer, of_stage)
+            if is_bert
             else GPTModel(
                 transformer,
                 spec,
@@ -277,6 +280,25 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
         chunks.append(chunk.to(launch.device()))
     return chunks
+
+
+def _bert_model(args: Any, transformer: Any, of_stage: dict[str, Any]) -> Any:
+    """A chunk of a BERT with a head for masked tokens and one for pairs of sentences."""
+    from megatron.core import parallel_state
+    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
+    from megatron.core.models.bert.bert_model import BertModel
+
+    return BertModel(
+        transformer,
+        2,
+        bert_layer_local_spec,
+        vocab_size=args.padded_vocab_size,
+        max_sequence_length=args.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
+        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+        **of_stage,
+    )
 
 
 def _mamba_model(args: Any, transformer: Any) -> Any:

@@ -18,7 +18,7 @@ optimizer/distrib_optimizer.py, optimizer/optimizer.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -26,10 +26,9 @@ from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Box, Extent, Shape
 from converters.names.megatron.model.spelling import (
-    LANGUAGE,
     LayerKind,
     Spelling,
-    in_whole_model,
+    bare,
     layer_kinds,
     split_layer,
 )
@@ -100,7 +99,7 @@ class TensorKey:
 
         `num_dims` are those of its tensor: an adapter of experts that they share has no dim of them.
         """
-        half, section, key = None, None, key.removeprefix(LANGUAGE)
+        half, section, key = None, None, bare(key)
         if (match := _SECTION.fullmatch(key)) and match["section"] in packed(match["name"]):
             key, section = match["name"], match["section"]
         if match := _HALF.fullmatch(key):
@@ -197,12 +196,12 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 class KeyWriter:
     """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers.
 
-    `sees` says that the GPTModel is only the language model in a larger one, `before` is what all keys begin with.
+    `name_in_files` makes the model's name of a tensor of the one here, `before` is what all keys begin with.
     """
 
     stacked: bool
     local_spec: bool
-    sees: bool = False
+    name_in_files: Callable[[str], str] = str
     before: str = ""
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
@@ -213,7 +212,7 @@ class KeyWriter:
             index, name = (int(match["layer"]),), f"decoder.layers.{match['rest']}"
         if match := _EXPERT.fullmatch(name):
             index, name = (*index, int(match["expert"])), f"{match['before']}experts.{match['rest']}"
-        return self.before + (in_whole_model(name) if self.sees else name), index
+        return self.before + self.name_in_files(name), index
 
     def _spelled(self, name: str, kind: LayerKind | None) -> str:
         if kind is None or not self.local_spec:

@@ -28,7 +28,7 @@ from ckpt.plan.precision import describe
 from ckpt.run_folder.carried import content_of
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from ckpt.run_folder.yaml_files import read_run_config
-from converters.megatron.chunks import MegatronModel, describe_model
+from converters.megatron.chunks import MegatronModel, describe_model, refuse_encoder
 from converters.megatron.dist import write
 from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODULE, WEIGHTS
 
@@ -59,6 +59,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     """The files of one checkpoint; UsageError without a context to be had, LossError for another model's."""
     folder = _context(checkpoint)
     model = describe_model(checkpoint, layout)
+    refuse_encoder(model, "NeMo 2")
     _refuse_others(model, folder)
     writing = Writing(model.args["world_size"], f"{WEIGHTS}/", is_nested=False)
     keys = write.add_model(model, writing, MODULE).keys

@@ -27,7 +27,7 @@ from ckpt.plan.tensors import Box
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from ckpt.state import adam
-from converters.megatron.chunks import Chunk, ChunkTensor, MegatronModel, describe_model
+from converters.megatron.chunks import Chunk, ChunkTensor, MegatronModel, describe_model, refuse_encoder
 from converters.megatron.entries import RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import ADAM, MegatronOptimizer
@@ -62,6 +62,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
         )
     ones = Layout(layout.dtype, layout.max_shard_size, layout.world_size, {**layout.options, **dict.fromkeys(_AXES, 1)})
     model = describe_model(checkpoint, ones)
+    refuse_encoder(model, form)
     ours = {"ckpt_format": form, "use_torch_fsdp2": form == TORCH_DCP, "use_megatron_fsdp": form == FSDP_DTENSOR}
     ours["use_distributed_optimizer"] = form == FSDP_DTENSOR
     model = replace(model, args={**model.args, **ours})

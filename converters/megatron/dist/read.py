@@ -25,8 +25,8 @@ from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
-from converters.megatron.read import check_larger, refuse_encoders
-from converters.names.megatron.model.spelling import LANGUAGE, is_beside, registered
+from converters.megatron.read import check_encoder, check_larger, refuse_two_blocks
+from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, registered
 
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
 _COMMON_STATE = "common_state"
@@ -228,8 +228,9 @@ def read_folder(folder: Path) -> DistReading:
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})
     if not nemo:
         reading.common = reading.read_common()
-    refuse_encoders(tensors, folder)
-    models = {key: None for key in tensors if is_models(key)}
+    refuse_two_blocks(tensors.keys(), folder)
+    check_encoder(tensors.keys(), folder)
+    models = {key: None for key in tensors if is_models(bare(key))}
     reading.read_keys(models.keys(), tensors)
     check_larger(any(key.startswith(LANGUAGE) for key in models), models, folder)
     reading.flat = {key: tensor for key, tensor in tensors.items() if ".gbuf_idx_" in key}
@@ -246,9 +247,9 @@ def read_folder(folder: Path) -> DistReading:
 
 
 def is_models(key: str) -> bool:
-    """Whether a key or name belongs to a tensor of a GPT model, or of one with images around it."""
+    """Whether a key or name belongs to a tensor of a model; `bare` makes an encoder's name one of a decoder's."""
     name = key.removeprefix(LANGUAGE)
-    return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.")) or is_beside(name)
+    return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.", *HEADS)) or is_beside(name)
 
 
 def _check_backends(folder: Path) -> None:

@@ -88,7 +88,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 def add_model(model: MegatronModel, writing: Writing, before: str = "") -> ModelTensors:
     """Add the model's tensors and its modules' extra states, under keys with `before` before them."""
-    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.sees, before)
+    keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.name_in_files, before)
     scales = model.checkpoint.state.private.get("megatron", {}).get(FP8, {})
     for entry, value in _extra_states(model, keys, scales):
         writing.add((entry,), [value])
@@ -209,7 +209,8 @@ def _is_stacked(model: MegatronModel) -> bool:
 def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Keys of the extra states that modules have, and these: the source's FP8 scales, or nothing."""
     names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
-    if "decoder.final_norm.weight" in model.chosen:  # MambaModel asks for its output layer's, which GPTModel drops
+    # MambaModel and BertModel ask for their output layer's, which GPTModel drops.
+    if "decoder.final_norm.weight" in model.chosen or model.encodes:
         names[f"output_layer.{EXTRA}"] = None
     places: dict[str, dict[Shape, Any]] = {}
     for name in names | dict.fromkeys(scales):

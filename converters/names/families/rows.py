@@ -127,6 +127,7 @@ class Family:
     layers: str = "layers"
     causal: str = "ForCausalLM"
     output: str = "lm_head.weight v h"
+    classifier: str = "score.weight labels h"
     defaults: Mapping[str, Any] = field(default_factory=dict)
     absent: Mapping[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ class Family:
         read = self._config(config)
         heads = {
             self.causal: self.output,
-            "ForSequenceClassification": "score.weight labels h",
+            "ForSequenceClassification": self.classifier,
             "Model": "",
         }
         head = cls.removeprefix(self.stem)

@@ -917,6 +917,59 @@ FAMILIES: dict[str, Family] = {
         unknown=("add_bias_linear",),
         ignored=(r"transformer\.rotary_pos_emb\.inv_freq",),
     ),
+    "megatron-bert": Family(
+        "MegatronBert",
+        """
+        attention.ln.[weight|bias] h
+        attention.self.[query|key|value].weight h h
+        attention.self.[query|key|value].bias h
+        attention.output.dense.weight h h
+        attention.output.dense.bias h
+        ln.[weight|bias] h
+        intermediate.dense.weight f h
+        intermediate.dense.bias f
+        output.dense.weight h f
+        output.dense.bias h
+        """,
+        top="""
+        embeddings.word_embeddings.weight v h
+        embeddings.position_embeddings.weight p h
+        embeddings.token_type_embeddings.weight t h
+        encoder.ln.[weight|bias] h
+        pooler.dense.weight h h
+        pooler.dense.bias h
+        """,
+        base="bert",
+        layers="encoder.layer",
+        causal="ForPreTraining",
+        output="""
+        cls.predictions.decoder.weight v h
+        cls.predictions.decoder.bias v ? !tie_word_embeddings
+        cls.predictions.bias v
+        cls.predictions.transform.dense.weight h h
+        cls.predictions.transform.dense.bias h
+        cls.predictions.transform.LayerNorm.[weight|bias] h
+        cls.seq_relationship.weight 2 h
+        cls.seq_relationship.bias 2
+        """,
+        classifier="classifier.weight labels h \n classifier.bias labels",
+        defaults={
+            "vocab_size": 29056,
+            "hidden_size": 1024,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 16,
+            "intermediate_size": 4096,
+            **TIED,
+        },
+        dims=lambda config, dims: {
+            "p": config.size("max_position_embeddings", default=512),
+            "t": config.size("type_vocab_size", default=2),
+        },
+        unread=("head_dim", "num_key_value_heads"),
+        unknown=("add_cross_attention",),
+        ignored=(r"bert\.embeddings\.position_ids", r"cls\.predictions\.decoder\.bias"),
+        modules=("attention.", "ln.", "intermediate.", "output."),
+    ),
     "smollm3": replace(_LLAMA, stem="SmolLM3", defaults=TIED),
     "arcee": replace(_LLAMA, stem="Arcee", layer=_ATTENTION + UP_DOWN + NORMS),
     "nemotron": _NEMOTRON,

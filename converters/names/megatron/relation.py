@@ -50,9 +50,11 @@ _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
 _PREDICTING = re.compile(r"(^|\.)mtp")
 #: Endings of the names of Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
-_VOCABULARY = (EMBEDDING, OUTPUT)
+_VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
 #: Endings of the names of an output layer, here and on the Hub.
 _OUTPUTS = (OUTPUT, "lm_head.weight")
+#: Model types that are no names of modules, by what these are called.
+_HYPHENATED = {"megatron_bert": "megatron-bert"}
 #: The option that tells Megatron's param groups of experts from others.
 _EXPERTS = "is_expert_parallel"
 
@@ -60,12 +62,13 @@ _EXPERTS = "is_expert_parallel"
 @cache
 def architectures() -> tuple[str, ...]:
     """The model types that there are tables for."""
-    return tuple(sorted(module.name for module in iter_modules(tables.__path__)))
+    names = (module.name for module in iter_modules(tables.__path__))
+    return tuple(sorted(_HYPHENATED.get(name, name) for name in names))
 
 
 def table_of(model_type: str) -> Table:
     """The table of one of `architectures()`."""
-    return cast(Table, import_module(f"{tables.__name__}.{model_type}").TABLE)
+    return cast(Table, import_module(f"{tables.__name__}.{model_type.replace('-', '_')}").TABLE)
 
 
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
@@ -156,7 +159,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         notes.append(
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
         )
-    ties = {output: embedding} if sizes.tied else {}
+    ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
     if (sequences := sequences_seen(state)) is not None:
         state = replace(state, global_samples=sequences)

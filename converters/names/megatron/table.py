@@ -86,6 +86,11 @@ class Table:
         """The Hub's name of a tensor that is one of its own and in no layer."""
         return next(row.hubs[0] for row in parse(self.top) if row.megatron == megatron)
 
+    @property
+    def second_names(self) -> dict[str, str]:
+        """Names that tensors in no layer have in memory beside those in the Hub's files, mapped to the latter."""
+        return {row.hubs[0]: self.hub_name(row.megatron) for row in parse(self.top) if row.kind == COPY}
+
     def places(self, sizes: Sizes) -> Iterator[RowPlace]:
         """Every row in every layer in which the Hub's files have its tensors."""
 
@@ -156,7 +161,7 @@ class Table:
             if row.kind == COPY:
                 continue
             if row.kind == PADDED and padded > shape[0]:
-                padding[row.megatron] = (Box((shape[0], 0), (padded - shape[0], *shape[1:])),)
+                padding[row.megatron] = (Box((shape[0], *(0,) * len(shape[1:])), (padded - shape[0], *shape[1:])),)
             megatron_name, hub_names = place.megatron, place.hubs
             for expert in range(sizes.num_experts if "{e}" in row.megatron else 1):
                 number = str(expert)

@@ -15,6 +15,11 @@ from converters.names.families.tables import FAMILIES
 
 #: What is in the modules of a layer: those of all architectures, where these do not differ.
 _ATTENTION = (
+    "ln.",
+    "self.query.",
+    "self.key.",
+    "self.value.",
+    "output.",
     "sinks",
     "q_proj.",
     "q_a_proj.",
@@ -55,10 +60,18 @@ _MLP = ("gate_proj", "gate_up_proj", "up_proj", "down_proj", "c_fc.", "c_proj.",
 _TOP = (
     "embed_tokens.",
     "embed_in.",
+    "embeddings.word_embeddings.",
+    "embeddings.position_embeddings.",
     "embeddings.",
     "wte.",
     "wpe.",
     "layers.",
+    "encoder.layer.",
+    "encoder.ln.",
+    "pooler.",
+    "cls.predictions.bias",
+    "cls.predictions.transform.dense.",
+    "cls.predictions.",
     "h.",
     "norm.",
     "norm_f.",
@@ -66,8 +79,8 @@ _TOP = (
     "final_layernorm.",
     "ln_f.",
 )
-_PREFIX = re.compile(r"(model|transformer|gpt_neox)\.")
-_LAYER = re.compile(r"(?:layers|h)\.(\d+)\.(.*)")
+_PREFIX = re.compile(r"(model|transformer|gpt_neox|bert)\.")
+_LAYER = re.compile(r"(?:layers|h|encoder\.layer)\.(\d+)\.(.*)")
 _EXPERTS = re.compile(r"(?:shared_)?experts?\.")
 
 

@@ -15,8 +15,13 @@ EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
 #: What begins the names of a GPTModel that is part of a model with images.
 LANGUAGE = "language_model."
+#: What begins the names of a BertModel's layers, which are here called as those of all other models.
+ENCODER, _DECODER = "encoder.", "decoder."
 #: Modules that such a model has beside it, which are transformers' own and whole on every tensor parallel rank.
 _BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
+
+#: Modules of a BertModel that no other model here has.
+HEADS = ("lm_head.", "pooler.", "binary_head.")
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
@@ -72,6 +77,22 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 def is_beside(name: str) -> bool:
     """Whether a tensor of a model with images is no part of its language model."""
     return _BESIDE.fullmatch(name) is not None
+
+
+def bare(name: str) -> str:
+    """The name here of what is in a model's files: without the language model's prefix, an encoder's as a decoder's."""
+    name = name.removeprefix(LANGUAGE)
+    return _DECODER + name.removeprefix(ENCODER) if name.startswith(ENCODER) else name
+
+
+def in_encoder(name: str) -> str:
+    """The name that a tensor has in a BertModel's files."""
+    return ENCODER + name.removeprefix(_DECODER) if name.startswith(_DECODER) else name
+
+
+def is_encoders(name: str) -> bool:
+    """Whether a tensor is of a BertModel alone: of its heads."""
+    return name.startswith(HEADS)
 
 
 def in_whole_model(name: str) -> str:
@@ -174,7 +195,11 @@ _MODULES = (
     "decoder.final_layernorm.",
     "decoder.final_norm.",
     "mtp.layers.",
+    "lm_head.dense.",
+    "lm_head.",
     "output_layer.",
+    "binary_head.",
+    "pooler.",
 )
 _MTP_MODULES = ("enorm.", "hnorm.", "eh_proj.", "transformer_layer.", "mtp_model_layer.", "final_layernorm.")
 _LAYER_MODULES = (

@@ -47,7 +47,7 @@ _DOWN = re.compile(r".*\.(linear_q_down_proj|linear_kv_down_proj)\.weight")
 _WHOLE = re.compile(
     r".*\.(linear_proj|linear_fc2|out_proj)\.bias|.*\.layer_norm_(weight|bias)|(.*\.)?\w*norm\.(weight|bias)"
     r"|.*\.router\.(weight|bias|expert_bias)|.*\.shared_experts\.gate_weight"
-    r"|embedding\.(position|tokentype)_embeddings\.weight"
+    r"|embedding\.(position|tokentype)_embeddings\.weight|(lm_head\.dense|pooler\.dense|binary_head)\.(weight|bias)"
 )
 _FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 

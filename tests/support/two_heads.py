@@ -1,0 +1,47 @@
+"""BERT in transformers and in megatron-core: sentences of two parts with padding behind them, logits of both heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+#: How many tokens of the first sequence are no padding.
+_LENGTH = 17
+#: What ckpt's tables call the modules of a BertModel of megatron-core's own layers.
+_NAMES = {
+    "encoder.": "decoder.",
+    ".input_layernorm.": ".self_attention.linear_qkv.layer_norm_",
+    ".pre_mlp_layernorm.": ".mlp.linear_fc1.layer_norm_",
+}
+
+
+def name_here(name: str) -> str:
+    for theirs, ours in _NAMES.items():
+        name = name.replace(theirs, ours)
+    return name
+
+
+def _given(inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask of the tokens that are no padding, and the part of the sentence that each is of."""
+    mask = torch.ones_like(inputs)
+    mask[0, _LENGTH:] = 0
+    return mask, (torch.arange(inputs.shape[1]) > inputs.shape[1] // 3).long().expand_as(inputs)
+
+
+def of_transformers(model: Any, inputs: torch.Tensor) -> torch.Tensor:
+    mask, parts = _given(inputs)
+    found = model(inputs, attention_mask=mask, token_type_ids=parts)
+    return joined(found.prediction_logits, found.seq_relationship_logits, model.config.vocab_size)
+
+
+def of_megatron(chunk: Any, inputs: torch.Tensor) -> Any:
+    """What a chunk of a BertModel makes of the inputs; the last one the logits of both heads."""
+    mask, parts = _given(inputs)
+    return chunk(inputs, mask, parts)
+
+
+def joined(tokens: torch.Tensor, pairs: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Logits of tokens that are no padding and of pairs of sentences, one behind the other."""
+    tokens = tokens[..., :vocab_size]
+    return torch.cat([tokens[0, :_LENGTH].flatten(), tokens[1:].flatten(), pairs.flatten()]).float()
