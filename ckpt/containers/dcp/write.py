@@ -21,7 +21,7 @@ from math import prod
 from typing import Any
 
 from ckpt.containers.dcp.metadata import METADATA, Path_
-from ckpt.containers.torchfile.pickler import Items, Size, dumps
+from ckpt.containers.torchfile.pickler import Size, StreamedDict, dumps
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_item
 from ckpt.plan.checkpoint import Key, Slot, TargetFile
@@ -208,7 +208,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, item: _Item) -> TargetFile:
-        """The item as a file of its own.  Items with the same dtype and shape differ only in their slots."""
+        """The item as a file of its own.  StreamedDict with the same dtype and shape differ only in their slots."""
         root, only = item.root, _only_fill(item.root)
         if only is None:
             return torch_item(root)
@@ -222,9 +222,9 @@ class Writing:
     def _metadata(self, places: _Places) -> Record:
         sizes = _Sizes()
         state = {
-            "state_dict_metadata": Items((key, self._described(key, sizes)) for key in self.paths),
+            "state_dict_metadata": StreamedDict((key, self._described(key, sizes)) for key in self.paths),
             "planner_data": self.paths if self.is_nested else None,
-            "storage_data": Items(item for key in self.paths for item in self._stored(key, places, sizes)),
+            "storage_data": StreamedDict(item for key in self.paths for item in self._stored(key, places, sizes)),
             "storage_meta": None,
             "version": "1.0.0",
         }

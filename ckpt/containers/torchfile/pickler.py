@@ -4,7 +4,7 @@ What goes in is what comes out of the unpickler: plain values, `StoredDict`, `Re
 New objects are made as `Record(module, name, args, state=...)`.  What is no plain value of torch's needs a word:
 
     Size          a tuple that is to become a torch.Size
-    Items         a dict whose items are made while they are written; nothing else refers to them
+    StreamedDict  a dict whose items are made while they are written; nothing else refers to them
     TensorRef     a tensor whose elements lie in a storage of the file; `tensors` makes one of each tensor
 
 How a `Record` is written follows from what it holds, as the frameworks' classes are pickled: without arguments it
@@ -49,7 +49,7 @@ class Size(tuple[int, ...]):
 
 
 @dataclass(frozen=True, slots=True)
-class Items:
+class StreamedDict:
     """A dict of many items, which are let go as they are written: each stands here alone."""
 
     made: Iterable[tuple[Any, Any]]
@@ -307,7 +307,7 @@ def _int(encoder: _Encoder, value: int) -> None:
         encoder.out += (b"\x8a%c" % len(data) if len(data) < 256 else b"\x8b" + struct.pack("<i", len(data))) + data
 
 
-def _size(encoder: _Encoder, value: Size) -> None:
+def _torch_size(encoder: _Encoder, value: Size) -> None:
     index = encoder.sizes.get(value)
     if index is not None:
         encoder.get(index)
@@ -334,7 +334,7 @@ _PLAIN: dict[Any, Callable[[_Encoder, Any], None]] = {
     type(...): lambda encoder, _: encoder.name("builtins", "Ellipsis"),
     DType: lambda encoder, value: encoder.name("torch", value.name),
     Global: lambda encoder, value: encoder.name(value.module, value.name),
-    Size: _size,
+    Size: _torch_size,
     slice: _steps,
     range: _steps,
     PurePosixPath: lambda encoder, value: encoder.call("pathlib", "PosixPath", *value.parts),
@@ -385,7 +385,7 @@ def _dict(encoder: _Encoder, value: dict[Any, Any]) -> None:
     encoder.dict_items(value.items())
 
 
-def _items(encoder: _Encoder, value: Items) -> None:
+def _streamed_dict(encoder: _Encoder, value: StreamedDict) -> None:
     encoder.out += b"}"
     kept, encoder.keeps = encoder.keeps, False
     encoder.dict_items(value.made)
@@ -460,7 +460,7 @@ _OBJECTS: dict[type, Callable[[_Encoder, Any], None]] = {
     tuple: _tuple,
     list: _list,
     dict: _dict,
-    Items: _items,
+    StreamedDict: _streamed_dict,
     StoredDict: _stored_dict,
     set: _built_in,
     frozenset: _built_in,

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 
 from ckpt.containers.torchfile import unpickle
 from ckpt.containers.torchfile.calls import record
-from ckpt.containers.torchfile.pickler import Size, TensorRef, dumps
+from ckpt.containers.torchfile.pickler import Size, StreamedDict, TensorRef, dumps
 from ckpt.containers.torchfile.table import GLOBALS
 from ckpt.containers.torchfile.values import Array, Global, Record, StoredDict
 from ckpt.errors import LossError
@@ -354,3 +354,18 @@ def test_nothing_is_imported() -> None:
         "assert not {'torch', 'numpy', 'pickle', 'deepspeed'} & set(sys.modules), 'imported'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_a_dict_of_items_that_are_made_meanwhile_is_an_ordinary_one(protocol: int) -> None:
+    """Its items are in no memo; equal texts and sizes are, in it as behind it."""
+    behind = [1, 2]
+    items = ((f"k{number}", [Size((number % 3, 7)), "text", [number]]) for number in range(3000))
+    dumped = dumps({"streamed": StreamedDict(items), "behind": [behind, behind]}, protocol=protocol)
+    loaded = pickle.loads(dumped)
+    assert loaded["streamed"] == {
+        f"k{number}": [torch.Size((number % 3, 7)), "text", [number]] for number in range(3000)
+    }
+    assert loaded["behind"][0] is loaded["behind"][1]
+    assert loaded["streamed"]["k0"][0] is loaded["streamed"]["k3"][0]
+    assert unpickle.loads(dumped, path="x")["streamed"]["k2999"] == [(2, 7), "text", [2999]]
