@@ -254,25 +254,28 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
             further = specs.get_gpt_mtp_block_spec(
                 transformer, layers[-1], **plain | {"use_transformer_engine": is_hybrid}
             )
+        of_any: dict[str, Any] = {
+            "vocab_size": args.padded_vocab_size,
+            "max_sequence_length": args.max_position_embeddings,
+            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
+            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
+            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
+        }
         chunk = (
-            _mamba_model(args, transformer)
+            _mamba_model(args, transformer, of_any)
             if is_mamba
-            else _bert_model(args, transformer, of_stage)
+            else _bert_model(transformer, of_any | of_stage)
             if is_bert
             else GPTModel(
                 transformer,
                 spec,
-                vocab_size=args.padded_vocab_size,
-                max_sequence_length=args.max_position_embeddings,
-                pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
-                post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
-                share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
                 position_embedding_type=args.position_embedding_type,
                 rotary_percent=args.rotary_percent,
                 rotary_base=args.rotary_base,
                 rope_scaling=args.use_rope_scaling,
                 rope_scaling_factor=args.rope_scaling_factor,
                 mtp_block_spec=further,
+                **of_any,
                 **of_stage,
             )
         )
@@ -282,42 +285,25 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     return chunks
 
 
-def _bert_model(args: Any, transformer: Any, of_stage: dict[str, Any]) -> Any:
+def _bert_model(transformer: Any, given: dict[str, Any]) -> Any:
     """A chunk of a BERT with a head for masked tokens and one for pairs of sentences."""
-    from megatron.core import parallel_state
     from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
     from megatron.core.models.bert.bert_model import BertModel
 
-    return BertModel(
-        transformer,
-        2,
-        bert_layer_local_spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
-        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        **of_stage,
-    )
+    return BertModel(transformer, 2, bert_layer_local_spec, **given)
 
 
-def _mamba_model(args: Any, transformer: Any) -> Any:
+def _mamba_model(args: Any, transformer: Any, given: dict[str, Any]) -> Any:
     """This rank's part of a model of Mamba's layers and others."""
-    from megatron.core import parallel_state
-
     spec = mamba_spec(args.num_experts)
     from megatron.core.models.mamba import MambaModel
 
     return MambaModel(
         transformer,
         spec,
-        vocab_size=args.padded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
         hybrid_override_pattern=args.hybrid_override_pattern,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
         position_embedding_type=args.position_embedding_type,
+        **given,
     )
 
 

@@ -208,7 +208,7 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, item: _Item) -> TargetFile:
-        """The item as a file of its own.  StreamedDict with the same dtype and shape differ only in their slots."""
+        """The item as a file of its own.  Items with the same dtype and shape differ only in their slots."""
         root, only = item.root, _only_fill(item.root)
         if only is None:
             return torch_item(root)
