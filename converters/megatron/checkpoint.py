@@ -39,7 +39,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         world_size=world_size if type(world_size) is int and world_size > 0 else len(files),
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if (EMBEDDING, WEIGHT) in tensors and (OUTPUT, WEIGHT) not in tensors else {},
-        state=read_state({**files[0].content, **extra}, optimizers, order, _per_rank(reading, files)),
+        state=read_state({**files[0].content, **extra}, reading.args, optimizers, order, _per_rank(reading, files)),
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.sources.notes),

@@ -44,7 +44,11 @@ def is_empty(value: Any) -> bool:
 
 
 def read_state(
-    content: Mapping[Any, Any], optimizers: Optimizers, fqns: Collection[str], per_rank: Mapping[str, Mapping[str, Any]]
+    content: Mapping[Any, Any],
+    args: Mapping[str, Any],
+    optimizers: Optimizers,
+    fqns: Collection[str],
+    per_rank: Mapping[str, Mapping[str, Any]],
 ) -> TrainingState:
     """The training state that `content`, the same on all ranks, and the optimizers of parameters `fqns` make up."""
     step = content.get("iteration")
@@ -59,7 +63,7 @@ def read_state(
         param_groups=optimizers.param_groups(fqns),
         scalars=optimizers.states.scalars,
         grad_scaler=optimizers.grad_scaler,
-        args=dict(plain_args(content)) or None,
+        args=dict(args) or None,
         per_rank={name: values for name, values in per_rank.items() if values},
     )
 

@@ -36,12 +36,12 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.run_folder.companions import read_object
 from ckpt.run_folder.yaml_files import read_run_config
+from converters.megatron.dist.folder import RUN_CONFIG
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 
-CONFIG = "run_config.yaml"
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
 #: What else the classes record of an adapter: nothing that the tensors do not say, or that a merge depends on.
@@ -94,7 +94,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
             expected=f"the factors of an adapter alone, as {trainer} saves them without modules_to_save",
             found=f"{len(others)} other tensors",
         )
-    path = folder.parent / SWIFTS_CONFIG if is_swifts else folder / CONFIG
+    path = folder.parent / SWIFTS_CONFIG if is_swifts else folder / RUN_CONFIG
     if not path.is_file():
         raise NotFoundError(
             "the config of the run is missing, and nothing else tells the adapter's alpha or its class",

@@ -22,8 +22,8 @@ from ckpt.plan.precision import Choice, choices, describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.dist.adapter_run import CLASSES, CONFIG, is_of_ranks, stored_rows
-from converters.megatron.dist.folder import BACKENDS, COMMON
+from converters.megatron.dist.adapter_run import CLASSES, is_of_ranks, stored_rows
+from converters.megatron.dist.folder import BACKENDS, COMMON, RUN_CONFIG
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.folder import iteration_folder
 from converters.names.megatron.adapter import ModuleName, parse_name
@@ -77,7 +77,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
         TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(_BACKENDS).encode()),
-        TargetFile.of_bytes(f"{folder}/{CONFIG}", json.dumps(_config(run, chosen), indent=2).encode()),
+        TargetFile.of_bytes(f"{folder}/{RUN_CONFIG}", json.dumps(_config(run, chosen), indent=2).encode()),
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]

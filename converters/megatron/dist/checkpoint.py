@@ -15,22 +15,33 @@ from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import as_adapter, has_adapter, without_optimizer
-from converters.megatron.dist.folder import CONTEXT, TOKENIZER, is_iteration, is_nemo, is_torch_dcp_iteration
+from converters.megatron.dist.bridge import args_of, check_bridge_run, read_bridge_run
+from converters.megatron.dist.folder import (
+    CONTEXT,
+    RUN_CONFIG,
+    RUN_TOKENIZER,
+    TOKENIZER,
+    TRAIN_STATE,
+    is_iteration,
+    is_nemo,
+    is_torch_dcp_iteration,
+)
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
 from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
-from converters.names.megatron.facts import MegatronFacts
+from converters.names.megatron.facts import BridgeRun, MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     """Describe the checkpoint of one iteration."""
-    is_adapter = False
+    is_adapter, bridge = False, None
     if is_iteration(path):
         reading = read_folder(path)
         is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
+        bridge = None if is_adapter or reading.args or is_nemo(path) else _read_bridges(reading)
         optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)
     elif is_torch_dcp_iteration(path):
         reading, optimizers = torch_dcp.read_folder(path)
@@ -39,6 +50,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
+    beside += (path / RUN_TOKENIZER, path.parent / RUN_TOKENIZER) if bridge else ()
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
@@ -47,19 +59,34 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         format="megatron-dist",
         tensors=tensors,
         files=tuple(reading.data.files.values()),
-        framework="Megatron-LM" if reading.args else "megatron-core",
+        framework="Megatron-Bridge" if bridge else "Megatron-LM" if reading.args else "megatron-core",
         world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
         bound_to_ranks=reading.sharding in OF_BUFFERS,
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
-        state=read_state({**reading.common, **scales}, optimizers, parameters, _per_rank(reading)),
+        state=read_state({**reading.common, **scales}, reading.args, optimizers, parameters, _per_rank(reading)),
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.data.notes, *(() if is_adapter else without_states(tensors))),
         computed=computed,
-        facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
+        facts=MegatronFacts(
+            own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are in no order
+            bridge=bridge,
+        ),
     )
     return as_adapter(checkpoint, path) if is_adapter else checkpoint
+
+
+def _read_bridges(reading: DistReading) -> BridgeRun | None:
+    """What Megatron-Bridge recorded, if it saved the run: held against `reading`, which gets the settings."""
+    run = read_bridge_run(reading.folder)
+    if run is not None:
+        shapes = {fqn: shape for (fqn, role), (shape, _) in reading.shapes.items() if role == WEIGHT}
+        check_bridge_run(run, reading.common.get("iteration"), shapes)
+        reading.settings = args_of(run, reading.data.ranks)
+        for name in (RUN_CONFIG, TRAIN_STATE):
+            reading.data.add_file(str(reading.folder / name))
+    return run
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

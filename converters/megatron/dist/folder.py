@@ -12,6 +12,9 @@ from ckpt.containers.dcp.metadata import METADATA
 from ckpt.move.source import read_file
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
+#: What Megatron-Bridge writes in place of arguments: the run's config, how far it has come, a copy of that beside all
+#: iterations, which says which one is the last, and a folder with the tokenizer.
+RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER = "run_config.yaml", "train_state.pt", "latest_train_state.pt", "tokenizer"
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 #: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).

@@ -226,7 +226,7 @@ def _read_buffers(reading: DistReading) -> None:
         raise LossError(
             "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
             path=reading.folder,
-            expected="args in the common state",
+            expected="args in the common state, or Megatron-Bridge's run_config.yaml",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
     if beside := next((fqn for fqn, _ in reading.placed if is_beside(fqn)), None):

@@ -45,7 +45,7 @@ class DistReading:
     `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
     distributed optimizer's buffers, which have names of no parameters; `scales` what Transformer Engine keeps
     of modules in FP8, by their names in the whole model.  `native` is the model's dtype where weights of it are not
-    stored.
+    stored; `settings` are arguments that the common state lacks.
     """
 
     folder: Path
@@ -58,11 +58,12 @@ class DistReading:
     flat: dict[str, FoundTensor] = field(default_factory=dict)
     scales: dict[str, Any] = field(default_factory=dict)
     native: DType | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
     def args(self) -> Mapping[str, Any]:
-        return plain_args(self.common)
+        return plain_args(self.common) or self.settings
 
     @property
     def sharding(self) -> str | None:

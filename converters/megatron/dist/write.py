@@ -29,12 +29,14 @@ from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from converters.megatron.chunks import EXTRA, MegatronModel, describe_model, modules_with_extra
+from converters.megatron.dist.bridge import bridge_files, notes_on
 from converters.megatron.dist.folder import BACKENDS, COMMON
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.entries import FP8, RANDOM, RERUN, to_write
 from converters.megatron.folder import iteration_folder
 from converters.megatron.optimizer import MegatronOptimizer, is_partly_distributed
 from converters.megatron.remainders import are_gathered
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 from converters.names.megatron.model.splits import packed
@@ -74,16 +76,22 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )  # whose files are of other forms
     if RANDOM not in per_rank:
         args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
+    bridge = checkpoint.facts_of(MegatronFacts).bridge
     common = _common(model, tensors.keys, optimizer, kept, args)
+    if bridge:
+        del common["args"]  # in whose place is a file of its own
+    further = bridge_files(bridge, model, folder, random=RANDOM in per_rank) if bridge else ()
+    notes = [*_dist_notes(model, layout, tensors.keys, optimizer), *(notes_on(bridge, model) if bridge else ())]
     step = checkpoint.state.step
     files = (
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
         TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(KIND).encode()),
         *model_files(checkpoint, layout.dtype)[0],
+        *further,
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    return Target(files, dropped=tuple(dropped), notes=tuple(_dist_notes(model, layout, tensors.keys, optimizer)))
+    return Target(files, dropped=tuple(dropped), notes=tuple(notes))
 
 
 def add_model(model: MegatronModel, writing: Writing, before: str = "") -> ModelTensors:

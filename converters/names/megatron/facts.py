@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 #: The kind of an adapter that is PEFT's LoRA on Megatron's modules, as ms-swift trains it.
 SWIFT = "ms-swift"
@@ -38,6 +40,18 @@ class AdapterRun:
 
 
 @dataclass(frozen=True, slots=True)
+class BridgeRun:
+    """What Megatron-Bridge recorded of a whole run in the folder of an iteration, `folder`.
+
+    `config` is the content of its config, `counters` how far the run has come by the names of its file.
+    """
+
+    folder: str
+    config: Mapping[str, Any]
+    counters: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
 class MegatronFacts:
     """What Megatron's readers tell their writers, in `Checkpoint.facts`."""
 
@@ -45,3 +59,5 @@ class MegatronFacts:
     own_module_order: bool = False
     #: Of an adapter under Megatron's names, what its run's config says.
     adapter: AdapterRun | None = None
+    #: Of a whole run, what Megatron-Bridge recorded in place of Megatron-LM's arguments.
+    bridge: BridgeRun | None = None

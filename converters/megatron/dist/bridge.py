@@ -1,0 +1,254 @@
+"""Whole runs of Megatron-Bridge in Megatron's `torch_dist` format: what it records beside tensors and optimizer.
+
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    as Megatron-LM's, without `args`
+    <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: fields of classes, in place of args
+    <run>/iter_0000100/train_state.pt     steps, sequences and a few flags: tensors of one element each
+    <run>/iter_0000100/tokenizer/         the tokenizer, as transformers saves it
+    <run>/latest_train_state.pt           a copy of the last one, by which a run is found
+    <run>/latest_checkpointed_iteration.txt
+
+The fields are read as the arguments of Megatron-LM that mean the same, by which everything else here goes.  What is
+written for such a run has these files, too: the config with the sizes of the target's axes.
+
+Format facts: megatron-bridge 0.3.1 and 0.6.2, training/checkpointing.py (`save_checkpoint`,
+`_load_checkpoint_from_path`), training/config.py, training/utils/config_utils.py (`to_yaml`), models/gpt_provider.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.move.files import confined
+from ckpt.move.listing import names_in
+from ckpt.plan.checkpoint import TargetFile
+from ckpt.plan.tensors import Shape
+from ckpt.run_folder.carried import content_of
+from ckpt.run_folder.yaml_files import read_run_config
+from converters.megatron.chunks import MegatronModel
+from converters.megatron.dist.folder import LAST, RUN_CONFIG, RUN_TOKENIZER, TRAIN_STATE
+from converters.names.megatron.facts import BridgeRun
+from converters.names.megatron.model.axes import AXES, Grid
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
+
+#: Fields by section, with the argument of Megatron-LM that means the same where its name is another one.
+_FIELDS: Mapping[str, Mapping[str, str]] = {
+    "model": {
+        **{name: name for name in AXES.values()},
+        **{
+            name: name
+            for name in (
+                *("context_parallel_size", "sequence_parallel", "num_layers", "hidden_size", "ffn_hidden_size"),
+                *("num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
+                *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "position_embedding_type"),
+                *("rotary_base", "rotary_percent", "rotary_interleaved", "softmax_type", "attention_dropout"),
+                *("hidden_dropout", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_grouped_gemm"),
+                *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
+                *("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "mtp_num_layers"),
+                *("moe_use_legacy_grouped_gemm", "multi_latent_attention", "bf16", "fp16", "params_dtype"),
+                *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+                *("linear_attention_freq", "hybrid_override_pattern", "hetereogenous_dist_checkpoint"),
+                *("linear_num_key_heads", "mamba_num_groups", "make_vocab_size_divisible_by"),
+            )
+        },
+        "num_moe_experts": "num_experts",
+        "layernorm_epsilon": "norm_epsilon",
+        "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+        "rope_scaling": "use_rope_scaling",
+        "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+        "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
+    },
+    "optimizer": {
+        name: name
+        for name in (
+            *("optimizer", "use_distributed_optimizer", "use_precision_aware_optimizer", "store_param_remainders"),
+            *("main_params_dtype", "decoupled_lr", "apply_wd_to_qk_layernorm", "lr", "min_lr", "weight_decay"),
+            *("overlap_param_gather_with_optimizer_step", "use_layer_wise_distributed_optimizer"),
+        )
+    },
+    "ddp": {
+        "overlap_grad_reduce": "overlap_grad_reduce",
+        "overlap_param_gather": "overlap_param_gather",
+        "bucket_size": "ddp_bucket_size",
+        "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32",
+    },
+    "checkpoint": {"ckpt_format": "ckpt_format"},
+    "train": {"global_batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"},
+}
+#: The class that builds layers of megatron-core alone.
+_LOCAL = "local_layer_spec"
+_COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
+_COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train_samples": "skipped_train_samples"}
+
+
+def read_bridge_run(folder: Path) -> BridgeRun | None:
+    """What Megatron-Bridge recorded in the folder of an iteration; None where it saved none of its files there.
+
+    Raises NotFoundError where only one of the two is there, CorruptError for one that is not as Megatron-Bridge writes.
+    """
+    has_config, has_state = ((folder / name).is_file() for name in (RUN_CONFIG, TRAIN_STATE))
+    if not has_config and not has_state:
+        return None
+    if not has_config or not has_state:
+        raise NotFoundError(
+            "a file of Megatron-Bridge's is missing, and it does not go on without it as the run would",
+            path=folder,
+            expected=f"{RUN_CONFIG} and {TRAIN_STATE}",
+            found=f"{TRAIN_STATE if has_state else RUN_CONFIG} alone",
+        )
+    path = confined(folder, RUN_CONFIG)
+    config = read_run_config(path)
+    if not isinstance(config.get("model"), Mapping):
+        raise CorruptError("this is not the config of a run of Megatron-Bridge", path=path, expected="`model`")
+    return BridgeRun(str(folder), config, _counters(confined(folder, TRAIN_STATE)))
+
+
+def _counters(path: Path) -> dict[str, int]:
+    """How far the run has come, by the names of the file."""
+    content = torchfile.read(path).root
+    found = {}
+    for name in _COUNTERS:
+        value = content.get(name) if isinstance(content, Mapping) else None
+        count = read_scalar(value.extent) if isinstance(value, StoredTensor) else None
+        if type(count) is not int or count < 0:
+            raise CorruptError(
+                "this is not the state of a run of Megatron-Bridge", path=path, expected=f"{name}: a number",
+                found=type(value).__name__ if count is None else repr(count),
+            )  # fmt: skip
+        found[name] = count
+    return found
+
+
+def args_of(run: BridgeRun, ranks: int) -> dict[str, Any]:
+    """The run's settings as Megatron-LM's arguments, for `ranks` processes: their number is not recorded.
+
+    CorruptError where a setting is not of its kind.
+    """
+    path = Path(run.folder) / RUN_CONFIG
+    args: dict[str, Any] = {}
+    for section, fields in _FIELDS.items():
+        stated = run.config.get(section)
+        if not isinstance(stated, Mapping):
+            continue
+        args |= {ours: _plain(value) for name, ours in fields.items() if (value := stated.get(name)) is not None}
+    model: Mapping[str, Any] = run.config["model"]
+    layers = model.get("transformer_layer_spec")
+    is_local = isinstance(layers, Mapping) and str(layers.get("_target_")).endswith(f".{_LOCAL}")
+    args["transformer_impl"] = "local" if is_local else "transformer_engine"
+    args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
+    groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
+    args["group_query_attention"] = groups is not None and groups != heads
+    activation = model.get("activation_func")
+    kind = str(activation.get("_target_")) if isinstance(activation, Mapping) else ""
+    if isinstance(gated := model.get("gated_linear_unit"), bool):
+        args["swiglu"] = gated and kind.endswith(".silu")
+    if model.get("should_pad_vocab") is False:  # the rows are as many as it says
+        args["make_vocab_size_divisible_by"] = 1
+    if isinstance(stages := model.get("pipeline_model_parallel_layout"), str):
+        args["pipeline_model_parallel_layout"] = stages
+    elif stages is not None:
+        raise CorruptError(
+            "the layout of the pipeline is not written as a text", path=path, found=type(stages).__name__,
+            hint="write it as in the recipe, like 'Et*3|t*4|t*3L', into the file",
+        )  # fmt: skip
+    args |= {ours: run.counters[name] for name, ours in _COUNTERS.items()}
+    grid = Grid.recorded(args, path)
+    context = args.get("context_parallel_size") or 1
+    of_model = grid.tp * grid.pp * context if type(context) is int and context > 0 else 0
+    if not of_model:
+        raise CorruptError("context_parallel_size is no size", path=path, found=repr(context))
+    if ranks % of_model == 0:
+        args |= {"world_size": ranks, "data_parallel_size": ranks // of_model}
+    return args
+
+
+def _plain(value: Any) -> Any:
+    """A value as arguments have it: a dtype stands in the file as the name that makes it."""
+    if isinstance(value, Mapping):
+        return str(value.get("_target_"))
+    return value
+
+
+def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Shape]) -> None:
+    """CorruptError for files of another step than `iteration`, or for the config of another model than `shapes` are."""
+    if run.counters["step"] != iteration:
+        raise CorruptError(
+            "the file with how far the run has come is of another step than the checkpoint",
+            path=Path(run.folder) / TRAIN_STATE,
+            expected=f"step {iteration}, as in the common state",
+            found=f"step {run.counters['step']}",
+        )
+    model: Mapping[str, Any] = run.config["model"]
+    for name, found in _told_by(shapes, model):
+        if (stated := model.get(name)) is not None and stated != found:
+            raise CorruptError(
+                "the run's config is that of another model than the one beside it",
+                path=Path(run.folder) / RUN_CONFIG,
+                expected=f"{name} {found}, as the tensors have it",
+                found=f"{name} {stated}",
+            )
+
+
+def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the tensors tell of the fields of `model`."""
+    layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
+    yield "num_layers", len(layers)
+    experts = {number for name in shapes if (number := expert_of(name)) is not None}
+    if experts:
+        yield "num_moe_experts", len(experts)
+    yield "share_embeddings_and_output_weights", OUTPUT not in shapes
+    if EMBEDDING in shapes:
+        yield "hidden_size", shapes[EMBEDDING][1]
+    proj = shapes.get("decoder.layers.0.self_attention.linear_proj.weight")
+    heads, width = model.get("num_attention_heads"), model.get("kv_channels")
+    if proj and not model.get("multi_latent_attention") and type(heads) is int and type(width) is int and heads > 0:
+        yield "kv_channels", proj[1] / heads
+        rows = shapes.get("decoder.layers.0.self_attention.linear_qkv.weight")
+        if rows and width > 0 and not model.get("attention_output_gate"):
+            yield "num_query_groups", (rows[0] / width - heads) / 2
+    dense = shapes.get("decoder.layers.0.mlp.linear_fc2.weight")
+    if dense:
+        yield "ffn_hidden_size", dense[1]
+
+
+def bridge_files(run: BridgeRun, model: MegatronModel, folder: str, *, random: bool) -> Iterator[TargetFile]:
+    """The files of Megatron-Bridge's for a target's `folder`; without `random` it asks for no random states there."""
+    import yaml
+
+    source = Path(run.folder)
+    config = dict(run.config)
+    sizes = {**model.grid.args, "pipeline_model_parallel_layout": model.args.get("pipeline_model_parallel_layout")}
+    sizes |= {
+        theirs: model.args.get(ours)
+        for theirs, ours in _FIELDS["model"].items()
+        if ours.startswith(("decoder_first_", "decoder_last_", "account_for_"))
+    }
+    stated: Mapping[str, Any] = config["model"]
+    config["model"] = {**stated, **{name: value for name, value in sizes.items() if name in stated}}
+    asked = {"save_rng": random, "save_optim": model.has_optimizer}
+    if isinstance(saved := config.get("checkpoint"), Mapping):
+        config["checkpoint"] = {**saved, **{name: False for name, kept in asked.items() if not kept}}
+    text = yaml.safe_dump(config, default_flow_style=False)
+    state = content_of(source, TRAIN_STATE)
+    yield TargetFile.of_bytes(f"{folder}/{RUN_CONFIG}", text.encode())
+    yield TargetFile.of_bytes(f"{folder}/{TRAIN_STATE}", state)
+    yield TargetFile.of_bytes(LAST, state)
+    tokenizer = source / RUN_TOKENIZER
+    if tokenizer.is_dir():
+        confined(source, RUN_TOKENIZER)
+        for name in names_in(tokenizer):
+            if (tokenizer / name).is_file():
+                yield TargetFile.of_bytes(f"{folder}/{RUN_TOKENIZER}/{name}", content_of(tokenizer, name))
+
+
+def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
+    """What whoever goes on with the run has to set in Megatron-Bridge's config."""
+    before, now = Grid.of_args(model.checkpoint.state.args or {}).args, model.grid.args
+    changed = [f"model.{name}={value}" for name, value in now.items() if before[name] != value]
+    if changed:
+        yield f"go on with {', '.join(changed)}: {RUN_CONFIG} says so, and Megatron-Bridge takes its own config"
