@@ -16,7 +16,7 @@ Format facts: megatron-bridge 0.3.1 and 0.6.2, training/checkpointing.py (`save_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,7 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
                 *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
                 *("linear_attention_freq", "hybrid_override_pattern", "hetereogenous_dist_checkpoint"),
                 *("linear_num_key_heads", "mamba_num_groups", "make_vocab_size_divisible_by"),
+                "rope_scaling_factor",
             )
         },
         "num_moe_experts": "num_experts",
@@ -80,7 +81,11 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "checkpoint": {"ckpt_format": "ckpt_format"},
     "train": {"global_batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"},
 }
-#: The class that builds layers of megatron-core alone.
+#: Elements of a layout of the pipeline.
+_LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
+#: Without these Megatron-Bridge loads no run.
+_SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+#: The function that builds layers of megatron-core alone.
 _LOCAL = "local_layer_spec"
 _COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
 _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train_samples": "skipped_train_samples"}
@@ -103,8 +108,13 @@ def read_bridge_run(folder: Path) -> BridgeRun | None:
         )
     path = confined(folder, RUN_CONFIG)
     config = read_run_config(path)
-    if not isinstance(config.get("model"), Mapping):
-        raise CorruptError("this is not the config of a run of Megatron-Bridge", path=path, expected="`model`")
+    model = config.get("model")
+    if not isinstance(model, Mapping) or any(name not in model for name in _SIZES):
+        raise CorruptError(
+            "this is not the config of a run of Megatron-Bridge",
+            path=path,
+            expected=f"`model` with {', '.join(_SIZES)}",
+        )
     return BridgeRun(str(folder), config, _counters(confined(folder, TRAIN_STATE)))
 
 
@@ -124,10 +134,11 @@ def _counters(path: Path) -> dict[str, int]:
     return found
 
 
-def args_of(run: BridgeRun, ranks: int) -> dict[str, Any]:
+def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     """The run's settings as Megatron-LM's arguments, for `ranks` processes: their number is not recorded.
 
-    CorruptError where a setting is not of its kind.
+    CorruptError where a setting is not of its kind, or, if the files go `by_stages`, where it is not known which they
+    are.
     """
     path = Path(run.folder) / RUN_CONFIG
     args: dict[str, Any] = {}
@@ -149,22 +160,36 @@ def args_of(run: BridgeRun, ranks: int) -> dict[str, Any]:
         args["swiglu"] = gated and kind.endswith(".silu")
     if model.get("should_pad_vocab") is False:  # the rows are as many as it says
         args["make_vocab_size_divisible_by"] = 1
-    if isinstance(stages := model.get("pipeline_model_parallel_layout"), str):
+    if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
         args["pipeline_model_parallel_layout"] = stages
-    elif stages is not None:
-        raise CorruptError(
-            "the layout of the pipeline is not written as a text", path=path, found=type(stages).__name__,
-            hint="write it as in the recipe, like 'Et*3|t*4|t*3L', into the file",
-        )  # fmt: skip
     args |= {ours: run.counters[name] for name, ours in _COUNTERS.items()}
     grid = Grid.recorded(args, path)
-    context = args.get("context_parallel_size") or 1
+    context = args.get("context_parallel_size", 1)
     of_model = grid.tp * grid.pp * context if type(context) is int and context > 0 else 0
     if not of_model:
         raise CorruptError("context_parallel_size is no size", path=path, found=repr(context))
     if ranks % of_model == 0:
         args |= {"world_size": ranks, "data_parallel_size": ranks // of_model}
     return args
+
+
+def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
+    """The layout of the pipeline as Megatron-LM writes it: recipes have a text, or a list of names for each stage."""
+    if stated is None or isinstance(stated, str):
+        return stated
+    if isinstance(stated, list) and all(isinstance(stage, list) for stage in stated):
+        letters = [[_LETTERS.get(str(name), "?") for name in stage] for stage in stated]
+        if "?" not in (found := "|".join(map("".join, letters))):
+            return found
+    if needed:
+        raise CorruptError(
+            "the layout of the pipeline is not recorded as a text, and the optimizer's buffers follow it",
+            path=path,
+            expected="pipeline_model_parallel_layout like 'Et*3|t*4|t*3L'",
+            found=repr(stated),
+            hint="write it into the file as it is in the recipe",
+        )
+    return None
 
 
 def _plain(value: Any) -> Any:
@@ -216,8 +241,13 @@ def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[
         yield "ffn_hidden_size", dense[1]
 
 
-def bridge_files(run: BridgeRun, model: MegatronModel, folder: str, *, random: bool) -> Iterator[TargetFile]:
-    """The files of Megatron-Bridge's for a target's `folder`; without `random` it asks for no random states there."""
+def bridge_files(
+    run: BridgeRun, model: MegatronModel, folder: str, beside: Sequence[TargetFile], *, random: bool
+) -> Iterator[TargetFile]:
+    """What stands beside the files of a target's `folder`: those of `beside`, and Megatron-Bridge's.
+
+    Without `random` it asks for no random states there.
+    """
     import yaml
 
     source = Path(run.folder)
@@ -239,16 +269,18 @@ def bridge_files(run: BridgeRun, model: MegatronModel, folder: str, *, random: b
     yield TargetFile.of_bytes(f"{folder}/{TRAIN_STATE}", state)
     yield TargetFile.of_bytes(LAST, state)
     tokenizer = source / RUN_TOKENIZER
-    if tokenizer.is_dir():
-        confined(source, RUN_TOKENIZER)
-        for name in names_in(tokenizer):
-            if (tokenizer / name).is_file():
-                yield TargetFile.of_bytes(f"{folder}/{RUN_TOKENIZER}/{name}", content_of(tokenizer, name))
+    own = [name for name in names_in(tokenizer) if (tokenizer / name).is_file()] if tokenizer.is_dir() else []
+    for name in own:
+        yield TargetFile.of_bytes(f"{folder}/{RUN_TOKENIZER}/{name}", content_of(source, f"{RUN_TOKENIZER}/{name}"))
+    yield from (file for file in beside if file.name not in own)
 
 
 def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
     """What whoever goes on with the run has to set in Megatron-Bridge's config."""
     before, now = Grid.of_args(model.checkpoint.state.args or {}).args, model.grid.args
     changed = [f"model.{name}={value}" for name, value in now.items() if before[name] != value]
+    name = "pipeline_model_parallel_layout"
+    if run.config["model"].get(name) is not None and (value := model.args.get(name)) is None:
+        changed.append(f"model.{name}={value}")
     if changed:
         yield f"go on with {', '.join(changed)}: {RUN_CONFIG} says so, and Megatron-Bridge takes its own config"

@@ -19,6 +19,7 @@ from converters.megatron.dist.bridge import args_of, check_bridge_run, read_brid
 from converters.megatron.dist.folder import (
     CONTEXT,
     RUN_CONFIG,
+    RUN_HF,
     RUN_TOKENIZER,
     TOKENIZER,
     TRAIN_STATE,
@@ -50,7 +51,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
-    beside += (path / RUN_TOKENIZER, path.parent / RUN_TOKENIZER) if bridge else ()
+    beside += (path / RUN_TOKENIZER, path / RUN_HF) if bridge else ()
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
@@ -83,7 +84,7 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
     if run is not None:
         shapes = {fqn: shape for (fqn, role), (shape, _) in reading.shapes.items() if role == WEIGHT}
         check_bridge_run(run, reading.common.get("iteration"), shapes)
-        reading.settings = args_of(run, reading.data.ranks)
+        reading.settings = args_of(run, reading.data.ranks, by_stages=reading.sharding in OF_BUFFERS)
         for name in (RUN_CONFIG, TRAIN_STATE):
             reading.data.add_file(str(reading.folder / name))
     return run

@@ -13,8 +13,14 @@ from ckpt.move.source import read_file
 
 COMMON, BACKENDS = "common.pt", "metadata.json"
 #: What Megatron-Bridge writes in place of arguments: the run's config, how far it has come, a copy of that beside all
-#: iterations, which says which one is the last, and a folder with the tokenizer.
-RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER = "run_config.yaml", "train_state.pt", "latest_train_state.pt", "tokenizer"
+#: iterations, which says which one is the last, a folder with the tokenizer, and, if asked to, the model as of the Hub.
+RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
+    "run_config.yaml",
+    "train_state.pt",
+    "latest_train_state.pt",
+    "tokenizer",
+    "hf",
+)
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
 #: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).

@@ -63,7 +63,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     tensors = add_model(model, writing)
     per_rank = _per_rank(model)
     own = ("content_metadata", FP8) if f"{RERUN}_state" in per_rank else ("content_metadata", FP8, RERUN)
-    kept, dropped = to_write(model, per_rank, *own, without_random="Megatron-LM draws new ones from --seed")
+    bridge = checkpoint.facts_of(MegatronFacts).bridge
+    anew = "Megatron-Bridge draws new ones from rng.seed" if bridge else "Megatron-LM draws new ones from --seed"
+    kept, dropped = to_write(model, per_rank, *own, without_random=anew)
     for name, values in per_rank.items():
         for place, value in values.items():
             writing.add((f"{name}/{place}",), [value])
@@ -76,19 +78,19 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )  # whose files are of other forms
     if RANDOM not in per_rank:
         args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
-    bridge = checkpoint.facts_of(MegatronFacts).bridge
     common = _common(model, tensors.keys, optimizer, kept, args)
     if bridge:
         del common["args"]  # in whose place is a file of its own
-    further = bridge_files(bridge, model, folder, random=RANDOM in per_rank) if bridge else ()
+    beside = model_files(checkpoint, layout.dtype)[0]
+    if bridge:
+        beside = list(bridge_files(bridge, model, folder, beside, random=RANDOM in per_rank))
     notes = [*_dist_notes(model, layout, tensors.keys, optimizer), *(notes_on(bridge, model) if bridge else ())]
     step = checkpoint.state.step
     files = (
         *writing.files(),
         torch_file(f"{folder}/{COMMON}", common),
         TargetFile.of_bytes(f"{folder}/{BACKENDS}", json.dumps(KIND).encode()),
-        *model_files(checkpoint, layout.dtype)[0],
-        *further,
+        *beside,
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
     return Target(files, dropped=tuple(dropped), notes=tuple(notes))

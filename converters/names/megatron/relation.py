@@ -34,6 +34,7 @@ from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.centred import shifted, shifting_notes
+from converters.names.megatron.held import refuse_another_models
 from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
@@ -121,7 +122,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
-    notes = []
+    notes = refuse_another_models(checkpoint, table, sizes)
     if sizes.predicted and not has_mtp:
         notes.append("the model has layers of multi-token prediction, and this checkpoint has none")
         sizes = replace(sizes, predicted=())

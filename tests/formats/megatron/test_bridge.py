@@ -1,0 +1,292 @@
+"""`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`, `converters/names/megatron/held.py`: whole runs of
+Megatron-Bridge, and a config.json held against what a run recorded.
+
+One that Megatron-Bridge saved (fixtures/make_megatron_bridge_run.py), which also has it load what is written here.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+import ckpt
+from ckpt.containers.torchfile.read import read as read_torch
+from ckpt.errors import CorruptError, NotFoundError
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
+from converters.megatron.dist.bridge import args_of
+from converters.names.megatron.facts import BridgeRun
+from tests.support import commands
+from tests.support.describing import content
+from tests.support.megatron_runs import check_read, truth
+from tests.support.places import FIXTURES
+
+FIXTURE = FIXTURES / "megatron-bridge-run"
+RUN, STEP = FIXTURE / "run", "iter_0000002"
+#: The model of the fixture as the Hub has it.
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 12,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "vocab_size": 61,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "dtype": "bfloat16",
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return shutil.copytree(RUN, tmp_path / "run")
+
+
+def _bits(checkpoint: Checkpoint) -> dict[Any, Any]:
+    return {key: content(one) for key, one in checkpoint.tensors.items()}
+
+
+def _change(run: Path, section: str, **fields: Any) -> None:
+    path = run / STEP / "run_config.yaml"
+    config = yaml.safe_load(path.read_text())
+    config[section] |= fields
+    path.write_text(yaml.safe_dump(config, default_flow_style=False))
+
+
+def test_every_bit_is_what_the_ranks_held() -> None:
+    """The optimizer's buffers are `dp_reshardable`, as by default: the sizes of the axes are in run_config.yaml."""
+    checkpoint = ckpt.open(RUN)
+    check_read(checkpoint, truth(FIXTURE))
+    assert (checkpoint.framework, checkpoint.world_size, checkpoint.bound_to_ranks) == ("Megatron-Bridge", 4, True)
+    args = checkpoint.state.args
+    assert args is not None
+    assert (args["tensor_model_parallel_size"], args["data_parallel_size"], args["consumed_train_samples"]) == (
+        2,
+        2,
+        16,
+    )
+
+
+def test_inspect_and_check_know_all_files() -> None:
+    shown = commands.ckpt("inspect", RUN)
+    assert shown.code == 0 and "TP 2 x PP 1 x EP 1 x DP 2 on 4 ranks" in shown.out and "not read" not in shown.out
+    assert commands.ckpt("check", RUN, "--bytes").code == 0
+
+
+@pytest.mark.parametrize(
+    ("layout", "random", "sizes"),
+    [({"world_size": 2}, True, (2, 1)), ({"world_size": 3, "tp": 1}, False, (1, 1)), ({"tp": 4}, False, (4, 1))],
+)
+def test_what_is_written_is_a_run_of_megatron_bridge(
+    layout: dict[str, int], random: bool, sizes: tuple[int, int], tmp_path: Path
+) -> None:
+    source, out = ckpt.open(RUN), tmp_path / "out"
+    ckpt.plan(source, "megatron-dist", Layout(**layout)).run(out)
+    written = ckpt.open(out)
+    assert (written.framework, written.bound_to_ranks) == ("Megatron-Bridge", False)
+    assert written.state.scalars == source.state.scalars and written.state.step == 2
+    if sizes[0] != 4:  # whose vocabulary has other padding
+        assert _bits(written) == _bits(source)
+    assert "args" not in read_torch(out / STEP / "common.pt").root
+    before, after = (yaml.safe_load((folder / STEP / "run_config.yaml").read_text()) for folder in (RUN, out))
+    model = after["model"]
+    assert (model["tensor_model_parallel_size"], model["pipeline_model_parallel_size"]) == sizes
+    assert after["checkpoint"]["save_rng"] is random is ("rng_state" in written.state.per_rank)
+    named = {"tensor_model_parallel_size", "expert_tensor_parallel_size"}
+    for config in (before, after):
+        config["checkpoint"].pop("save_rng")
+        config["model"] = {name: value for name, value in config["model"].items() if name not in named}
+    assert before == after
+    for name in (f"{STEP}/train_state.pt", "latest_train_state.pt", "latest_checkpointed_iteration.txt"):
+        assert (out / name).read_bytes() == (RUN / name).read_bytes()
+    own = sorted(path.name for path in (RUN / STEP / "tokenizer").iterdir())
+    assert own == sorted(path.name for path in (out / STEP / "tokenizer").iterdir())
+    assert not any((out / name).exists() for name in own)
+
+
+def test_the_user_is_told_what_to_set(tmp_path: Path) -> None:
+    done = commands.ckpt("convert", "auto", "megatron-dist", RUN, "-o", tmp_path / "out", "--tp", "1")
+    assert done.code == 0 and "model.tensor_model_parallel_size=1" in done.err
+    assert "rng_state of 2 ranks" in done.err and "rng.seed" in done.err
+
+
+def test_resume_converts_for_other_ranks_alone(run: Path) -> None:
+    same = commands.ckpt("resume", run, "--world-size", "4")
+    assert (same.code, same.out.strip()) == (0, str(run)), same.err
+    moved = commands.ckpt("resume", run, "--world-size", "2")
+    assert moved.code == 0 and moved.out.strip() != str(run), moved.err
+    written = ckpt.open(moved.out.strip())
+    assert _bits(written) == _bits(ckpt.open(run)) and written.framework == "Megatron-Bridge"
+
+
+def _hub(tmp_path: Path, **changed: Any) -> commands.Result:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changed))
+    return commands.ckpt("convert", "auto", "hf", RUN, "-o", tmp_path / "hub", "--config", tmp_path)
+
+
+def test_the_hub_gets_the_weights_and_the_tokenizer(tmp_path: Path) -> None:
+    done = _hub(tmp_path)
+    assert done.code == 0 and "opt_param_scheduler" in done.err, done.err
+    again = commands.ckpt(
+        "convert", "hf", "megatron-dist", tmp_path / "hub", "-o", tmp_path / "back", "--make-vocab-size-divisible-by",
+        "8", "--tp", "2",
+    )  # fmt: skip
+    assert again.code == 0, again.err
+    known = {key: value for key, value in _bits(ckpt.open(RUN)).items() if key[1] == WEIGHT}
+    found = _bits(ckpt.open(tmp_path / "back"))
+    padded = {"embedding.word_embeddings.weight", "output_layer.weight"}
+    assert known.keys() == found.keys()
+    for (fqn, role), (dtype, shape, data) in known.items():
+        used = len(data) // shape[0] * 61 if fqn in padded else len(data)
+        assert found[fqn, role][0] == dtype and found[fqn, role][2][:used] == data[:used]
+    for path in (RUN / STEP / "tokenizer").iterdir():
+        assert (tmp_path / "hub" / path.name).read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"rope_theta": 500000.0}, "rotary_base 10000"),
+        ({"rms_norm_eps": 1e-5}, "norm_epsilon 1e-06"),
+        ({"num_attention_heads": 2, "head_dim": 8, "num_key_value_heads": 1}, "num_attention_heads 4"),
+        ({"vocab_size": 60}, "a vocabulary of 61"),
+        ({"num_hidden_layers": 2}, "num_layers 1"),
+        ({"hidden_size": 16}, "hidden_size 8"),
+    ],
+)
+def test_the_config_of_another_model_is_refused_by_what_differs(
+    changed: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    done = _hub(tmp_path, **changed)
+    assert (done.code, (tmp_path / "hub").exists()) == (CorruptError.exit_code, False)
+    assert "that of another model than the run trained" in done.err and said in done.err
+
+
+def test_the_same_holds_for_a_run_of_megatron_lm(fixtures: Path, tmp_path: Path) -> None:
+    source = fixtures / "megatron-llm-jp"
+    config = json.loads((source / "llm-jp" / "llm-jp-4-moe" / "config.json").read_text())
+    config["num_experts_per_tok"] += 1
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    done = commands.ckpt("convert", "auto", "hf", source / "run", "-o", tmp_path / "hub", "--config", tmp_path)
+    assert done.code == CorruptError.exit_code and "moe_router_topk" in done.err, done.err
+
+
+def test_the_config_that_the_run_carries_is_used(run: Path, tmp_path: Path) -> None:
+    """Since 0.6 Megatron-Bridge may save the model for the Hub as well, in `hf/`."""
+    (run / STEP / "hf").mkdir()
+    (run / STEP / "hf" / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hub")
+    assert done.code == 0, done.err
+    assert json.loads((tmp_path / "hub" / "config.json").read_text()) == CONFIG
+
+
+@pytest.mark.parametrize("name", ["run_config.yaml", "train_state.pt"])
+def test_a_missing_file_is_named(name: str, run: Path) -> None:
+    (run / STEP / name).unlink()
+    with pytest.raises(NotFoundError, match="a file of Megatron-Bridge's is missing") as caught:
+        ckpt.open(run)
+    assert name in str(caught.value.expected) and name not in str(caught.value.found)
+
+
+def test_the_state_of_another_step_is_refused(run: Path) -> None:
+    path = run / STEP / "train_state.pt"
+    import torch
+
+    torch.save(torch.load(path) | {"step": torch.tensor(4, dtype=torch.int32)}, path)
+    with pytest.raises(CorruptError, match="of another step than the checkpoint"):
+        ckpt.open(run)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"num_layers": 2},
+        {"hidden_size": 16},
+        {"ffn_hidden_size": 24},
+        {"num_query_groups": 4},
+        {"kv_channels": 8},
+        {"share_embeddings_and_output_weights": True},
+    ],
+)
+def test_a_config_that_contradicts_the_tensors_is_refused(changed: dict[str, Any], run: Path) -> None:
+    _change(run, "model", **changed)
+    with pytest.raises(CorruptError, match="config is that of another model") as caught:
+        ckpt.open(run)
+    assert next(iter(changed)) in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda config: config | {"model": None}, "not the config of a run"),
+        (lambda config: config | {"model": {}}, "not the config of a run"),
+        (lambda config: [], "not the config of a run"),
+        (lambda config: config["model"].update(tensor_model_parallel_size="2") or config, "is no size"),
+        (lambda config: config["model"].update(context_parallel_size=0) or config, "context_parallel_size"),
+        (lambda config: config["model"].update(pipeline_model_parallel_layout={"_target_": "x"}) or config, "layout"),
+    ],
+)
+def test_a_config_of_something_else_is_refused(broken: Callable[[Any], Any], said: str, run: Path) -> None:
+    path = run / STEP / "run_config.yaml"
+    path.write_text(yaml.safe_dump(broken(yaml.safe_load(path.read_text()))))
+    with pytest.raises(CorruptError, match=said):
+        ckpt.open(run)
+
+
+def test_a_state_of_something_else_is_refused(run: Path) -> None:
+    shutil.copy(run / STEP / "common.pt", run / STEP / "train_state.pt")
+    with pytest.raises(CorruptError, match="not the state of a run of Megatron-Bridge"):
+        ckpt.open(run)
+
+
+def test_other_numbers_of_ranks_do_not_fit_the_buffers(run: Path) -> None:
+    _change(run, "model", tensor_model_parallel_size=1, expert_tensor_parallel_size=1)
+    with pytest.raises(CorruptError, match="buffer"):
+        ckpt.open(run)
+
+
+def test_settings_have_the_names_of_megatron_lms_arguments() -> None:
+    model = {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 2,
+        "expert_model_parallel_size": 2,
+        "num_moe_experts": 8,
+        "layernorm_epsilon": 1e-5,
+        "num_layers_in_first_pipeline_stage": 3,
+        "gated_linear_unit": True,
+        "activation_func": {"_call_": False, "_target_": "torch.nn.functional.silu"},
+        "params_dtype": {"_call_": False, "_target_": "torch.bfloat16"},
+        "should_pad_vocab": False,
+        "make_vocab_size_divisible_by": 128,
+        "pipeline_model_parallel_layout": [["embedding", "decoder"], ["decoder", "decoder", "loss"]],
+    }
+    counters = {"step": 1, "consumed_train_samples": 8, "consumed_valid_samples": 0, "skipped_train_samples": 0}
+    args = args_of(BridgeRun("run", {"model": model, "ddp": {"bucket_size": 7}}, counters), 8, by_stages=True)
+    assert (
+        args.items()
+        >= {
+            "num_experts": 8,
+            "norm_epsilon": 1e-5,
+            "decoder_first_pipeline_num_layers": 3,
+            "swiglu": True,
+            "params_dtype": "torch.bfloat16",
+            "make_vocab_size_divisible_by": 1,
+            "pipeline_model_parallel_layout": "Et|ttL",
+            "ddp_bucket_size": 7,
+            "transformer_impl": "transformer_engine",
+            "untie_embeddings_and_output_weights": False,
+            "world_size": 8,
+            "data_parallel_size": 4,
+        }.items()
+    )
