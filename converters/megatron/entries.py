@@ -12,6 +12,7 @@ from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import TrainingState
 from converters.megatron.chunks import EXTRA, MegatronModel
 from converters.megatron.optimizer import Optimizers
+from converters.names.megatron.facts import MegatronFacts
 
 #: Entries that each rank has for itself; of the second, `torch_dist` has a part that is the same on all of them.
 RANDOM, RERUN = "rng_state", "rerun_state_machine"
@@ -96,6 +97,10 @@ def to_write(
                 dropped.append(f"training state {name}: {error.what}")
             else:
                 kept[name] = value
+    if model.checkpoint.facts_of(MegatronFacts).bridge and "args" not in own:
+        dropped.append(
+            "run_config.yaml and train_state.pt: Megatron-LM's arguments have of them what they have a name for"
+        )
     if state.grad_scaler is not None and not model.has_optimizer:
         dropped.append("training state grad_scaler")
     return kept, dropped

@@ -258,6 +258,8 @@ def bridge_files(
         for theirs, ours in _FIELDS["model"].items()
         if ours.startswith(("decoder_first_", "decoder_last_", "account_for_"))
     }
+    if model.grid.tp == 1:
+        sizes["sequence_parallel"] = False  # there is none without tensor parallel ranks
     stated: Mapping[str, Any] = config["model"]
     config["model"] = {**stated, **{name: value for name, value in sizes.items() if name in stated}}
     asked = {"save_rng": random, "save_optim": model.has_optimizer}
@@ -277,10 +279,16 @@ def bridge_files(
 
 def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
     """What whoever goes on with the run has to set in Megatron-Bridge's config."""
-    before, now = Grid.of_args(model.checkpoint.state.args or {}).args, model.grid.args
-    changed = [f"model.{name}={value}" for name, value in now.items() if before[name] != value]
-    name = "pipeline_model_parallel_layout"
-    if run.config["model"].get(name) is not None and (value := model.args.get(name)) is None:
-        changed.append(f"model.{name}={value}")
+    stated: Mapping[str, Any] = run.config["model"]
+    before, now = Grid.of_args(model.checkpoint.state.args or {}), model.grid
+    changed = [f"{name}={size}" for name, size in now.args.items() if before.args[name] != size]
+    layout = "pipeline_model_parallel_layout"
+    if stated.get(layout) is not None and model.args.get(layout) is None:
+        changed.append(f"{layout}=None")
+    if stated.get("sequence_parallel") and now.tp == 1:
+        changed.append("sequence_parallel=False")
+    if stated.get("pipeline_dtype") is None and now.pp > 1:
+        changed.append("pipeline_dtype, which the run had no need of")
     if changed:
-        yield f"go on with {', '.join(changed)}: {RUN_CONFIG} says so, and Megatron-Bridge takes its own config"
+        said = ", ".join(f"model.{one}" for one in changed)
+        yield f"go on with {said}: Megatron-Bridge takes its own config, and {RUN_CONFIG} only records it"

@@ -64,6 +64,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     per_rank = _per_rank(model)
     own = ("content_metadata", FP8) if f"{RERUN}_state" in per_rank else ("content_metadata", FP8, RERUN)
     bridge = checkpoint.facts_of(MegatronFacts).bridge
+    own += ("args",) if bridge else ()  # in whose place is a file of its own
     anew = "Megatron-Bridge draws new ones from rng.seed" if bridge else "Megatron-LM draws new ones from --seed"
     kept, dropped = to_write(model, per_rank, *own, without_random=anew)
     for name, values in per_rank.items():
@@ -80,7 +81,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
     common = _common(model, tensors.keys, optimizer, kept, args)
     if bridge:
-        del common["args"]  # in whose place is a file of its own
+        del common["args"]
     beside = model_files(checkpoint, layout.dtype)[0]
     if bridge:
         beside = list(bridge_files(bridge, model, folder, beside, random=RANDOM in per_rank))
