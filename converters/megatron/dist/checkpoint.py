@@ -23,6 +23,7 @@ from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
+from converters.names.megatron.told import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
@@ -59,7 +60,10 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         computed=computed,
         facts=MegatronFacts(own_module_order=any(is_beside(fqn) for fqn in parameters)),  # keys are in no order
     )
-    return as_adapter(checkpoint, path) if is_adapter else checkpoint
+    if is_adapter:
+        return as_adapter(checkpoint, path)
+    check_args(reading.args, checkpoint.shapes, path)
+    return checkpoint
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
