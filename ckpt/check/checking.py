@@ -1,8 +1,8 @@
 """Whether checkpoints are whole: `ckpt check`, and the list of a run's checkpoints.
 
-A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, no
-file beside it is missing, empty or cut off (`ckpt.check.files`), and none that looks like training state was left
-unread (`ckpt.run_folder.not_read`).
+A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, a
+config of its architecture tells of no other names and shapes, no file beside it is missing, empty or cut off
+(`ckpt.check.files`), and none that looks like training state was left unread (`ckpt.run_folder.not_read`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, Checkpoint
+from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
@@ -55,6 +56,7 @@ from ckpt.run_folder.steps import (
     trainer_step,
 )
 from ckpt.show.rows import picture
+from ckpt.state.naming import as_hub
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -318,6 +320,7 @@ def _check_one(
         problems += _differing_from_manifest(place)
     if checkpoint is not None:
         problems += _not_read(checkpoint, place)
+        problems += _against_config(checkpoint)
         problems += _lacking(checkpoint)
     told: dict[str, Problem] = {}
     # the reader's own problem with a file comes before a second one about the same file
@@ -401,6 +404,23 @@ def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
     find = registry.service("lacking")
     if found := find(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB):
         yield Problem(LACKING, CONFIG, "; ".join(found))
+
+
+def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Names and shapes that contradict the model's config, as a conversion to the Hub's names finds them."""
+    if checkpoint.namespace in OF_THE_MODEL or checkpoint.is_adapter:
+        return
+    if not (checkpoint.config or {}).get("model_type"):
+        if not registry.namespace(checkpoint.namespace).tells(checkpoint):
+            what = "none is here, and no record of the run tells which tensors the model has, and in which shapes"
+            yield Problem(LEFT, CONFIG, what)
+        return
+    try:
+        as_hub(checkpoint)
+    except CorruptError as error:
+        yield replace(problem_of(error, Path(checkpoint.path)), where=error.fqn or CONFIG)
+    except CkptError as error:
+        yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
 
 
 def _lacking_beside(place: Path) -> Iterator[Problem]:

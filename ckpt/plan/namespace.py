@@ -21,8 +21,9 @@ class Namespace:
     `to_hub` and `from_hub` give a checkpoint the other names; they raise LossError for a tensor that they do not place,
     CorruptError where one is missing or not as the config says.  `adapted` changes what a layout asks for within the
     namespace, `comparable` brings two of its checkpoints into the same shapes, and `padding` tells the parts of tensors
-    that are padding, by fqn.  `adapter_to_peft` and `adapter_from_peft` give an adapter without its model the names of
-    PEFT's files, and take them from it; they are None where adapters have no names of the namespace.
+    that are padding, by fqn.  `tells` says whether the run's own record tells which tensors there are, as a config
+    does; readers hold them against it.  `adapter_to_peft` and `adapter_from_peft` give an adapter without its model the
+    names of PEFT's files, and take them from it; they are None where adapters have no names of the namespace.
     """
 
     to_hub: Callable[[Checkpoint], Checkpoint]
@@ -30,6 +31,7 @@ class Namespace:
     adapted: Callable[[Checkpoint, Layout], Checkpoint] = lambda checkpoint, _: checkpoint
     comparable: Callable[[Checkpoint, Checkpoint], tuple[Checkpoint, Checkpoint]] = lambda a, b: (a, b)
     padding: Callable[[Checkpoint], Mapping[str, Box]] = lambda _: {}
+    tells: Callable[[Checkpoint], bool] = lambda _: True
     adapter_to_peft: Callable[[Checkpoint], Checkpoint] | None = None
     adapter_from_peft: Callable[[Checkpoint, Layout], Checkpoint] | None = None
 

@@ -18,6 +18,7 @@ from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import MegatronReading, RankContent, folder_name, read_ranks
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.names.megatron.told import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
@@ -30,7 +31,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     extra = {EXTRA: dict(reading.extra)} if reading.extra else {}
     folders = tuple(p for p in (request.config, path, path.parent) if p)
     world_size = reading.args.get("world_size")
-    return Checkpoint(
+    checkpoint = Checkpoint(
         path=str(path),
         format="megatron",
         tensors=tensors,
@@ -45,6 +46,8 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         notes=(*reading.notes, *reading.sources.notes),
         facts=MegatronFacts(reading.own_module_order),
     )
+    check_args(reading.args, checkpoint.shapes, path)
+    return checkpoint
 
 
 def _per_rank(reading: MegatronReading, files: Sequence[RankContent]) -> dict[str, dict[str, Any]]:

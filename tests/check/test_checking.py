@@ -108,6 +108,15 @@ def written(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
 
+def edited(name: str, old: str, new: str) -> Damage:
+    def damage(folder: Path) -> None:
+        text = (folder / name).read_text()
+        assert old in text
+        (folder / name).write_text(text.replace(old, new))
+
+    return damage
+
+
 TRACKER = "latest_checkpointed_iteration.txt"
 #: The fixture, the damage done to it, and the report: the file, and the reason.
 CASES: dict[str, tuple[str, Damage, str, str]] = {
@@ -194,6 +203,18 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         "latest: missing; DeepSpeed writes it last",
         "latest",
     ),
+    "a config of a wider model": (
+        "megatron-fsdp",
+        edited("config.json", '"intermediate_size": 7', '"intermediate_size": 9'),
+        "iter_0000002: damaged",
+        "decoder.layers.0.mlp.linear_fc1.weight: a tensor has not the shape that the config tells (",
+    ),
+    "a config of more layers": (
+        "megatron-fsdp",
+        edited("config.json", '"num_hidden_layers": 1', '"num_hidden_layers": 2'),
+        "iter_0000002: damaged",
+        "the checkpoint lacks tensors of the model that the config tells of (",
+    ),
     "an empty tracker": ("verl-fsdp2", written(TRACKER, ""), f"{TRACKER}: the file is empty", TRACKER),
     "a latest with a hole": ("toy-zero3", written("latest", "global\0step2"), "latest: it names no step", "\\x00"),
 }
@@ -218,6 +239,17 @@ def test_the_page_shows_what_is_printed(fixtures: Path, tmp_path: Path) -> None:
     os.truncate(run / "checkpoint-2" / "rng_state_1.pth", 100)
     printed = run_ckpt("check", run).out
     assert f"```text\n{printed}```" in (REPOSITORY / "docs" / "check.md").read_text(), printed
+
+
+def test_what_names_and_shapes_were_not_held_against_is_said(fixtures: Path, tmp_path: Path) -> None:
+    """The run has no record of its arguments and no config; then a config of an architecture without a table."""
+    run = Path(shutil.copytree(fixtures / "nemo" / "model", tmp_path / "run"))
+    bare = run_ckpt("check", run)
+    assert "config.json: none is here, and no record of the run tells which tensors" in bare.out and bare.code == 0
+    (run / "config.json").write_text('{"model_type": "own"}')
+    found = run_ckpt("check", run)
+    assert "config.json: names and shapes were not held against it: there is no mapping" in found.out
+    assert found.code == 0, found.out
 
 
 MODEL: dict[str, tuple[Damage, str]] = {

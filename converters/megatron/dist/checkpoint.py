@@ -34,6 +34,7 @@ from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import BridgeRun, MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
+from converters.names.megatron.told import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
@@ -75,7 +76,10 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
             bridge=bridge,
         ),
     )
-    return as_adapter(checkpoint, path) if is_adapter else checkpoint
+    if is_adapter:
+        return as_adapter(checkpoint, path)
+    check_args(reading.args, checkpoint.shapes, path)
+    return checkpoint
 
 
 def _read_bridges(reading: DistReading) -> BridgeRun | None:

@@ -6,13 +6,14 @@ Format facts: see `converters.megatron.dist.format`.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import product
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
@@ -136,7 +137,13 @@ class DistReading:
         self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
 
     def keep_nemos(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The model in what NeMo 2 saved, by Megatron's own keys; the rest is left out, and a note says so."""
+        """The model in what NeMo 2 saved, by Megatron's own keys; the rest is left out, and a note says so.
+
+        What Lightning has in common is looked through as well, if it can be: callbacks may store objects of their own.
+        """
+        with suppress(CkptError):
+            torchfile.read(confined(self.folder, COMMON))
+            self.data.add_file(str(self.folder / COMMON))
         kept = {key.removeprefix(MODULE): leaf for key, leaf in found.items() if key.startswith(MODULE)}
         self.notes.append(
             "a checkpoint of NeMo 2: its training state is left out, "

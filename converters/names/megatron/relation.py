@@ -41,6 +41,7 @@ from converters.names.megatron.model.splits import padded_vocab_size
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.rows import EVERY
 from converters.names.megatron.table import Table
+from converters.names.megatron.told import check_told
 from converters.names.transformers.relation import relation as in_memory
 
 #: Names in which the Hub's files keep quantized weights and their scales.
@@ -455,31 +456,14 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
 def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
     """Every tensor of the relation is there, in its shape, and nothing else."""
     for name, shape in shapes.items():
-        expected = relation.a_shapes.get(name)
-        if expected is None:
+        if name not in relation.a_shapes:
             raise LossError(
                 "the architecture's table has no place for this tensor",
                 fqn=name,
                 found=f"shape {list(shape)}",
                 hint="does the config belong to this checkpoint?",
             )
-        if shape != expected:
-            raise CorruptError(
-                "a tensor has not the shape that the config tells",
-                fqn=name,
-                expected=list(expected),
-                found=list(shape),
-                hint="does the config belong to this checkpoint?",
-            )
-    missing = [name for name in relation.a_shapes if name not in shapes]
-    if missing:
-        raise CorruptError(
-            "the checkpoint lacks tensors of the model that the config tells of",
-            fqn=", ".join(missing[:3]) + (", ..." if len(missing) > 3 else ""),
-            expected=f"{len(relation.a_shapes)} tensors",
-            found=f"{len(relation.a_shapes) - len(missing)} of them",
-            hint="does the config belong to this checkpoint?",
-        )
+    check_told(relation.a_shapes, shapes, "the config")
 
 
 def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:

@@ -242,6 +242,25 @@ def _other_sharding(folder: Path) -> None:
     torch.save(common, folder / "common.pt")
 
 
+def _without_tensor(folder: Path) -> None:
+    """The metadata of a save that forgot a norm, and its master and moments."""
+    import pickle
+
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for key in [key for key in metadata.state_dict_metadata if key.endswith("decoder.final_layernorm.weight")]:
+        del metadata.state_dict_metadata[key]
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+
+
+def _other_args(**args: Any) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        common = torch.load(folder / "common.pt", weights_only=False)
+        vars(common["args"]).update(args)
+        torch.save(common, folder / "common.pt")
+
+    return change
+
+
 ZARR = json.dumps({"sharded_backend": "zarr", "sharded_backend_version": 1})
 FAULTS = {
     "no common state": (_remove("common.pt"), 4, "common.pt"),
@@ -250,6 +269,10 @@ FAULTS = {
     "a hole": (_without_chunk, 4, "part of a tensor is stored nowhere"),
     "another backend": (_write("metadata.json", ZARR), 3, "zarr"),
     "no backends": (_write("metadata.json", "{"), 4, "backends"),
+    "a tensor less": (_without_tensor, 4, "lacks tensors of the model that the record of the run's arguments tells of"),
+    "arguments of a wider model": (_other_args(ffn_hidden_size=9), 4, "not the shape that the record of the run's"),
+    "arguments of more layers": (_other_args(num_layers=3), 4, "decoder.layers.2.self_attention.linear_qkv.layer_norm"),
+    "arguments of experts": (_other_args(num_experts=2), 4, "decoder.layers.0.mlp.router.weight"),
     "another way of storing": (_other_sharding, 3, "fully_sharded_bucket_space"),
 }
 

@@ -371,6 +371,11 @@ def _old_optimizer(run: Path) -> None:
     _edit(run, lambda state, file: state.pop("buckets_coalesced"), f"*/*/{DISTRIBUTED}")
 
 
+def _no_final_norm(run: Path) -> None:
+    """On no rank of the last stage, so that no rank contradicts another."""
+    _edit(run, lambda state, file: state["model"].pop("decoder.final_layernorm.weight"), f"*/*_001/{MODEL}")
+
+
 def _unknown_tensor(run: Path) -> None:
     _edit(run, lambda state, file: state["model"].update({"decoder.layers.0.adapter.weight": torch.ones(2)}))
 
@@ -422,6 +427,12 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
         4,
         ("different runs", "hidden_size", "41"),
     ),
+    "arguments of another width": (
+        lambda run: _edit(run, _args("ffn_hidden_size", 97)),
+        4,
+        ("not the shape that the record of the run's arguments tells", "mlp.linear_fc1.weight", "194"),
+    ),
+    "a tensor missing": (_no_final_norm, 4, ("lacks tensors", "decoder.final_layernorm.weight")),
     "another layout recorded": (
         lambda run: _edit(run, _args("pipeline_model_parallel_size", 1)),
         4,
