@@ -26,14 +26,14 @@ from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
-from ckpt.plan.checkpoint import TargetFile
+from ckpt.plan.checkpoint import AXES, TargetFile
 from ckpt.plan.tensors import Shape
 from ckpt.run_folder.carried import content_of
 from ckpt.run_folder.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel
 from converters.megatron.dist.folder import LAST, RUN_CONFIG, RUN_TOKENIZER, TRAIN_STATE
 from converters.names.megatron.facts import BridgeRun
-from converters.names.megatron.model.axes import AXES, Grid
+from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
 
 #: Fields by section, with the argument of Megatron-LM that means the same where its name is another one.
@@ -43,7 +43,7 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
         **{
             name: name
             for name in (
-                *("context_parallel_size", "sequence_parallel", "num_layers", "hidden_size", "ffn_hidden_size"),
+                *("sequence_parallel", "num_layers", "hidden_size", "ffn_hidden_size"),
                 *("num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
                 *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "position_embedding_type"),
                 *("rotary_base", "rotary_percent", "rotary_interleaved", "softmax_type", "attention_dropout"),

@@ -51,8 +51,9 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         reading, optimizers = megatron_fsdp.read_folder(path)
     tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
-    beside = (path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER) if is_nemo(path) else ()
-    beside += (path / RUN_TOKENIZER, path / RUN_HF) if bridge else ()
+    beside = [path / RUN_TOKENIZER, path / RUN_HF] if bridge else []
+    if is_nemo(path):
+        beside = [path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER]
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}

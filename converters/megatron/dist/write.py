@@ -62,9 +62,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     writing = Writing(model.args["world_size"], f"{folder}/", is_nested=False)
     tensors = add_model(model, writing)
     per_rank = _per_rank(model)
-    own = ("content_metadata", FP8) if f"{RERUN}_state" in per_rank else ("content_metadata", FP8, RERUN)
     bridge = checkpoint.facts_of(MegatronFacts).bridge
-    own += ("args",) if bridge else ()  # in whose place is a file of its own
+    own = ["content_metadata", FP8] + ([] if f"{RERUN}_state" in per_rank else [RERUN])
+    if bridge:
+        own.append("args")  # in whose place is a file of its own
     anew = "Megatron-Bridge draws new ones from rng.seed" if bridge else "Megatron-LM draws new ones from --seed"
     kept, dropped = to_write(model, per_rank, *own, without_random=anew)
     for name, values in per_rank.items():
