@@ -36,6 +36,8 @@ class _Param:
         annotation, is_one = self.parameter.type_descriptor.annotation, self.parameter.nargs == 1
         if self.parameter.multiple and not value:
             return self.parameter.default
+        if annotation == list[str]:
+            return list(value or ())
         if is_one and not self.parameter.multiple:
             if value is None or value is self.parameter.default:
                 return value

@@ -77,7 +77,7 @@ class Effects:
 
     @property
     def num_zero(self) -> int:
-        """Targets that have nothing to add: one of their factors is zero."""
+        """Targets that have nothing to add: a factor is zero, or trained rows are those that were there."""
         return sum(one.is_nothing for one in self.targets)
 
     @property
@@ -92,7 +92,8 @@ class Effects:
     def lines(self) -> Iterator[str]:
         """The counts, and what should not be so."""
         if self.targets:
-            zero = f"; of {self.num_zero} a factor is zero, and nothing was to be added" if self.num_zero else ""
+            why = "nothing was to be added: a factor is zero, or trained rows are those that were there"
+            zero = f"; to {self.num_zero} {why}" if self.num_zero else ""
             yield f"changed the weights of {self.num_changed} of {counted(len(self.targets), 'target')}{zero}"
         yield from self.warnings()
 

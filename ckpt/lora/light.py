@@ -9,10 +9,11 @@ is added to another.
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -87,6 +88,7 @@ class TorchLibrary:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError without such a library, AttributeError for one that has not all of them."""
+        ctypes.CDLL(None).dlopen(os.fsencode(path), os.RTLD_NOW)  # unlike CDLL, it lets other threads run
         library = ctypes.CDLL(str(path))
         self._create, self._delete, self._copy, self._multiply = (
             getattr(library, f"aoti_torch_{name}") for name in _FUNCTIONS
@@ -136,14 +138,35 @@ class TorchLibrary:
             self._delete(made)
 
 
+class RefusedError(Exception):
+    """Torch's library has not carried out a function, and has said why on standard error."""
+
+
 def _refuse_failed(error: int) -> None:
     if error:
-        raise RuntimeError("torch's library does not take these tensors")
+        raise RefusedError
+
+
+def load_ahead() -> None:
+    """Begin to load torch's library, which takes a fifth of a second, while a merge is being planned."""
+    if "torch" not in sys.modules:
+        threading.Thread(target=_library).start()
 
 
 def library() -> TorchLibrary | None:
     """Torch's library; None where torch is imported anyway, or it is one without these functions."""
     return None if "torch" in sys.modules else _library()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in the calling thread alone, where its library can be told so for one thread of many."""
+    from torch import get_num_threads
+
+    get_num_threads()  # it sets those of a new thread when it is first asked
+    found = _library()
+    with found.one_thread() if found else nullcontext():
+        yield
 
 
 @cache

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt import api
-from ckpt.base.errors import CkptError, CorruptError, LossError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora import light
 from ckpt.lora.combine import loaded, require_peft
@@ -31,7 +31,7 @@ from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import merge_layer, updates
-from ckpt.lora.light import PlainLora, is_stored, stored
+from ckpt.lora.light import PlainLora, RefusedError, is_stored, stored
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -82,12 +82,16 @@ class _Merged:
         plain = [(update, update.plain) for update in self.updates if update.plain is not None]
         if is_stored(self.source) and len(plain) == len(self.updates) and (library := light.library()):
             steps = [(update, partial(one.merge, library, dtype=self.dtype)) for update, one in plain]
-            bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
+            try:
+                bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
+            except RefusedError as error:
+                path = next(fragment.extent.path for fragment in self.source.choice.tensor.fragments())
+                what, hint = "torch's library did not compute this tensor", "fewer --workers, where memory is short"
+                raise StorageError(what, path=path, fqn=self.fqn, hint=hint) from error
             return raw_bytes(bits).data
         import torch
 
-        torch.set_num_threads(1)  # of this thread: tensors are computed side by side already
-        with torch.no_grad():
+        with torch.no_grad(), light.one_thread():  # tensors are computed side by side already
             applied = [(update, update.apply) for update in self.updates]
             return raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)).data
 
@@ -198,6 +202,8 @@ class _Merge:
     resized: dict[str, int] = field(default_factory=dict)
     by_expert: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
+    token_rows: dict[str, list[tuple[list[int], Factor]]] = field(default_factory=dict)
+    rows_again: list[tuple[int, str, str]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
@@ -375,9 +381,17 @@ class _Merge:
             raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
         # rounded once, from whatever dtype they are stored in
         apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
+        earlier = tuple(self.token_rows.setdefault(owner, []))
+        again = {i for of_others, _ in earlier for i in of_others}.intersection(index)
+        if again:
+            self.rows_again.append((len(again), owner, adapter.path))
+        self.token_rows[owner].append((index, rows))
 
         def is_nothing() -> bool:
-            return bool((self._stored(owner).load()[index].double() == rows.load().double()).all())
+            before = dict(zip(index, self._stored(owner).load()[index].double(), strict=True))
+            for of_others, others in earlier:
+                before |= zip(of_others, others.load().double(), strict=True)
+            return all(bool((before[i] == row).all()) for i, row in zip(index, rows.load().double(), strict=True))
 
         self._update(owner, Update(adapter.path, module, apply, is_nothing))
 
@@ -649,6 +663,8 @@ class _Merge:
         if self.overruled:
             adapters = counted(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
+        for num, fqn, path in self.rows_again:
+            yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
         if self.resized:

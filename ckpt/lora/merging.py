@@ -10,6 +10,7 @@ from ckpt import api
 from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
+from ckpt.lora import light
 from ckpt.lora.effect import Merge, MergedModel
 from ckpt.lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
 from ckpt.lora.merge import plan
@@ -81,6 +82,7 @@ def merge_lora(
     Unsloth before 2026.9.6, where nothing records it.
     """
     api.WORKERS.check(workers)
+    light.load_ahead()
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     if not several:
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))

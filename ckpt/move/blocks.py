@@ -285,7 +285,6 @@ class ComputedBatch(CopyBatch):
 
     content: Callable[[], memoryview]
     room: Turn
-    is_cast = False  # what it computes is read from files, which takes longer
 
     def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
         with self.room:

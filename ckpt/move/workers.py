@@ -21,7 +21,7 @@ from ckpt.move.blocks import Batch, ComputedBatch
 from ckpt.move.filehash import CHUNK, FileDigest, Hasher
 from ckpt.move.files import OpenFiles, sync, translate_os_errors
 from ckpt.move.parts import Share
-from ckpt.move.source import is_standin
+from ckpt.move.source import in_use, is_standin
 from ckpt.move.threads import Jobs, num_cores
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece
@@ -258,7 +258,9 @@ class Workers:
     def compute(self, output: Output, copies: list[Copy], content: Callable[[], memoryview]) -> None:
         """Let a thread compute `content`, which is as long as the copies' sources reach, and write it."""
         room = self._room.taken(_COMPUTING * max(copy.source.end for copy in copies))
-        self.submit(output, ComputedBatch(copies, content, room))
+        output.add()
+        # of a store as much as can be is asked at a time
+        self._put((output, ComputedBatch(copies, content, room)), is_heavy=not in_use())
 
     def _ask_for(self, batch: Batch) -> bool:
         """Let the kernel begin to read what will be cast.  False where it is in a store, of which threads ask."""

@@ -544,6 +544,14 @@ def test_converting_what_is_no_hub_model_imports_no_torch(fixtures: Path, tmp_pa
     assert imported(MAIN, "convert", "zero3", "zero3", fixtures / "toy-zero3", *ranks) == ["numpy"]
 
 
+def test_planning_a_merge_imports_no_torch(fixtures: Path) -> None:
+    folder = fixtures / "mlx-lora"
+    adapter = next(path.parent for path in sorted(folder.rglob("adapter_config.json")))
+    base = next(path.parent for path in sorted(folder.rglob("config.json")))
+    found = imported(MAIN, "merge-lora", adapter, "--base", base, "--dry-run")
+    assert not {"torch", "pydantic"} & {*found}
+
+
 @pytest.mark.parametrize("number", ["0", "-1", "1.5", "x", "9" * 5000])
 def test_a_number_of_ranks_that_is_none_is_refused(fixtures: Path, number: str) -> None:
     result = run_ckpt("convert", "zero3", "zero3", fixtures / "toy-zero3", "--world-size", number, "--dry-run")

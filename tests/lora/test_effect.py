@@ -49,7 +49,7 @@ def test_a_target_whose_factor_is_zero_is_counted_as_such(linear: Path, bases: d
     adapter = with_factors(linear, tmp_path / "adapter", Q_PROJ, 0.0)
     outcome = merged(adapter, bases["llama"], tmp_path / "out")
     num = len(load_file(linear / "adapter_model.safetensors")) // 2
-    said = f"changed the weights of {num - 1} of {num} targets; of 1 a factor is zero, and nothing was to be added\n"
+    said = f"changed the weights of {num - 1} of {num} targets; to 1 nothing was to be added: a factor is zero, or"
     assert said in outcome.err and "not changed" not in outcome.err
 
 
@@ -109,6 +109,25 @@ def test_tokens_that_were_not_trained_count_as_nothing_to_add(bases: dict[str, P
     save_file(tensors, file)
     done = package.merge_lora(adapter, tmp_path / "out", base=bases["llama"])
     assert [one.target for one in done.effects.targets if one.is_nothing] == ["model.embed_tokens"]
+
+
+@pytest.mark.parametrize("is_other", [False, True])
+def test_rows_that_two_adapters_replace_are_the_later_ones_and_it_is_said(
+    is_other: bool, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]}
+    adapters = [save_adapter(bases["llama"], tmp_path / "1", options)]
+    later = options | {"trainable_token_indices": [3, 7]} if is_other else options
+    adapters.append(save_adapter(bases["llama"], tmp_path / "2", later, seed=2 if is_other else 1))
+    done = package.merge_lora(adapters, tmp_path / "out", base=bases["llama"])
+    of_tokens = [one for one in done.effects.targets if one.target == "model.embed_tokens"]
+    assert [(one.is_changed, one.is_nothing) for one in of_tokens] == [(True, False), (is_other, not is_other)]
+    again = "1 trained row" if is_other else "2 trained rows"
+    told = f"{again} of model.embed_tokens.weight from {adapters[1]}, in place of those of an adapter before it"
+    assert told in str(done) and "rounded away" not in str(done)
+    rows = next(t for name, t in load_file(adapters[1] / "adapter_model.safetensors").items() if "trainable" in name)
+    found = weights(tmp_path / "out")["model.embed_tokens.weight"]
+    assert same(found[later["trainable_token_indices"]], rows.to(found.dtype))
 
 
 @pytest.mark.parametrize("is_of_torch", [False, True])

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt import api
+from ckpt.base.errors import StorageError
 from ckpt.lora import arithmetic, light
 from ckpt.lora.find import Factor
+from ckpt.lora.merging import merge_lora
 from ckpt.plan.precision import choices
 from tests.support.adapters import merge_by_peft, same, save_adapter, save_base, weights
 
@@ -99,6 +101,40 @@ def test_a_merge_takes_no_import_of_torch_and_equals_pefts(dtype: torch.dtype, t
     assert all(same(ours[name], theirs[name]) for name in ours)
     changed = [name for name, before in load_file(base / "model.safetensors").items() if not same(before, ours[name])]
     assert len(changed) == 14
+
+
+#: Merges an adapter by torch, and says whether it computes in as many threads afterwards as before, here and elsewhere.
+THREADS = """
+import sys, threading, torch
+from ckpt.lora.merging import merge_lora
+torch.set_num_threads(3)
+before = torch.__config__.parallel_info()
+merge_lora(sys.argv[1], sys.argv[3], base=sys.argv[2])
+print(torch.__config__.parallel_info() == before, torch.get_num_threads())
+threading.Thread(target=lambda: print(torch.__config__.parallel_info() == before, torch.get_num_threads())).start()
+"""
+
+
+def test_a_merge_by_torch_leaves_the_process_its_threads(tmp_path: Path) -> None:
+    base = save_base("llama", torch.bfloat16, tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": "all-linear", "use_dora": True})
+    command = [sys.executable, "-c", THREADS, *map(str, (adapter, base, tmp_path / "ours"))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["True", "3"] * 2, done.stderr
+
+
+def test_what_torchs_library_refuses_names_the_file_and_the_tensor(
+    monkeypatch: pytest.MonkeyPatch, library: light.TorchLibrary, tmp_path: Path
+) -> None:
+    base = save_base("llama", torch.bfloat16, tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": ["q_proj"]})
+    monkeypatch.setattr(library, "_multiply", lambda *_: 1)
+    monkeypatch.setattr(light, "library", lambda: library)
+    with pytest.raises(StorageError) as caught:
+        merge_lora(adapter, tmp_path / "out", base=base)
+    assert caught.value.exit_code == 7
+    assert caught.value.path == str(base / "model.safetensors") and "q_proj.weight" in str(caught.value.fqn)
+    assert not (tmp_path / "out").exists()
 
 
 def test_where_the_library_is_another_one_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
