@@ -2,12 +2,20 @@
 
     python -m benchmarks.equal KIND OURS THEIRS
 
-prints how many tensors there are.  The kinds: `safetensors` (two folders), `zero3-hf` (a folder of safetensors against
-the masters of a step folder), `dcp-hf` (a folder of safetensors against the file of `dcp_to_torch_save`), `dcp-full`
-(model and optimizer in two files against that one), `zero3` (two step folders of any numbers of ranks), `zero3-loaded`
-(what transformers loads of a folder against the masters of a step folder, rounded to that), `universal` (two step
-folders); `hash-hf` and `hash-zero3` (what `ckpt hash --json` printed against digests made here by the rule that its
-page gives).  ZeRO-3's tensors are put together here by DeepSpeed's rule.
+prints how many tensors there are.  The kinds:
+
+    safetensors       two folders
+    zero3-hf          a folder of safetensors, and the masters of a step folder
+    zero3-bf16        the same, where the masters were rounded
+    zero3-loaded      what transformers loads of a folder, and the masters of a step folder, rounded to that
+    dcp-hf            a folder of safetensors, and the file of `dcp_to_torch_save`
+    dcp-full          model and optimizer in two files, and that one
+    zero3             two step folders of any numbers of ranks
+    universal         two step folders
+    hash-hf           what `ckpt hash --json` printed, and a folder, whose digests are made here by the rule of its page
+    hash-zero3        the same, and a step folder
+
+ZeRO-3's tensors are put together here by DeepSpeed's rule.
 """
 
 from __future__ import annotations
@@ -135,6 +143,9 @@ def main(kind: str, ours: Path, theirs: Path) -> int:
         return compare(_safetensors(ours), _safetensors(theirs))
     if kind == "zero3-hf":
         return compare(_safetensors(ours), _masters(theirs))
+    if kind == "zero3-bf16":
+        rounded = {name: lambda t=t: t().to(torch.bfloat16) for name, t in _masters(theirs).items()}
+        return compare(_safetensors(ours), rounded)
     if kind == "zero3-loaded":
         loaded = _loaded(ours)
         rounded = {name: lambda t=t, dtype=loaded[name].dtype: t().to(dtype) for name, t in _masters(theirs).items()}
