@@ -19,6 +19,7 @@ from pathlib import Path
 from benchmarks import (
     cold,
     dcp,
+    disk,
     hashing,
     huge,
     load,
@@ -50,7 +51,7 @@ SECTIONS = {
     "processes": processes,
 }
 #: Sections that take long, and are done only where they are named.
-NAMED_ONLY = {"huge": huge}
+NAMED_ONLY = {"disk": disk, "huge": huge}
 ALL = SECTIONS | NAMED_ONLY
 
 _SHORT = readme.RESULTS.relative_to(Path(__file__).parents[1])

@@ -2,14 +2,25 @@
 
     python -m benchmarks.equal KIND OURS THEIRS
 
-prints how many tensors there are.  The kinds: `safetensors` (two folders), `zero3-hf` (a folder of safetensors against
-the masters of a step folder), `dcp-hf` (a folder of safetensors against the file of `dcp_to_torch_save`), `dcp-full`
-(model and optimizer in two files against that one), `zero3` (two step folders of any numbers of ranks), `universal`
-(two step folders).  ZeRO-3's tensors are put together here by DeepSpeed's rule.
+prints how many tensors there are.  The kinds:
+
+    safetensors       two folders
+    zero3-hf          a folder of safetensors, and the masters of a step folder
+    zero3-bf16        the same, where the masters were rounded
+    zero3-loaded      what transformers loads of a folder, and the masters of a step folder, rounded to that
+    dcp-hf            a folder of safetensors, and the file of `dcp_to_torch_save`
+    dcp-full          model and optimizer in two files, and that one
+    zero3             two step folders of any numbers of ranks
+    universal         two step folders
+    hash-hf           what `ckpt hash --json` printed, and a folder, whose digests are made here by the rule of its page
+    hash-zero3        the same, and a step folder
+
+ZeRO-3's tensors are put together here by DeepSpeed's rule.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping
 from math import prod
@@ -18,6 +29,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from xxhash import xxh3_128
 
 #: Tensors by name, each read when it is asked for.
 Tensors = dict[str, Callable[[], torch.Tensor]]
@@ -91,6 +103,32 @@ def zero3_tensors(folder: Path) -> Tensors:
     return found
 
 
+def _masters(folder: Path) -> Tensors:
+    return {name.removesuffix(" fp32"): t for name, t in zero3_tensors(folder).items() if name.endswith(" fp32")}
+
+
+def _loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """The parameters and buffers that transformers makes of a folder, in the dtype that its config has."""
+    from transformers import AutoModelForCausalLM
+
+    found: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
+    return found
+
+
+def hashed(report: Path, tensors: Tensors) -> int:
+    """The digests of the tensors in a report against those made here; of an optimizer's numbers there are none."""
+    listed = [one for one in json.loads(report.read_text())["tensors"] if one["dtype"] != "number"]
+    if {f"{one['fqn']} {one['role']}" for one in listed} != tensors.keys():
+        raise SystemExit("digests of other tensors")
+    for one in listed:
+        tensor = tensors[f"{one['fqn']} {one['role']}"]()
+        words = one["fqn"], one["role"], str(tensor.dtype).removeprefix("torch."), ",".join(map(str, tensor.shape)), ""
+        elements = xxh3_128(_bits(tensor).numpy()).digest()
+        if one["digest"] != xxh3_128("\0".join(words).encode() + elements).hexdigest():
+            raise SystemExit(f"the digest of {one['fqn']} ({one['role']}) differs")
+    return len(listed)
+
+
 def _universal(folder: Path) -> Tensors:
     def tensor(path: Path) -> torch.Tensor:
         found = _load(path)
@@ -104,8 +142,21 @@ def main(kind: str, ours: Path, theirs: Path) -> int:
     if kind == "safetensors":
         return compare(_safetensors(ours), _safetensors(theirs))
     if kind == "zero3-hf":
-        masters = {name.removesuffix(" fp32"): t for name, t in zero3_tensors(theirs).items() if name.endswith(" fp32")}
-        return compare(_safetensors(ours), masters)
+        return compare(_safetensors(ours), _masters(theirs))
+    if kind == "zero3-bf16":
+        rounded = {name: lambda t=t: t().to(torch.bfloat16) for name, t in _masters(theirs).items()}
+        return compare(_safetensors(ours), rounded)
+    if kind == "zero3-loaded":
+        loaded = _loaded(ours)
+        rounded = {name: lambda t=t, dtype=loaded[name].dtype: t().to(dtype) for name, t in _masters(theirs).items()}
+        return compare({name: lambda t=t: t for name, t in loaded.items()}, rounded)
+    if kind == "hash-hf":
+        return hashed(ours, {f"{name} weight": t for name, t in _safetensors(theirs).items()})
+    if kind == "hash-zero3":
+        states = {name: t for name, t in zero3_tensors(theirs).items() if " exp_avg" in name}
+        masters = _masters(theirs)  # weights are these, too, as the model is in fp32
+        of_roles = {f"{name} {role}": t for name, t in masters.items() for role in ("weight", "master")}
+        return hashed(ours, states | of_roles)
     if kind == "dcp-hf":
         return compare(_safetensors(ours), {name[1:]: t for name, t in _flat(_load(theirs)["model"]).items()})
     if kind == "dcp-full":

@@ -1,4 +1,4 @@
-"""`ckpt hash` against `xxhsum` and `b3sum` over the same files.
+"""`ckpt hash` against `xxhsum` and `b3sum` over the same files; its digests against those of tensors read by others.
 
 The goal is one of speed, and holds for the larger checkpoint: of the smaller one's time, start-up is most.
 """
@@ -6,8 +6,8 @@ The goal is one of speed, and holds for the larger checkpoint: of the smaller on
 from __future__ import annotations
 
 from benchmarks.hash_peer import ALGORITHMS, has_library, is_installed
-from benchmarks.measure import CKPT, PYTHON, Case, run
-from benchmarks.models import num_params
+from benchmarks.measure import CKPT, PYTHON, Case, call, run
+from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("zero3", "hf")
@@ -17,16 +17,20 @@ _LARGE = "zero3"
 def measure(bench: Bench) -> Table:
     missing = [name for name in ALGORITHMS if not is_installed(name)]
     neither = [name for name in missing if not has_library(name)]
-    cases, goals = [], []
+    cases, goals, notes = [], [], []
     for kind in SOURCES:
         source = bench.source(kind)
         hashing = Case(f"ckpt hash, {kind}", [*CKPT, "hash", source, "-q"])
         run_by = [PYTHON, "-m", "benchmarks.hash_peer"]
         peers = [Case(f"{name}, {kind}", [*run_by, name, source]) for name in ALGORITHMS if name not in neither]
-        run(hashing)
+        report = bench.scratch(f"hash-{kind}.json")
+        run(Case("report", ["sh", "-c", 'exec "$@" >"$0"', report, *hashing.command, "--json"]))
+        folder = source / f"global_step{STEP}" if kind == "zero3" else source
+        same = call("benchmarks.equal", f"hash-{kind}", report, folder)
+        notes.append(f"{kind}: {same} digests are those of the tensors as torch reads them, made by xxhash")
         cases += [hashing, *peers]
         goals += [Goal(hashing.name, peer.name, at_most=2 if kind == _LARGE else None) for peer in peers]
-    notes = [
+    notes += [
         f"neither {name} nor its library is installed: no comparison with it (pip install {ALGORITHMS[name].library})"
         if name in neither
         else f"{name} is not installed: its algorithm from the library, in one Python process"

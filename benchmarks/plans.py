@@ -1,6 +1,7 @@
 """Plans of many small tensors, and a folder of many items: what they cost when there is hardly a byte to move.
 
 Seconds of processor time, which is what a plan takes, of whole processes; `--dry-run` on sparse files of real size.
+What is written of tensors that are no holes is compared with what transformers or DeepSpeed's rule reads of the source.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.measure import CKPT, PYTHON, Case, call, run
+from benchmarks.models import STEP
 from benchmarks.runner import Bench, verdict
 
 SOURCES: Sequence[str] = ()
@@ -70,10 +72,27 @@ def measure(bench: Bench) -> str:
         elif kind.startswith("llm-jp"):
             command += ["--config", source]
         add(Case(name, command, (output,)), goal, peak)
+        if same := _compared(kind, arguments, source, output):
+            lines.append(f"  {same}")
         if kind == "32" and arguments[1] == "hf":
             peer = [PYTHON, "-m", "deepspeed.utils.zero_to_fp32", source, output, "--safe_serialization"]
             add(Case(f"{PEER}, 32 ranks", peer, (output,)))
     return "\n".join(lines)
+
+
+def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -> str | None:
+    """How many tensors of what was written are the source's; None where nothing is, or holes alone."""
+    is_tiny, step = kind == "tiny" or kind.isdecimal(), f"global_step{STEP}"
+    if is_tiny and arguments[:2] == ["hf", "zero3"]:
+        written = next(output.glob("global_step*"))
+        return f"{call('benchmarks.equal', 'zero3-loaded', source, written)} masters are what transformers loads"
+    if is_tiny and arguments[:2] == ["zero3", "hf"]:
+        same = call("benchmarks.equal", "zero3-loaded", output, source / step)
+        return f"{same} tensors that transformers loads are the masters, put together by DeepSpeed's rule"
+    if is_tiny:
+        same = call("benchmarks.equal", "zero3", output / step, source / step)
+        return f"{same} masters and states are the same, put together by DeepSpeed's rule"
+    return None
 
 
 def _source(bench: Bench, kind: str) -> Path:

@@ -70,8 +70,10 @@ def build_tokenizer() -> Any:
     """The tokenizer: ids 0-255 are the bytes, then the specials."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-    tokenizer = Tokenizer(models.BPE(vocab=_byte_alphabet(), merges=[]))
+    alphabet = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokenizer = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
@@ -83,10 +85,3 @@ def build_tokenizer() -> Any:
         pad_token=pad,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_alphabet() -> dict[str, int]:
-    """GPT-2's printable stand-in of every byte: itself where it is printable, else the next letter from 256 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    unprintable = [byte for byte in range(BYTES) if byte not in printable]
-    return {chr(byte if byte in printable else BYTES + unprintable.index(byte)): byte for byte in range(BYTES)}

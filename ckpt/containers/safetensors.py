@@ -17,7 +17,10 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
+from operator import itemgetter
+from typing import NamedTuple
 
 from ckpt.base.errors import CorruptError, LossError, StorageError
 from ckpt.base.sizes import show_size
@@ -55,8 +58,9 @@ _FIELD = re.compile(
 )
 #: An entry as safetensors itself writes it, in one step; numbers of 18 digits do not overflow.
 _USUAL = re.compile(
-    rb'"dtype":"(\w{1,32})","shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
-    rb'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\}'
+    rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
+    rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
+    rb'"data_offsets":\[(0|[1-9][0-9]{0,17}),(0|[1-9][0-9]{0,17})\]\},'
 )
 _VALUE = re.compile(_STRING + rb"[ \t\r\n]*([,}])")
 _NUMBER = re.compile(rb"[ \t\r\n]*(0|[1-9][0-9]{0,19})[ \t\r\n]*")
@@ -64,8 +68,7 @@ _EMPTY = re.compile(rb"[ \t\r\n]*\}")
 _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
-@dataclass(frozen=True, slots=True)
-class HeaderEntry:
+class HeaderEntry(NamedTuple):
     """One tensor of a file: its shape as torch counts, and where its bytes begin and end in the file."""
 
     name: str
@@ -120,24 +123,25 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
     base = 8 + len(text)
     entries: dict[str, HeaderEntry] = {}
     metadata: dict[str, str] | None = None
-    for name, at in _Entries(text, path):
-        if name == "__metadata__":
-            if metadata is not None:
-                raise CorruptError("__metadata__ appears twice in the header", path=path)
-            metadata = at.metadata()
-        elif name in entries:
+    for name, value in _Entries(text, base, path):
+        if name in entries:
             raise CorruptError("the name appears twice in the header", path=path, fqn=name)
+        if isinstance(value, HeaderEntry):
+            entries[name] = value
+        elif metadata is not None:
+            raise CorruptError("__metadata__ appears twice in the header", path=path)
         else:
-            entries[name] = at.tensor(name, base)
+            metadata = value
     _check_offsets(entries.values(), base, size, path)
     return Header(tuple(entries.values()), metadata or {})
 
 
 @dataclass(slots=True)
 class _Entries:
-    """Walks the header's members; `tensor` and `metadata` read the value of the member at hand."""
+    """The header's members, read one after the other; `at` is the place that has been reached."""
 
     text: bytes
+    base: int
     path: str
     at: int = 0
 
@@ -145,7 +149,7 @@ class _Entries:
         found = self.text[self.at : self.at + 60].decode("utf-8", "backslashreplace")
         return CorruptError(what, path=self.path, fqn=fqn, found=f"{found!r} at byte {8 + self.at}")
 
-    def __iter__(self) -> Iterator[tuple[str, _Entries]]:
+    def __iter__(self) -> Iterator[tuple[str, HeaderEntry | dict[str, str]]]:
         if not self.text.startswith(b"{"):
             raise self.fault("the header does not begin with '{'")
         self.at = 1
@@ -153,6 +157,9 @@ class _Entries:
         if empty:
             self.at = empty.end()
         while not empty:
+            while (usual := _USUAL.match(self.text, self.at)) and usual[1] != b"__metadata__":
+                self.at, name = usual.end(), self.string(usual[1])
+                yield name, self.entry(name, usual[2], _usual_shape(usual[3]), int(usual[4]), int(usual[5]))
             key = _KEY.match(self.text, self.at)
             if key is None:
                 raise self.fault("the header is not JSON of the safetensors kind: a name was expected")
@@ -163,7 +170,7 @@ class _Entries:
             elif key[2] is None:
                 raise self.fault("the header's value for this name is not an object", name)
             else:
-                yield name, self
+                yield name, self.metadata() if name == "__metadata__" else self.entry(name, *self.fields(name))
             following = _NEXT.match(self.text, self.at)
             if following is None:
                 raise self.fault("the header is not JSON: ',' or '}' was expected", name)
@@ -175,7 +182,9 @@ class _Entries:
 
     def string(self, raw: bytes) -> str:
         try:
-            text = raw.decode("utf-8") if b"\\" not in raw else json.loads(b'"' + raw + b'"')
+            if b"\\" not in raw:
+                return raw.decode("utf-8")
+            text: str = json.loads(b'"' + raw + b'"')
             text.encode("utf-8")  # a lone surrogate, written as an escape, is no text
         except ValueError:
             raise self.fault("a string of the header is not UTF-8") from None
@@ -201,14 +210,6 @@ class _Entries:
             self.at = value.end()
             if value[2] == b"}":
                 return found
-
-    def tensor(self, name: str, base: int) -> HeaderEntry:
-        usual = _USUAL.match(self.text, self.at)
-        if usual is None or usual[2].count(b",") >= MAX_DIMS:
-            return self.entry(name, base, *self.fields(name))
-        self.at = usual.end()
-        shape = tuple(map(int, usual[2].split(b","))) if usual[2] else ()
-        return self.entry(name, base, usual[1], shape, int(usual[3]), int(usual[4]))
 
     def fields(self, name: str) -> tuple[bytes, Shape, int, int]:
         """Tag, shape, start and stop of the entry at hand."""
@@ -236,7 +237,7 @@ class _Entries:
             raise self.fault("data_offsets are not two numbers", name)
         return tag, lists[b"shape"], *offsets
 
-    def entry(self, name: str, base: int, tag: bytes, listed: Shape, start: int, stop: int) -> HeaderEntry:
+    def entry(self, name: str, tag: bytes, listed: Shape, start: int, stop: int) -> HeaderEntry:
         dtype, shape = _torch_view(tag.decode(), listed, name, self.path)
         nbytes = prod(shape) * dtype.itemsize
         if nbytes >= 1 << 63:
@@ -249,7 +250,7 @@ class _Entries:
                 expected=f"{nbytes} bytes for {dtype} {list(shape)}",
                 found=f"{stop - start} bytes, offsets [{start}, {stop}]",
             )
-        return HeaderEntry(name, dtype, shape, base + start, base + stop)
+        return HeaderEntry(name, dtype, shape, self.base + start, self.base + stop)
 
     def numbers(self, raw: bytes, field: str, name: str) -> tuple[int, ...]:
         if not raw.strip(b" \t\r\n"):
@@ -267,6 +268,11 @@ class _Entries:
         if max(values) >= 1 << 63:
             raise self.fault(f"{field} overflows", name)
         return tuple(values)
+
+
+@lru_cache(4096)  # of the many tensors of a model few have a shape of their own
+def _usual_shape(raw: bytes) -> Shape:
+    return tuple(map(int, raw.split(b","))) if raw else ()
 
 
 def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Shape]:
@@ -291,7 +297,7 @@ def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Sh
 def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: str) -> None:
     """The tensors' bytes fill the file from the header's end to its own, without hole or overlap."""
     reached = base
-    for entry in sorted(entries, key=lambda e: (e.start, e.stop)):
+    for entry in sorted(entries, key=itemgetter(3, 4)):  # start and stop
         if entry.start != reached:
             raise CorruptError(
                 "the tensors leave a hole in the file" if entry.start > reached else "two tensors overlap in the file",
@@ -311,8 +317,7 @@ def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: s
         )
 
 
-@dataclass(frozen=True, slots=True)
-class Planned:
+class Planned(NamedTuple):
     """A tensor that is to be written: name, dtype and shape as torch counts."""
 
     name: str
@@ -350,13 +355,10 @@ def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tup
         shape = list(tensor.shape)
         if tensor.dtype.tag == _PACKED:
             shape[-1] *= 2
-        members[tensor.name] = {
-            "dtype": _tag(tensor),
-            "shape": shape,
-            "data_offsets": [at, at + tensor.nbytes],
-        }
+        stop = at + tensor.nbytes
+        members[tensor.name] = {"dtype": tensor.dtype.tag, "shape": shape, "data_offsets": [at, stop]}
         offsets.append(at)
-        at += tensor.nbytes
+        at = stop
     text = json.dumps(members, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER:

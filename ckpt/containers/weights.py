@@ -167,12 +167,13 @@ def shards(tensors: Iterable[_T], size: Callable[[_T], int], max_size: int | Non
     current: list[_T] = []
     filled = 0
     for tensor in tensors:
-        if max_size is not None and size(tensor) > max_size:
+        added = size(tensor)
+        if max_size is not None and added > max_size:
             result.append([tensor])
             continue
-        if max_size is not None and filled + size(tensor) > max_size:
+        if max_size is not None and filled + added > max_size:
             result.append(current)
             current, filled = [], 0
         current.append(tensor)
-        filled += size(tensor)
+        filled += added
     return [*result, current] if current or not result else result

@@ -9,7 +9,7 @@ model's dtype, which is exactly what the engine computes after each step.  No ot
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
@@ -19,8 +19,7 @@ from ckpt.plan.tensors import Tensor
 CAST_SOURCES = frozenset({FLOAT64, FLOAT32, BFLOAT16, FLOAT16})
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """The tensor that is written for a parameter or buffer, and the dtype it is written in."""
 
     tensor: Tensor

@@ -260,6 +260,8 @@ class Extent(NamedTuple):
     @property
     def end(self) -> int:
         """The offset behind the last byte that this extent touches."""
+        if is_contiguous(self.shape, self.strides):
+            return self.offset + self.nbytes
         if 0 in self.shape:
             return self.offset
         reach = sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))

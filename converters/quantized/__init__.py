@@ -21,13 +21,14 @@ _PARTS = (
     ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"),
     ("weight", "SCB", "weight_format"),
 )
+_ENDINGS = (*(ending for _, ending, *_ in _PARTS), "nf4", "fp4")
 
 
 def parts(names: Iterable[str]) -> frozenset[str]:
     """The `names` of tensors that belong to quantized weights, packed ones too: none of them is a plain parameter."""
     every = frozenset(names)
     found: set[str] = set()
-    for name in every:
+    for name in (name for name in every if name.endswith(_ENDINGS)):  # few do
         if match := BITSANDBYTES_STATE.fullmatch(name):
             found |= {name, match["owner"]}
         for packed, *others in _PARTS:

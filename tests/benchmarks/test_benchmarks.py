@@ -24,6 +24,7 @@ def test_digests_are_compared_with_what_there_is(
     monkeypatch.setattr(hash_peer.shutil, "which", lambda name: None)
     monkeypatch.setattr(hash_peer, "find_spec", lambda name: None if name in lacking else find_spec("json"))
     monkeypatch.setattr(hashing, "run", lambda case: run)
+    monkeypatch.setattr(hashing, "call", lambda *_: "3")
     monkeypatch.setattr(Bench, "source", lambda self, kind: tmp_path)
     monkeypatch.setattr(Bench, "rounds", lambda self, cases: {case.name: Measured(case, (run,)) for case in cases})
     table = str(hashing.measure(Bench(tmp_path, 1, 1)))

@@ -1,0 +1,60 @@
+"""ZeRO-3 of 8 billion parameters -> safetensors in bf16, against `cp` of the output, all of it from and to a disk.
+
+The masters are real, 32 GB; Adam's states, which are not read, are holes.  Nothing of either is in the page cache, so
+ckpt reads twice what `cp` does.  The disk holds the source and the output, 48 GB, but not the copy as well: the source
+is made anew in each round, and removed before `cp` has its turn.
+"""
+
+from __future__ import annotations
+
+import shutil
+
+from benchmarks.measure import CKPT, Case, Measured, Run, call, copy_of, remove, run, written_to_disk
+from benchmarks.models import STEP, num_params
+from benchmarks.runner import Bench, Goal, Table
+
+SOURCES = ()
+TIMES = 21  # as many layers as the other sections have: 8 billion parameters
+
+
+def measure(bench: Bench) -> Table:
+    layers = bench.num_layers * TIMES
+    size = num_params(layers)
+    source, output, copy = (bench.scratch(f"disk-{name}") for name in ("source", "output", "copy"))
+    convert = [*CKPT, "convert", "zero3", "hf", source, "--dtype", "bf16", "-q", "-o", output]
+    ours = Case("ckpt convert zero3 hf --dtype bf16", convert, (output,), cold=(source,))
+    read = Case("cat of the masters", ["sh", "-c", 'cat "$0"/*/*optim_states.pt >/dev/null', source], cold=(source,))
+    others = [
+        copy_of("cp of the output", output, copy, cold=(output,)),
+        written_to_disk("dd of as many bytes", 2 * size, copy),
+    ]
+    runs: dict[str, list[Run]] = {case.name: [] for case in (ours, read, *others)}
+    notes: list[str] = []
+
+    def of_the_source() -> None:
+        remove([source, output])
+        if (free := shutil.disk_usage(bench.folder).free) < 6.2 * size:
+            raise SystemExit(f"{bench.folder} has {free / 1e9:.0f} GB free, and {6.2 * size / 1e9:.0f} GB are needed")
+        call("benchmarks.zero_source", source, layers, "masters")
+        for case in (read, ours):
+            runs[case.name].append(run(case))
+        if not notes:
+            same = call("benchmarks.equal", "zero3-bf16", output, source / f"global_step{STEP}")
+            notes.append(f"{same} tensors are the masters, put together by DeepSpeed's rule and rounded by torch")
+        remove([source])
+
+    def of_the_output() -> None:
+        for case in others:
+            runs[case.name].append(run(case))
+            remove([copy])
+
+    bench.folder.mkdir(parents=True, exist_ok=True)
+    for done in range(bench.num_rounds):  # the output of a round is there for the next one's `cp`
+        for step in (of_the_output, of_the_source) if done % 2 else (of_the_source, of_the_output):
+            step()
+    return Table(
+        f"ZeRO-3, 8 ranks, {size / 1e6:.0f} M parameters -> hf in bf16, {2 * size / 1e9:.1f} GB, from a cold disk",
+        {case.name: Measured(case, tuple(runs[case.name])) for case in (*others, read, ours)},
+        [Goal(ours.name, "cp of the output", at_most=1.0)],
+        notes,
+    )
