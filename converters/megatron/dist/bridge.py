@@ -241,6 +241,16 @@ def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[
         yield "ffn_hidden_size", dense[1]
 
 
+def note_on_config(run: BridgeRun) -> str | None:
+    """Where the Hub may have the model's config.json, as the run names the model that it began from."""
+    hub = run.config["model"].get("hf_model_id")
+    if not isinstance(hub, str):
+        return None
+    return (
+        f"the run began from {hub} ({RUN_CONFIG}, hf_model_id): for the Hub's names --config takes that id or a folder"
+    )
+
+
 def bridge_files(
     run: BridgeRun, model: MegatronModel, folder: str, beside: Sequence[TargetFile], *, random: bool
 ) -> Iterator[TargetFile]:
