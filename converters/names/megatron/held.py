@@ -17,10 +17,7 @@ from converters.names.megatron.table import Table
 _ALWAYS = ("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_epsilon", "swiglu")
 _OF_ATTENTION = ("kv_channels",)
 _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
-_OF_EXPERTS = (
-    *("num_experts", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax"),
-    "moe_router_topk_scaling_factor",
-)
+_OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor")
 #: For a text the same.
 _ROTATING = ("rope", "mrope")
 
@@ -60,6 +57,8 @@ def _compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Itera
         yield "position_embedding_type"
     if all(one.get("num_experts") for one in both):
         yield from _OF_EXPERTS
+        if all(one.get("moe_router_score_function") == "softmax" for one in both):
+            yield "moe_router_pre_softmax"
 
 
 def _another(checkpoint: Checkpoint, expected: str, found: str) -> CorruptError:
