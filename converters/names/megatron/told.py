@@ -1,4 +1,4 @@
-"""The tensors of which a run's arguments tell, and whether a checkpoint has them in these shapes.
+"""The tensors that a run's arguments tell of, and whether a checkpoint has them in these shapes.
 
 Told are those that every GPTModel with these arguments has; tensors beside them (sinks, more norms, layers of
 multi-token prediction) are neither asked for nor refused.  Models with layers of other kinds tell of nothing.
