@@ -53,8 +53,8 @@ EXPECTED: dict[str, dict[str, int]] = {
     "OSFConfig": {EQUAL: 2},
     "PeanutConfig": {EQUAL: 5},
     "PsoftConfig": {EQUAL: 10},
-    "PveraConfig": {REFUSED: 6},
-    "RandLoraConfig": {REFUSED: 7},
+    "PveraConfig": {EQUAL: 6},
+    "RandLoraConfig": {EQUAL: 7},
     "RoadConfig": {EQUAL: 6},
     "ShiraConfig": {EQUAL: 5},
     "SupertuningConfig": {EQUAL: 5},
@@ -62,7 +62,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "TrainableTokensConfig": {EQUAL: 1},
     "UniLoraConfig": {REFUSED: 6},
     "VBLoRAConfig": {EQUAL: 6},
-    "VeraConfig": {REFUSED: 6},
+    "VeraConfig": {EQUAL: 6},
     "WaveFTConfig": {EQUAL: 20},
 }
 

@@ -16,7 +16,13 @@ from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import PEFT, missing
 
 #: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax.
-_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules")
+_PREDICTION = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+)
 _PREDICTED = re.compile(r"(^|[._])(mtp|nextn|eh_proj)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: Parts of models by the config of each, and what is in the names of their tensors.
