@@ -15,7 +15,8 @@ from ckpt.base.text import counted
 from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import PEFT, missing
 
-#: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax.
+#: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
+#: Inkling.
 _PREDICTION = (
     "num_nextn_predict_layers",
     "mtp_num_hidden_layers",
