@@ -5,6 +5,7 @@ and a run lacks is said, and taken from a base.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import ckpt as package
 from ckpt.errors import LossError, UsageError
@@ -138,6 +140,34 @@ def test_check_says_what_a_folder_lacks_of_what_its_config_promises(sees: Path, 
     checked = package.check(frozen)
     assert checked.whole and "that files of Qwen2_5_VLForConditionalGeneration have" in str(checked)
     assert "promises" not in ckpt("check", sees).out
+
+
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (r"\.layers\.0\.", ["12 tensors that files of Qwen2_5_VLForConditionalGeneration have: model.layers.0."]),
+        (
+            r"embed_tokens",
+            ["1 tensor that files of Qwen2_5_VLForConditionalGeneration have: model.embed_tokens.weight"],
+        ),
+        (r"visual|\.layers\.0\.", ["a vision tower (vision_config)", "12 tensors that files of"]),
+    ],
+)
+def test_check_says_which_frozen_parts_fsdp_did_not_save(
+    frozen: str, said: list[str], sees: Path, tmp_path: Path
+) -> None:
+    """Under the names that the model has in memory, which are not those of its files."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(sees)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = re.search(frozen, name) is None
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    dcp.save({"model": trained}, checkpoint_id=tmp_path / "run", no_dist=True)
+    (tmp_path / "run/config.json").write_text((sees / "config.json").read_text())
+    checked = ckpt("check", tmp_path / "run")
+    assert checked.code == 0 and all(f"the config promises {one}" in checked.out for one in said), checked.out
+    done = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "out", "--complete-from", sees)
+    assert done.code == 0 and equal(tmp_path / "out", load_file(sees / "model.safetensors"))
+    assert "promises" not in ckpt("check", tmp_path / "out").out
 
 
 def test_a_model_that_lacks_nothing_is_as_it_was(sees: Path, tmp_path: Path) -> None:

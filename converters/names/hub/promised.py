@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from ckpt.base.errors import CkptError
 from ckpt.base.text import counted
+from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.tensors import Shape
+from ckpt.state.naming import as_hub
 from converters.names.hub.proof import PEFT, missing
 
 #: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
@@ -33,6 +37,19 @@ _TOWERS = {
 }
 
 
+def lacking_of(checkpoint: Checkpoint) -> list[str]:
+    """What `lacking` says of a checkpoint.
+
+    The names that a model has in memory are turned into those of the Hub's files where a table has these: transformers
+    is not asked, which takes seconds to import.
+    """
+    is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
+    if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
+        with suppress(CkptError):  # then its own names tell less
+            checkpoint = as_hub(checkpoint)
+    return lacking(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB)
+
+
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:
     """A sentence for each thing that a config promises and that is not among tensors of `shapes`, by name.
 
@@ -43,7 +60,8 @@ def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is
         return []
     found = [*_predictions(config, shapes), *_towers(config, shapes)]
     names, cls = missing(config, shapes) if is_hub else ([], "")
-    if names and not found:
+    said = [pattern for key, (_, pattern) in _TOWERS.items() if any(f"({key})" in one for one in found)]
+    if names := [name for name in names if not any(pattern.search(name) for pattern in said)]:
         found.append(
             f"{counted(len(names), 'tensor')} that files of {cls} have: {names[0]}" + (", ..." if names[1:] else "")
         )
