@@ -125,10 +125,10 @@ def merged_by_peft(base: Any, adapter: Path) -> dict[str, torch.Tensor]:
     return {name.replace(".modules_to_save.default", ""): tensor for name, tensor in kept.items()}
 
 
-def becomes(listed: Listed, model: str, config: Any, folder: Path) -> str:
+def becomes(listed: Listed, model: str, config: Any, options: dict[str, Any], folder: Path) -> str:
     """What becomes of a case; the names of tensors that differ, where some do."""
     try:
-        adapter = trained(listed.base(model), config, folder / "adapter")
+        adapter = trained(listed.base(model), config(**copy.deepcopy(options)), folder / "adapter")
     except ImportError:
         return NOT_MADE
     try:
@@ -150,8 +150,7 @@ def becomes(listed: Listed, model: str, config: Any, folder: Path) -> str:
 def test_every_case_becomes_what_it_did(kind: str, listed: Listed, tmp_path: Path) -> None:
     found = {}
     for number, (title, model, config, options) in enumerate(listed.cases[kind]):
-        made = config(**copy.deepcopy(options))
-        found[f"{number} {title}"] = becomes(listed, model, made, tmp_path / str(number))
+        found[f"{number} {title}"] = becomes(listed, model, config, options, tmp_path / str(number))
     assert Counter(found.values()) == EXPECTED[kind], found
 
 
