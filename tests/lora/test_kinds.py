@@ -276,6 +276,7 @@ def test_the_outcome_counts_layers_and_verify_proves_them(loha: Path, own: Path,
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        ("ADAMSS", "PEFT clusters the base anew"),
         ("FROD", "PEFT merges it in a whole model only"),
         ("TINYLORA", "PEFT merges it in a whole model only"),
         ("LILY", "this kind of adapter is not merged"),
