@@ -49,7 +49,7 @@ BY_LAYER = (
 BY_MODEL = ("PVERA", "RANDLORA", "UNILORA", "VERA")
 #: Kinds that PEFT merges in a whole model only: what their layers share goes by all weights.
 _BY_WEIGHTS = ("FROD", "TINYLORA")
-#: No file has the rows that a factor is for: PEFT finds them anew, by scikit-learn's k-means over the base's weight, and
+#: No file has the rows that a factor is for: PEFT finds them anew, by k-means of scikit-learn over the base, and
 #: goes on where they are of other sizes.
 _BY_CLUSTERS = "ADAMSS"
 #: Entries of a config that mean the same in all kinds.
