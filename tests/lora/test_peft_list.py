@@ -73,7 +73,7 @@ class Listed:
 
     def __init__(self, folder: Path) -> None:
         package = ModuleType("peft_tests")
-        package.__path__ = [str(folder)]
+        package.__path__ = [str(folder.resolve())]
         helpers = {
             "testing_common": ["_skip_if_merging_not_supported"],
             "testing_utils": ["get_state_dict", "hub_online_once", "require_non_cpu", "set_init_weights_false"],
