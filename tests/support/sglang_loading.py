@@ -1,7 +1,7 @@
 """Run by a Python that has sglang: `sglang_loading.py BASE ADAPTER OUTPUT` writes the adapter as sglang stacks it.
 
 It is sglang's own code that reads an adapter's config and tensors and stacks them by the layers that it serves
-(`sglang.srt.lora`); no engine is started, as sglang's takes a GPU.  What of its packages has no build for CPUs is
+(`sglang.srt.lora`); no engine is started, as sglang's takes a GPU.  A package of it without a build for CPUs is
 imported as a stand-in, and takes no part.
 """
 
