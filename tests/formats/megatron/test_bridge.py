@@ -60,6 +60,10 @@ def _bits(checkpoint: Checkpoint) -> dict[Any, Any]:
     return {key: content(one) for key, one in checkpoint.tensors.items()}
 
 
+def _weights(run: Path) -> dict[Any, Any]:
+    return {key: value for key, value in _bits(ckpt.open(run)).items() if key[1] == WEIGHT}
+
+
 def _change(run: Path, section: str, **fields: Any) -> None:
     path = run / STEP / "run_config.yaml"
     config = yaml.safe_load(path.read_text())
@@ -146,7 +150,7 @@ def test_the_hub_gets_the_weights_and_the_tokenizer(tmp_path: Path) -> None:
         "8", "--tp", "2",
     )  # fmt: skip
     assert again.code == 0, again.err
-    known = {key: value for key, value in _bits(ckpt.open(RUN)).items() if key[1] == WEIGHT}
+    known = _weights(RUN)
     found = _bits(ckpt.open(tmp_path / "back"))
     padded = {"embedding.word_embeddings.weight", "output_layer.weight"}
     assert known.keys() == found.keys()
@@ -266,9 +270,9 @@ def test_a_config_that_contradicts_the_tensors_is_refused(changed: dict[str, Any
 )
 def test_models_with_other_layers_are_read(changed: dict[str, Any], run: Path) -> None:
     """A gate may be another one than SwiGLU's, and layers may have what no setting tells of."""
-    before = _bits(ckpt.open(run))
+    before = _weights(run)
     _change(run, "model", **changed)
-    assert _bits(ckpt.open(run)) == before
+    assert _weights(run) == before
 
 
 def test_learned_positions_are_as_many_as_a_sequence_has() -> None:
