@@ -85,6 +85,7 @@ class _Merged:
             try:
                 bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
             except RefusedError as error:
+                assert self.source.choice is not None, "it is stored"
                 path = next(fragment.extent.path for fragment in self.source.choice.tensor.fragments())
                 what, hint = "torch's library did not compute this tensor", "fewer --workers, where memory is short"
                 raise StorageError(what, path=path, fqn=self.fqn, hint=hint) from error

@@ -37,6 +37,8 @@ def test_supported_versions_are_those_that_lanes_try() -> None:
     pinned = dict(re.findall(r"^([\w-]+)==(.+)$", (REPOSITORY / "constraints.txt").read_text(), re.MULTILINE))
     assert len(TABLE) == 6
     assert {name: pinned[name.lower()] for name in TABLE} == TABLE
+    newer = " and ".join(lanes["frameworks"]["strategy"]["matrix"]["mcore"])
+    assert f"the lane `frameworks` tries {newer} as well" in (REPOSITORY / "docs/versions.md").read_text()
     lane = lanes["whole"]["steps"][-2]["run"]
     assert lane == "make wheel test" and "-c constraints.txt" in (REPOSITORY / "Makefile").read_text()
 

@@ -1,4 +1,4 @@
-"""`converters/names/megatron/told.py`: the tensors of which Megatron-LM's arguments tell, against every table."""
+"""`converters/names/megatron/told.py`: the tensors that Megatron-LM's arguments tell of, against every table."""
 
 from __future__ import annotations
 

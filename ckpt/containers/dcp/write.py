@@ -23,7 +23,7 @@ from typing import Any
 from ckpt.containers.dcp.metadata import METADATA, Path_
 from ckpt.containers.torchfile.pickler import Size, StreamedDict, dumps
 from ckpt.containers.torchfile.values import Record, StoredTensor
-from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_item
+from ckpt.containers.torchfile.write import FromSource, NewTensor, pickled, torch_item
 from ckpt.plan.checkpoint import Key, Slot, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
@@ -32,6 +32,8 @@ _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 #: File, offset and length of each item, by key and the offsets of its box.
 _Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
+#: What items have in common that differ in their slots alone: dtype, shape and region, or the pickle of a value.
+_Kind = tuple[DType, Shape, Region] | bytes
 _VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
 
 
@@ -121,7 +123,7 @@ class Writing:
 
     def __post_init__(self) -> None:
         self._least = [(0, rank) for rank in range(self.num_ranks)]
-        self._alike: dict[tuple[DType, Shape, Region], TargetFile] = {}
+        self._alike: dict[_Kind, TargetFile] = {}
 
     def add(self, path: Path_, value: Any) -> None:
         """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
@@ -194,26 +196,33 @@ class Writing:
         slots: list[Slot] = []
         at = 0
         for item in items:
-            part = self._laid_out(item)
+            only = _only_fill(item.root)
+            part = self._laid_out(item.root, only)
             literals += ((at + offset, data) for offset, data in part.literals)
             for slot in part.slots:
                 extent = Extent.contiguous(path, at + slot.extent.offset, slot.extent.dtype, slot.extent.shape)
-                key, region = (
-                    (slot.key, slot.region) if (one := _only_fill(item.root)) is None else (one.key, one.region)
-                )
+                key, region = (slot.key, slot.region) if only is None else (only.key, only.region)
                 slots.append(Slot(key, region, extent))
             where = None if item.box is None else item.box.offsets
             places[item.key, where] = name, at, part.size
             at += part.size
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
-    def _laid_out(self, item: _Item) -> TargetFile:
-        """The item as a file of its own.  Items with the same dtype and shape differ only in their slots."""
-        root, only = item.root, _only_fill(item.root)
+    def _laid_out(self, root: Any, only: FromSource | None) -> TargetFile:
+        """An item as a file of its own; `only` is what fills it, if that is one range of the source.
+
+        Items with the same dtype and shape differ only in their slots; equal values, such as those of modules without
+        an extra state, in nothing.
+        """
+        kind: _Kind
         if only is None:
-            return torch_item(root)
-        region = only.region
-        kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
+            root = pickled(root)
+            if root.storages:
+                return torch_item(root)
+            kind = root.data
+        else:
+            region = only.region
+            kind = root.dtype, root.shape, whole(region.sizes) if isinstance(region, Box) else region
         alike = self._alike.get(kind)
         if alike is None:
             alike = self._alike[kind] = torch_item(root)

@@ -49,7 +49,7 @@ _KNOWN = {
     *("_target_", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
-    *("share_expert_adapters", "experts_shared_outer_loras"),
+    "share_expert_adapters",
 }
 _MARK = ".adapter."
 #: PEFT's names on Megatron's modules, which are ms-swift's.

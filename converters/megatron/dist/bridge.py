@@ -128,6 +128,8 @@ def _counters(path: Path) -> dict[str, int]:
     content = torchfile.read(path).root
     found = {}
     for name in _COUNTERS:
+        if isinstance(content, Mapping) and name not in content and name != "step":
+            continue  # as earlier versions have it
         value = content.get(name) if isinstance(content, Mapping) else None
         count = read_scalar(value.extent) if isinstance(value, StoredTensor) else None
         if type(count) is not int or count < 0:
@@ -164,13 +166,13 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     args["group_query_attention"] = groups is not None and groups != heads
     activation = model.get("activation_func")
     kind = str(activation.get("_target_")) if isinstance(activation, Mapping) else ""
-    if isinstance(gated := model.get("gated_linear_unit"), bool) and (kind or not gated):
+    if kind and isinstance(gated := model.get("gated_linear_unit"), bool):
         args["swiglu"] = gated and kind.endswith(".silu")
     if model.get("should_pad_vocab") is False:  # the rows are as many as it says
         args["make_vocab_size_divisible_by"] = 1
     if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
         args["pipeline_model_parallel_layout"] = stages
-    args |= {ours: run.counters[name] for name, ours in _COUNTERS.items()}
+    args |= {ours: run.counters[name] for name, ours in _COUNTERS.items() if name in run.counters}
     grid = Grid.recorded(args, path)
     context = args.get("context_parallel_size", 1)
     of_model = grid.tp * grid.pp * context if type(context) is int and context > 0 else 0
@@ -256,6 +258,16 @@ def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[
     dense = shapes.get("decoder.layers.0.mlp.linear_fc2.weight")
     if dense:
         yield "ffn_hidden_size", dense[1]
+
+
+def note_on_config(run: BridgeRun) -> str | None:
+    """Where the Hub may have the model's config.json, as the run names the model that it began from."""
+    hub = run.config["model"].get("hf_model_id")
+    if not isinstance(hub, str):
+        return None
+    return (
+        f"the run began from {hub} ({RUN_CONFIG}, hf_model_id): for the Hub's names --config takes that id or a folder"
+    )
 
 
 def bridge_files(

@@ -15,7 +15,7 @@ from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import as_adapter, has_adapter, without_optimizer
-from converters.megatron.dist.bridge import args_of, check_bridge_run, read_bridge_run
+from converters.megatron.dist.bridge import args_of, check_bridge_run, note_on_config, read_bridge_run
 from converters.megatron.dist.folder import (
     CONTEXT,
     RUN_CONFIG,
@@ -55,6 +55,8 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     if is_nemo(path):
         beside = [path.parent / CONTEXT, path.parent / CONTEXT / TOKENIZER]
     folders = tuple(p for p in (request.config, path, path.parent, *beside) if p)
+    config = read_config(folders)
+    hub = note_on_config(bridge) if bridge and config is None else None
     world_size = reading.args.get("world_size")
     scales = {FP8: reading.scales} if reading.scales else {}
     checkpoint = Checkpoint(
@@ -68,9 +70,14 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
         state=read_state({**reading.common, **scales}, reading.args, optimizers, parameters, _per_rank(reading)),
-        config=read_config(folders),
+        config=config,
         folders=tuple(str(p) for p in folders if p.is_dir()),
-        notes=(*reading.notes, *reading.data.notes, *(() if is_adapter else without_states(tensors))),
+        notes=(
+            *reading.notes,
+            *reading.data.notes,
+            *([hub] if hub else []),
+            *(() if is_adapter else without_states(tensors)),
+        ),
         computed=computed,
         facts=MegatronFacts(
             own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are in no order

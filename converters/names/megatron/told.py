@@ -1,4 +1,4 @@
-"""Tensors that a run's arguments tell of, and whether a checkpoint has them in these shapes.
+"""The tensors that a run's arguments tell of, and whether a checkpoint has them in these shapes.
 
 Told are those that every GPTModel with these arguments has; tensors beside them (sinks, more norms, layers of
 multi-token prediction) are neither asked for nor refused.  Models with layers of other kinds tell of nothing, be it
@@ -24,8 +24,10 @@ _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
 #: The last as Megatron-Bridge records it.
 _GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 #: Sizes that may be left out.
-_MAY_LACK = ("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size")
-_MAY_LACK += ("padded_vocab_size", "max_position_embeddings")
+_MAY_LACK = (
+    *("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("padded_vocab_size", "max_position_embeddings"),
+)
 #: Arguments of models whose layers are of other kinds, or not all of one; and of those whose sizes stand elsewhere:
 #: of examples/multimodal, of `--yaml-cfg`, of ModelOpt, of MindSpeed-LLM, and the layers of Megatron-Bridge's models.
 _OTHERWISE = (

@@ -275,6 +275,12 @@ def test_what_is_not_known_of_an_adapter_is_refused_where_it_is_set(tmp_path: Pa
     refused(2, "use_rslora: True", run, base_of("lora-tp2-pp2"), tmp_path)
 
 
+def test_experts_adapters_with_a_factor_for_all_are_refused_by_name(tmp_path: Path) -> None:
+    changed = {"experts_shared_outer_loras": True}
+    run = edited("experts-ep2", tmp_path / "run", lambda config: config["peft"].update(changed))
+    refused(2, "experts_shared_outer_loras: True", run, base_of("experts-ep2"), tmp_path)
+
+
 @pytest.mark.parametrize("size", [1, 4, 8])
 def test_an_adapter_of_another_number_of_ranks_is_refused(size: int, tmp_path: Path) -> None:
     changed = {"tensor_model_parallel_size": size}

@@ -88,6 +88,7 @@ def test_every_bit_is_what_the_ranks_held() -> None:
 def test_inspect_and_check_know_all_files() -> None:
     shown = commands.ckpt("inspect", RUN)
     assert shown.code == 0 and "TP 2 x PP 1 x EP 1 x DP 2 on 4 ranks" in shown.out and "not read" not in shown.out
+    assert "the run began from someone/tiny-llama" in shown.out
     assert commands.ckpt("check", RUN, "--bytes").code == 0
 
 
@@ -135,6 +136,22 @@ def test_resume_converts_for_other_ranks_alone(run: Path) -> None:
     assert moved.code == 0 and moved.out.strip() != str(run), moved.err
     written = ckpt.open(moved.out.strip())
     assert _bits(written) == _bits(ckpt.open(run)) and written.framework == "Megatron-Bridge"
+    assert commands.ckpt("verify", run, moved.out.strip()).code == 0
+
+
+def test_the_arguments_of_megatron_lm_stand_for_the_settings_elsewhere(tmp_path: Path) -> None:
+    done = commands.ckpt("convert", "auto", "megatron", RUN, "-o", tmp_path / "out", "--tp", "1")
+    assert done.code == 0 and "not in the target: run_config.yaml and train_state.pt" in done.err, done.err
+    written = ckpt.open(tmp_path / "out")
+    assert _bits(written) == _bits(ckpt.open(RUN)) and written.framework == "Megatron-LM"
+
+
+def test_settings_that_do_not_go_with_other_sizes_are_named(run: Path, tmp_path: Path) -> None:
+    _change(run, "model", sequence_parallel=True, pipeline_dtype=None, num_layers=1)
+    done = commands.ckpt("convert", "auto", "megatron-dist", run, "-o", tmp_path / "out", "--tp", "1")
+    assert done.code == 0 and "model.sequence_parallel=False" in done.err
+    written = yaml.safe_load((tmp_path / "out" / STEP / "run_config.yaml").read_text())["model"]
+    assert written["sequence_parallel"] is False
 
 
 def _hub(tmp_path: Path, **changed: Any) -> commands.Result:

@@ -372,8 +372,15 @@ def _old_optimizer(run: Path) -> None:
 
 
 def _no_final_norm(run: Path) -> None:
-    """On no rank of the last stage, so that no rank contradicts another."""
-    _edit(run, lambda state, file: state["model"].pop("decoder.final_layernorm.weight"), f"*/*_001/{MODEL}")
+    """On no rank of the last stage, and without an optimizer, whose buffers tell of it as well."""
+
+    def change(state: dict[str, Any], file: Path) -> None:
+        state.pop("optimizer")
+        state["model"].pop("decoder.final_layernorm.weight", None)
+
+    _edit(run, change)
+    for path in run.glob(f"*/*/{DISTRIBUTED}"):
+        path.unlink()
 
 
 def _unknown_tensor(run: Path) -> None:

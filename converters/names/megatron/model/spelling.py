@@ -111,7 +111,7 @@ def split_layer(name: str) -> tuple[str, str]:
 
 def is_expert(name: str) -> bool:
     """Whether `name` is a tensor of a routed expert, which is split along the experts' axes."""
-    return _EXPERT.fullmatch(name) is not None
+    return expert_of(name) is not None
 
 
 @lru_cache(_NAMES)
