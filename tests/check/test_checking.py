@@ -213,7 +213,7 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         "megatron-fsdp",
         edited("config.json", '"num_hidden_layers": 1', '"num_hidden_layers": 2'),
         "iter_0000002: damaged",
-        "the checkpoint lacks tensors of the model that the config tells of (",
+        "config.json: the config is that of another model than the run trained (expected num_layers 1",
     ),
     "an empty tracker": ("verl-fsdp2", written(TRACKER, ""), f"{TRACKER}: the file is empty", TRACKER),
     "a latest with a hole": ("toy-zero3", written("latest", "global\0step2"), "latest: it names no step", "\\x00"),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ckpt.errors import CorruptError
-from converters.names.megatron.told import check_args, told
+from converters.names.megatron.model.spelling import OUTPUT
+from converters.names.megatron.told import check_args, told, told_of
 from tests.names.test_megatron import CASES, config_of, relation_of, table_of
 
+#: Those without which nothing is told.
+SIZES = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
 #: Architectures whose layers are not all of one kind, or attend otherwise: their arguments tell of nothing here.
 UNTOLD = {
     "deepseek_v2",
@@ -35,24 +39,88 @@ def test_arguments_tell_of_what_the_table_has(case: str) -> None:
     expected = told(args)
     assert (expected == {}) == (architecture in UNTOLD)
     assert expected.items() <= relation.b_shapes.items()
+    assert told_of(args, relation.b_shapes) == expected
     check_args(args, relation.b_shapes, Path("run"))
     for name in expected:
         without = {key: shape for key, shape in relation.b_shapes.items() if key != name}
         with pytest.raises(CorruptError, match="lacks tensors"):
             check_args(args, without, Path("run"))
         with pytest.raises(CorruptError, match="not the shape") as caught:
-            check_args(args, {**relation.b_shapes, name: (5, *expected[name])}, Path("run"))
+            check_args(args, {**relation.b_shapes, name: (*expected[name], 5)}, Path("run"))
         assert caught.value.fqn == name
 
 
 def test_arguments_that_are_not_all_there_tell_of_nothing() -> None:
-    args = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
-    assert len(told(args)) == 13
-    assert told({**args, "kv_channels": None}) == told({**args, "spec": ["own", "layers"]}) == told({}) == {}
+    assert len(told(SIZES)) == 13
+    assert told({**SIZES, "kv_channels": None}) == told({**SIZES, "spec": ["own", "layers"]}) == told({}) == {}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"yaml_cfg": "model.yaml", "num_query_groups": 1, "activation_func": "swiglu"},
+        {"language_model_type": "llama3_8b"},
+        {"noop_layers": {1}},
+        {"num_experts": 2, "first_k_dense_replace": 1},
+        {"transformer_layer_spec": "gemma2_layer_spec"},
+        {"normalization": "L2Norm"},
+        {"group_query_attention": True},
+        {"num_experts": [2, 4]},
+        {"num_experts": 2, "moe_layer_freq": "[0]+[1]"},
+        {"num_experts": 2, "moe_layer_freq": 0},
+        {"num_experts": 2, "moe_layer_freq": [1]},
+        {"num_experts": 2, "moe_layer_freq": [1, 2]},
+    ],
+)
+def test_arguments_of_another_kind_tell_of_nothing(more: dict[str, Any]) -> None:
+    """With the first, examples of Megatron-LM have sizes that differ from these arguments."""
+    assert told({**SIZES, **more}) == {}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "self_attention.in_proj.weight",
+        "self_attention.linear_kv_up_proj.weight",
+        "mixer.in_proj.weight",
+        "cross_attention.linear_q.weight",
+        "mlp.linear_fc1.weight_quantizer._amax",
+    ],
+)
+def test_layers_that_have_other_tensors_are_held_against_nothing(name: str) -> None:
+    """As of attention that a derived trainer has without an argument for it."""
+    check_args(SIZES, {f"decoder.layers.1.{name}": (8,)}, Path("run"))
+
+
+def test_the_head_of_a_reward_model_and_norms_of_all_heads_are_not_refused() -> None:
+    """The first as in `--task_type seq_cls` of ms-swift, the second as in OLMoE."""
+    args = {**SIZES, "padded_vocab_size": 32, "untie_embeddings_and_output_weights": True, "qk_layernorm": True}
+    shapes = told(args)
+    norms = {name: (8,) for name in shapes if "q_layernorm" in name}
+    assert len(norms) == 2 and shapes[OUTPUT] == (32, 8)
+    check_args(args, {**shapes, **norms, OUTPUT: (1, 8)}, Path("run"))
+    assert OUTPUT not in told({**args, "task_type": "embedding"})
+    with pytest.raises(CorruptError, match="not the shape"):
+        check_args(args, {**shapes, OUTPUT: (1, 4)}, Path("run"))
+    with pytest.raises(CorruptError, match="lacks tensors"):
+        check_args(args, {name: shape for name, shape in shapes.items() if name not in norms}, Path("run"))
+
+
+def test_norms_without_weights_and_positions_that_rotate_are_not_told() -> None:
+    positions = {**SIZES, "position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
+    assert len(told(positions)) == 14
+    plain = told(SIZES)
+    assert told({**SIZES, "qk_layernorm": True, "qk_l2_norm": True}) == plain
+    for more in ({"use_rotary_position_embeddings": True}, {"add_position_embedding": False}):
+        assert told({**positions, **more}) == plain
+
+
+@pytest.mark.parametrize("name", ["swiglu", "quick_geglu", "gated_linear_unit"])
+def test_gates_double_the_rows(name: str) -> None:
+    assert told({**SIZES, name: True})["decoder.layers.0.mlp.linear_fc1.weight"] == (32, 8)
 
 
 @pytest.mark.parametrize(("often", "sparse"), [(1, {0, 1, 2, 3}), (2, {0, 2}), ([0, 1, 1, 0], {1, 2})])
 def test_layers_with_experts_are_counted_as_megatron_lm_does(often: int | list[int], sparse: set[int]) -> None:
-    args = {"num_layers": 4, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
-    names = told({**args, "num_experts": 2, "moe_layer_freq": often})
+    names = told({**SIZES, "num_layers": 4, "num_experts": 2, "moe_layer_freq": often})
     assert {int(name.split(".")[2]) for name in names if name.endswith(".mlp.router.weight")} == sparse

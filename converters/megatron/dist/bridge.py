@@ -36,6 +36,8 @@ from converters.names.megatron.facts import BridgeRun
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
 
+#: Fields of models whose layers are not all of one size.
+_UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 #: Fields by section, with the argument of Megatron-LM that means the same where its name is another one.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "model": {
@@ -54,7 +56,9 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
                 *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
                 *("linear_attention_freq", "hybrid_override_pattern", "hetereogenous_dist_checkpoint"),
                 *("linear_num_key_heads", "mamba_num_groups", "make_vocab_size_divisible_by"),
-                "rope_scaling_factor",
+                *("rope_scaling_factor", "gated_linear_unit", "qk_l2_norm", "attention_output_gate", "moe_latent_size"),
+                *("experimental_attention_variant", "hybrid_layer_pattern", "moe_shared_expert_gate"),
+                *_UNEQUAL,
             )
         },
         "num_moe_experts": "num_experts",
@@ -85,8 +89,9 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Without these Megatron-Bridge loads no run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-#: The function that builds layers of megatron-core alone.
+#: The function that builds layers of megatron-core alone, and those that build layers which its arguments tell of.
 _LOCAL = "local_layer_spec"
+_USUAL = (_LOCAL, "default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec")
 _COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
 _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train_samples": "skipped_train_samples"}
 
@@ -150,9 +155,12 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
             continue
         args |= {ours: _plain(value) for name, ours in fields.items() if (value := stated.get(name)) is not None}
     model: Mapping[str, Any] = run.config["model"]
-    layers = model.get("transformer_layer_spec")
-    is_local = isinstance(layers, Mapping) and str(layers.get("_target_")).endswith(f".{_LOCAL}")
-    args["transformer_impl"] = "local" if is_local else "transformer_engine"
+    layers = _layers(model)
+    args["transformer_impl"] = "local" if layers == _LOCAL else "transformer_engine"
+    if layers not in _USUAL:
+        args["transformer_layer_spec"] = layers
+    if args.get("position_embedding_type") == "learned_absolute":
+        args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
     groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
     args["group_query_attention"] = groups is not None and groups != heads
@@ -173,6 +181,13 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     if ranks % of_model == 0:
         args |= {"world_size": ranks, "data_parallel_size": ranks // of_model}
     return args
+
+
+def _layers(model: Mapping[str, Any]) -> str:
+    """The name of the function that builds the model's layers, the usual one if it is not recorded."""
+    stated = model.get("transformer_layer_spec")
+    target = stated.get("_target_") if isinstance(stated, Mapping) else stated
+    return _USUAL[1] if target is None else str(target).rpartition(".")[2]
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
@@ -223,14 +238,16 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
 
 def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What the tensors tell of the fields of `model`."""
-    layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
-    yield "num_layers", len(layers)
     experts = {number for name in shapes if (number := expert_of(name)) is not None}
     if experts:
         yield "num_moe_experts", len(experts)
     yield "share_embeddings_and_output_weights", OUTPUT not in shapes
     if EMBEDDING in shapes:
         yield "hidden_size", shapes[EMBEDDING][1]
+    if _layers(model) not in _USUAL or any(model.get(name) for name in _UNEQUAL):
+        return  # layers may have other sizes each, or no tensors
+    layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
+    yield "num_layers", len(layers)
     proj = shapes.get("decoder.layers.0.self_attention.linear_proj.weight")
     heads, width = model.get("num_attention_heads"), model.get("kv_channels")
     if proj and not model.get("multi_latent_attention") and type(heads) is int and type(width) is int and heads > 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.plan.namespace import Namespace
 from converters.names.megatron import adapter, relation
-from converters.names.megatron.told import told
+from converters.names.megatron.told import told_of
 
 NAMESPACE = Namespace(
     relation.to_hub,
@@ -12,7 +12,7 @@ NAMESPACE = Namespace(
     relation.repadded,
     relation.with_same_padding,
     relation.padding,
-    lambda checkpoint: bool(told(checkpoint.state.args or {})),
+    lambda checkpoint: bool(told_of(checkpoint.state.args or {}, checkpoint.shapes)),
     adapter_to_peft=adapter.to_peft,
     adapter_from_peft=adapter.from_peft,
 )

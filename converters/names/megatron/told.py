@@ -1,7 +1,8 @@
 """The tensors that a run's arguments tell of, and whether a checkpoint has them in these shapes.
 
 Told are those that every GPTModel with these arguments has; tensors beside them (sinks, more norms, layers of
-multi-token prediction) are neither asked for nor refused.  Models with layers of other kinds tell of nothing.
+multi-token prediction) are neither asked for nor refused.  Models with layers of other kinds tell of nothing, be it
+that their arguments say so or the names of their tensors: derived trainers have layers that no argument tells of.
 
 Facts: megatron-core 0.16.1 (models/gpt/gpt_layer_specs.py, transformer/attention.py, mlp.py, moe/experts.py,
 moe/shared_experts.py), Megatron-LM of August 2026 (training/arguments.py, `core_transformer_config_from_args`).
@@ -9,6 +10,7 @@ moe/shared_experts.py), Megatron-LM of August 2026 (training/arguments.py, `core
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,26 +21,48 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 #: Sizes without which nothing is told.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-#: Arguments of models whose layers are of other kinds, or not all of one.
+#: The last as Megatron-Bridge records it.
+_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
+#: Sizes that may be left out.
+_MAY_LACK = (
+    *("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
+    *("padded_vocab_size", "max_position_embeddings"),
+)
+#: Arguments of models whose layers are of other kinds, or not all of one; and of those whose sizes stand elsewhere:
+#: of examples/multimodal, of `--yaml-cfg`, of ModelOpt, of MindSpeed-LLM, and the layers of Megatron-Bridge's models.
 _OTHERWISE = (
     "attention_output_gate",
     "experimental_attention_variant",
+    "first_k_dense_replace",
     "heterogeneous_layers_config_encoded_json",
     "heterogeneous_layers_config_path",
     "hybrid_attention_ratio",
     "hybrid_layer_pattern",
     "hybrid_mlp_ratio",
     "hybrid_override_pattern",
+    "language_model_type",
     "linear_attention_freq",
+    "modelopt_enabled",
     "moe_latent_size",
     "multi_latent_attention",
+    "noop_layers",
+    "retro_add_retriever",
     "spec",
+    "transformer_layer_spec",
+    "yaml_cfg",
 )
+#: Tensors that other layers have, or quantized ones.
+_OTHERS = re.compile(
+    r"decoder\.layers\.\d+\.(?:mixer|cross_attention|"
+    r"self_attention\.(?!linear_qkv\.|linear_proj\.|[qk]_layernorm\.|core_attention\.))|.*_quantizer\."
+)
+#: What may have another number of rows: the head of a reward model or classifier, and norms of all heads at once.
+_ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*")
 
 
 def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> None:
     """CorruptError where tensors of `shapes`, by name, contradict the run's arguments, or one of them is missing."""
-    check_told(told(args), shapes, "the record of the run's arguments", path)
+    check_told(told_of(args, shapes), shapes, "the record of the run's arguments", path)
 
 
 def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: str, path: Path | None = None) -> None:
@@ -64,29 +88,62 @@ def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: 
         )
 
 
+def told_of(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    """What the arguments tell of the model that has these `shapes`, by name: nothing where its layers are others."""
+    expected = told(args)
+    if not expected or any(map(_OTHERS.match, shapes)):
+        return {}
+    for name in filter(_ROWS.fullmatch, expected.keys() & shapes.keys()):
+        expected[name] = (*shapes[name][:1], *expected[name][1:])
+    return expected
+
+
 def told(args: Mapping[str, Any]) -> dict[str, Shape]:
     """The tensors of the whole model, by name; none where the arguments do not tell of a model of equal layers."""
-    if any(type(args.get(name)) is not int for name in _SIZES) or any(args.get(name) for name in _OTHERWISE):
+    layers = _sparse(args) if _are_plain(args) else []
+    if not layers:
         return {}
     hidden, found = args["hidden_size"], dict[str, Shape]()
-    if type(rows := args.get("padded_vocab_size")) is int:
-        outputs = [OUTPUT] if args.get("untie_embeddings_and_output_weights") else []
-        found |= dict.fromkeys((EMBEDDING, *outputs), (rows, hidden))
-    if args.get("position_embedding_type") == "learned_absolute" and args.get("max_position_embeddings"):
-        found["embedding.position_embeddings.weight"] = (args["max_position_embeddings"], hidden)
-    layers = _sparse(args)
+    if rows := args.get("padded_vocab_size"):
+        found[EMBEDDING] = (rows, hidden)
+        if args.get("untie_embeddings_and_output_weights") and args.get("task_type") in (None, "causal_lm"):
+            found[OUTPUT] = (rows, hidden)
+    if positions := _positions(args):
+        found["embedding.position_embeddings.weight"] = (positions, hidden)
     kinds = {sparse: dict(_layer(args, sparse=sparse)) for sparse in set(layers)}
     for number, sparse in enumerate(layers):
         found |= {f"decoder.layers.{number}.{name}": shape for name, shape in kinds[sparse].items()}
     return found | dict(_norm(args, "decoder.final_layernorm.", hidden))
 
 
+def _are_plain(args: Mapping[str, Any]) -> bool:
+    """Whether the arguments tell of equal layers, and the sizes are numbers."""
+    optional = [args.get(name) for name in _MAY_LACK]
+    return (
+        all(type(args.get(name)) is int for name in _SIZES)
+        and all(size is None or type(size) is int for size in optional)
+        and not any(args.get(name) for name in _OTHERWISE)
+        and args.get("normalization") in (None, "LayerNorm", "RMSNorm")
+        and not (args.get("group_query_attention") and args.get("num_query_groups") is None)
+    )
+
+
+def _positions(args: Mapping[str, Any]) -> int | None:
+    """How many positions are learned; older versions have rotary ones by an option of their own."""
+    if args.get("position_embedding_type") != "learned_absolute" or args.get("use_rotary_position_embeddings"):
+        return None
+    return args.get("max_position_embeddings") if args.get("add_position_embedding", True) else None
+
+
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer has experts."""
-    often, layers = args.get("moe_layer_freq", 1), range(args["num_layers"])
+    """Whether each layer has experts; nothing where that is not said as Megatron-LM has it."""
+    often, count = args.get("moe_layer_freq", 1), args["num_layers"]
     if not args.get("num_experts"):
-        return [False for _ in layers]
-    return [bool(often[number] if isinstance(often, list) else number % often == 0) for number in layers]
+        return [False] * count
+    if type(often) is int and often > 0:
+        return [number % often == 0 for number in range(count)]
+    is_pattern = isinstance(often, list) and len(often) == count and all(one in (0, 1) for one in often)
+    return [bool(one) for one in often] if is_pattern else []
 
 
 def _layer(args: Mapping[str, Any], *, sparse: bool) -> Iterator[tuple[str, Shape]]:
@@ -98,7 +155,7 @@ def _layer(args: Mapping[str, Any], *, sparse: bool) -> Iterator[tuple[str, Shap
     rows = (heads + 2 * groups) * size
     yield from _linear("self_attention.linear_qkv.", (rows, hidden), biases=biases or bool(args.get("add_qkv_bias")))
     yield from _linear("self_attention.linear_proj.", (hidden, heads * size), biases=biases)
-    if args.get("qk_layernorm"):
+    if args.get("qk_layernorm") and not args.get("qk_l2_norm"):  # which has no weights
         yield from _norm(args, "self_attention.q_layernorm.", size)
         yield from _norm(args, "self_attention.k_layernorm.", size)
     if not sparse:
@@ -123,7 +180,7 @@ def _norm(args: Mapping[str, Any], prefix: str, size: int) -> Iterator[tuple[str
 
 
 def _mlp(args: Mapping[str, Any], prefix: str, width: int, *, biases: bool) -> Iterator[tuple[str, Shape]]:
-    rows = 2 * width if args.get("swiglu") or args.get("quick_geglu") else width
+    rows = 2 * width if any(args.get(name) for name in _GATED) else width
     yield from _linear(f"{prefix}linear_fc1.", (rows, args["hidden_size"]), biases=biases)
     yield from _linear(f"{prefix}linear_fc2.", (args["hidden_size"], width), biases=biases)
 

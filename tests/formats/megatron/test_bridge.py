@@ -21,6 +21,7 @@ from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
 from converters.names.megatron.facts import BridgeRun
+from converters.names.megatron.held import compared
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.megatron_runs import check_read, truth
@@ -28,6 +29,8 @@ from tests.support.places import FIXTURES
 
 FIXTURE = FIXTURES / "megatron-bridge-run"
 RUN, STEP = FIXTURE / "run", "iter_0000002"
+#: Experts whose router takes no softmax.
+SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
 #: The model of the fixture as the Hub has it.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -55,6 +58,10 @@ def run(tmp_path: Path) -> Path:
 
 def _bits(checkpoint: Checkpoint) -> dict[Any, Any]:
     return {key: content(one) for key, one in checkpoint.tensors.items()}
+
+
+def _weights(run: Path) -> dict[Any, Any]:
+    return {key: value for key, value in _bits(ckpt.open(run)).items() if key[1] == WEIGHT}
 
 
 def _change(run: Path, section: str, **fields: Any) -> None:
@@ -160,7 +167,7 @@ def test_the_hub_gets_the_weights_and_the_tokenizer(tmp_path: Path) -> None:
         "8", "--tp", "2",
     )  # fmt: skip
     assert again.code == 0, again.err
-    known = {key: value for key, value in _bits(ckpt.open(RUN)).items() if key[1] == WEIGHT}
+    known = _weights(RUN)
     found = _bits(ckpt.open(tmp_path / "back"))
     padded = {"embedding.word_embeddings.weight", "output_layer.weight"}
     assert known.keys() == found.keys()
@@ -188,6 +195,32 @@ def test_the_config_of_another_model_is_refused_by_what_differs(
     done = _hub(tmp_path, **changed)
     assert (done.code, (tmp_path / "hub").exists()) == (CorruptError.exit_code, False)
     assert "that of another model than the run trained" in done.err and said in done.err
+
+
+def test_a_config_without_what_names_and_shapes_do_not_need_is_taken(tmp_path: Path) -> None:
+    """Transformers has a default for it, and the note says that the numbers were not compared."""
+    done = _hub(tmp_path, max_position_embeddings=None)
+    assert done.code == 0 and "not held against the run's arguments" in done.err, done.err
+
+
+def test_numbers_that_came_through_float32_are_the_same(tmp_path: Path) -> None:
+    assert _hub(tmp_path, rms_norm_eps=9.999999974752427e-07).code == 0
+
+
+@pytest.mark.parametrize(
+    ("recorded", "config"),
+    [
+        ({"position_embedding_type": "learned_absolute", "use_rotary_position_embeddings": True}, {}),
+        ({"position_embedding_type": "none", "multi_latent_attention": True}, {"multi_latent_attention": True}),
+        ({"moe_router_pre_softmax": True, **SIGMOID}, {"moe_router_pre_softmax": False, **SIGMOID}),
+    ],
+)
+def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any], config: dict[str, Any]) -> None:
+    """The last as DeepSeek's models are trained, whose router takes no softmax."""
+    both = [{"position_embedding_type": "rope", **one} for one in (recorded, config)]
+    assert not {"position_embedding_type", "moe_router_pre_softmax"} & set(compared(*both))
+    told = [{"num_experts": 4, "position_embedding_type": kind} for kind in ("rope", "learned_absolute")]
+    assert {"position_embedding_type", "moe_router_pre_softmax"} < set(compared(*told))
 
 
 def test_the_same_holds_for_a_run_of_megatron_lm(fixtures: Path, tmp_path: Path) -> None:
@@ -241,6 +274,30 @@ def test_a_config_that_contradicts_the_tensors_is_refused(changed: dict[str, Any
     with pytest.raises(CorruptError, match="config is that of another model") as caught:
         ckpt.open(run)
     assert next(iter(changed)) in str(caught.value.found)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"transformer_layer_spec": {"_target_": "own.gemma2_layer_spec", "_call_": False}, "ffn_hidden_size": 24},
+        {"heterogeneous_layers_config_encoded_json": "{}", "num_layers": 2, "ffn_hidden_size": 24},
+        {"qk_layernorm": True, "qk_l2_norm": True},
+        {"activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}},
+    ],
+)
+def test_models_with_other_layers_are_read(changed: dict[str, Any], run: Path) -> None:
+    """A gate may be another one than SwiGLU's, and layers may have what no setting tells of."""
+    before = _weights(run)
+    _change(run, "model", **changed)
+    assert _weights(run) == before
+
+
+def test_learned_positions_are_as_many_as_a_sequence_has() -> None:
+    """Megatron-Bridge makes them so; `max_position_embeddings` is of other use there."""
+    sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
+    model = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096, "seq_length": 32} | sizes
+    counters = dict.fromkeys(("step", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"), 0)
+    assert args_of(BridgeRun("run", {"model": model}, counters), 1, by_stages=False)["max_position_embeddings"] == 32
 
 
 @pytest.mark.parametrize(
