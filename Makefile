@@ -12,7 +12,7 @@ PYTHON312 ?= python3.12
 MCORE ?= 0.19.2
 FRAMEWORKS ?= .venv-mcore-$(MCORE)
 
-.PHONY: help env demo test test-fast test-frameworks wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
+.PHONY: help env demo test test-fast test-frameworks test-peft wheel lint format docs gpu-check fixtures-check faults fuzz bench clean
 
 help:  ## list the commands
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*## /\t/' | expand -t 12
@@ -45,6 +45,14 @@ $(FRAMEWORKS)/.installed: pyproject.toml tests/frameworks/requirements.txt
 
 test-frameworks: $(FRAMEWORKS)/.installed  ## newer frameworks, on Python 3.12; MCORE=0.18.0: another megatron-core
 	$(FRAMEWORKS)/bin/python -m pytest -m '' tests/frameworks
+
+# The tests in the sdist of the installed PEFT, which its wheel has not.
+test-peft: env  ## PEFT's own list of adapters, every one merged
+	rm -rf build/peft-tests && mkdir -p build/peft-tests
+	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("peft"))') && \
+		$(BIN)/python -m pip download --quiet --no-deps --no-binary peft --dest build/peft-tests "peft==$$version" && \
+		tar --extract --gzip --strip-components 1 --directory build/peft-tests --file build/peft-tests/peft-$$version.tar.gz
+	PEFT_TESTS=build/peft-tests/tests $(BIN)/python -m pytest -m '' tests/lora/test_peft_list.py
 
 wheel:  ## build the package, and try it on every Python at hand
 	.ci/wheel

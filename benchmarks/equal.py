@@ -82,16 +82,17 @@ def zero3_tensors(folder: Path) -> Tensors:
     """Masters and states: every parameter is cut into as many equal slots as there are ranks, the last one padded."""
     count = len(list(folder.glob("*_optim_states.pt")))
     ranks = [
-        _load(folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")["optimizer_state_dict"]
+        _load(next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
         for rank in range(count)
     ]
     groups = _load(folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")["param_shapes"]
     found: Tensors = {}
     for number, group in enumerate(groups):
         flat = {"fp32": [rank["fp32_flat_groups"][number] for rank in ranks]}
-        states = [rank["optimizer_state_dict"]["state"][number] for rank in ranks]
+        states = [rank["optimizer_state_dict"]["state"].get(number, {}) for rank in ranks]  # weights alone have none
         flat |= {name: [state[name] for state in states] for name in states[0] if states[0][name].dim()}
-        found[f"step {number}"] = lambda step=states[0]["step"]: step
+        if states[0]:
+            found[f"step {number}"] = lambda step=states[0]["step"]: step
         at = 0
         for fqn, shape in group.items():
             slot = -(-prod(shape) // count)

@@ -38,7 +38,7 @@ from ckpt.check.files import (
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import HUB, Checkpoint
+from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.not_read import STATE, not_read
@@ -401,8 +401,7 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
     """What the model's config promises, and the checkpoint has not."""
-    find = registry.service("lacking")
-    if found := find(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB):
+    if found := registry.service("lacking")(checkpoint):
         yield Problem(LACKING, CONFIG, "; ".join(found))
 
 

@@ -2,14 +2,17 @@
 
 Every parameter is one zero, seen in the parameter's shape: it takes no memory.  Adapters are combined and converted in
 such a model, as that reads their factors only.  Kinds whose layers share tensors (VeRA, PVeRA, RandLoRA, UniLora) are
-merged in it, where one layer at a time gets its weight: what they share goes by the shapes and the order of all layers.
+merged in it, where one layer at a time gets its weight: what they share goes by the shapes and the order of all.
+
+A model that transformers does not know has its matrices alone, in no order.  What VeRA, PVeRA and RandLoRA share goes
+by the largest shapes of their layers, and the adapter's file has tensors of each; with indices, UniLora's has them too.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,10 +20,11 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.lora.effect import Update
 from ckpt.lora.find import Adapter, Factor
-from ckpt.lora.layer import with_adapter
+from ckpt.lora.layer import CONV1D, LINEAR, made_layer, model_of, with_adapter
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Shape
 
 if TYPE_CHECKING:
     import torch
@@ -28,14 +32,23 @@ if TYPE_CHECKING:
 _LOCK = threading.Lock()  # weights are put into one model in turn
 
 
-def hollow(base: Checkpoint, chosen: Mapping[str, Choice] | None = None) -> Any:
-    """The model of `base` with its shapes and dtypes, or those of `chosen`, and no weights."""
+def hollow(
+    base: Checkpoint,
+    chosen: Mapping[str, Choice] | None = None,
+    of_shapes: Callable[[Mapping[str, Shape]], Any] | None = None,
+) -> Any:
+    """The model of `base` with its shapes and dtypes, or those of `chosen`, and no weights.
+
+    Where transformers does not know it, `of_shapes` makes one, or else UsageError is raised.
+    """
     import torch
     from torch import nn
 
     chosen = chosen or choices(base, None)
     shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
     model = registry.service("build_model")(base.config, shapes) if base.config else None
+    if model is None and of_shapes is not None:
+        model = of_shapes(shapes)
     if model is None:
         raise UsageError("this takes a model that transformers knows, and the base is none", path=base.path)
     dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
@@ -50,12 +63,16 @@ def hollow(base: Checkpoint, chosen: Mapping[str, Choice] | None = None) -> Any:
 
 @dataclass(frozen=True, eq=False)
 class WholeModel:
-    """The hollow model of a base, with the `factors` of an adapter in it as PEFT loads them."""
+    """The hollow model of a base, with the `factors` of an adapter in it as PEFT loads them.
+
+    `adapted` are the layers that it has tensors for.
+    """
 
     adapter: Adapter
     base: Checkpoint
     chosen: Mapping[str, Choice]
     factors: Mapping[str, Factor]
+    adapted: frozenset[str]
 
     @cached_property
     def _wrapped(self) -> Any:
@@ -69,10 +86,37 @@ class WholeModel:
             warnings.simplefilter("ignore")
             try:
                 made = PeftConfig.from_peft_type(**settings)
-                model, state = hollow(self.base, self.chosen), {fqn: one.load() for fqn, one in self.factors.items()}
+                model = hollow(self.base, self.chosen, self._of_shapes if self.adapted else None)
+                state = {fqn: one.load() for fqn, one in self.factors.items()}
                 return with_adapter(model, made, state, config.path)
             except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path) from error
+
+    def _of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
+        """A model of the matrices among `shapes`, as PEFT needs the class and the shape of each layer that it adapts.
+
+        transformers' Conv1D always has a bias.  Where its size does not tell it from other layers, the adapter's config
+        does, which PEFT sets at each layer anew: so the others have to be of one class.
+        """
+        matrices = {fqn.removesuffix(".weight"): shape for fqn, shape in shapes.items() if fqn.endswith(".weight")}
+        matrices = {module: shape for module, shape in matrices.items() if len(shape) == 2}
+        biases = {module: shapes[f"{module}.bias"][0] for module in matrices if f"{module}.bias" in shapes}
+        classes = {one: CONV1D if biases.get(one, shape[0]) != shape[0] else LINEAR for one, shape in matrices.items()}
+        square = {module for module in biases if len({*matrices[module]}) == 1}
+        others = {classes[module] for module in biases.keys() - square}
+        recorded = CONV1D if self.adapter.config.raw.get("fan_in_fan_out") else LINEAR
+        for module in square & self.adapted:
+            if others - {recorded}:
+                raise UsageError(
+                    "which class a square layer is of is not known: the base has layers of another one than the "
+                    "adapter's config tells of",
+                    path=self.adapter.path,
+                    fqn=module,
+                    expected=recorded,
+                    found=" and ".join(sorted(others)),
+                )
+            classes[module] = recorded
+        return model_of({one: made_layer(classes[one], matrices[one], has_bias=one in biases) for one in matrices})
 
     @property
     def layers(self) -> tuple[str, ...]:

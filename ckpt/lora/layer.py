@@ -29,6 +29,8 @@ _ELSEWHERE = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "ensure_weight_tying"),
 )
+#: Names of classes of layers.
+LINEAR, CONV1D = "Linear", "Conv1D"
 _LOCK = threading.Lock()  # PEFT draws numbers, and changes torch's own settings meanwhile
 
 
@@ -139,19 +141,29 @@ def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> t
     """A model that has this layer and nothing else."""
     from torch import nn
 
-    made = _layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
+    made = made_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
     for name, tensor in parameters.items():
         setattr(made, name, nn.Parameter(tensor, requires_grad=False))
-    root = inner = nn.Module()
-    *path, leaf = module.split(".")
-    for name in path:
-        inner.add_module(name, nn.Module())
-        inner = inner.get_submodule(name)
-    inner.add_module(leaf, made)
+    return model_of({module: made})
+
+
+def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """A model that has these layers, each under its name, and nothing else."""
+    from torch import nn
+
+    root = nn.Module()
+    for module in sorted(layers):  # a layer before those that its own name begins the names of
+        inner = root
+        *path, leaf = module.split(".")
+        for name in path:
+            if not hasattr(inner, name):
+                inner.add_module(name, nn.Module())
+            inner = inner.get_submodule(name)
+        inner.add_module(leaf, layers[module])
     return root
 
 
-def _layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
+def made_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
     """A layer of this class without data, whose weight has this shape."""
     import torch
     from torch import nn
@@ -159,12 +171,12 @@ def _layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Mo
     with torch.device("meta"):
         if layer == "Embedding":
             return nn.Embedding(*shape)
-        if layer == "Conv1D":
+        if layer == CONV1D:
             from transformers.pytorch_utils import Conv1D
 
             made: nn.Module = Conv1D(shape[1], shape[0])
             return made
-        if layer == "Linear":
+        if layer == LINEAR:
             return nn.Linear(shape[1], shape[0], bias=has_bias)
         convolution: nn.Module = getattr(nn, layer)(shape[1], shape[0], shape[2:], bias=has_bias)
         return convolution

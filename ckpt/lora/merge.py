@@ -281,7 +281,7 @@ class _Merge:
                 layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
         if adapter.config.kind in BY_MODEL:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
-            whole = WholeModel(adapter, self.base, self.chosen, factors)
+            whole = WholeModel(adapter, self.base, self.chosen, factors, frozenset(layers))
             for module in whole.layers:
                 self._update(self._place_alone(adapter, module), whole.update(module))
             return

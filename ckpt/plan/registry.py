@@ -75,7 +75,7 @@ SERVICES = {
     # how a model's files differ from what its architecture saves
     "name_differences": "converters.names.hub.proof:differences",
     # what a config promises and a checkpoint lacks
-    "lacking": "converters.names.hub.promised:lacking",
+    "lacking": "converters.names.hub.promised:lacking_of",
     # proves that they do not, or raises
     "prove_names": "converters.names.hub.proof:prove",
     # proves that an adapter's are ones that PEFT loads, or raises

@@ -116,11 +116,12 @@ def _opened(
 
 
 def _neighbour(path: Path) -> str | None:
-    """A hint at what beside a path that is not there is nearly called so."""
+    """A hint at what is nearly called so beside a path that is not there, or on the Hub."""
     try:
         beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
     except OSError:
-        return None
+        is_hubs = HUB_ID.fullmatch(str(path)) is not None
+        return f"hf://{path} is the Hub's repository of this name" if is_hubs else None
     return did_you_mean(path.name, beside)
 
 

@@ -62,6 +62,7 @@ class Job:
     save: Path | None = None
     fails: bool = False
     engine: bool = False
+    frozen: str | None = None
 
     def line(self, folder: Path) -> dict[str, Any]:
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} "
@@ -75,7 +76,7 @@ class Job:
         engine = WITH_ENGINE if self.engine else ""
         words = " ".join([MODEL, TRAINING, MACHINE, engine, self.arguments, sizes]).split()
         words += ["--save", str(self.save)] if self.save else []
-        job = {"ranks": self.ranks, "arguments": words, "steps": self.steps, "fails": self.fails}
+        job = {"ranks": self.ranks, "arguments": words, "steps": self.steps, "fails": self.fails, "frozen": self.frozen}
         return job | {"output": str(folder / self.name), "load": str(self.load) if self.load else None}
 
 

@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/plain_write.py`: what Megatron-LM itself loads under torch's FSDP2 and Megatron-FSDP.
+"""`converters/megatron/dist/plain_write.py`, `fsdp.py`: what Megatron-LM loads under torch's FSDP2 and Megatron-FSDP.
 
 0.19.2 as released loads no `torch_dcp`, whoever wrote it: `tests.frameworks.worker` passes on the argument that its
 chain of optimizers does not take.
@@ -7,11 +7,14 @@ chain of optimizers does not take.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 import pytest
 
 import ckpt
+from ckpt.errors import LossError
 from tests.frameworks.runs import Held, Job, held, run
+from tests.support.describing import content
 from tests.support.places import FIXTURES
 
 SMALL = """
@@ -52,3 +55,28 @@ def test_every_weight_master_and_moment_is_the_ranks_own(
     assert theirs.facts["scheduler"] == known.facts["scheduler"]
     assert theirs.facts["iteration"] == 2
     assert theirs.facts["consumed"] == known.facts["consumed"] > 0
+
+
+def test_frozen_parameters_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron-FSDP saves the weights of frozen parameters, and of the others masters and moments."""
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    frozen = r"word_embeddings|layers\.0\.self_attention\.linear_proj|router"
+    arguments = FORMS["fsdp_dtensor"].replace("--no-load-rng", "")
+    job = Job("frozen", 2, arguments, steps=2, save=tmp_path / "run", frozen=frozen)
+    known = run([job], tmp_path)[job.name].tensors
+    untrained = {
+        "embedding.word_embeddings.weight",
+        "decoder.layers.0.self_attention.linear_proj.weight",
+        "decoder.layers.0.mlp.router.weight",
+        "decoder.layers.1.mlp.router.weight",
+    }
+    trained = {fqn for fqn, _ in known} - untrained
+    assert {key for key in known if key[0] in untrained} == {(fqn, "weight") for fqn in untrained}
+    checkpoint = ckpt.open(tmp_path / "run")
+    found = {key: content(tensor) for key, tensor in checkpoint.tensors.items()}
+    assert found == {key: held for key, held in known.items() if key not in {(fqn, "weight") for fqn in trained}}
+    assert any("4 parameters were frozen" in note for note in checkpoint.notes)
+    assert ckpt.check(tmp_path / "run").whole
+    with pytest.raises(LossError) as refused:
+        ckpt.convert(tmp_path / "run", "megatron-dist", tmp_path / "out", ckpt_format="fsdp_dtensor")
+    assert "exp_avg" in str(refused.value.expected) and not (tmp_path / "out").exists()

@@ -6,6 +6,7 @@ loop over the steps are here.  Each line of the file is a job on `ranks` process
 
     arguments    Megatron-LM's command line, with --save if it is to save
     load         a run's folder that it goes on from
+    frozen       a pattern: parameters whose names it is found in are not trained
     steps        how many steps are trained before it saves
     output       a folder for what its ranks then hold: `truth.safetensors`, every tensor in full, and `facts.json`,
                  with the losses, the schedule and the param groups
@@ -17,8 +18,10 @@ megatron-core spawns when it saves would import it again.
 
 import json
 import os
+import re
 import socket
 import sys
+from functools import partial
 from typing import Any
 
 
@@ -125,7 +128,8 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     initialize_megatron(allow_no_cuda=True)
     args = get_args()
     args.load = None
-    how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": _build_model}  # in either order
+    provider = partial(_build_model, frozen=job.get("frozen"))
+    how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": provider}  # in either order
     model, optimizer, scheduler = setup_model_and_optimizer(**how)
     is_fsdp = args.use_megatron_fsdp
     if is_fsdp:
@@ -159,7 +163,12 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _build_model(
-    pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None, **more: Any
+    pre_process: bool = True,
+    post_process: bool = True,
+    vp_stage: int | None = None,
+    config: Any = None,
+    frozen: str | None = None,
+    **more: Any,
 ) -> Any:
     """megatron-core's model of the arguments, with weights that depend on their names alone."""
     from megatron.core.models.gpt import GPTModel
@@ -188,6 +197,8 @@ def _build_model(
     )
     truth.initialize([chunk], args.padded_vocab_size, args.seed)
     chunk.places = {tensor: place for place, tensor, _ in truth.placed(chunk)}
+    for name, parameter in chunk.named_parameters():
+        parameter.requires_grad_(frozen is None or re.search(frozen, name) is None)
     return chunk
 
 

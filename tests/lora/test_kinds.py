@@ -276,6 +276,7 @@ def test_the_outcome_counts_layers_and_verify_proves_them(loha: Path, own: Path,
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
+        ("ADAMSS", "PEFT clusters the base anew"),
         ("FROD", "PEFT merges it in a whole model only"),
         ("TINYLORA", "PEFT merges it in a whole model only"),
         ("LILY", "this kind of adapter is not merged"),
@@ -357,7 +358,47 @@ def test_a_kind_whose_layers_share_tensors(
         assert (equal, changed) == (total, 2 * len(layers)), options
 
 
-def test_what_layers_share_takes_a_model_that_is_known(own: Path, tmp_path: Path) -> None:
-    trained(base(own), "VERA", case(*LINEAR), tmp_path / "adapter")
+@pytest.mark.parametrize("targets", [LINEAR, ["second", "bare", "turned"]], ids=["linear", "turned"])
+@pytest.mark.parametrize("kind", ["PVERA", "RANDLORA", "UNILORA", "VERA"])
+def test_what_layers_share_takes_no_known_model_where_the_adapter_names_its_layers(
+    kind: str, targets: list[str], own: Path, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    for number, options in enumerate(SHARED[kind]):
+        if kind == "UNILORA" and "save_indices" not in options:
+            continue
+        adapter, folder = tmp_path / f"adapter{number}", tmp_path / f"merged{number}"
+        trained(base(own), kind, case(*targets, **options), adapter)
+        expected = PeftModel.from_pretrained(base(own), adapter).merge_and_unload().state_dict()
+        merge([adapter], own, folder)
+        found, before = load_file(folder / "model.safetensors"), load_file(own / "model.safetensors")
+        assert {name for name in found if not same(found[name], before[name])} == {f"{one}.weight" for one in targets}
+        assert all(same(tensor, found[name]) for name, tensor in expected.items()), options
+
+
+def test_what_goes_by_the_order_of_layers_takes_a_model_that_is_known(own: Path, tmp_path: Path) -> None:
+    trained(base(own), "UNILORA", case(*LINEAR, theta_d_length=101), tmp_path / "adapter")
     done = ckpt("merge-lora", tmp_path / "adapter", "--base", own, "-o", tmp_path / "out")
     assert (done.code, (tmp_path / "out").exists()) == (2, False) and "a model that transformers knows" in done.err
+
+
+def test_a_layer_that_the_adapter_lacks_is_missed_in_a_model_that_is_not_known(own: Path, tmp_path: Path) -> None:
+    """The largest layer gives what the others share its shape."""
+    trained(base(own), "VERA", case(*LINEAR, r=4, save_projection=False), tmp_path / "adapter")
+    file = tmp_path / "adapter/adapter_model.safetensors"
+    save_file({name: tensor for name, tensor in load_file(file).items() if ".first." not in name}, file)
+    done = ckpt("merge-lora", tmp_path / "adapter", "--base", own, "-o", tmp_path / "out")
+    assert done.code == CorruptError.exit_code and "lacks a tensor of this layer" in done.err
+
+
+def test_a_square_layer_between_two_classes_is_refused(tmp_path: Path) -> None:
+    from transformers.pytorch_utils import Conv1D
+
+    folder = tmp_path / "base"
+    folder.mkdir()
+    model = nn.ModuleDict({"square": nn.Linear(8, 8), "wide": nn.Linear(8, 12), "turned": Conv1D(8, 12)})
+    save_file(model.state_dict(), folder / "model.safetensors")
+    trained(model, "RANDLORA", case("square", "wide", "turned", r=4, randlora_alpha=1), tmp_path / "adapter")
+    done = ckpt("merge-lora", tmp_path / "adapter", "--base", folder, "-o", tmp_path / "out")
+    assert done.code == 2 and "which class a square layer is of is not known" in done.err

@@ -5,6 +5,7 @@ and a run lacks is said, and taken from a base.
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 import ckpt as package
 from ckpt.errors import LossError, UsageError
+from converters.names.hub.promised import lacking
 from tests.support.adapters import same, save_base
 from tests.support.architectures import numbered
 from tests.support.commands import ckpt
@@ -139,6 +142,34 @@ def test_check_says_what_a_folder_lacks_of_what_its_config_promises(sees: Path, 
     assert "promises" not in ckpt("check", sees).out
 
 
+@pytest.mark.parametrize(
+    ("frozen", "said"),
+    [
+        (r"\.layers\.0\.", ["12 tensors that files of Qwen2_5_VLForConditionalGeneration have: model.layers.0."]),
+        (
+            r"embed_tokens",
+            ["1 tensor that files of Qwen2_5_VLForConditionalGeneration have: model.embed_tokens.weight"],
+        ),
+        (r"visual|\.layers\.0\.", ["a vision tower (vision_config)", "12 tensors that files of"]),
+    ],
+)
+def test_check_says_which_frozen_parts_fsdp_did_not_save(
+    frozen: str, said: list[str], sees: Path, tmp_path: Path
+) -> None:
+    """Under the names that the model has in memory, which are not those of its files."""
+    model = transformers.AutoModelForImageTextToText.from_pretrained(sees)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad = re.search(frozen, name) is None
+    trained = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
+    dcp.save({"model": trained}, checkpoint_id=tmp_path / "run", no_dist=True)
+    (tmp_path / "run/config.json").write_text((sees / "config.json").read_text())
+    checked = ckpt("check", tmp_path / "run")
+    assert checked.code == 0 and all(f"the config promises {one}" in checked.out for one in said), checked.out
+    done = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "out", "--complete-from", sees)
+    assert done.code == 0 and equal(tmp_path / "out", load_file(sees / "model.safetensors"))
+    assert "promises" not in ckpt("check", tmp_path / "out").out
+
+
 def test_a_model_that_lacks_nothing_is_as_it_was(sees: Path, tmp_path: Path) -> None:
     done = ckpt("convert", "hf", "hf", sees, "-o", tmp_path / "out", "--complete-from", sees)
     assert done.code == 0 and "nothing is taken from" in done.err
@@ -215,3 +246,43 @@ def test_the_base_is_no_destination(sees: Path, tmp_path: Path) -> None:
     run = without(sees, tmp_path / "run", "visual")
     outcome = ckpt("convert", "dcp", "hf", run, "-o", sees, "--overwrite", "--complete-from", sees)
     assert outcome.code == 2 and (sees / "model.safetensors").is_file()
+
+
+def test_a_base_that_is_called_as_on_the_hub_is_told_how_to_be_named(predicts: Path, tmp_path: Path) -> None:
+    run = without(predicts, tmp_path / "run", "mtp.")
+    done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", "org/spelled-wrong")
+    assert done.code == 3 and "hf://org/spelled-wrong is the Hub's repository of this name" in done.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_releases(tmp_path: Path) -> None:
+    """transformers states one such layer in every config that it saves, and saves none of it."""
+    sizes: dict[str, Any] = {**SIZES, "num_key_value_heads": 4, "first_k_dense_replace": 3, "kv_lora_rank": 8}
+    sizes |= {"q_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4, "v_head_dim": 4}
+    base = saved(tmp_path / "base", "deepseek_v3", transformers.AutoModelForCausalLM, **sizes)
+    dcp.save({"model": load_file(base / "model.safetensors")}, checkpoint_id=tmp_path / "run", no_dist=True)
+    (tmp_path / "run/config.json").write_text((base / "config.json").read_text())
+    promise = "1 layer of multi-token prediction (num_nextn_predict_layers), and there is nothing of it"
+    assert promise in ckpt("check", tmp_path / "run").out
+    without_it = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "plain", "--complete-from", base)
+    assert without_it.code == 0 and "nothing is taken from" in without_it.err and promise in without_it.err
+    predicted = {"model.layers.3.eh_proj.weight": torch.randn(24, 48), "model.layers.3.enorm.weight": torch.randn(24)}
+    tensors = {**load_file(base / "model.safetensors"), **predicted}
+    (base / "model.safetensors").unlink()
+    shards = {name: f"model-0000{1 + number % 2}-of-00002.safetensors" for number, name in enumerate(tensors)}
+    for file in set(shards.values()):
+        save_file({name: tensors[name] for name in tensors if shards[name] == file}, base / file, {"format": "pt"})
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    done = ckpt("convert", "dcp", "hf", tmp_path / "run", "-o", tmp_path / "out", "--complete-from", base)
+    assert done.code == 0 and "model.layers.3 (2 tensors" in done.err and promise not in done.err
+    assert equal(tmp_path / "out", tensors)  # fp32 as it is there, beside a run in bf16
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [{"num_mtp_layers": 2}, {"text_config": {"num_mtp_layers": 2}}, {"num_mtp_modules": 2}, {"mtp_num_layers": 2}],
+)
+def test_configs_call_layers_of_multi_token_prediction_otherwise(entries: dict[str, Any]) -> None:
+    (found,) = lacking(entries, {"model.norm.weight": (4,)})
+    assert found.startswith("the config promises 2 layers of multi-token prediction")
+    assert not lacking(entries, {"model.norm.weight": (4,), "model.mtp.layers.0.norm.weight": (4,)})

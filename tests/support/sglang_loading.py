@@ -1,8 +1,8 @@
 """Run by a Python that has sglang: `sglang_loading.py BASE ADAPTER OUTPUT` writes the adapter as sglang stacks it.
 
 It is sglang's own code that reads an adapter's config and tensors and stacks them by the layers that it serves
-(`sglang.srt.lora`); no engine is started, as sglang's takes a GPU.  A package of it without a build for CPUs is
-imported as a stand-in, and takes no part.
+(`sglang.srt.lora`); no engine is started, as sglang's takes a GPU.  Packages that it imports and that have no build for
+CPUs are stand-ins, and take no part.
 """
 
 from __future__ import annotations

@@ -75,8 +75,9 @@ def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) ->
             place, sharded = places[parameter], stepped[buffer.param_to_name[parameter]]
             start = sharded.megatron_fsdp_slice.start
             held = {"weight": group.model_weight_buffer.get_item(number, only_shard=True)}
-            held["master"] = group.main_weight_buffer.get_item(number, only_shard=True)
-            for role, state in optimizer.optimizer.state[sharded].items():
+            if group.main_weight_buffer is not None:  # frozen parameters have neither masters nor states
+                held["master"] = group.main_weight_buffer.get_item(number, only_shard=True)
+            for role, state in optimizer.optimizer.state.get(sharded, {}).items():
                 if role != "step":
                     held[role] = state.to_local()
             for role, elements in held.items():

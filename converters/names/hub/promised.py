@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
+from ckpt.base.errors import CkptError
 from ckpt.base.text import counted
+from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.tensors import Shape
+from ckpt.state.naming import as_hub
 from converters.names.hub.proof import PEFT, missing
 
-#: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax.
-_PREDICTION = ("num_nextn_predict_layers", "mtp_num_hidden_layers", "mtp_num_layers", "num_mtp_modules")
+#: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
+#: Inkling.
+_PREDICTION = (
+    "num_nextn_predict_layers",
+    "mtp_num_hidden_layers",
+    "mtp_num_layers",
+    "num_mtp_modules",
+    "num_mtp_layers",
+)
 _PREDICTED = re.compile(r"(^|[._])(mtp|nextn|eh_proj)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 #: Parts of models by the config of each, and what is in the names of their tensors.
@@ -24,6 +35,19 @@ _TOWERS = {
     "vision_config": ("a vision tower", re.compile(r"vis(ion|ual)|image|img")),
     "audio_config": ("an audio tower", re.compile(r"audio|speech")),
 }
+
+
+def lacking_of(checkpoint: Checkpoint) -> list[str]:
+    """What `lacking` says of a checkpoint.
+
+    The names that a model has in memory are turned into those of the Hub's files where a table has these: transformers
+    is not asked, which takes seconds to import.
+    """
+    is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
+    if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
+        with suppress(CkptError):  # then its own names tell less
+            checkpoint = as_hub(checkpoint)
+    return lacking(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB)
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:
@@ -36,7 +60,8 @@ def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is
         return []
     found = [*_predictions(config, shapes), *_towers(config, shapes)]
     names, cls = missing(config, shapes) if is_hub else ([], "")
-    if names and not found:
+    said = [pattern for key, (_, pattern) in _TOWERS.items() if any(f"({key})" in one for one in found)]
+    if names := [name for name in names if not any(pattern.search(name) for pattern in said)]:
         found.append(
             f"{counted(len(names), 'tensor')} that files of {cls} have: {names[0]}" + (", ..." if names[1:] else "")
         )
