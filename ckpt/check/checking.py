@@ -56,7 +56,6 @@ from ckpt.run_folder.steps import (
     trainer_step,
 )
 from ckpt.show.rows import picture
-from ckpt.state.naming import as_hub
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -409,13 +408,14 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Names and shapes that contradict the model's config, as a conversion to the Hub's names finds them."""
     if checkpoint.namespace in OF_THE_MODEL or checkpoint.is_adapter:
         return
+    namespace = registry.namespace(checkpoint.namespace)
     if not (checkpoint.config or {}).get("model_type"):
-        if not registry.namespace(checkpoint.namespace).tells(checkpoint):
+        if not namespace.tells(checkpoint):
             what = "none is here, and no record of the run tells which tensors the model has, and in which shapes"
             yield Problem(LEFT, CONFIG, what)
         return
     try:
-        as_hub(checkpoint)
+        namespace.to_hub(checkpoint)
     except CorruptError as error:
         yield replace(problem_of(error, Path(checkpoint.path)), where=error.fqn or CONFIG)
     except CkptError as error:

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.errors import CorruptError, LossError, NotFoundError
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
@@ -144,8 +144,8 @@ def _counters(path: Path) -> dict[str, int]:
 def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     """The run's settings as Megatron-LM's arguments, for `ranks` processes: their number is not recorded.
 
-    CorruptError where a setting is not of its kind, or, if the files go `by_stages`, where it is not known which they
-    are.
+    CorruptError where a setting is not of its kind.  If the files go `by_stages`: CorruptError where it is not known
+    which they are, LossError where layers may have their modules in an order of their own.
     """
     path = Path(run.folder) / RUN_CONFIG
     args: dict[str, Any] = {}
@@ -158,6 +158,14 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     layers = _layers(model)
     args["transformer_impl"] = "local" if layers == _LOCAL else "transformer_engine"
     if layers not in _USUAL:
+        if by_stages:
+            raise LossError(
+                "the optimizer's buffers follow the order of a layer's modules, which is not known of these layers",
+                path=path,
+                expected=f"transformer_layer_spec: one of {', '.join(_USUAL)}",
+                found=layers,
+                hint="load and save it with Megatron-Bridge, checkpoint.dist_ckpt_optim_fully_reshardable=True",
+            )
         args["transformer_layer_spec"] = layers
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")

@@ -40,7 +40,12 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
-        raise _another(checkpoint, f"a vocabulary of {rows}", f"one of {sizes.dims['v']}: tokens would be left out")
+        raise _another(
+            checkpoint,
+            f"a vocabulary of {rows}",
+            f"one of {sizes.dims['v']}: tokens would be left out",
+            f"if the model has tokens that the config has not, set its vocab_size to {rows}",
+        )
     return []
 
 
@@ -79,11 +84,13 @@ def _positions(args: Mapping[str, Any]) -> Any:
     return "rope" if kind == "learned_absolute" and args.get("use_rotary_position_embeddings") else kind
 
 
-def _another(checkpoint: Checkpoint, expected: str, found: str) -> CorruptError:
+def _another(
+    checkpoint: Checkpoint, expected: str, found: str, hint: str = "does the config belong to this checkpoint?"
+) -> CorruptError:
     return CorruptError(
         "the config is that of another model than the run trained",
         path=checkpoint.path,
         expected=f"{expected}, as the run recorded it",
         found=found,
-        hint="does the config belong to this checkpoint?",
+        hint=hint,
     )

@@ -17,7 +17,7 @@ import yaml
 
 import ckpt
 from ckpt.containers.torchfile.read import read as read_torch
-from ckpt.errors import CorruptError, NotFoundError
+from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
 from converters.names.megatron.facts import BridgeRun
@@ -279,7 +279,6 @@ def test_a_config_that_contradicts_the_tensors_is_refused(changed: dict[str, Any
 @pytest.mark.parametrize(
     "changed",
     [
-        {"transformer_layer_spec": {"_target_": "own.gemma2_layer_spec", "_call_": False}, "ffn_hidden_size": 24},
         {"heterogeneous_layers_config_encoded_json": "{}", "num_layers": 2, "ffn_hidden_size": 24},
         {"qk_layernorm": True, "qk_l2_norm": True},
         {"activation_func": {"_target_": "megatron.core.activations.fast_gelu", "_call_": False}},
@@ -290,6 +289,14 @@ def test_models_with_other_layers_are_read(changed: dict[str, Any], run: Path) -
     before = _weights(run)
     _change(run, "model", **changed)
     assert _weights(run) == before
+
+
+def test_buffers_of_layers_of_an_unknown_order_are_refused(run: Path) -> None:
+    """They would be cut at other places, and every optimizer state would be another's."""
+    _change(run, "model", transformer_layer_spec={"_target_": "own.gemma2_layer_spec", "_call_": False})
+    with pytest.raises(LossError, match="follow the order of a layer's modules") as caught:
+        ckpt.open(run)
+    assert caught.value.found == "gemma2_layer_spec"
 
 
 def test_learned_positions_are_as_many_as_a_sequence_has() -> None:
