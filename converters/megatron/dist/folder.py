@@ -14,6 +14,8 @@ from ckpt.move.source import read_file
 COMMON, BACKENDS = "common.pt", "metadata.json"
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
+#: In the context: the model's class and its arguments, for people.
+MODEL = "model.yaml"
 #: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
 MODULE = "module."
 _MARK = re.compile(
