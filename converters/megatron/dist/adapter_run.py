@@ -1,4 +1,4 @@
-"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge and ms-swift save them.
+"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge, NeMo 2 and ms-swift save them.
 
     <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    the adapter's tensors alone
     <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, its rank and alpha; `model`: sizes of the axes
@@ -15,7 +15,12 @@ Tensors are whole in it, but for the rows of `linear_fc1`, which are in an order
 
 All rows of ms-swift's are stored as the ranks hold them.
 
-Format facts: mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
+    <run>/weights/.metadata, ...    NeMo's adapter, under the names and in the order of Megatron-Bridge's
+    <run>/weights/adapter_metadata.json    the folder of its base: `model_ckpt_path`
+    <run>/context/model.yaml    `model_transform`: the adapter's class, its rank and alpha; `config`: sizes of the axes
+
+Format facts: nemo_toolkit 2.5.0, collections/llm/peft, lightning/pytorch/callbacks/peft.py, lightning/ckpt_utils.py;
+mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
 0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
 training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py.
 """
@@ -23,7 +28,7 @@ training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -36,7 +41,7 @@ from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.run_folder.companions import read_object
 from ckpt.run_folder.yaml_files import read_run_config
-from converters.megatron.dist.folder import RUN_CONFIG
+from converters.megatron.dist.folder import CONTEXT, MODEL, RUN_CONFIG, WEIGHTS, is_nemo
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
@@ -56,6 +61,7 @@ _MARK = ".adapter."
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
 _FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
 SWIFTS_CONFIG = "args.json"
+NEMOS_BASE = "adapter_metadata.json"
 
 
 def has_adapter(fqns: Iterable[str]) -> bool:
@@ -84,72 +90,101 @@ def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
         renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}
         tensors = {(renamed[key], key[1]): one.renamed(renamed[key]) for key, one in checkpoint.tensors.items()}
         checkpoint = replace(checkpoint, tensors=tensors)
-    trainer = "ms-swift" if is_swifts else "Megatron-Bridge"
+    trainer = _SWIFTS if is_swifts else _NEMOS if is_nemo(folder) else _BRIDGES
     others = [fqn for fqn, _ in checkpoint.tensors if parse_name(fqn) is None]
     if others:
         raise LossError(
             "the checkpoint holds an adapter and other tensors of the model",
             path=folder,
             fqn=others[0],
-            expected=f"the factors of an adapter alone, as {trainer} saves them without modules_to_save",
+            expected=f"the factors of an adapter alone, as {trainer.name} saves them without modules_to_save",
             found=f"{len(others)} other tensors",
         )
-    path = folder.parent / SWIFTS_CONFIG if is_swifts else folder / RUN_CONFIG
+    path = trainer.config_of(folder)
     if not path.is_file():
         raise NotFoundError(
             "the config of the run is missing, and nothing else tells the adapter's alpha or its class",
             path=path.parent,
-            expected=f"{path.name}, as {trainer} writes it",
+            expected=f"{path.name}, as {trainer.name} writes it",
         )
-    read, in_order = (read_swifts_run, _by_rank) if is_swifts else (read_run, _in_order)
-    run = read(confined(path.parent, path.name))
+    run = trainer.read(confined(path.parent, path.name))
+    if trainer is _NEMOS:
+        _refuse_experts(checkpoint, path)
     return replace(
-        in_order(checkpoint, run),
+        trainer.in_order(checkpoint, run),
         is_adapter=True,
-        framework=trainer,
+        framework=trainer.name,
         facts=MegatronFacts(adapter=run),
         files=(*checkpoint.files, SourceFile.stat(str(path))),
     )
 
 
+def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
+    """Refuse adapters of experts: what NeMo saves of them has not been compared with what its model computes."""
+    for fqn, _ in checkpoint.tensors:
+        if (parsed := parse_name(fqn)) is not None and parsed[0].is_expert:
+            raise UsageError("NeMo's adapters of experts are not read", path=path, fqn=fqn)
+
+
 def read_run(path: Path) -> AdapterRun:
-    """What the config of a run says of its adapter; UsageError for a class that is not read, CorruptError."""
+    """What the config of Megatron-Bridge's run says of its adapter; UsageError for a class not read, CorruptError."""
     content = read_run_config(path)
-    peft, model = (one if isinstance(one := content.get(name), Mapping) else {} for name in ("peft", "model"))
+    peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
+    base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
+    return _run_of_class(path, {"peft": peft, "model": model}, "megatron.bridge.peft", [*CLASSES], base)
+
+
+def read_nemos_run(path: Path) -> AdapterRun:
+    """What NeMo's `model.yaml` says of the model's adapter; UsageError for a class that is not read, CorruptError."""
+    content = read_run_config(path)
+    sections = {name: _section(content, name) for name in ("model_transform", "config")}
+    beside = path.parents[1] / WEIGHTS / NEMOS_BASE
+    base = read_object(beside, "the adapter's base").get("model_ckpt_path") if beside.is_file() else None
+    is_known = base not in (None, "None")
+    return _run_of_class(path, sections, "nemo.collections.llm.peft", ["lora", "dora"], base if is_known else None)
+
+
+def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = content.get(name)
+    return found if isinstance(found, Mapping) else {}
+
+
+def _run_of_class(
+    path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
+) -> AdapterRun:
+    """What `sections`, that of the adapter and that of the model, say of an adapter whose class is in `package`."""
+    (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
-    kind = next((one for one in CLASSES if target == f"megatron.bridge.peft.{one}.{CLASSES[one]}"), None)
+    kind = next((one for one in kinds if target == f"{package}.{one}.{CLASSES[one]}"), None)
     if kind is None:
         raise UsageError(
             "adapters of this class are not read",
             path=path,
-            expected=" or ".join(CLASSES.values()) + ", as `_target_` of `peft`",
+            expected=" or ".join(CLASSES[one] for one in kinds) + f", as `_target_` of `{of_adapter}`",
             found=target or "no adapter",
         )
     if unknown := sorted(f"{name}: {value!r}" for name, value in peft.items() if value and name not in _KNOWN):
         raise UsageError(
             "the run recorded something of its adapter that is not known here", path=path, found=", ".join(unknown)
         )
-    fields = _Sections(path, {"peft": peft, "model": model})
-    dim, expert_dim = fields.count("peft", "dim"), None
+    fields = _Sections(path, sections)
+    dim, expert_dim = fields.count(of_adapter, "dim"), None
     if peft.get("normalize_moe_lora"):
-        expert_dim = dim // fields.count("model", "moe_router_topk")
-    tp = fields.count("model", "tensor_model_parallel_size", 1)
-    checkpoint = content.get("checkpoint")
-    trained_on = checkpoint.get("pretrained_checkpoint") if isinstance(checkpoint, Mapping) else None
-    base = model.get("hf_model_id") or trained_on
+        expert_dim = dim // fields.count(of_model, "moe_router_topk")
+    tp = fields.count(of_model, "tensor_model_parallel_size", 1)
     return AdapterRun(
         path=str(path),
         kind=kind,
         dim=dim,
-        alpha=fields.number("peft", "alpha"),
-        dropout=fields.number("peft", "dropout", 0.0),
+        alpha=fields.number(of_adapter, "alpha"),
+        dropout=fields.number(of_adapter, "dropout", 0.0),
         expert_dim=expert_dim,
-        num_layers=fields.count("model", "num_layers") if model.get("num_layers") is not None else None,
+        num_layers=fields.count(of_model, "num_layers") if model.get("num_layers") is not None else None,
         base=str(base) if base else None,
         gated=model.get("gated_linear_unit") is not False,
         tp=tp,
-        ep=fields.count("model", "expert_model_parallel_size", 1),
-        etp=fields.count("model", "expert_tensor_parallel_size", tp),
+        ep=fields.count(of_model, "expert_model_parallel_size", 1),
+        etp=fields.count(of_model, "expert_tensor_parallel_size", tp),
     )
 
 
@@ -320,3 +355,21 @@ def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
             before, after = (Box((start, *(0,) * len(tail)), (number, *tail)) for start in (first, place))
             links.append(Link(fqn, before, fqn, after, dims))
     return translate(checkpoint, Relation(tuple(links), shapes, shapes), MEGATRON)
+
+
+# -- the trainers --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Trainer:
+    """One that saves adapters: where its run's config is, how this is read, and how rows are brought into order."""
+
+    name: str
+    config_of: Callable[[Path], Path]
+    read: Callable[[Path], AdapterRun]
+    in_order: Callable[[Checkpoint, AdapterRun], Checkpoint]
+
+
+_BRIDGES = _Trainer("Megatron-Bridge", lambda folder: folder / RUN_CONFIG, read_run, _in_order)
+_NEMOS = _Trainer("NeMo", lambda folder: folder.parent / CONTEXT / MODEL, read_nemos_run, _in_order)
+_SWIFTS = _Trainer("ms-swift", lambda folder: folder.parent / SWIFTS_CONFIG, read_swifts_run, _by_rank)

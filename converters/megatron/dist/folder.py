@@ -23,6 +23,8 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
 )
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
+#: In the context: the model's class and its arguments, for people.
+MODEL = "model.yaml"
 #: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
 MODULE = "module."
 _MARK = re.compile(

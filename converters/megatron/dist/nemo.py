@@ -30,9 +30,9 @@ from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from ckpt.run_folder.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel, describe_model, refuse_encoder
 from converters.megatron.dist import write
-from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODULE, WEIGHTS
+from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODEL, MODULE, WEIGHTS
 
-IO, MODEL = "io.json", "model.yaml"
+IO = "io.json"
 #: Arguments of Megatron-LM's by the names of NeMo's model config, which are those of megatron-core's.
 _NAMES = {
     "num_layers": "num_layers",

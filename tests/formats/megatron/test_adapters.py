@@ -1,5 +1,5 @@
 """`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_write.py`: adapters of
-Megatron-Bridge's.
+Megatron-Bridge's, ms-swift's and NeMo's.
 
 The fixture's logits are those of the live model with its adapter, on megatron-core's ranks, in the run that saved it
 (fixtures/make_megatron_bridge.py).
@@ -36,6 +36,8 @@ FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
 SWIFT = FIXTURES / "ms-swift"
 SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {}
+NEMO = FIXTURES / "nemo-lora"
+NEMOS_LOGITS = load_file(NEMO / "logits.safetensors") if NEMO.is_dir() else {}
 RUNS = sorted(LOGITS.keys() - {"ids"})
 #: Runs whose trainer computed something else than what the adapter says, or nothing that one model computes.
 WRONG = {"experts-etp2", "dora-tp2-columns"}
@@ -227,7 +229,11 @@ def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any]
 
 @pytest.mark.parametrize(
     ("trainer", "run", "name", "number"),
-    [("Megatron-Bridge", FIXTURE / "canonical-tp2", "run", 3), ("ms-swift", SWIFT / "dense-tp2-pp2", ".", 2)],
+    [
+        ("Megatron-Bridge", FIXTURE / "canonical-tp2", "run", 3),
+        ("NeMo 2", NEMO / "dora-tp2", "run", 2),
+        ("ms-swift", SWIFT / "dense-tp2-pp2", ".", 2),
+    ],
 )
 def test_the_commands_of_the_page(
     trainer: str, run: Path, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -237,7 +243,7 @@ def test_the_commands_of_the_page(
     known = [one.text for one in commands(page) if one.heading == f"Adapters of {trainer}"]
     assert len(known) == number
     shutil.copytree(run, tmp_path / name, dirs_exist_ok=True)
-    shutil.copytree(base_of("canonical-tp2"), tmp_path / "model")
+    shutil.copytree(NEMO / "base" if trainer == "NeMo 2" else base_of("canonical-tp2"), tmp_path / "model")
     monkeypatch.chdir(tmp_path)
     for command in known:
         done = ckpt(*shlex.split(command)[1:])
@@ -417,3 +423,47 @@ def test_ms_swifts_arguments_missing_and_its_names_written(tmp_path: Path) -> No
     assert outcome.code == 2 and "ckpt convert megatron-dist peft" in outcome.err
     (run / "checkpoint-2/args.json").unlink()
     refused(3, "args.json, as ms-swift writes it", run, base, tmp_path)
+
+
+# -- NeMo 2 --------------------------------------------------------------------------------------------------
+
+
+def changed_context(folder: Path, change: Callable[[dict[str, Any]], Any], run: str = "lora-tp2") -> Path:
+    """A copy of a run of NeMo's whose model has been changed."""
+    shutil.copytree(NEMO / run, folder)
+    path = folder / "context/model.yaml"
+    config = yaml.safe_load(path.read_text())
+    change(config)
+    path.write_text(yaml.safe_dump(config))
+    return folder
+
+
+@pytest.mark.parametrize("run", sorted(NEMOS_LOGITS.keys() - {"ids"}))
+def test_an_adapter_of_nemo_is_merged_as_the_live_model_computed(run: str, tmp_path: Path) -> None:
+    base, expected = NEMO / "base", NEMOS_LOGITS[run]
+    outcome = ckpt("merge-lora", NEMO / run, "--base", base, "-o", tmp_path / "merged")
+    assert outcome.code == 0, outcome.err
+    torch.testing.assert_close(logits(load_base(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+    assert (logits(load_base(base)) - expected).abs().max() > 0.1
+    outcome = ckpt("convert", "megatron-dist", "peft", NEMO / run, "-o", tmp_path / "peft", "--config", base)
+    assert outcome.code == 0, outcome.err
+    from peft import PeftModel
+
+    model = PeftModel.from_pretrained(load_base(base), tmp_path / "peft").eval()
+    torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
+
+
+def test_what_nemo_recorded_of_its_adapter_decides(tmp_path: Path) -> None:
+    """Its class, its rank, and the number of tensor parallel ranks, of which DoRA's magnitudes are in the order."""
+    base, name = NEMO / "base", "nemo.collections.llm.peft.canonical_lora.CanonicalLoRA"
+    run = changed_context(tmp_path / "canonical", lambda one: one["model_transform"].update(_target_=name))
+    refused(2, "LoRA or DoRA, as `_target_` of `model_transform`", run, base, tmp_path)
+    run = changed_context(tmp_path / "rank", lambda one: one["model_transform"].update(dim=8))
+    refused(4, "rank 4", run, base, tmp_path)
+    run = changed_context(tmp_path / "none", lambda one: one.pop("model_transform"))
+    refused(2, "no adapter", run, base, tmp_path)
+    change = {"tensor_model_parallel_size": 4}
+    run = changed_context(tmp_path / "ranks", lambda one: one["config"].update(change), "dora-tp2")
+    refused(4, "another number of tensor parallel ranks", run, base, tmp_path)
+    (run / "context/model.yaml").unlink()
+    refused(3, "model.yaml", run, base, tmp_path)
