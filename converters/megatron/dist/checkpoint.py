@@ -9,12 +9,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import NotFoundError
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter, without_optimizer
+from converters.megatron.dist.adapter_run import NEMOS_BASE, as_adapter, has_adapter, without_optimizer
 from converters.megatron.dist.bridge import args_of, check_bridge_run, note_on_config, read_bridge_run
 from converters.megatron.dist.folder import (
     CONTEXT,
@@ -43,6 +44,13 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     if is_iteration(path):
         reading = read_folder(path)
         is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
+        if not is_adapter and (path / NEMOS_BASE).is_file():
+            raise NotFoundError(
+                "this is an adapter of NeMo 2, whose names in torch_dist files are not known",
+                path=path,
+                found=f"{NEMOS_BASE} beside the weights",
+                hint="NeMo's own llm.export_ckpt(path, target='hf-peft') makes a PEFT folder of it",
+            )
         bridge = None if is_adapter or reading.args or is_nemo(path) else _read_bridges(reading)
         optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)
     elif is_torch_dcp_iteration(path):

@@ -40,9 +40,6 @@ from converters.megatron.dist.folder import (
 from converters.megatron.folder import find_iteration, is_iterations_name
 from converters.names.megatron.options import NEMO, TORCH_DIST, DistOptions
 
-#: What NeMo 2 puts beside the weights of an adapter.
-_NEMO_ADAPTER = "adapter_metadata.json"
-
 
 class MegatronDist(Format):
     """The format `megatron-dist`."""
@@ -101,10 +98,7 @@ MEGATRON_DIST = MegatronDist()
 
 
 def _nemos(path: Path) -> Path | None:
-    """The weights in a checkpoint of NeMo 2, or in the only one of a run.
-
-    NotFoundError where there are several, or an adapter's.
-    """
+    """The weights in a checkpoint of NeMo 2, or in the only one of a run; NotFoundError where there are several."""
     known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]
     if not known and len(found) > 1:
@@ -114,13 +108,6 @@ def _nemos(path: Path) -> Path | None:
             expected="one of them",
             found=", ".join(sorted(folder.parent.name for folder in found)),
             hint=f"give one: {max(found).parent}",
-        )
-    if found and (found[0] / _NEMO_ADAPTER).is_file():
-        raise NotFoundError(
-            "this is an adapter of NeMo 2, whose names in torch_dist files are not read",
-            path=found[0].parent,
-            found=f"{WEIGHTS}/{_NEMO_ADAPTER} beside context/",
-            hint="NeMo's own llm.export_ckpt(path, target='hf-peft') makes a PEFT folder of it",
         )
     return found[0] if found else None
 

@@ -101,7 +101,7 @@ def test_several_are_not_guessed_among(run: Path) -> None:
     assert ckpt.open(run / "checkpoints" / "model--step=1").format == "megatron-dist"
 
 
-def test_an_adapter_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
+def test_an_adapter_of_unknown_names_is_refused(run: Path, tmp_path: Path) -> None:
     (run / "checkpoints" / NAME / "weights" / "adapter_metadata.json").write_text('{"model_ckpt_path": "base"}')
     for command in (("convert", "auto", "peft"), ("merge-lora",)):
         done = commands.ckpt(*command, run, "-o", tmp_path / "out")
