@@ -179,6 +179,8 @@ class MegatronEngine(Engine):
         """Frees the model and megatron-core's process groups."""
         from megatron.core import parallel_state
 
+        for chunk in self.chunks:  # autograd's hooks hold it for ever: Python's collector does not see their circle
+            vars(chunk).clear()
         del self.chunks, self.bare, self.optimizer, self.scheduler, self.transformer
         gc.collect()
         if not self.keeps_groups:  # megatron-core only forgets most of them, while their threads go on polling
