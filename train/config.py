@@ -118,7 +118,6 @@ class Config:
         0, "delete all checkpoints but the newest N and the last good one before a spike (0: none)", metavar="N"
     )
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
-    memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
     resume: str | None = _option(
         None,
         "continue from this run folder or checkpoint; `ckpt resume` prints the newest, and makes it fit",
@@ -197,8 +196,6 @@ class Config:
             raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3, in our own loop")
         if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
             raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
-        if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
-            raise UserError("--memory looks at the second step or a later one, in our own loop and in no pipeline")
         if self.precision == "pure" and self.through == "trainer" and self.strategy in ZERO:
             raise UserError("--precision pure is not for zero1, zero2 and zero3: DeepSpeed keeps masters in fp32")
         read_ds_config(self.ds_config)

@@ -13,7 +13,6 @@ from train import folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.beside import Operations, require_free
-from train.truth import memory
 
 # Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
 ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
@@ -69,13 +68,9 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
     losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
         truth.record(engine, config, f"step-{engine.step}")
-    watch = None
     steps = beside.steps_to_take(engine.step)
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
         mine = beside.next_batch().chunk(num_shards)[shard].to(launch.device())
-        if config.memory and number == steps:
-            watch = memory.Watch(engine)
-            engine.observe(watch)
         loss = engine.train(list(mine.chunk(config.accumulate)))
         own_loss = loss.item()
         dist.all_reduce(loss)
@@ -88,8 +83,6 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
             saved.append(_save(engine, model, config, losses, beside))
         if ends:
             break
-    if watch:
-        watch.write(output / "memory.json")
     return saved
 
 

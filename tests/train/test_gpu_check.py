@@ -162,7 +162,8 @@ def test_memory_stands_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.M
         output = Path(jobs[0]["output"])
         output.mkdir(parents=True)
         (output / "config.json").write_text(json.dumps(config))
-        (output / "memory.json").write_text(json.dumps([{"allocated": 7_000_000}, {"allocated": 9_000_000}]))
+        line = {"ranks": {"memory_bytes": [7_000_000, 9_000_000]}}
+        (output / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
     monkeypatch.setattr(gpu_check, "train", train)
     shown = gpu_check.measure("zero2", 2, tmp_path)

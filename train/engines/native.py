@@ -30,7 +30,6 @@ from train.config import Config, UserError
 from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
-from train.truth import memory
 
 # FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -123,15 +122,6 @@ class NativeEngine(Engine):
 
     def load(self, folder: Path, tag: str) -> None:
         native_files.load(self, folder / tag)
-
-    def held(self) -> dict[str, list[Any]]:
-        """All but DDP's buckets, which are not to be seen from Python."""
-        parameters = list(self.model.parameters())
-        return {
-            "parameters": parameters,
-            "gradients": [parameter.grad for parameter in parameters],
-            "optimizer": memory.states_of(self.optimizer),
-        }
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), self.buffers)

@@ -4,7 +4,6 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from train import launch, models, truth
 from train.config import WARMUP, Config, read_ds_config
 from train.engine import Engine
 from train.optimizers import build_optimizer, build_scheduler, param_groups
-from train.truth import memory, pieces
+from train.truth import pieces
 from train.truth.pieces import Piece, Place
 
 # Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
@@ -209,39 +208,6 @@ class ZeroEngine(DeepSpeedEngine):
         """Saves under DeepSpeed's default tag, global_stepN."""
         self.engine.save_checkpoint(str(folder))
         return f"global_step{self.engine.global_steps}"
-
-    def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""
-        optimizer, parameters = self.optimizer, list(self.engine.module.parameters())
-        gradients = [parameter.grad for parameter in parameters]
-        if self.stage == 3:
-            masters = optimizer.fp32_partitioned_groups_flat
-            parameters = [parameter.ds_tensor for parameter in parameters]
-            gradients = [optimizer.grad_partitions_flat_buffer]
-            buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
-        else:
-            masters = optimizer.single_partition_of_fp32_groups
-            gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
-            for parts in (*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()):
-                gradients += list(parts or ())
-            buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
-            if optimizer.cpu_offload:
-                buffers += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-                buffers += [optimizer.temp_grad_buffer_for_cpu_offload, optimizer.temp_grad_buffer_for_gpu_offload]
-        return {
-            "parameters": parameters,
-            "gradients": gradients,
-            "masters": [*masters, *(master.grad for master in masters)],
-            "optimizer": memory.states_of(self.engine.basic_optimizer),
-            "buffers": buffers,
-        }
-
-    def observe(self, watch: Callable[..., None]) -> None:
-        """After every gradient, too."""
-        super().observe(watch)
-        for parameter in self.engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(watch)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         model = self.engine.module

@@ -17,7 +17,6 @@ from train.engine import Engine
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
-from train.truth import memory
 from train.truth.pieces import collect
 
 # Said on import, once for each rank, of each package that only GPUs have.
@@ -141,20 +140,6 @@ class MegatronEngine(Engine):
 
         with on_this_machine():
             files.load(self, folder / tag)
-
-    def held(self) -> dict[str, list[Any]]:
-        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        masters: list[Any] = []
-        for one in self.optimizers:
-            # The first with the distributed optimizer, the second without; neither in float32.
-            for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
-                masters += [master for group in getattr(one, name, ()) for master in group]
-        return {
-            "parameters": [parameter for chunk in self.chunks for parameter in chunk.parameters()],
-            "gradients": [buffer.grad_data for buffer in buffers],
-            "masters": masters,
-            "optimizer": [state for one in self.optimizers for state in memory.states_of(one.optimizer)],
-        }
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         with on_this_machine():

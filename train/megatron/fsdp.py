@@ -13,7 +13,6 @@ from train import launch
 from train.megatron.cpu import numbered_device, on_this_machine
 from train.megatron.engine import MegatronEngine
 from train.truth import megatron as megatron_truth
-from train.truth import memory
 from train.truth.pieces import Piece, Place, collect
 
 
@@ -42,15 +41,6 @@ class FsdpEngine(MegatronEngine):
     def _initialize(self) -> None:
         super()._initialize()
         self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
-
-    def held(self) -> dict[str, list[Any]]:
-        groups = self.chunks[0].module.param_and_grad_buffer.parameter_groups
-        return {
-            "parameters": [group.model_weight_buffer.data for group in groups],
-            "gradients": [group.main_grad_buffer.data for group in groups],
-            "masters": [group.main_weight_buffer.data for group in groups],
-            "optimizer": memory.states_of(self.optimizer.optimizer),
-        }
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """From the buffers that ranks compute with."""
