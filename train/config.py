@@ -18,7 +18,6 @@ DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion", "muon")
 SCHEDULERS = ("deepspeed", "torch", "none")
 LAYOUTS = ("plain", "trainer")
-THROUGH = ("loop", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
 _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
@@ -99,7 +98,6 @@ class Config:
     vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
     ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
     etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
-    through: str = _option("loop", "train in our own loop or through transformers.Trainer", choices=THROUGH)
     output: str = _option("outputs", "run folder", metavar="DIR")
     layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
     save: str = _option(
@@ -180,24 +178,20 @@ class Config:
         elif self.save in _MEGATRON_SAVES:
             raise UserError(f"--save {self.save} is for --strategy megatron")
         elif self.strategy in ZERO:
-            if self.save not in ("native", "full") or (self.save == "full" and self.through == "loop"):
+            if self.save != "native":
                 raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
         else:
             self._check_torch_options()
-        if self.through == "trainer" and self.skip_batches:
-            raise UserError("--skip-batches leaves batches out in our own loop, and Trainer takes them as they come")
         if self.dropout >= 1 or self.beat == 0:
             raise UserError("--dropout is below 1, --beat more than 0")
         if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):
             raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
         if (self.lora or self.vocab) and self.model == "toy":
             raise UserError("--lora and --vocab need a transformer, not --model toy")
-        if self.optimizer == "muon" and (self.strategy not in ZERO or self.through == "trainer"):
-            raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3, in our own loop")
+        if self.optimizer == "muon" and self.strategy not in ZERO:
+            raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3")
         if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
             raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
-        if self.precision == "pure" and self.through == "trainer" and self.strategy in ZERO:
-            raise UserError("--precision pure is not for zero1, zero2 and zero3: DeepSpeed keeps masters in fp32")
         read_ds_config(self.ds_config)
 
     def _default_tp(self) -> int:
@@ -221,8 +215,8 @@ class Config:
             raise UserError(f"--save {self.save}: Megatron saves {', '.join(_MEGATRON_SAVES)}")
         if self.save == "fsdp_dtensor":
             self._check_megatron_fsdp_options()
-        if self.through == "trainer" or self.layout == "trainer":
-            raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
+        if self.layout == "trainer":
+            raise UserError("--strategy megatron knows no layout but its own")
         if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
             raise UserError(
                 f"--optimizer {self.optimizer}: Megatron has adamw, "
@@ -244,8 +238,8 @@ class Config:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
 
     def _check_pipeline_options(self) -> None:
-        if self.save != "native" or self.through == "trainer" or self.layout == "trainer":
-            raise UserError("--strategy megatron-deepspeed trains in our own loop and saves as DeepSpeed does")
+        if self.save != "native" or self.layout == "trainer":
+            raise UserError("--strategy megatron-deepspeed saves as DeepSpeed does")
         if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze or self.vocab:
             raise UserError(
                 "--strategy megatron-deepspeed builds its own model: "
@@ -260,7 +254,7 @@ class Config:
         ):
             raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
         if self.layout == "trainer":
-            raise UserError(f"--layout trainer is for zero1, zero2 and zero3; --through trainer runs {self.strategy}")
+            raise UserError("--layout trainer is for zero1, zero2 and zero3")
         if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
             raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
         if self.keys != "nested" and self.saving == "ranks":

@@ -29,9 +29,6 @@ def run(config: Config) -> list[Path]:
             f"--batch {config.batch} does not divide into {readers} ranks x {config.accumulate} micro batches"
         )
     require_free(config)
-    if config.through == "trainer":
-        paths: list[Path] = importlib.import_module("train.trainer").run(config)
-        return paths
     resumed = folders.find_checkpoint(config) if config.resume else None
     with Operations(config) as beside:
         module = importlib.import_module(ENGINES[config.strategy])

@@ -151,7 +151,6 @@ def test_the_truth_is_not_written_where_ranks_contradict(pieces: list[Piece], co
         ({"save": "fsdp_dtensor", "dtype": "fp16"}, "only --dtype bf16"),
         ({"save": "fsdp_dtensor", "resume": "run"}, "resumes none"),
         ({"lora": 4}, "--lora"),
-        ({"through": "trainer"}, "own loop"),
     ],
 )
 def test_what_megatron_cannot_do_is_refused(options: dict[str, Any], complaint: str) -> None:

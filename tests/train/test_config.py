@@ -81,7 +81,6 @@ def test_help_shows_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
         ("--strategy tp-fsdp --model deepseek_v3_wide", "--strategy tp-fsdp splits llama, mistral"),
         ("--strategy tp-fsdp --lora 2", "without --lora"),
         ("--strategy ddp --ds-config /nowhere.json", "/nowhere.json: No such file or directory"),
-        ("--through trainer --strategy zero1 --precision pure", "--precision pure is not for zero1"),
     ],
 )
 def test_what_cannot_be_is_refused_with_the_option(words: str, said: str) -> None:
