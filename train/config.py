@@ -17,7 +17,6 @@ MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTUR
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion", "muon")
 SCHEDULERS = ("deepspeed", "torch", "none")
-LAYOUTS = ("plain", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
 _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
@@ -99,7 +98,6 @@ class Config:
     ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
     etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
     output: str = _option("outputs", "run folder", metavar="DIR")
-    layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
     save: str = _option(
         "native",
         "sharded by DCP, one full file, one file a rank, or one of Megatron's formats (fsdp_dtensor: and trained "
@@ -215,8 +213,6 @@ class Config:
             raise UserError(f"--save {self.save}: Megatron saves {', '.join(_MEGATRON_SAVES)}")
         if self.save == "fsdp_dtensor":
             self._check_megatron_fsdp_options()
-        if self.layout == "trainer":
-            raise UserError("--strategy megatron knows no layout but its own")
         if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
             raise UserError(
                 f"--optimizer {self.optimizer}: Megatron has adamw, "
@@ -238,7 +234,7 @@ class Config:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
 
     def _check_pipeline_options(self) -> None:
-        if self.save != "native" or self.layout == "trainer":
+        if self.save != "native":
             raise UserError("--strategy megatron-deepspeed saves as DeepSpeed does")
         if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze or self.vocab:
             raise UserError(
@@ -253,8 +249,6 @@ class Config:
             self.lora or self.model.removesuffix("_wide").removesuffix("_even") not in _TENSOR_PARALLEL
         ):
             raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
-        if self.layout == "trainer":
-            raise UserError("--layout trainer is for zero1, zero2 and zero3")
         if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
             raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
         if self.keys != "nested" and self.saving == "ranks":

@@ -62,7 +62,6 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
     shard, num_shards = engine.data_shard
     output = Path(config.output)
     saved: list[Path] = []
-    losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
         truth.record(engine, config, f"step-{engine.step}")
     steps = beside.steps_to_take(engine.step)
@@ -71,27 +70,25 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
         loss = engine.train(list(mine.chunk(config.accumulate)))
         own_loss = loss.item()
         dist.all_reduce(loss)
-        losses[engine.step] = loss.item() / world_size
+        mean = loss.item() / world_size
         if rank == 0:
-            tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
-        beside.after_step(losses[engine.step], own_loss)
+            tqdm.write(f"step {engine.step}: loss {mean:.5f}", file=sys.stderr)
+        beside.after_step(mean, own_loss)
         ends = stopping.asked() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):
-            saved.append(_save(engine, model, config, losses, beside))
+            saved.append(_save(engine, model, config, beside))
         if ends:
             break
     return saved
 
 
-def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float], beside: Operations) -> Path:
+def _save(engine: Engine, model: nn.Module, config: Config, beside: Operations) -> Path:
     beside.enter("saving")
-    folder = folders.checkpoint_folder(config, engine.step)
+    folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     tag = engine.save(folder)
     if dist.get_rank() == 0:
         folders.write_run_files(folder, model, config)
-    if config.layout == "trainer":
-        folders.write_trainer_files(folder, engine.step, losses)
     folders.save_random_states(config, folder, tag)
     if config.truth:
         truth.record(engine, config, tag)
