@@ -22,7 +22,7 @@ _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 ON_SPIKE = ("keep", "stop", "off")
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
-KEYS = ("nested", "flat", "ids", "torchtitan")
+KEYS = ("nested", "flat")
 PRECISIONS = ("mixed", "pure")
 
 #: Steps in which --scheduler deepspeed reaches the peak.
@@ -104,7 +104,7 @@ class Config:
         "by Megatron-FSDP); native: as the strategy does",
         choices=SAVES,
     )
-    keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
+    keys: str = _option("nested", "--save dcp: how the optimizer state is spelled", choices=KEYS)
     steps: int = _option(
         4, "optimizer steps of this run, on top of those resumed from; megatron*: 0 only writes the truth"
     )
@@ -249,10 +249,8 @@ class Config:
             self.lora or self.model.removesuffix("_wide").removesuffix("_even") not in _TENSOR_PARALLEL
         ):
             raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
-        if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
-            raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
-        if self.keys != "nested" and self.saving == "ranks":
-            raise UserError("--save ranks always writes --keys ids, so leave --keys out")
+        if self.keys != "nested" and self.saving != "dcp":
+            raise UserError(f"--keys {self.keys} is for --save dcp")
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
