@@ -27,6 +27,22 @@ PRECISIONS = ("mixed", "pure")
 
 #: Steps in which --scheduler deepspeed reaches the peak.
 WARMUP = 3
+#: What strategies take of an option, where that is not everything.
+_OWN_MODEL: dict[str, tuple[Any, ...]] = {
+    "model": tuple(model for model in MODELS if model != "toy"),
+    "lora": (0,),
+    "freeze": (None,),
+    "fused": (False,),
+}
+_TORCHS = {"save": ("native", "dcp", "full", "ranks"), "dtype": ("bf16", "fp32"), "optimizer": OPTIMIZERS[:4]}
+_SPLIT = tuple(f"{name}{size}" for name in _TENSOR_PARALLEL for size in ("", "_even", "_wide"))
+_TAKES: dict[str, dict[str, tuple[Any, ...]]] = {
+    **{strategy: {"save": ("native",)} for strategy in ZERO},
+    **dict.fromkeys(("ddp", "fsdp1", "fsdp2", "hsdp"), _TORCHS),
+    "tp-fsdp": _TORCHS | {"model": _SPLIT, "lora": (0,)},
+    "megatron": _OWN_MODEL | {"save": ("native", *_MEGATRON_SAVES), "optimizer": OPTIMIZERS[:3]},
+    "megatron-deepspeed": _OWN_MODEL | {"save": ("native",), "optimizer": ("adamw",), "vocab": (0,), "dropout": (0.0,)},
+}
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
@@ -167,29 +183,24 @@ class Config:
         object.__setattr__(self, "tp", self.tp or self._default_tp())
         for field in dataclasses.fields(self):
             _check_value(field, getattr(self, field.name))
+        for name, taken in _TAKES[self.strategy].items():
+            if (value := getattr(self, name)) not in taken:
+                raise UserError(
+                    f"--{name} {value}: --strategy {self.strategy} takes "
+                    + (f"only {', '.join(taken)}" if taken[0] else f"no --{name}")
+                )
         if self.strategy == "megatron":
             self._check_megatron_options()
-        elif self.strategy == "megatron-deepspeed":
-            self._check_pipeline_options()
         elif self.steps < 1:
             raise UserError("--steps is at least 1")
-        elif self.save in _MEGATRON_SAVES:
-            raise UserError(f"--save {self.save} is for --strategy megatron")
-        elif self.strategy in ZERO:
-            if self.save != "native":
-                raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
-        else:
-            self._check_torch_options()
         if self.dropout >= 1 or self.beat == 0:
             raise UserError("--dropout is below 1, --beat more than 0")
-        if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):
-            raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
-        if (self.lora or self.vocab) and self.model == "toy":
-            raise UserError("--lora and --vocab need a transformer, not --model toy")
-        if self.optimizer == "muon" and self.strategy not in ZERO:
-            raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3")
-        if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
-            raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
+        if self.model == "toy" and (self.lora or self.vocab or self.dropout):
+            raise UserError("--lora, --vocab and --dropout need a transformer, not --model toy")
+        if self.fused and self.optimizer != "adamw":
+            raise UserError("--fused is for --optimizer adamw")
+        if self.keys != "nested" and self.saving != "dcp":
+            raise UserError(f"--keys {self.keys} is for --save dcp")
         read_ds_config(self.ds_config)
 
     def _default_tp(self) -> int:
@@ -209,17 +220,10 @@ class Config:
         return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
 
     def _check_megatron_options(self) -> None:
-        if self.save not in ("native", *_MEGATRON_SAVES):
-            raise UserError(f"--save {self.save}: Megatron saves {', '.join(_MEGATRON_SAVES)}")
         if self.save == "fsdp_dtensor":
             self._check_megatron_fsdp_options()
-        if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
-            raise UserError(
-                f"--optimizer {self.optimizer}: Megatron has adamw, "
-                "and under --no-distributed-optimizer sgd and momentum"
-            )
-        if self.model == "toy" or self.lora or self.freeze:
-            raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")
+        if self.optimizer != "adamw" and not self.no_distributed_optimizer:
+            raise UserError(f"--optimizer {self.optimizer}: Megatron has it only under --no-distributed-optimizer")
         if self.scheduler == "deepspeed" and self.schedule_steps <= WARMUP:
             raise UserError(f"--schedule-steps {self.schedule_steps}: Megatron's schedule warms up for {WARMUP} steps")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
@@ -232,25 +236,6 @@ class Config:
             raise UserError("--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients that ranks lack")
         if self.resume:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
-
-    def _check_pipeline_options(self) -> None:
-        if self.save != "native":
-            raise UserError("--strategy megatron-deepspeed saves as DeepSpeed does")
-        if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze or self.vocab:
-            raise UserError(
-                "--strategy megatron-deepspeed builds its own model: "
-                "without --model toy, --lora, --freeze and --vocab, and with adamw"
-            )
-
-    def _check_torch_options(self) -> None:
-        if self.dtype == "fp16":
-            raise UserError("--dtype fp16 needs a loss scaler, which only zero1, zero2 and zero3 bring")
-        if self.strategy == "tp-fsdp" and (
-            self.lora or self.model.removesuffix("_wide").removesuffix("_even") not in _TENSOR_PARALLEL
-        ):
-            raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
-        if self.keys != "nested" and self.saving != "dcp":
-            raise UserError(f"--keys {self.keys} is for --save dcp")
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:

@@ -14,9 +14,12 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.beside import Operations, require_free
 
-# Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
-ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
-ENGINES |= {"megatron": "train.megatron.open", "megatron-deepspeed": "train.engines.pipeline"}
+# Strategy -> what makes an Engine of a model and a configuration: a module, which brings a framework of its own and so
+# is imported on use, and a name in it.
+ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
+ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
+ENGINES |= {"megatron": ("train.megatron.open", "open_engine")}
+ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 
 
 def run(config: Config) -> list[Path]:
@@ -31,10 +34,11 @@ def run(config: Config) -> list[Path]:
     require_free(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
     with Operations(config) as beside:
-        module = importlib.import_module(ENGINES[config.strategy])
+        module, name = ENGINES[config.strategy]
+        open_engine = getattr(importlib.import_module(module), name)
         with launch.as_user_error(f"--strategy {config.strategy} does not take these options"):
             model = models.build_model(config)
-            engine: Engine = module.open_engine(model, config)
+            engine: Engine = open_engine(model, config)
         try:
             if resumed:
                 beside.enter("loading")

@@ -46,11 +46,6 @@ TENSOR_PARALLEL = {
 _WRAPPERS = ("_fsdp_wrapped_module.", "module.")
 
 
-def open_engine(model: nn.Module, config: Config) -> "NativeEngine":
-    """Wraps or shards the model as `config.strategy` says."""
-    return NativeEngine(model, config)
-
-
 class NativeEngine(Engine):
     """A model that torch shards or replicates."""
 

@@ -54,11 +54,11 @@ def _partition_unsent(init: Init, parameter: Any) -> None:
 # Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
-
-
-def open_engine(model: nn.Module, config: Config) -> "ZeroEngine":
-    """Hands the model to DeepSpeed, which shards it as `config.strategy` says."""
-    return ZeroEngine(model, config)
+if (
+    get_accelerator().device_name() == "cpu"
+):  # DeepSpeed declines fp16 on most CPUs, though torch computes it on all, slowly
+    get_accelerator().is_fp16_supported = lambda: True
+    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
 def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -138,7 +138,6 @@ class DeepSpeedEngine(Engine):
         """Undoes what the engine changed in the process, too."""
         self.engine.destroy()
         del self.engine, self.optimizer
-        forbid_fp16()
         torch._dynamo.config.disable = False  # set for Muon
         nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
@@ -159,8 +158,6 @@ class ZeroEngine(DeepSpeedEngine):
             set_z3_leaf_modules(model, blocks)
         if config.optimizer == "muon":
             torch._dynamo.config.disable = True
-        if config.dtype == "fp16" and not get_accelerator().is_fp16_supported():
-            allow_fp16()
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -319,16 +316,3 @@ def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = _merged(base[key], value) if both else value
     return merged
-
-
-def allow_fp16() -> None:
-    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrule it for this run."""
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-
-
-def forbid_fp16() -> None:
-    """Undoes `allow_fp16`."""
-    for name in ("is_fp16_supported", "supported_dtypes"):
-        vars(get_accelerator()).pop(name, None)
