@@ -54,9 +54,8 @@ def _partition_unsent(init: Init, parameter: Any) -> None:
 # Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
-if (
-    get_accelerator().device_name() == "cpu"
-):  # DeepSpeed declines fp16 on most CPUs, though torch computes it on all, slowly
+# It declines fp16 on most CPUs, though torch computes it on all, slowly.
+if get_accelerator().device_name() == "cpu":
     get_accelerator().is_fp16_supported = lambda: True
     get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
