@@ -6,6 +6,7 @@ import os
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -34,7 +35,6 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     set_z3_leaf_modules,
 )
-from deepspeed.utils.mixed_precision_linkage import link_hp_params
 
 _LINEAR = nn.functional.linear
 
@@ -259,20 +259,8 @@ class ZeroEngine(DeepSpeedEngine):
         """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
         optimizer = self.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
-            for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-                size = optimizer.bit16_groups_flat[index].numel() // dist.get_world_size()
-                link_hp_params(
-                    lp_param_list=optimizer.round_robin_bit16_groups[index],
-                    flat_hp_partition=flat,
-                    gradient_dict=optimizer.averaged_gradients,
-                    offload_gradient_dict=optimizer.offload_gradient_dict,
-                    use_offload=optimizer.cpu_offload,
-                    param_group_index=index,
-                    partition_start=dist.get_rank() * size,
-                    partition_size=size,
-                    dp_group=optimizer.real_dp_process_group[index],
-                    param_offsets=optimizer.round_robin_bit16_offsets[index],
-                )
+            with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
+                optimizer._link_all_hp_params()
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 

@@ -164,21 +164,6 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """A queue that is always empty: everything has been computed when the call returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    wait_stream = synchronize = wait
-
-    def record_event(self, event: Any = None) -> "_Stream":
-        """An event that has happened, which this class serves as too."""
-        return self
-
-
 def _names_cuda(device: Any) -> bool:
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
@@ -195,18 +180,15 @@ def _set_random_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> Non
     torch.random.set_rng_state(new_state)
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-_STREAM = _Stream()
+#: A queue that is always empty: everything has been computed when the call returns.
+_STREAM = mock.MagicMock()
 
 _CUDA: dict[str, Any] = {
     "current_device": lambda: _CPU,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "Stream": _Stream,
-    "Event": _Stream,
+    "synchronize": lambda *args: None,
+    "empty_cache": lambda: None,
+    "Stream": mock.MagicMock,
+    "Event": mock.MagicMock,
     "stream": lambda stream: contextlib.nullcontext(),
     "current_stream": lambda *args: _STREAM,
     "default_stream": lambda *args: _STREAM,
