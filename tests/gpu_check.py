@@ -241,7 +241,7 @@ def measure(strategy: str, ranks: int, folder: Path) -> str:
 
 def demo(ranks: int) -> dict[str, str]:
     """`make demo` on as many of the GPUs as it takes. CheckError where it took the CPU."""
-    printed = run("-m", "train.demo", "--processes", str(min(ranks, 4))).splitlines()
+    printed = run("-m", "examples.demo", "--processes", str(min(ranks, 4))).splitlines()
     tags = set(_tags(Path("demo-outputs")))
     if not tags - {"cpu"}:
         raise CheckError("what the demo wrote was not on a GPU")

@@ -72,13 +72,6 @@ def print_error(text: str) -> None:
     print(f"train: error: {text}", file=sys.stderr, flush=True)
 
 
-class Layout(argparse.RawDescriptionHelpFormatter):
-    """Examples stay as they are written, and help begins in a column that short options leave room for."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
-
-
 class Parser(argparse.ArgumentParser):
     """Reports mistakes as user errors, which are shown once and not once for each rank."""
 

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ckpt import open as ckpt_open
+from examples.demo import __main__ as demo
 from tests import gpu_check
 from tests.support import engines
 from tests.support.commands import ckpt
-from train import config, demo
+from train import config
 
 DOUBLE = "tests.support.fake_cuda"
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -86,7 +87,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
 
     def run(*words: str | Path) -> str:
-        if words[:2] == ("-m", "train.demo"):
+        if words[:2] == ("-m", "examples.demo"):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 demo.main([*map(str, words[2:])])
             return printed.getvalue()

@@ -54,7 +54,7 @@ class Operations:
             raise UserError(f"--output {self.output}: {error.filename}: {error.strerror}") from None
         self.skipped: list[list[int]] = []
         self.spikes = SpikeWatch()
-        self.tracker: tracking.Tracker | None = None
+        self.tracker: Any = None
         self.engine: Any = None
         self.line: dict[str, Any] = {}
 
