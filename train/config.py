@@ -213,16 +213,14 @@ class Config:
         return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
 
     def _check_megatron_options(self) -> None:
-        if self.save == "fsdp_dtensor":
-            self._check_megatron_fsdp_options()
         if self.optimizer != "adamw" and not self.no_distributed_optimizer:
             raise UserError(f"--optimizer {self.optimizer}: Megatron has it only under --no-distributed-optimizer")
         if self.scheduler == "deepspeed" and self.schedule_steps <= WARMUP:
             raise UserError(f"--schedule-steps {self.schedule_steps}: Megatron's schedule warms up for {WARMUP} steps")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
             raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
-
-    def _check_megatron_fsdp_options(self) -> None:
+        if self.save != "fsdp_dtensor":
+            return
         if self.pp > 1 or self.no_distributed_optimizer:
             raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
         if self.dtype != "bf16":  # Megatron-LM looks the MLPs of an fp32 model up under names that it has not

@@ -68,14 +68,9 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
     if numbered:
         folder = max(numbered, key=lambda child: int(child.name.partition("-")[2]))
     tag = folder.resolve().name
-    pointers = ["latest", "latest_universal"]
-    if _loads_universal(config):
-        pointers.reverse()
+    universal = config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {})
+    pointers = ("latest_universal", "latest") if universal else ("latest", "latest_universal")
     if pointer := next((folder / name for name in pointers if (folder / name).is_file()), None):
         tag = pointer.read_text().strip()
         folder = folder / tag
     return folder.resolve().parent, tag
-
-
-def _loads_universal(config: Config) -> bool:
-    return config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {})

@@ -83,7 +83,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert jobs == runs[0]
         (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
         engines_used = ["zero", "native", "pipeline"]
-        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.open", LLAMA, DOUBLE]
+        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.fsdp", LLAMA, DOUBLE]
         engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
 
     def run(*words: str | Path) -> str:

@@ -46,8 +46,7 @@ def on_this_machine() -> Iterator[None]:
     if not _has_gpu():
         replaced.append((DeviceMesh, "from_group", _mesh_by))
         missing += [(torch.cuda, name, stand_in) for name, stand_in in _CUDA.items()]
-        missing += [(random, "_get_cuda_rng_state", _get_random_state)]
-        missing += [(random, "_set_cuda_rng_state", _set_random_state)]
+        missing += [(random, f"_{verb}_cuda_rng_state", _CUDA[f"{verb}_rng_state"]) for verb in ("get", "set")]
     with contextlib.ExitStack() as stack:
         for owner, name, made_of in replaced:
             stack.enter_context(mock.patch.object(owner, name, made_of(getattr(owner, name))))
@@ -172,14 +171,6 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if _names_cuda(device) or isinstance(device, int) else device
 
 
-def _get_random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.random.get_rng_state()
-
-
-def _set_random_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.random.set_rng_state(new_state)
-
-
 #: A queue that is always empty: everything has been computed when the call returns.
 _STREAM = mock.MagicMock()
 
@@ -193,6 +184,6 @@ _CUDA: dict[str, Any] = {
     "current_stream": lambda *args: _STREAM,
     "default_stream": lambda *args: _STREAM,
     "manual_seed": lambda seed: torch.random.manual_seed(seed) and None,
-    "get_rng_state": _get_random_state,
-    "set_rng_state": _set_random_state,
+    "get_rng_state": lambda *args, **kwargs: torch.random.get_rng_state(),
+    "set_rng_state": lambda state, *args, **kwargs: torch.random.set_rng_state(state),
 }
