@@ -143,9 +143,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.of = of
         self.word_embeddings = nn.Module()
-        self.word_embeddings.weight = _parameter(
-            "embedding.word_embeddings.weight", (of.vocabulary, of.hidden), "rows", of
-        )
+        shape = (of.vocabulary, of.hidden)
+        self.word_embeddings.weight = _parameter("embedding.word_embeddings.weight", shape, "rows", of)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Each rank looks up what it has, and all add up."""

@@ -54,10 +54,6 @@ def _partition_unsent(init: Init, parameter: Any) -> None:
 # Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
-# It declines fp16 on most CPUs, though torch computes it on all, slowly.
-if get_accelerator().device_name() == "cpu":
-    get_accelerator().is_fp16_supported = lambda: True
-    get_accelerator().supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
 def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -91,9 +87,8 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if config.optimizer == "adamw":
         # torch's Adam, because DeepSpeed's own would compile a C++ or CUDA extension first.
-        generated["optimizer"] = {"type": "AdamW", "params": {"lr": config.lr, "torch_adam": True}}
-        if config.fused:
-            generated["optimizer"]["params"]["fused"] = True
+        params = {"lr": config.lr, "torch_adam": True} | ({"fused": True} if config.fused else {})
+        generated["optimizer"] = {"type": "AdamW", "params": params}
     if config.optimizer == "muon":  # with Adam for what is no matrix of a layer
         generated["optimizer"] = {"type": "Muon", "params": {"lr": config.lr, "momentum": 0.9, "torch_adam": True}}
         generated["zero_optimization"]["reduce_scatter"] = False  # else it refuses
@@ -137,6 +132,7 @@ class DeepSpeedEngine(Engine):
         """Undoes what the engine changed in the process, too."""
         self.engine.destroy()
         del self.engine, self.optimizer
+        decide_on_fp16()
         torch._dynamo.config.disable = False  # set for Muon
         nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
@@ -157,6 +153,7 @@ class ZeroEngine(DeepSpeedEngine):
             set_z3_leaf_modules(model, blocks)
         if config.optimizer == "muon":
             torch._dynamo.config.disable = True
+        decide_on_fp16(config)
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -212,8 +209,7 @@ class ZeroEngine(DeepSpeedEngine):
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 tensors[f"weight/{name}"] = parameter.detach().clone()
         tensors |= self._gather_optimizer()
-        for name, buffer in truth.persistent_buffers(model).items():
-            tensors[f"buffer/{name}"] = buffer
+        tensors |= {f"buffer/{name}": buffer for name, buffer in truth.persistent_buffers(model).items()}
         facts = truth.facts_of(model) | {
             "param_groups": truth.describe_groups(self.optimizer.param_groups, [list(group) for group in self.groups]),
             "adam_step": adam_step(self.engine),
@@ -295,6 +291,16 @@ def adam_step(engine: Any) -> int | None:
     """How often Adam stepped: fewer times than the engine if steps overflowed, None if never."""
     steps = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
     return int(steps[0]) if steps else None
+
+
+def decide_on_fp16(config: Config | None = None) -> None:
+    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrules it for a run in fp16."""
+    accelerator = get_accelerator()
+    for name in ("is_fp16_supported", "supported_dtypes"):
+        vars(accelerator).pop(name, None)
+    if config and config.dtype == "fp16" and not accelerator.is_fp16_supported():
+        accelerator.is_fp16_supported = lambda: True
+        accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
 
 
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
