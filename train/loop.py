@@ -18,7 +18,7 @@ from train.operations.beside import Operations, require_free
 # is imported on use, and a name in it.
 ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
 ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
-ENGINES |= {"megatron": ("train.megatron.engine", "open_engine")}
+ENGINES |= {"megatron": ("train.megatron.fsdp", "open_engine")}
 ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 
 

@@ -100,7 +100,7 @@ def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
     from train import data
     from train.config import Config
     from train.megatron import args as megatron_args
-    from train.megatron.engine import open_engine
+    from train.megatron.fsdp import open_engine
 
     config = Config(**job)
     sizes = _sizes(*_named(job))

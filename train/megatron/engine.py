@@ -202,13 +202,6 @@ class MegatronEngine(Engine):
         return max(steps, default=None)
 
 
-def open_engine(model: Any, config: Config) -> MegatronEngine:
-    """The engine of megatron-core's model of the configuration that transformers' `model` has."""
-    from train.megatron.fsdp import FsdpEngine
-
-    return (FsdpEngine if config.saving == "fsdp_dtensor" else MegatronEngine)(model.config, config)
-
-
 def build_chunks(args: Any, transformer: Any, make: Callable[..., Any] | None = None) -> list[Any]:
     """This rank's chunks of the model: one, or under --vpp several; `make` makes one that is no GPTModel."""
     from megatron.core import parallel_state, tensor_parallel

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from train import launch
+from train.config import Config
 from train.megatron.cpu import numbered_device, on_this_machine
 from train.megatron.engine import MegatronEngine
 from train.truth import megatron as megatron_truth
@@ -55,6 +56,11 @@ class FsdpEngine(MegatronEngine):
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         return named_groups(self._buffer, self.places, self.optimizer)
+
+
+def open_engine(model: Any, config: Config) -> MegatronEngine:
+    """The engine of megatron-core's model of the configuration that transformers' `model` has."""
+    return (FsdpEngine if config.saving == "fsdp_dtensor" else MegatronEngine)(model.config, config)
 
 
 def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) -> Iterator[Piece]:
