@@ -27,7 +27,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 env: $(VENV)/.installed  ## make the environment
 
 demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
-	$(BIN)/python -m train.demo
+	$(BIN)/python -m examples.demo
 
 test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew
 	$(if $(COLD),CKPT_TEST_CACHE= )$(BIN)/python -m pytest -m '' -n $(WORKERS) --dist loadfile --no-loadscope-reorder \

@@ -220,14 +220,15 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 def large_run(strategy: str, ranks: int, folder: Path) -> dict[str, Any]:
     """A run of a model whose memory is worth a look."""
     sizes = {"model": "llama", "vocab": VOCABULARY, "batch": 8 * ranks}
-    return {"strategy": strategy, "steps": 3, "memory": True, "output": str(folder / "run")} | sizes
+    return {"strategy": strategy, "steps": 3, "output": str(folder / "run")} | sizes
 
 
 def measure(strategy: str, ranks: int, folder: Path) -> str:
     """The most that a rank's GPU held in a step of a larger model, beside the estimate's total."""
     output = folder / "run"
     train([large_run(strategy, ranks, folder)], ranks, folder)
-    held = max(rank["allocated"] for rank in json.loads((output / "memory.json").read_text()))
+    last = json.loads((output / "metrics.jsonl").read_text().splitlines()[-1])
+    held = max(last["ranks"]["memory_bytes"])
     words = ("--gpus", str(ranks), "--strategy", strategy, "--batch-size", "8", "--seq-len", "16", "--json")
     if strategy.startswith("zero"):
         (folder / "ds_config.json").write_text(
@@ -240,7 +241,7 @@ def measure(strategy: str, ranks: int, folder: Path) -> str:
 
 def demo(ranks: int) -> dict[str, str]:
     """`make demo` on as many of the GPUs as it takes. CheckError where it took the CPU."""
-    printed = run("-m", "train.demo", "--processes", str(min(ranks, 4))).splitlines()
+    printed = run("-m", "examples.demo", "--processes", str(min(ranks, 4))).splitlines()
     tags = set(_tags(Path("demo-outputs")))
     if not tags - {"cpu"}:
         raise CheckError("what the demo wrote was not on a GPU")

@@ -1,5 +1,7 @@
 """Command line: `python -m train --ranks 2 --strategy zero3 --output outputs`, or the same under torchrun or srun."""
 
+import argparse
+import functools
 import os
 import sys
 import time
@@ -16,7 +18,7 @@ def main() -> int:
         usage="%(prog)s [options]",
         description="Trains tiny models with real engines and saves their checkpoints.",
         epilog=_EXAMPLES,
-        formatter_class=config.Layout,
+        formatter_class=functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=32),
     )
     group = parser.add_argument_group("processes and jobs")
     group.add_argument(

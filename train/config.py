@@ -17,18 +17,32 @@ MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTUR
 DTYPES = ("bf16", "fp16", "fp32")
 OPTIMIZERS = ("adamw", "sgd", "momentum", "lion", "muon")
 SCHEDULERS = ("deepspeed", "torch", "none")
-LAYOUTS = ("plain", "trainer")
-THROUGH = ("loop", "trainer")
 SAVES = ("native", "dcp", "full", "ranks", "torch", "torch_dist", "fsdp_dtensor")
 _MEGATRON_SAVES = ("torch", "torch_dist", "fsdp_dtensor")
 TRACKERS = ("none", "wandb", "tensorboard", "trackio")
 ON_SPIKE = ("keep", "stop", "off")
 OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model_space", "dp_zero_gather_scatter")
-KEYS = ("nested", "flat", "ids", "torchtitan")
+KEYS = ("nested", "flat")
 PRECISIONS = ("mixed", "pure")
 
 #: Steps in which --scheduler deepspeed reaches the peak.
 WARMUP = 3
+#: What strategies take of an option, where that is not everything.
+_OWN_MODEL: dict[str, tuple[Any, ...]] = {
+    "model": tuple(model for model in MODELS if model != "toy"),
+    "lora": (0,),
+    "freeze": (None,),
+    "fused": (False,),
+}
+_TORCHS = {"save": ("native", "dcp", "full", "ranks"), "dtype": ("bf16", "fp32"), "optimizer": OPTIMIZERS[:4]}
+_SPLIT = tuple(f"{name}{size}" for name in _TENSOR_PARALLEL for size in ("", "_even", "_wide"))
+_TAKES: dict[str, dict[str, tuple[Any, ...]]] = {
+    **{strategy: {"save": ("native",)} for strategy in ZERO},
+    **dict.fromkeys(("ddp", "fsdp1", "fsdp2", "hsdp"), _TORCHS),
+    "tp-fsdp": _TORCHS | {"model": _SPLIT, "lora": (0,)},
+    "megatron": _OWN_MODEL | {"save": ("native", *_MEGATRON_SAVES), "optimizer": OPTIMIZERS[:3]},
+    "megatron-deepspeed": _OWN_MODEL | {"save": ("native",), "optimizer": ("adamw",), "vocab": (0,), "dropout": (0.0,)},
+}
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
 #: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
@@ -56,13 +70,6 @@ class UserError(Exception):
 def print_error(text: str) -> None:
     """Prints what went wrong, as every command of the trainer does."""
     print(f"train: error: {text}", file=sys.stderr, flush=True)
-
-
-class Layout(argparse.RawDescriptionHelpFormatter):
-    """Examples stay as they are written, and help begins in a column that short options leave room for."""
-
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=32)
 
 
 class Parser(argparse.ArgumentParser):
@@ -99,16 +106,14 @@ class Config:
     vpp: int = _option(1, "megatron: model chunks of each pipeline stage", metavar="N")
     ep: int = _option(1, "megatron: ranks that share the experts of a layer", metavar="N")
     etp: int = _option(0, "megatron: ranks that share each matrix of an expert (0: as --tp)", metavar="N")
-    through: str = _option("loop", "train in our own loop or through transformers.Trainer", choices=THROUGH)
     output: str = _option("outputs", "run folder", metavar="DIR")
-    layout: str = _option("plain", "zero: run folder as DeepSpeed or as HF Trainer leaves it", choices=LAYOUTS)
     save: str = _option(
         "native",
         "sharded by DCP, one full file, one file a rank, or one of Megatron's formats (fsdp_dtensor: and trained "
         "by Megatron-FSDP); native: as the strategy does",
         choices=SAVES,
     )
-    keys: str = _option("nested", "not zero: how the saved optimizer state is spelled", choices=KEYS)
+    keys: str = _option("nested", "--save dcp: how the optimizer state is spelled", choices=KEYS)
     steps: int = _option(
         4, "optimizer steps of this run, on top of those resumed from; megatron*: 0 only writes the truth"
     )
@@ -118,7 +123,6 @@ class Config:
         0, "delete all checkpoints but the newest N and the last good one before a spike (0: none)", metavar="N"
     )
     truth: bool = _option(False, "write the gathered truth beside every checkpoint")
-    memory: bool = _option(False, "write what every rank holds in the last step into memory.json")
     resume: str | None = _option(
         None,
         "continue from this run folder or checkpoint; `ckpt resume` prints the newest, and makes it fit",
@@ -172,35 +176,24 @@ class Config:
         object.__setattr__(self, "tp", self.tp or self._default_tp())
         for field in dataclasses.fields(self):
             _check_value(field, getattr(self, field.name))
+        for name, taken in _TAKES[self.strategy].items():
+            if (value := getattr(self, name)) not in taken:
+                raise UserError(
+                    f"--{name} {value}: --strategy {self.strategy} takes "
+                    + (f"only {', '.join(taken)}" if taken[0] else f"no --{name}")
+                )
         if self.strategy == "megatron":
             self._check_megatron_options()
-        elif self.strategy == "megatron-deepspeed":
-            self._check_pipeline_options()
         elif self.steps < 1:
             raise UserError("--steps is at least 1")
-        elif self.save in _MEGATRON_SAVES:
-            raise UserError(f"--save {self.save} is for --strategy megatron")
-        elif self.strategy in ZERO:
-            if self.save not in ("native", "full") or (self.save == "full" and self.through == "loop"):
-                raise UserError(f"--save {self.save}: DeepSpeed saves ZeRO files, --save native")
-        else:
-            self._check_torch_options()
-        if self.through == "trainer" and self.skip_batches:
-            raise UserError("--skip-batches leaves batches out in our own loop, and Trainer takes them as they come")
         if self.dropout >= 1 or self.beat == 0:
             raise UserError("--dropout is below 1, --beat more than 0")
-        if self.dropout and (self.model == "toy" or self.strategy == "megatron-deepspeed"):
-            raise UserError("--dropout: neither --model toy nor the layers of --strategy megatron-deepspeed have any")
-        if (self.lora or self.vocab) and self.model == "toy":
-            raise UserError("--lora and --vocab need a transformer, not --model toy")
-        if self.optimizer == "muon" and (self.strategy not in ZERO or self.through == "trainer"):
-            raise UserError("--optimizer muon is DeepSpeed's: for zero1, zero2 and zero3, in our own loop")
-        if self.fused and (self.optimizer != "adamw" or self.strategy.startswith("megatron")):
-            raise UserError("--fused is for --optimizer adamw, and not for megatron and megatron-deepspeed")
-        if self.memory and (self.strategy == "megatron-deepspeed" or self.through == "trainer" or self.steps < 2):
-            raise UserError("--memory looks at the second step or a later one, in our own loop and in no pipeline")
-        if self.precision == "pure" and self.through == "trainer" and self.strategy in ZERO:
-            raise UserError("--precision pure is not for zero1, zero2 and zero3: DeepSpeed keeps masters in fp32")
+        if self.model == "toy" and (self.lora or self.vocab or self.dropout):
+            raise UserError("--lora, --vocab and --dropout need a transformer, not --model toy")
+        if self.fused and self.optimizer != "adamw":
+            raise UserError("--fused is for --optimizer adamw")
+        if self.keys != "nested" and self.saving != "dcp":
+            raise UserError(f"--keys {self.keys} is for --save dcp")
         read_ds_config(self.ds_config)
 
     def _default_tp(self) -> int:
@@ -220,54 +213,20 @@ class Config:
         return "zero" if self.strategy in ZERO else {"ddp": "full", "megatron": "torch_dist"}.get(self.strategy, "dcp")
 
     def _check_megatron_options(self) -> None:
-        if self.save not in ("native", *_MEGATRON_SAVES):
-            raise UserError(f"--save {self.save}: Megatron saves {', '.join(_MEGATRON_SAVES)}")
-        if self.save == "fsdp_dtensor":
-            self._check_megatron_fsdp_options()
-        if self.through == "trainer" or self.layout == "trainer":
-            raise UserError("--strategy megatron trains in our own loop and knows no layout but its own")
-        if self.optimizer == "lion" or (self.optimizer != "adamw" and not self.no_distributed_optimizer):
-            raise UserError(
-                f"--optimizer {self.optimizer}: Megatron has adamw, "
-                "and under --no-distributed-optimizer sgd and momentum"
-            )
-        if self.model == "toy" or self.lora or self.freeze:
-            raise UserError("--strategy megatron builds its own model: without --model toy, --lora and --freeze")
+        if self.optimizer != "adamw" and not self.no_distributed_optimizer:
+            raise UserError(f"--optimizer {self.optimizer}: Megatron has it only under --no-distributed-optimizer")
         if self.scheduler == "deepspeed" and self.schedule_steps <= WARMUP:
             raise UserError(f"--schedule-steps {self.schedule_steps}: Megatron's schedule warms up for {WARMUP} steps")
         if self.vpp > 1 and (self.pp < 2 or self.accumulate % self.pp):
             raise UserError("--vpp needs at least two stages, and --accumulate a multiple of --pp")
-
-    def _check_megatron_fsdp_options(self) -> None:
+        if self.save != "fsdp_dtensor":
+            return
         if self.pp > 1 or self.no_distributed_optimizer:
             raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
         if self.dtype != "bf16":  # Megatron-LM looks the MLPs of an fp32 model up under names that it has not
             raise UserError("--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients that ranks lack")
         if self.resume:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
-
-    def _check_pipeline_options(self) -> None:
-        if self.save != "native" or self.through == "trainer" or self.layout == "trainer":
-            raise UserError("--strategy megatron-deepspeed trains in our own loop and saves as DeepSpeed does")
-        if self.optimizer != "adamw" or self.model == "toy" or self.lora or self.freeze or self.vocab:
-            raise UserError(
-                "--strategy megatron-deepspeed builds its own model: "
-                "without --model toy, --lora, --freeze and --vocab, and with adamw"
-            )
-
-    def _check_torch_options(self) -> None:
-        if self.dtype == "fp16":
-            raise UserError("--dtype fp16 needs a loss scaler, which only zero1, zero2 and zero3 bring")
-        if self.strategy == "tp-fsdp" and (
-            self.lora or self.model.removesuffix("_wide").removesuffix("_even") not in _TENSOR_PARALLEL
-        ):
-            raise UserError(f"--strategy tp-fsdp splits {', '.join(_TENSOR_PARALLEL)} (_even, _wide), without --lora")
-        if self.layout == "trainer":
-            raise UserError(f"--layout trainer is for zero1, zero2 and zero3; --through trainer runs {self.strategy}")
-        if self.keys == "ids" and self.strategy == "fsdp1" and self.saving != "ranks":
-            raise UserError("--keys ids: fsdp1's own state dict holds one rank's slices, so only --save ranks has it")
-        if self.keys != "nested" and self.saving == "ranks":
-            raise UserError("--save ranks always writes --keys ids, so leave --keys out")
 
 
 def _check_value(field: dataclasses.Field[Any], value: Any) -> None:

@@ -77,11 +77,5 @@ def build_tokenizer() -> Any:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(list(SPECIALS))
-    bos, eos, pad = SPECIALS
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        bos_token=bos,
-        eos_token=eos,
-        pad_token=pad,
-        clean_up_tokenization_spaces=False,
-    )
+    named = dict(zip(("bos_token", "eos_token", "pad_token"), SPECIALS, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, clean_up_tokenization_spaces=False, **named)

@@ -45,14 +45,6 @@ class Engine:
         """Continues from a checkpoint of this strategy."""
         raise NotImplementedError
 
-    def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind (see truth/memory.py), for --memory."""
-        raise NotImplementedError
-
-    def observe(self, watch: Callable[..., None]) -> None:
-        """Has `watch` called from now on."""
-        self.watch = watch
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """The tensors and facts of the truth file (see truth/__init__.py), complete at least on rank 0."""
         raise NotImplementedError

@@ -1,14 +1,12 @@
 """The files of a run folder, apart from those that the engine writes itself.
 
-plain     OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
-          OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
-          OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
-          OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/layer_*}   megatron-deepspeed
-          OUTPUT/random_states/TAG/rng_state_R.pth     where the engine saves none: zero1-3, megatron-deepspeed
-trainer   OUTPUT/checkpoint-N/{config.json, tokenizer.json, ..., trainer_state.json, latest, global_stepN/}
+OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
+OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
+OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
+OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/layer_*}   megatron-deepspeed
+OUTPUT/random_states/TAG/rng_state_R.pth     where the engine saves none: zero1-3, megatron-deepspeed
 """
 
-import json
 import re
 import sys
 from pathlib import Path
@@ -18,12 +16,6 @@ import torch.distributed as dist
 
 from train import data, randomness
 from train.config import ZERO, Config, UserError, read_ds_config
-
-
-def checkpoint_folder(config: Config, step: int) -> Path:
-    """The folder handed to the engine's save call."""
-    output = Path(config.output)
-    return output / f"checkpoint-{step}" if config.layout == "trainer" else output
 
 
 def write_run_files(folder: Path, model: Any, config: Config) -> None:
@@ -37,18 +29,10 @@ def write_run_files(folder: Path, model: Any, config: Config) -> None:
         model.peft_config["default"].save_pretrained(folder)
 
 
-def write_trainer_files(folder: Path, step: int, losses: dict[int, float]) -> None:
-    """What HF Trainer puts beside the engine's files: its state."""
-    if dist.get_rank() == 0:
-        log = [{"step": number, "loss": loss} for number, loss in losses.items()]
-        state = {"global_step": step, "max_steps": step, "best_model_checkpoint": None, "log_history": log}
-        (folder / "trainer_state.json").write_text(json.dumps(state, indent=2) + "\n")
-
-
 def save_random_states(config: Config, folder: Path, tag: str) -> None:
     """Writes this rank's random states beside a checkpoint, where the engine saves none."""
     if config.saving == "zero":
-        randomness.save(folder if config.layout == "trainer" else folder / "random_states" / tag)
+        randomness.save(folder / "random_states" / tag)
 
 
 def load_random_states(config: Config, folder: Path, tag: str) -> None:
@@ -84,14 +68,9 @@ def find_checkpoint(config: Config) -> tuple[Path, str]:
     if numbered:
         folder = max(numbered, key=lambda child: int(child.name.partition("-")[2]))
     tag = folder.resolve().name
-    pointers = ["latest", "latest_universal"]
-    if _loads_universal(config):
-        pointers.reverse()
+    universal = config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {})
+    pointers = ("latest_universal", "latest") if universal else ("latest", "latest_universal")
     if pointer := next((folder / name for name in pointers if (folder / name).is_file()), None):
         tag = pointer.read_text().strip()
         folder = folder / tag
     return folder.resolve().parent, tag
-
-
-def _loads_universal(config: Config) -> bool:
-    return config.strategy in ZERO and "load_universal" in read_ds_config(config.ds_config).get("checkpoint", {})

@@ -13,11 +13,13 @@ from train import folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.beside import Operations, require_free
-from train.truth import memory
 
-# Strategy -> module with `open_engine(model, config)`. Imported on use: each brings a framework of its own.
-ENGINES = {strategy: "train.engines.zero" if strategy in ZERO else "train.engines.native" for strategy in STRATEGIES}
-ENGINES |= {"megatron": "train.megatron.open", "megatron-deepspeed": "train.engines.pipeline"}
+# Strategy -> what makes an Engine of a model and a configuration: a module, which brings a framework of its own and so
+# is imported on use, and a name in it.
+ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
+ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
+ENGINES |= {"megatron": ("train.megatron.fsdp", "open_engine")}
+ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 
 
 def run(config: Config) -> list[Path]:
@@ -30,15 +32,13 @@ def run(config: Config) -> list[Path]:
             f"--batch {config.batch} does not divide into {readers} ranks x {config.accumulate} micro batches"
         )
     require_free(config)
-    if config.through == "trainer":
-        paths: list[Path] = importlib.import_module("train.trainer").run(config)
-        return paths
     resumed = folders.find_checkpoint(config) if config.resume else None
     with Operations(config) as beside:
-        module = importlib.import_module(ENGINES[config.strategy])
+        module, name = ENGINES[config.strategy]
+        open_engine = getattr(importlib.import_module(module), name)
         with launch.as_user_error(f"--strategy {config.strategy} does not take these options"):
             model = models.build_model(config)
-            engine: Engine = module.open_engine(model, config)
+            engine: Engine = open_engine(model, config)
         try:
             if resumed:
                 beside.enter("loading")
@@ -66,42 +66,33 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
     shard, num_shards = engine.data_shard
     output = Path(config.output)
     saved: list[Path] = []
-    losses: dict[int, float] = {}
     if config.steps == 0 and config.truth:
         truth.record(engine, config, f"step-{engine.step}")
-    watch = None
     steps = beside.steps_to_take(engine.step)
     for number in tqdm(range(1, steps + 1), desc=str(output), disable=None if rank == 0 else True):
         mine = beside.next_batch().chunk(num_shards)[shard].to(launch.device())
-        if config.memory and number == steps:
-            watch = memory.Watch(engine)
-            engine.observe(watch)
         loss = engine.train(list(mine.chunk(config.accumulate)))
         own_loss = loss.item()
         dist.all_reduce(loss)
-        losses[engine.step] = loss.item() / world_size
+        mean = loss.item() / world_size
         if rank == 0:
-            tqdm.write(f"step {engine.step}: loss {losses[engine.step]:.5f}", file=sys.stderr)
-        beside.after_step(losses[engine.step], own_loss)
+            tqdm.write(f"step {engine.step}: loss {mean:.5f}", file=sys.stderr)
+        beside.after_step(mean, own_loss)
         ends = stopping.asked() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):
-            saved.append(_save(engine, model, config, losses, beside))
+            saved.append(_save(engine, model, config, beside))
         if ends:
             break
-    if watch:
-        watch.write(output / "memory.json")
     return saved
 
 
-def _save(engine: Engine, model: nn.Module, config: Config, losses: dict[int, float], beside: Operations) -> Path:
+def _save(engine: Engine, model: nn.Module, config: Config, beside: Operations) -> Path:
     beside.enter("saving")
-    folder = folders.checkpoint_folder(config, engine.step)
+    folder = Path(config.output)
     folder.mkdir(parents=True, exist_ok=True)
     tag = engine.save(folder)
     if dist.get_rank() == 0:
         folders.write_run_files(folder, model, config)
-    if config.layout == "trainer":
-        folders.write_trainer_files(folder, engine.step, losses)
     folders.save_random_states(config, folder, tag)
     if config.truth:
         truth.record(engine, config, tag)

@@ -28,8 +28,8 @@ def are_to_be_started(ranks: int) -> bool:
 
 def start(ranks: int) -> int:
     """Runs this very command on so many ranks, and returns its exit code: 2 for a mistake of the user's."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    listening = socket.create_server(("127.0.0.1", 0))
+    port = listening.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     shared |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     shared.setdefault("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS", "1"))
@@ -43,7 +43,9 @@ def start(ranks: int) -> int:
         processes.append(subprocess.Popen(command, env=os.environ | shared | own, start_new_session=True))
     from torch.distributed import TCPStore  # now, as the ranks take as long to import torch
 
-    store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+    store = TCPStore(
+        "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
+    )
     try:
         return _wait(processes)
     finally:

@@ -102,7 +102,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     for number, (engine, ranks) in enumerate(parts, 1):
         starts.append((ranks, worker, [str(2 * number), str(tmp_path), "finetune.py", engine, "outputs"]))
     starts.append((4, worker, ["0", str(tmp_path), "finetune.py", "zero3", "unbroken"]))
-    fork(starts, ["train.trainer", *RESUMING])
+    fork(starts, ["tests.support.hf_trainer", *RESUMING])
     history, unbroken = (
         {
             line["step"]: line

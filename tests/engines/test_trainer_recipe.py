@@ -1,8 +1,8 @@
 """`converters/pytorch/trainer.py`: the recipe of docs/hf-trainer-resume.md, run as it stands there: HF Trainer stopped
 on 4 processes goes on on others.
 
-DeepSpeed runs the very script and the very commands of the document.  FSDP runs the bundled trainer, which is
-transformers.Trainer too, as Accelerate takes FSDP for a matter of GPUs alone.
+DeepSpeed runs the very script and the very commands of the document.  FSDP runs `tests.support.hf_trainer`,
+as Accelerate takes FSDP for a matter of GPUs alone.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.support.places import REPOSITORY
 pytestmark = pytest.mark.slow
 
 RECIPE = (REPOSITORY / "docs" / "hf-trainer-resume.md").read_text()
+WORKER = "tests.support.hf_trainer"
 TITLE = "HF Trainer resumed on other processes: loss of each step"
 
 
@@ -47,7 +48,7 @@ def output(words: list[str], folder: Path) -> str:
     (folder / words[4]).mkdir(exist_ok=True)
     worker, ranks, watched = "tests.support.user_script", int(words[2]), ["0", str(folder), *words[3:]]
     if ranks > 2:  # importing transformers and DeepSpeed in each rank would take longer than all that they do here
-        return fork([(ranks, worker, watched)], ["train.trainer"])
+        return fork([(ranks, worker, watched)], ["tests.support.hf_trainer"])
     start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
     command = [*start, *words[1:3], "-m", worker, *watched]
@@ -115,7 +116,7 @@ def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:
         common = {"strategy": strategy, "through": "trainer", "dtype": "fp32", "scheduler": "torch"}
         return common | {"output": str(tmp_path / output)} | options
 
-    launch([job(s, s, save="dcp", steps=8, save_every=4) for s in ("fsdp1", "fsdp2")], 4, tmp_path)
+    launch([job(s, s, save="dcp", steps=8, save_every=4) for s in ("fsdp1", "fsdp2")], 4, tmp_path, WORKER)
     starts = []
     ways = {2: [("fsdp2", "dcp"), ("fsdp2", "full"), ("fsdp1", "full")], 3: [("fsdp2", "dcp")]}
     for n, targets in ways.items():
@@ -128,7 +129,7 @@ def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:
             assert done.code == 0, done.err
             jobs.append(job(strategy, f"{folder}-on", save=to, steps=4, resume=str(folder)))
         starts.append((n, jobs))
-    launch_in_turn(starts, tmp_path)
+    launch_in_turn(starts, tmp_path, WORKER)
     for n, targets in ways.items():
         for strategy, to in targets:
             unbroken = history(tmp_path / strategy / "checkpoint-8")

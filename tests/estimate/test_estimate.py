@@ -605,7 +605,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     """What the fullest rank of every run holds, by kind."""
     folder = tmp_path_factory.mktemp("memory")
     jobs = []
-    common = {"steps": 2, "memory": True, "weight_decay": 0.0, "length": 8}
+    common = {"steps": 2, "weight_decay": 0.0, "length": 8}
     for strategy, options, _ in RUNS:
         options = dict(options)
         job = {
@@ -621,7 +621,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     for options in MEGATRON_RUNS:
         job = {"strategy": "megatron", "output": str(folder / title("megatron", options)), "batch": 8}
         jobs.append(common | job | options)
-    launch(jobs, RANKS, folder)
+    launch(jobs, RANKS, folder, "tests.support.held_memory")
     found = {}
     for job in jobs:
         report = json.loads((Path(job["output"]) / "memory.json").read_text())

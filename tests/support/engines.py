@@ -28,7 +28,7 @@ RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 #: What is imported before the ranks are forked, by what jobs say.  Too little costs time, and nothing else.
 PRELOADED = {
-    r'"through": "trainer"': "train.trainer",
+    r'"through": "trainer"': "tests.support.hf_trainer",
     r'"zero\d': "train.engines.zero",
     r'"(ddp|fsdp\d|hsdp|tp-fsdp)"': "train.engines.native",
     r'"megatron"': "tests.support.megatron_imports",
@@ -46,7 +46,7 @@ MEGATRON = (
 #: The packages behind our own modules that are preloaded, by the beginning of their names.
 _BEHIND = {
     "train.engines": ("deepspeed",),
-    "train.trainer": ("transformers.trainer",),
+    "tests.support.hf_trainer": ("transformers.trainer",),
     "tests.support.megatron_imports": MEGATRON,
 }
 #: What every engine imports sooner or later.

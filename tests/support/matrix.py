@@ -76,7 +76,7 @@ class Source:
     def job(self, folder: Path) -> dict[str, Any]:
         job = {"strategy": self.strategy, "steps": STEPS, "truth": True, "output": str(folder / self.name)}
         if self.format == "hf":
-            job |= {"through": "trainer", "save": "full"}
+            job["through"] = "trainer"
         elif self.format not in (*ZERO, "universal"):
             job["save"] = {"dcp": "dcp", "full": "full", "fsdp-ranks": "ranks"}[self.format]
         return job | dict(self.options)
@@ -370,7 +370,9 @@ def made(folder: Path, cells: Sequence[Cell], damages: Sequence[Damage] = ()) ->
     """One launch of trainers and one of loading engines."""
     used = {cell.source.name: cell.source for cell in cells}.values()
     launch_in_turn(
-        [(ranks, [source.job(folder) for source in used if source.ranks == ranks]) for ranks in RANKS], folder
+        [(ranks, [source.job(folder) for source in used if source.ranks == ranks]) for ranks in RANKS],
+        folder,
+        "tests.support.hf_trainer",
     )
     written = {cell.name: cell.convert(folder) for cell in cells}
     written |= {damage.name: damage.make(folder) for damage in damages}

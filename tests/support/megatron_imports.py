@@ -7,7 +7,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from tests.support.engines import MEGATRON
 
-for name in (*MEGATRON, "train.megatron.files", "train.megatron.open"):
+for name in (*MEGATRON, "train.megatron.files", "train.megatron.fsdp"):
     importlib.import_module(name)
 
 # A save's results go through a process that megatron-core spawns, which imports torch once more; but they come from

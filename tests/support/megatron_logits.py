@@ -30,11 +30,11 @@ from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.model.spelling import is_beside
 from tests.support import images, two_heads
+from tests.support.megatron_models import build_chunks
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import PARTS, TWINS, twin_of
 from train.config import ARCHITECTURES, Config
 from train.megatron import args as megatron_args
-from train.megatron import engine as megatron
 from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 
@@ -88,7 +88,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     outcome: dict[str, Any] = {
         "arguments": sorted(name for name in ours.keys() & theirs.keys() if ours[name] != theirs[name])
     }
-    (chunk,) = megatron.build_chunks(args, megatron_args.transformer_config(args))
+    (chunk,) = build_chunks(args, megatron_args.transformer_config(args))
     tensors = {place.name: tensor for place, tensor, _ in megatron_truth.placed(chunk)}
     if hasattr(chunk, "encoder"):
         tensors = {two_heads.name_here(name): tensor for name, tensor in tensors.items()}

@@ -28,10 +28,10 @@ from ckpt.plan.checkpoint import Layout
 from converters.names.megatron.model.spelling import LANGUAGE, is_beside
 from tests.support import two_heads
 from tests.support.megatron_logits import arguments, logits_of, random_model, save
+from tests.support.megatron_models import build_chunks
 from tests.support.tiny_sizes import layers_of
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
-from train.megatron.engine import build_chunks
 from train.megatron.files import TRACKER, rank_folder
 
 #: What all cases have; tables with experts deal these out as well, and have sequences split as megatron-core wants it.

@@ -18,6 +18,7 @@ import json
 import os
 import sys
 import time
+from types import SimpleNamespace
 from typing import Any
 
 #: Arguments of Megatron-LM that tell how it saves.
@@ -99,11 +100,11 @@ def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
     from train import data
     from train.config import Config
     from train.megatron import args as megatron_args
-    from train.megatron.open import engine_of
+    from train.megatron.fsdp import open_engine
 
     config = Config(**job)
     sizes = _sizes(*_named(job))
-    engine = engine_of(sizes, config)
+    engine = open_engine(SimpleNamespace(config=sizes), config)
     shard, num_shards = engine.data_shard
     for _ in range(config.steps):
         sequences = data.batch(engine.sequences, config.batch, config.length, config.seed)

@@ -17,8 +17,9 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from train import data, launch, loop
-from train.config import Config, UserError
+from tests.support import hf_trainer
+from train import data, launch
+from train.config import UserError
 
 
 def main() -> int:
@@ -29,7 +30,7 @@ def main() -> int:
         job = json.loads(line)
         with PLANTS[job["plant"]]():
             try:
-                loop.run(Config(**job["config"]))
+                hf_trainer.run_job(job["config"])
                 results[job["name"]] = ""
             except UserError as error:
                 results[job["name"]] = str(error)

@@ -30,7 +30,7 @@ def main() -> None:
 def _load(config: Config) -> None:
     model, output = models.build_model(config), Path(config.output)
     folder, tag = folders.find_checkpoint(config)
-    engine = pipeline.open_engine(model, config)
+    engine = pipeline.PipelineRun(model, config)
     try:
         if any((folder / tag).glob("*_optim_states.pt")):
             engine.load(folder, tag)

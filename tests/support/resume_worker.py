@@ -36,10 +36,7 @@ from ckpt import resume
 from tests.support.commands import Result, ckpt
 from tests.support.seeing import sees
 from train import launch, loop, truth
-from train.config import ZERO, Config
-
-#: The class of each strategy's engine, where it is not torch's own.
-ENGINES = dict.fromkeys(ZERO, "ZeroEngine") | {"megatron": "MegatronEngine"}
+from train.config import Config
 
 
 def main() -> None:
@@ -72,8 +69,8 @@ def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
 
     With `writes`, the truth of what an engine has loaded as well, before the first.
     """
-    module = importlib.import_module(loop.ENGINES[config.strategy])
-    kind: Any = getattr(module, ENGINES.get(config.strategy, "NativeEngine"))
+    module, name = loop.ENGINES[config.strategy]
+    kind: Any = getattr(importlib.import_module(module), "MegatronEngine" if config.strategy == "megatron" else name)
     original, used = kind.train, []
 
     def train(engine: Any, micro_batches: list[torch.Tensor]) -> torch.Tensor:

@@ -31,7 +31,7 @@ def printed(command: list[str], folder: Path) -> str:
 
 def test_the_demo(tmp_path: Path) -> None:
     (shown,) = (block.lines for block in blocks(README) if block.lines[0].startswith("== "))
-    different = differences(shown, printed([sys.executable, "-m", "train.demo"], tmp_path))
+    different = differences(shown, printed([sys.executable, "-m", "examples.demo"], tmp_path))
     assert not different, different
 
 

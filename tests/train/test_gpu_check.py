@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ckpt import open as ckpt_open
+from examples.demo import __main__ as demo
 from tests import gpu_check
 from tests.support import engines
 from tests.support.commands import ckpt
-from train import config, demo
+from train import config
 
 DOUBLE = "tests.support.fake_cuda"
 LLAMA = "transformers.models.llama.modeling_llama"
@@ -82,11 +83,11 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert jobs == runs[0]
         (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
         engines_used = ["zero", "native", "pipeline"]
-        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.open", LLAMA, DOUBLE]
+        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.fsdp", LLAMA, DOUBLE]
         engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
 
     def run(*words: str | Path) -> str:
-        if words[:2] == ("-m", "train.demo"):
+        if words[:2] == ("-m", "examples.demo"):
             with contextlib.redirect_stdout(io.StringIO()) as printed:
                 demo.main([*map(str, words[2:])])
             return printed.getvalue()
@@ -162,7 +163,8 @@ def test_memory_stands_beside_the_estimate(tmp_path: Path, monkeypatch: pytest.M
         output = Path(jobs[0]["output"])
         output.mkdir(parents=True)
         (output / "config.json").write_text(json.dumps(config))
-        (output / "memory.json").write_text(json.dumps([{"allocated": 7_000_000}, {"allocated": 9_000_000}]))
+        line = {"ranks": {"memory_bytes": [7_000_000, 9_000_000]}}
+        (output / "metrics.jsonl").write_text(json.dumps(line) + "\n")
 
     monkeypatch.setattr(gpu_check, "train", train)
     shown = gpu_check.measure("zero2", 2, tmp_path)

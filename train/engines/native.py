@@ -20,6 +20,7 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.fsdp._common_utils import clean_tensor_name
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -30,7 +31,6 @@ from train.config import Config, UserError
 from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
-from train.truth import memory
 
 # FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
@@ -44,12 +44,6 @@ TENSOR_PARALLEL = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ColwiseParallel),
     **dict.fromkeys(("o_proj", "down_proj"), RowwiseParallel),
 }
-_WRAPPERS = ("_fsdp_wrapped_module.", "module.")
-
-
-def open_engine(model: nn.Module, config: Config) -> "NativeEngine":
-    """Wraps or shards the model as `config.strategy` says."""
-    return NativeEngine(model, config)
 
 
 class NativeEngine(Engine):
@@ -70,7 +64,8 @@ class NativeEngine(Engine):
         whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0] if config.strategy != "ddp" else []
         self.whole = [names[parameter] for parameter in whole]
         self.model = shard(model, config, self.mesh, set(whole))
-        self.parameters = {clean(name): parameter for name, parameter in self.model.named_parameters()}
+        bare = self.model.module if config.strategy == "ddp" else self.model
+        self.parameters = {clean_tensor_name(name): parameter for name, parameter in bare.named_parameters()}
         for group, group_names in zip(groups, self.group_names, strict=True):
             group["params"] = [self.parameters[name] for name in group_names]
         # On a GPU torch updates many parameters at once, and 2.13 fails to where some are DTensors and others are not.
@@ -123,15 +118,6 @@ class NativeEngine(Engine):
 
     def load(self, folder: Path, tag: str) -> None:
         native_files.load(self, folder / tag)
-
-    def held(self) -> dict[str, list[Any]]:
-        """All but DDP's buckets, which are not to be seen from Python."""
-        parameters = list(self.model.parameters())
-        return {
-            "parameters": parameters,
-            "gradients": [parameter.grad for parameter in parameters],
-            "optimizer": memory.states_of(self.optimizer),
-        }
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         tensors, adam_step = gather(self.model, self.optimizer, list(self.parameters), self.buffers)
@@ -263,10 +249,3 @@ def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
             f"--strategy tp-fsdp: --model {config.model} does not split {config.tp} ways, llama_even by 2 does"
         )
     return plan
-
-
-def clean(name: str) -> str:
-    """A parameter's name without the wrappers of DDP and FSDP1."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "") if wrapper.startswith("_") else name.removeprefix(wrapper)
-    return name

@@ -8,15 +8,13 @@ The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": 
 
 nested      state.<fqn>.exp_avg, param_groups.0.lr, param_groups.0.params = names     get_optimizer_state_dict
 flat        state.<fqn>.exp_avg, param_groups.<fqn>.lr                                flatten_optimizer_state_dict=True
-ids         state.0.exp_avg, param_groups.0.params = numbers                          optimizer.state_dict()
-torchtitan  as flat; the model's names without "model." and a "dataloader" for each rank in place of "rng_state"
+
+and in the files of ranks state.0.exp_avg, param_groups.0.params = numbers, as optimizer.state_dict() has it.
 """
 
 import contextlib
 import json
-import pickle
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
+    get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
@@ -38,7 +35,6 @@ from train import launch, optimizers, randomness
 
 #: Where a state has each rank's random states.
 _RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
-_BESIDE_MODEL = ("optimizer", "lr_scheduler", "train_state", *_RANDOM.values(), "dataloader")
 
 
 def save(engine: Any, folder: Path) -> None:
@@ -58,9 +54,9 @@ def load(engine: Any, folder: Path) -> None:
     """Continues from what `save` wrote, whatever --save and --keys were."""
     if (folder / ".metadata").is_file():
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
-        keys = _spelling(engine, saved)
+        keys = "flat" if f"optimizer.param_groups.{engine.group_names[0][0]}.lr" in saved else "nested"
         state = _state(engine, keys, full=False)
-        for key in ("lr_scheduler", *_RANDOM.values(), "dataloader"):  # a conversion may leave them out, or this rank's
+        for key in ("lr_scheduler", *_RANDOM.values()):  # a conversion may leave them out, or this rank's
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
         # Flattening drops FSDP1's tensors where a rank has no part of them, and takes the checkpoint for one of 2.3.
@@ -68,8 +64,6 @@ def load(engine: Any, folder: Path) -> None:
         _set_state(engine, state, keys, full=False)
     elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():
         state = _whole_state(folder)
-        # torch takes a full state in the nested spelling only: 2.13 fails on the flat one it wrote.
-        state["optimizer"] = _nested(state["optimizer"], engine.group_names)
         uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 fails to distribute what does not divide
         if uneven:
             state = _scattered(_state(engine, "nested", full=False), state)
@@ -82,7 +76,7 @@ def _whole_state(folder: Path) -> dict[str, Any]:
     """The state of --save full, or of a conversion to it: that has Accelerate's files, and one for all the rest."""
     if (folder / "model.pt").is_file():
         state: dict[str, Any] = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
-        return state if "model" in state else state | {"model": _beside(state)}
+        return state
     files = {"model": "pytorch_model_fsdp.bin", "optimizer": "optimizer.bin"}
     state = {name: torch.load(folder / file, map_location="cpu", mmap=True) for name, file in files.items()}
     rest = torch.load(folder / "training_state.pt", map_location="cpu")
@@ -90,54 +84,26 @@ def _whole_state(folder: Path) -> dict[str, Any]:
     return {"train_state": {name: count for name, count in counted.items() if count is not None}} | rest | state
 
 
-def _beside(state: dict[str, Any]) -> dict[str, Any]:
-    """The model of a state of torchtitan's, in whose order the ranks then exchange tensors."""
-    return {name: value for name, value in state.items() if name not in _BESIDE_MODEL}
-
-
-def _spelling(engine: Any, saved: Iterable[str]) -> str:
-    """The --keys with which a DCP folder was saved."""
-    name = engine.group_names[0][0]
-    if name in saved:
-        return "torchtitan"
-    if f"optimizer.param_groups.{name}.lr" in saved:
-        return "flat"
-    return "ids" if any(key.startswith("optimizer.state.0.") for key in saved) else "nested"
-
-
 def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
-    model = get_model_state_dict(engine.model, options=_options(keys, full))
-    state: dict[str, Any] = model if keys == "torchtitan" else {"model": model}
-    state["optimizer"] = get_optimizer_state_dict(engine.model, engine.optimizer, options=_options(keys, full))
-    if keys == "ids":
-        numbered = engine.optimizer.state_dict()
-        state["optimizer"] = torch.utils._pytree.tree_map(_whole, numbered) if full else numbered
+    model, optimizer = get_state_dict(engine.model, engine.optimizer, options=_options(keys, full))
+    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
     if engine.scheduler:
         state["lr_scheduler"] = engine.scheduler.state_dict()
-    if keys == "torchtitan":
-        state["train_state"] = {"step": engine.step, "ntokens_seen": engine.sequences * engine.config.length}
-        reader, readers = engine.data_shard
-        position = pickle.dumps({"sequences": engine.sequences})
-        state["dataloader"] = {f"dp_rank_{reader}": position, "world_size": readers}
-    else:
-        state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
-        everyone = {dist.get_rank(): randomness.of_torch()}
-        if full:
-            everyone = dict(enumerate(launch.of_all_ranks(randomness.of_torch())))
-        for kind in randomness.of_torch():
-            state[_RANDOM[kind]] = {str(rank): found[kind] for rank, found in everyone.items()}
+    state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
+    everyone = {dist.get_rank(): randomness.of_torch()}
+    if full:
+        everyone = dict(enumerate(launch.of_all_ranks(randomness.of_torch())))
+    for kind in randomness.of_torch():
+        state[_RANDOM[kind]] = {str(rank): found[kind] for rank, found in everyone.items()}
     return state
 
 
 def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> None:
-    model = _beside(state) if keys == "torchtitan" else state["model"]
-    set_model_state_dict(engine.model, model, options=_options(keys, full))
+    set_model_state_dict(engine.model, state["model"], options=_options(keys, full))
     optimizer = state["optimizer"]
     if full and not any(optimizer["state"].values()):  # plain SGD; torch would look for a tensor
         for group, saved in zip(engine.optimizer.param_groups, optimizer["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
-    elif keys == "ids" or _is_numbered(optimizer):
-        engine.optimizer.load_state_dict(optimizer)
     else:
         set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
     engine.step = int(state["train_state"]["step"])
@@ -154,11 +120,7 @@ def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> Non
 
 
 def _options(keys: str, full: bool) -> StateDictOptions:
-    return StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=keys in ("flat", "torchtitan"))
-
-
-def _whole(value: Any) -> Any:
-    return value.full_tensor() if isinstance(value, DTensor) else value
+    return StateDictOptions(full_state_dict=full, flatten_optimizer_state_dict=keys == "flat")
 
 
 def _scattered(sharded: Any, whole: Any) -> Any:
@@ -172,28 +134,6 @@ def _scattered(sharded: Any, whole: Any) -> Any:
     part = whole[tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))]
     part = part.to(sharded.device, copy=True)
     return DTensor.from_local(part, mesh, placements, shape=sharded.shape, stride=sharded.stride(), run_check=False)
-
-
-def _is_numbered(optimizer: dict[str, Any]) -> bool:
-    return any(isinstance(name, int) for group in optimizer.get("param_groups", ()) for name in group["params"])
-
-
-def _nested(optimizer: dict[str, Any], group_names: list[list[str]]) -> dict[str, Any]:
-    """A whole optimizer state of any spelling in the nested one."""
-    names = [name for group in group_names for name in group]
-    if "state" not in optimizer:  # flat
-        owner = {name: {key.removeprefix(f"state.{name}."): key for key in optimizer} for name in names}
-        groups = []
-        for group in group_names:
-            prefix = f"param_groups.{group[0]}."
-            fields = {key.removeprefix(prefix): value for key, value in optimizer.items() if key.startswith(prefix)}
-            groups.append(fields | {"params": group})
-        state = {name: {role: optimizer[key] for role, key in owner[name].items() if role != key} for name in names}
-        return {"state": state, "param_groups": groups}
-    if not _is_numbered(optimizer):
-        return optimizer
-    groups = [group | {"params": [names[number] for number in group["params"]]} for group in optimizer["param_groups"]]
-    return {"state": {names[number]: state for number, state in optimizer["state"].items()}, "param_groups": groups}
 
 
 def _rank_file(folder: Path, kind: str) -> Path:

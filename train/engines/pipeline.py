@@ -16,7 +16,7 @@ from train import launch, truth
 from train.config import Config, UserError
 from train.data import VOCABULARY
 from train.engines import pipeline_layers
-from train.engines.zero import DeepSpeedEngine, adam_step, allow_fp16, ds_config, fragment, state_names
+from train.engines.zero import DeepSpeedEngine, adam_step, decide_on_fp16, ds_config, fragment, state_names
 from train.models import DTYPES
 from train.optimizers import build_scheduler, param_groups
 from train.truth import pieces
@@ -25,13 +25,8 @@ from train.truth.pieces import Piece
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def open_engine(model: nn.Module, config: Config) -> "PipelineRun":
-    """Builds the model anew as a pipeline of tensor-parallel layers; `model` only says its sizes."""
-    return PipelineRun(model, config)
-
-
 class PipelineRun(DeepSpeedEngine):
-    """The loop's Engine, on top of DeepSpeed's PipelineEngine."""
+    """DeepSpeed's PipelineEngine on a pipeline of tensor-parallel layers; the model given only says their sizes."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         import deepspeed  # after train.engines.zero, which sets what it reads while it is imported
@@ -45,13 +40,10 @@ class PipelineRun(DeepSpeedEngine):
         deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)  # takes over the group that is there
         topology = PipeModelDataParallelTopology(num_pp=config.pp, num_mp=config.tp, num_dp=self.dp)
         self.place = topology.get_coord(dist.get_rank())
-        group = None
-        for ranks in topology.get_axis_comm_lists("model") or [[rank] for rank in range(world_size)]:
-            made = dist.new_group(ranks)
-            group = made if dist.get_rank() in ranks else group
+        sharing = topology.get_axis_comm_lists("model") or [[rank] for rank in range(world_size)]
+        group, _ = dist.new_subgroups_by_enumeration(sharing)
+        decide_on_fp16(config)
         self.sizes = pipeline_layers.sizes(config, model, self.place.model, group)
-        if config.dtype == "fp16":
-            allow_fp16()
         with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints the plan of stages
             module = deepspeed.pipe.PipelineModule(
                 pipeline_layers.layers(self.sizes, deepspeed.pipe),

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from deepspeed.module_inject.layers import ColumnParallel, GatherFromTensorParallelRegion, RowParallel
 from torch import nn
 from torch.nn import functional
 
@@ -87,50 +87,6 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
     )
 
 
-class _Copy(torch.autograd.Function):
-    """Hands the input to every rank's part of a matrix; gradients of all parts add up."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        gradient = gradient.contiguous().clone()
-        dist.all_reduce(gradient, group=ctx.group)
-        return gradient, None
-
-
-class _Reduce(torch.autograd.Function):
-    """Adds up what the ranks' parts of a matrix gave."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any) -> torch.Tensor:
-        x = x.contiguous().clone()
-        dist.all_reduce(x, group=group)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    """The last dim in full on every rank; each keeps the gradient of its own part."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: Any, rank: int) -> torch.Tensor:
-        ctx.rank, ctx.size = rank, x.shape[-1]
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts, -1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
-        return gradient.narrow(-1, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
-
-
 def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Parameter:
     """This rank's part of a random tensor; its place goes with the parameter, and with it into the truth."""
     generator = torch.Generator().manual_seed(of.seed + zlib.crc32(name.encode()))
@@ -159,9 +115,9 @@ class Linear(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Compute this rank's outputs of the whole input (`rows`), or all outputs of this rank's inputs (`columns`)."""
         if self.how == "columns":
-            x = _Reduce.apply(functional.linear(x, self.weight), self.of.group)
+            x = RowParallel.apply(self.of.group, functional.linear(x, self.weight), False)
             return x if self.bias is None else x + self.bias
-        return functional.linear(_Copy.apply(x, self.of.group), self.weight, self.bias)
+        return functional.linear(ColumnParallel.apply(self.of.group, x), self.weight, self.bias)
 
 
 class Norm(nn.Module):
@@ -187,9 +143,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.of = of
         self.word_embeddings = nn.Module()
-        self.word_embeddings.weight = _parameter(
-            "embedding.word_embeddings.weight", (of.vocabulary, of.hidden), "rows", of
-        )
+        shape = (of.vocabulary, of.hidden)
+        self.word_embeddings.weight = _parameter("embedding.word_embeddings.weight", shape, "rows", of)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Each rank looks up what it has, and all add up."""
@@ -197,14 +152,18 @@ class Embedding(nn.Module):
         local = input_ids - self.of.rank * weight.shape[0]
         here = (local >= 0) & (local < weight.shape[0])
         found = functional.embedding(local.where(here, 0), weight) * here.unsqueeze(-1)
-        return _Reduce.apply(found, self.of.group)
+        return RowParallel.apply(self.of.group, found, False)
 
 
 def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
     """Logits by a tied embedding."""
-    of = embedding.of
-    logits = functional.linear(_Copy.apply(x, of.group), embedding.word_embeddings.weight)
-    return _Gather.apply(logits, of.group, of.rank)
+    weight = embedding.word_embeddings.weight
+    return _gathered(functional.linear(ColumnParallel.apply(embedding.of.group, x), weight), embedding.of)
+
+
+def _gathered(logits: torch.Tensor, of: Sizes) -> torch.Tensor:
+    """The whole vocabulary's on every rank; each keeps the gradient of its own part."""
+    return GatherFromTensorParallelRegion.apply(of.group, logits, (logits.shape[-1],) * of.tp)
 
 
 class Output(nn.Module):
@@ -216,7 +175,7 @@ class Output(nn.Module):
         self.lm_head = Linear("output_layer", of.vocabulary, of.hidden, "rows", False, of)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _Gather.apply(self.lm_head(x), self.of.group, self.of.rank)
+        return _gathered(self.lm_head(x), self.of)
 
 
 class Attention(nn.Module):

@@ -4,9 +4,9 @@ import gc
 import logging
 import os
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ from train import launch, models, truth
 from train.config import WARMUP, Config, read_ds_config
 from train.engine import Engine
 from train.optimizers import build_optimizer, build_scheduler, param_groups
-from train.truth import memory, pieces
+from train.truth import pieces
 from train.truth.pieces import Piece, Place
 
 # Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
@@ -35,7 +35,6 @@ from deepspeed.utils import (
     safe_get_local_optimizer_state,
     set_z3_leaf_modules,
 )
-from deepspeed.utils.mixed_precision_linkage import link_hp_params
 
 _LINEAR = nn.functional.linear
 
@@ -55,11 +54,6 @@ def _partition_unsent(init: Init, parameter: Any) -> None:
 # Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
-
-
-def open_engine(model: nn.Module, config: Config) -> "ZeroEngine":
-    """Hands the model to DeepSpeed, which shards it as `config.strategy` says."""
-    return ZeroEngine(model, config)
 
 
 def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
@@ -93,9 +87,8 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
     }
     if config.optimizer == "adamw":
         # torch's Adam, because DeepSpeed's own would compile a C++ or CUDA extension first.
-        generated["optimizer"] = {"type": "AdamW", "params": {"lr": config.lr, "torch_adam": True}}
-        if config.fused:
-            generated["optimizer"]["params"]["fused"] = True
+        params = {"lr": config.lr, "torch_adam": True} | ({"fused": True} if config.fused else {})
+        generated["optimizer"] = {"type": "AdamW", "params": params}
     if config.optimizer == "muon":  # with Adam for what is no matrix of a layer
         generated["optimizer"] = {"type": "Muon", "params": {"lr": config.lr, "momentum": 0.9, "torch_adam": True}}
         generated["zero_optimization"]["reduce_scatter"] = False  # else it refuses
@@ -139,7 +132,7 @@ class DeepSpeedEngine(Engine):
         """Undoes what the engine changed in the process, too."""
         self.engine.destroy()
         del self.engine, self.optimizer
-        forbid_fp16()
+        decide_on_fp16()
         torch._dynamo.config.disable = False  # set for Muon
         nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
         gc.collect()
@@ -160,8 +153,7 @@ class ZeroEngine(DeepSpeedEngine):
             set_z3_leaf_modules(model, blocks)
         if config.optimizer == "muon":
             torch._dynamo.config.disable = True
-        if config.dtype == "fp16" and not get_accelerator().is_fp16_supported():
-            allow_fp16()
+        decide_on_fp16(config)
         # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
         Init.param_id = 0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
@@ -210,39 +202,6 @@ class ZeroEngine(DeepSpeedEngine):
         self.engine.save_checkpoint(str(folder))
         return f"global_step{self.engine.global_steps}"
 
-    def held(self) -> dict[str, list[Any]]:
-        """What this rank holds, by kind; whole copies of ZeRO-3's parameters while they are in use count as nothing."""
-        optimizer, parameters = self.optimizer, list(self.engine.module.parameters())
-        gradients = [parameter.grad for parameter in parameters]
-        if self.stage == 3:
-            masters = optimizer.fp32_partitioned_groups_flat
-            parameters = [parameter.ds_tensor for parameter in parameters]
-            gradients = [optimizer.grad_partitions_flat_buffer]
-            buffers = [bucket.buffer for bucket in optimizer.ipg_buckets.values()]
-        else:
-            masters = optimizer.single_partition_of_fp32_groups
-            gradients += [getattr(parameter, "grad_accum", None) for parameter in parameters]
-            for parts in (*optimizer.averaged_gradients.values(), *optimizer.all_grad_tensors.values()):
-                gradients += list(parts or ())
-            buffers = [buffer for bucket in optimizer.ipg_buckets.values() for buffer in bucket.buffer]
-            if optimizer.cpu_offload:
-                buffers += optimizer.param_buffer_of_bit16_for_cpu_offload_groups
-                buffers += [optimizer.temp_grad_buffer_for_cpu_offload, optimizer.temp_grad_buffer_for_gpu_offload]
-        return {
-            "parameters": parameters,
-            "gradients": gradients,
-            "masters": [*masters, *(master.grad for master in masters)],
-            "optimizer": memory.states_of(self.engine.basic_optimizer),
-            "buffers": buffers,
-        }
-
-    def observe(self, watch: Callable[..., None]) -> None:
-        """After every gradient, too."""
-        super().observe(watch)
-        for parameter in self.engine.module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(watch)
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         model = self.engine.module
         tensors: dict[str, torch.Tensor] = {}
@@ -250,8 +209,7 @@ class ZeroEngine(DeepSpeedEngine):
             with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
                 tensors[f"weight/{name}"] = parameter.detach().clone()
         tensors |= self._gather_optimizer()
-        for name, buffer in truth.persistent_buffers(model).items():
-            tensors[f"buffer/{name}"] = buffer
+        tensors |= {f"buffer/{name}": buffer for name, buffer in truth.persistent_buffers(model).items()}
         facts = truth.facts_of(model) | {
             "param_groups": truth.describe_groups(self.optimizer.param_groups, [list(group) for group in self.groups]),
             "adam_step": adam_step(self.engine),
@@ -297,20 +255,8 @@ class ZeroEngine(DeepSpeedEngine):
         """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
         optimizer = self.optimizer
         if getattr(optimizer, "round_robin_gradients", False):
-            for index, flat in enumerate(optimizer.single_partition_of_fp32_groups):
-                size = optimizer.bit16_groups_flat[index].numel() // dist.get_world_size()
-                link_hp_params(
-                    lp_param_list=optimizer.round_robin_bit16_groups[index],
-                    flat_hp_partition=flat,
-                    gradient_dict=optimizer.averaged_gradients,
-                    offload_gradient_dict=optimizer.offload_gradient_dict,
-                    use_offload=optimizer.cpu_offload,
-                    param_group_index=index,
-                    partition_start=dist.get_rank() * size,
-                    partition_size=size,
-                    dp_group=optimizer.real_dp_process_group[index],
-                    param_offsets=optimizer.round_robin_bit16_offsets[index],
-                )
+            with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
+                optimizer._link_all_hp_params()
         optimizer._hp_optimizer_states_linked = False
         optimizer._lazy_init_hp_params_optimizer_state()
 
@@ -347,22 +293,19 @@ def adam_step(engine: Any) -> int | None:
     return int(steps[0]) if steps else None
 
 
+def decide_on_fp16(config: Config | None = None) -> None:
+    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrules it for a run in fp16."""
+    accelerator = get_accelerator()
+    for name in ("is_fp16_supported", "supported_dtypes"):
+        vars(accelerator).pop(name, None)
+    if config and config.dtype == "fp16" and not accelerator.is_fp16_supported():
+        accelerator.is_fp16_supported = lambda: True
+        accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
+
+
 def _merged(base: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in overrides.items():
         both = isinstance(value, dict) and isinstance(base.get(key), dict)
         merged[key] = _merged(base[key], value) if both else value
     return merged
-
-
-def allow_fp16() -> None:
-    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrule it for this run."""
-    accelerator = get_accelerator()
-    accelerator.is_fp16_supported = lambda: True
-    accelerator.supported_dtypes = lambda: [torch.float32, torch.bfloat16, torch.float16]
-
-
-def forbid_fp16() -> None:
-    """Undoes `allow_fp16`."""
-    for name in ("is_fp16_supported", "supported_dtypes"):
-        vars(get_accelerator()).pop(name, None)

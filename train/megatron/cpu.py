@@ -46,8 +46,7 @@ def on_this_machine() -> Iterator[None]:
     if not _has_gpu():
         replaced.append((DeviceMesh, "from_group", _mesh_by))
         missing += [(torch.cuda, name, stand_in) for name, stand_in in _CUDA.items()]
-        missing += [(random, "_get_cuda_rng_state", _get_random_state)]
-        missing += [(random, "_set_cuda_rng_state", _set_random_state)]
+        missing += [(random, f"_{verb}_cuda_rng_state", _CUDA[f"{verb}_rng_state"]) for verb in ("get", "set")]
     with contextlib.ExitStack() as stack:
         for owner, name, made_of in replaced:
             stack.enter_context(mock.patch.object(owner, name, made_of(getattr(owner, name))))
@@ -164,21 +163,6 @@ class _CudaIsCpu(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class _Stream:
-    """A queue that is always empty: everything has been computed when the call returns."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def wait(self, *_: Any) -> None:
-        """Nothing to wait for."""
-
-    wait_stream = synchronize = wait
-
-    def record_event(self, event: Any = None) -> "_Stream":
-        """An event that has happened, which this class serves as too."""
-        return self
-
-
 def _names_cuda(device: Any) -> bool:
     return isinstance(device, (str, torch.device)) and str(device).startswith("cuda")
 
@@ -187,30 +171,19 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if _names_cuda(device) or isinstance(device, int) else device
 
 
-def _get_random_state(*args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.random.get_rng_state()
-
-
-def _set_random_state(new_state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
-    torch.random.set_rng_state(new_state)
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    pass
-
-
-_STREAM = _Stream()
+#: A queue that is always empty: everything has been computed when the call returns.
+_STREAM = mock.MagicMock()
 
 _CUDA: dict[str, Any] = {
     "current_device": lambda: _CPU,
-    "synchronize": _nothing,
-    "empty_cache": _nothing,
-    "Stream": _Stream,
-    "Event": _Stream,
+    "synchronize": lambda *args: None,
+    "empty_cache": lambda: None,
+    "Stream": mock.MagicMock,
+    "Event": mock.MagicMock,
     "stream": lambda stream: contextlib.nullcontext(),
     "current_stream": lambda *args: _STREAM,
     "default_stream": lambda *args: _STREAM,
     "manual_seed": lambda seed: torch.random.manual_seed(seed) and None,
-    "get_rng_state": _get_random_state,
-    "set_rng_state": _set_random_state,
+    "get_rng_state": lambda *args, **kwargs: torch.random.get_rng_state(),
+    "set_rng_state": lambda state, *args, **kwargs: torch.random.set_rng_state(state),
 }

@@ -3,6 +3,7 @@
 import gc
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,9 +16,7 @@ from train.config import WARMUP, Config
 from train.engine import Engine
 from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
-from train.megatron.stand_ins import mamba_spec
 from train.truth import megatron as megatron_truth
-from train.truth import memory
 from train.truth.pieces import collect
 
 # Said on import, once for each rank, of each package that only GPUs have.
@@ -142,20 +141,6 @@ class MegatronEngine(Engine):
         with on_this_machine():
             files.load(self, folder / tag)
 
-    def held(self) -> dict[str, list[Any]]:
-        buffers = [buffer for chunk in self.chunks for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)]
-        masters: list[Any] = []
-        for one in self.optimizers:
-            # The first with the distributed optimizer, the second without; neither in float32.
-            for name in ("shard_fp32_from_float16_groups", "fp32_from_float16_groups"):
-                masters += [master for group in getattr(one, name, ()) for master in group]
-        return {
-            "parameters": [parameter for chunk in self.chunks for parameter in chunk.parameters()],
-            "gradients": [buffer.grad_data for buffer in buffers],
-            "masters": masters,
-            "optimizer": [state for one in self.optimizers for state in memory.states_of(one.optimizer)],
-        }
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         with on_this_machine():
             pieces = megatron_truth.model_pieces(self.bare)
@@ -219,67 +204,23 @@ class MegatronEngine(Engine):
         return max(steps, default=None)
 
 
-def build_chunks(args: Any, transformer: Any) -> list[Any]:
-    """This rank's chunks of the model: one, or under --vpp several."""
+def build_chunks(args: Any, transformer: Any, make: Callable[..., Any] | None = None) -> list[Any]:
+    """This rank's chunks of the model: one, or under --vpp several; `make` makes one that is no GPTModel."""
     from megatron.core import parallel_state, tensor_parallel
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
-    from megatron.core.models.gpt import gpt_layer_specs as specs
 
     number = args.virtual_pipeline_model_parallel_size or 1
     chunks = []
     for stage in range(number):
         of_stage = {"vp_stage": stage if number > 1 else None}
-        plain = {"use_transformer_engine": False, **of_stage}
-        is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
-        is_mamba = getattr(args, "hybrid_override_pattern", None) is not None
-        is_bert = getattr(args, "bert_binary_head", False)
-        if is_mamba or is_bert:
-            spec = None
-        elif is_hybrid:
-            with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
-                spec = variants.get_transformer_block_with_experimental_attention_variant_spec(transformer, **of_stage)
-        elif args.num_experts:
-            spec = specs.get_gpt_decoder_block_spec(transformer, normalization=args.normalization, **plain)
-        else:
-            spec = specs.get_gpt_layer_local_spec(
-                qk_layernorm=args.qk_layernorm,
-                multi_latent_attention=args.multi_latent_attention,
-                normalization=args.normalization,
-            )
-        further = None
-        if args.mtp_num_layers:
-            if is_hybrid:
-                layers = spec.layer_specs
-            else:
-                layers = specs.get_gpt_decoder_layer_specs(transformer, normalization=args.normalization, **plain)
-            further = specs.get_gpt_mtp_block_spec(
-                transformer, layers[-1], **plain | {"use_transformer_engine": is_hybrid}
-            )
-        of_any: dict[str, Any] = {
-            "vocab_size": args.padded_vocab_size,
-            "max_sequence_length": args.max_position_embeddings,
-            "pre_process": parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
-            "post_process": parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
-            "share_embeddings_and_output_weights": not args.untie_embeddings_and_output_weights,
-        }
-        chunk = (
-            _mamba_model(args, transformer, of_any)
-            if is_mamba
-            else _bert_model(transformer, of_any | of_stage)
-            if is_bert
-            else GPTModel(
-                transformer,
-                spec,
-                position_embedding_type=args.position_embedding_type,
-                rotary_percent=args.rotary_percent,
-                rotary_base=args.rotary_base,
-                rope_scaling=args.use_rope_scaling,
-                rope_scaling_factor=args.rope_scaling_factor,
-                mtp_block_spec=further,
-                **of_any,
-                **of_stage,
-            )
+        chunk = (make or _gpt_model)(
+            args,
+            transformer,
+            vocab_size=args.padded_vocab_size,
+            max_sequence_length=args.max_position_embeddings,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, **of_stage),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, **of_stage),
+            share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
+            **of_stage,
         )
         for parameter in chunk.parameters():
             tensor_parallel.set_defaults_if_not_set_tensor_model_parallel_attributes(parameter)
@@ -287,24 +228,43 @@ def build_chunks(args: Any, transformer: Any) -> list[Any]:
     return chunks
 
 
-def _bert_model(transformer: Any, given: dict[str, Any]) -> Any:
-    """A chunk of a BERT with a head for masked tokens and one for pairs of sentences."""
-    from megatron.core.models.bert.bert_layer_specs import bert_layer_local_spec
-    from megatron.core.models.bert.bert_model import BertModel
+def _gpt_model(args: Any, transformer: Any, vp_stage: int | None, **given: Any) -> Any:
+    from megatron.core.models.gpt import GPTModel
+    from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
+    from megatron.core.models.gpt import gpt_layer_specs as specs
 
-    return BertModel(transformer, 2, bert_layer_local_spec, **given)
-
-
-def _mamba_model(args: Any, transformer: Any, given: dict[str, Any]) -> Any:
-    """This rank's part of a model of Mamba's layers and others."""
-    spec = mamba_spec(args.num_experts)
-    from megatron.core.models.mamba import MambaModel
-
-    return MambaModel(
+    plain = {"use_transformer_engine": False, "vp_stage": vp_stage}
+    is_hybrid = getattr(args, "experimental_attention_variant", None) is not None
+    if is_hybrid:
+        with mock.patch.object(transformer, "transformer_impl", "transformer_engine"):
+            spec = variants.get_transformer_block_with_experimental_attention_variant_spec(
+                transformer, vp_stage=vp_stage
+            )
+    elif args.num_experts:
+        spec = specs.get_gpt_decoder_block_spec(transformer, normalization=args.normalization, **plain)
+    else:
+        spec = specs.get_gpt_layer_local_spec(
+            qk_layernorm=args.qk_layernorm,
+            multi_latent_attention=args.multi_latent_attention,
+            normalization=args.normalization,
+        )
+    further = None
+    if args.mtp_num_layers:
+        if is_hybrid:
+            layers = spec.layer_specs
+        else:
+            layers = specs.get_gpt_decoder_layer_specs(transformer, normalization=args.normalization, **plain)
+        further = specs.get_gpt_mtp_block_spec(transformer, layers[-1], **plain | {"use_transformer_engine": is_hybrid})
+    return GPTModel(
         transformer,
         spec,
-        hybrid_override_pattern=args.hybrid_override_pattern,
         position_embedding_type=args.position_embedding_type,
+        rotary_percent=args.rotary_percent,
+        rotary_base=args.rotary_base,
+        rope_scaling=args.use_rope_scaling,
+        rope_scaling_factor=args.rope_scaling_factor,
+        mtp_block_spec=further,
+        vp_stage=vp_stage,
         **given,
     )
 

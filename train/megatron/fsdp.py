@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from train import launch
+from train.config import Config
 from train.megatron.cpu import numbered_device, on_this_machine
 from train.megatron.engine import MegatronEngine
 from train.truth import megatron as megatron_truth
-from train.truth import memory
 from train.truth.pieces import Piece, Place, collect
 
 
@@ -43,15 +43,6 @@ class FsdpEngine(MegatronEngine):
         super()._initialize()
         self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
 
-    def held(self) -> dict[str, list[Any]]:
-        groups = self.chunks[0].module.param_and_grad_buffer.parameter_groups
-        return {
-            "parameters": [group.model_weight_buffer.data for group in groups],
-            "gradients": [group.main_grad_buffer.data for group in groups],
-            "masters": [group.main_weight_buffer.data for group in groups],
-            "optimizer": memory.states_of(self.optimizer.optimizer),
-        }
-
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """From the buffers that ranks compute with."""
         with on_this_machine():
@@ -65,6 +56,11 @@ class FsdpEngine(MegatronEngine):
 
     def _named_groups(self) -> list[tuple[dict[str, Any], list[str]]]:
         return named_groups(self._buffer, self.places, self.optimizer)
+
+
+def open_engine(model: Any, config: Config) -> MegatronEngine:
+    """The engine of megatron-core's model of the configuration that transformers' `model` has."""
+    return (FsdpEngine if config.saving == "fsdp_dtensor" else MegatronEngine)(model.config, config)
 
 
 def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) -> Iterator[Piece]:

@@ -54,7 +54,7 @@ class Operations:
             raise UserError(f"--output {self.output}: {error.filename}: {error.strerror}") from None
         self.skipped: list[list[int]] = []
         self.spikes = SpikeWatch()
-        self.tracker: tracking.Tracker | None = None
+        self.tracker: Any = None
         self.engine: Any = None
         self.line: dict[str, Any] = {}
 
@@ -94,6 +94,8 @@ class Operations:
             self._skip(self.config.skip_batches)
         if self.rank == 0:
             self.tracker = tracking.open_tracker(self.config)
+        if launch.on_gpu():  # the most in a step is asked for, not while the model was built
+            torch.cuda.reset_peak_memory_stats()
 
     def next_batch(self) -> torch.Tensor:
         """The token ids of the next global batch, (sequences, tokens)."""

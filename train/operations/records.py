@@ -30,10 +30,6 @@ class Record:
         """The folder that the engine wrote."""
         return self.output / str(self.facts["checkpoint"])
 
-    @property
-    def file(self) -> Path:
-        return file_of(self.output, self.step)
-
 
 def file_of(output: Path, step: int) -> Path:
     """The record's path."""
@@ -80,7 +76,7 @@ def keep(output: Path, number: int) -> list[Path]:
         if good and record.step == good.step:
             continue
         # The record first: what is half deleted is nobody's newest complete checkpoint.
-        record.file.unlink()
+        file_of(output, record.step).unlink()
         doomed = record.checkpoint.with_name(f".deleted-{record.checkpoint.name}")
         record.checkpoint.rename(doomed)
         shutil.rmtree(doomed)
@@ -93,5 +89,6 @@ def abandon_after(output: Path, step: int) -> list[Path]:
     """Takes the records of later steps away, as the run goes on from `step`; their checkpoints stay as they are."""
     later = [record for record in read_all(output) if record.step > step]
     for record in later:
-        record.file.rename(record.file.with_suffix(".abandoned"))
+        file = file_of(output, record.step)
+        file.rename(file.with_suffix(".abandoned"))
     return [record.checkpoint for record in later]

@@ -7,7 +7,6 @@ import torch
 
 from train import randomness
 from train.config import Config, read_ds_config
-from train.truth import memory
 
 #: Options that say what is computed. All others say where, by whom and how long, or how the files are laid out.
 SETTINGS = (
@@ -44,12 +43,22 @@ def live(engine: Any) -> dict[str, Any]:
             "dropout": dropout(modules),
             "dtype": {
                 "parameters": sorted({str(p.dtype) for module in modules for p in module.parameters()}),
-                "optimizer": sorted({str(state.dtype) for one in plain for state in memory.states_of(one)}),
+                "optimizer": sorted({str(state.dtype) for one in plain for state in states_of(one)}),
             },
             # Python's and numpy's, from which no step draws, are not in every engine's checkpoints.
             "rng": {name: digest(state) for name, state in randomness.of_torch().items()},
         }
     )
+
+
+def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """An optimizer's states, without those that are one number for each parameter."""
+    return [
+        value
+        for state in optimizer.state.values()
+        for name, value in state.items()
+        if torch.is_tensor(value) and name != "step"
+    ]
 
 
 def dropout(modules: list[Any]) -> dict[str, list[float]]:

@@ -10,23 +10,13 @@ import os
 import socket
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from urllib.parse import urlsplit
 
 from train.config import Config, UserError
 
 PACKAGES = ("wandb", "tensorboard", "trackio")
 PROJECT = "ckpt-train"
-
-
-class Tracker(Protocol):
-    """Where metrics go."""
-
-    def log(self, metrics: dict[str, float], step: int) -> None:
-        """The numbers of one optimizer step."""
-
-    def finish(self) -> None:
-        """Writes what is still held."""
 
 
 def require(name: str) -> None:
@@ -38,8 +28,8 @@ def require(name: str) -> None:
         )
 
 
-def open_tracker(config: Config) -> Tracker | None:
-    """The tracker of --track for this run, in its output folder."""
+def open_tracker(config: Config) -> Any:
+    """The tracker of --track for this run, in its output folder: log(metrics, step) and finish(); or None."""
     output = Path(config.output)
     if config.track == "wandb":
         import wandb
@@ -83,7 +73,7 @@ def wandb_is_reachable(timeout: float = 3.0) -> bool:
 
 
 class TensorBoard:
-    """TensorBoard's writer as a Tracker; the others are one already."""
+    """TensorBoard's writer with the methods that the others have already."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

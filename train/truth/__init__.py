@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import nn
 
 from train import data, launch
@@ -65,8 +66,6 @@ def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]
 
 def record(engine: Engine, config: Config, tag: str) -> None:
     """Writes both files of what an engine holds now, into the run folder; called by all ranks together."""
-    from safetensors.torch import save_file
-
     tensors, facts = engine.gather()
     # Beyond any training step: the same few sequences for every run, whatever it has seen.
     input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
@@ -86,8 +85,6 @@ def write(
         role, _, fqn = name.partition("/")
         if role == "master" and not torch.equal(tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)):
             raise RuntimeError(f"{tag}: the live weight of {fqn} is not its gathered master rounded")
-    from safetensors.torch import save_file
-
     run = {"step": step, "world_size": dist.get_world_size(), "dtype": config.dtype, "strategy": config.strategy}
     folder.mkdir(parents=True, exist_ok=True)
     save_file(

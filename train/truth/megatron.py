@@ -106,13 +106,9 @@ def initialize(chunks: Iterable[nn.Module], vocabulary: int, seed: int) -> None:
                     continue
                 shape = place.full_shape
                 if place.name in _VOCABULARY:
-                    padding = (shape[0] - vocabulary, *shape[1:])
-                    whole = torch.cat(
-                        [
-                            _draw(place.name, (vocabulary, *shape[1:]), seed),
-                            _draw(f"padding {place.name}", padding, seed),
-                        ]
-                    )
+                    rows = _draw(place.name, (vocabulary, *shape[1:]), seed)
+                    padding = _draw(f"padding {place.name}", (shape[0] - vocabulary, *shape[1:]), seed)
+                    whole = torch.cat([rows, padding])
                 else:
                     whole = _draw(place.name, shape, seed)
                 parameter.copy_(place.cut(whole))

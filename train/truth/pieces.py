@@ -77,11 +77,8 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
         held = parts.setdefault(key, {})
         if place.index not in held:
             size = torch.Size(place.shape).numel()
-            held[place.index] = (
-                place,
-                torch.empty(size, dtype=piece.elements.dtype),
-                torch.zeros(size, dtype=torch.bool),
-            )
+            elements = torch.empty(size, dtype=piece.elements.dtype)
+            held[place.index] = (place, elements, torch.zeros(size, dtype=torch.bool))
         known, elements, seen = held[place.index]
         if known != place or elements.dtype != piece.elements.dtype:
             raise RuntimeError(f"{key}: ranks disagree on shape, dtype or split: {known} and {place}")

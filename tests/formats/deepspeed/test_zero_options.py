@@ -63,7 +63,7 @@ SCENARIOS = [
     ),
     *(Scenario(f"frozen_{s}", s, "qwen2", {"freeze": r"embed|layers\.0\."}) for s in ("zero1", "zero2", "zero3")),
     *(Scenario(f"lora_{s}", s, "llama", {"lora": 3}) for s in ("zero1", "zero2", "zero3")),
-    *(Scenario(f"trainer_folder_{s}", s, "qwen3", {"layout": "trainer"}) for s in ("zero2", "zero3")),
+    *(Scenario(f"trainer_folder_{s}", s, "qwen3", {"through": "trainer"}) for s in ("zero2", "zero3")),
     Scenario("accumulated", "zero3", options={"accumulate": 2}),
     Scenario("torch_scheduler", "zero2", options={"scheduler": "torch"}),
     Scenario("old_torch_files_2", "zero2", ds_config={"checkpoint": {"checkpoint_serialization": False}}),
@@ -84,14 +84,15 @@ def scenario_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
             file.write_text(json.dumps(scenario.ds_config))
             job["ds_config"] = str(file)
         jobs.append(job)
-    launch(jobs, WORLD_SIZE, folder)
+    launch(jobs, WORLD_SIZE, folder, "tests.support.hf_trainer")
     return folder
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.name)
 def test_option(scenario: Scenario, scenario_runs: Path, tmp_path: Path, tables: Any) -> None:
     run = scenario_runs / scenario.name
-    truth = Truth.load(run / "truth" / f"global_step{STEPS}.safetensors")
+    tag = "checkpoint-" if "through" in scenario.options else "global_step"
+    truth = Truth.load(run / "truth" / f"{tag}{STEPS}.safetensors")
     checkpoint = api.open(run, scenario.strategy)
     count = assert_equals_truth(checkpoint, truth)
     roles = sorted({role for _, role in checkpoint.tensors} - {WEIGHT, MASTER, BUFFER})

@@ -381,10 +381,10 @@ RUNS = {
     "fsdp1": ("fsdp1", "toy", "nested"),
     "hsdp": ("hsdp", "llama", "flat"),
     "tp-fsdp": ("tp-fsdp", "llama_even", "nested"),
-    "torchtitan": ("fsdp2", "qwen2", "torchtitan"),
+    "flat": ("fsdp2", "qwen2", "flat"),
 }
 #: What 3 ranks of an engine make of what was written for as many or fewer.
-LOADS = [("fsdp2", "fsdp1", 3), ("fsdp1", "fsdp2", 2), ("torchtitan", "fsdp2", 3), ("hsdp", "fsdp1", 1)]
+LOADS = [("fsdp2", "fsdp1", 3), ("fsdp1", "fsdp2", 2), ("flat", "fsdp2", 3), ("hsdp", "fsdp1", 1)]
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,20 @@
-"""The same runs through transformers.Trainer: DeepSpeed or, by Accelerate, FSDP. Its folders are the users' own.
+"""Runs through transformers.Trainer: DeepSpeed or, by Accelerate, FSDP, with the bundled trainer's models and data.
+
+`tests.support.engines.launch` runs this module with a file of jobs.  A job is a configuration of the bundled trainer;
+one without `"through": "trainer"` is left to its own loop.  The folders are the users' own:
 
     OUTPUT/checkpoint-N/{config.json, trainer_state.json, training_args.bin, scheduler.pt, rng_state_R.pth, ...}
 
-and in it {latest, global_stepN/}, {pytorch_model_fsdp_0/, optimizer_0/} (--save dcp), {pytorch_model_fsdp.bin,
-optimizer.bin, model.safetensors} (--save full) or, under ddp, {model.safetensors, optimizer.pt}.
+and in it {latest, global_stepN/, model.safetensors}, {pytorch_model_fsdp_0/, optimizer_0/} (--save dcp) or
+{pytorch_model_fsdp.bin, optimizer.bin, model.safetensors} (--save full).  The truth stands beside them.
 """
+
+from __future__ import annotations
 
 import gc
 import json
 import os
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +26,51 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.checkpoint.state_dict import _init_optim_state
 from torch.distributed.fsdp import FSDPModule, _state_dict_utils
-from torch.utils.data import Dataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from train import data, folders, launch, models, stopping, truth
-from train.config import WARMUP, ZERO, Config, UserError
+from train import data, folders, launch, loop, models, stopping, truth
+from train.config import WARMUP, ZERO, Config
 from train.engine import Engine
-from train.engines.native import gather, silence_unused_parameters
-from train.operations.beside import Operations
+from train.engines.native import gather
+from train.operations.beside import Operations, require_free
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
 
 
-def run(config: Config) -> list[Path]:
-    """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
-    if config.strategy not in (*ZERO, "ddp", "fsdp1", "fsdp2") or config.model == "toy" or config.dtype == "fp16":
-        raise UserError("--through trainer takes zero1, zero2, zero3, ddp, fsdp1, fsdp2; no toy and no fp16")
-    if config.optimizer not in ("adamw", "sgd"):
-        raise UserError("--through trainer takes --optimizer adamw or sgd")
-    if config.lora and config.strategy == "fsdp1" and config.resume:
-        raise UserError("--resume: for --lora under fsdp1, Accelerate and PEFT leave a checkpoint without weights")
+def main() -> None:
+    try:
+        launch.start()
+        for line in Path(sys.argv[1]).read_text().splitlines():
+            run_job(json.loads(line))
+    except launch.ERRORS as error:
+        launch.tell(error)
+        sys.exit(1)
+    finally:
+        launch.stop()
+
+
+def run_job(job: dict[str, Any]) -> None:
+    """Runs a job by whoever it asks for."""
+    through = job.pop("through", None)
+    (run if through == "trainer" else loop.run)(Config(**job))
+
+
+def run(config: Config) -> None:
+    """Trains with zero1, zero2, zero3, fsdp1 or fsdp2, and saves.  Needs a process group."""
+    require_free(config)
     resumed = folders.find_checkpoint(config) if config.resume else None
     folder = None
-    if resumed and not any((path / "trainer_state.json").is_file() for path in (resumed[0], Path(*resumed))):
-        raise UserError(f"--resume {config.resume}: Trainer has not been here, so resume it without --through trainer")
     if resumed:  # of DeepSpeed's, the tag lies inside Trainer's folder
         folder = resumed[0] if (resumed[0] / "trainer_state.json").is_file() else resumed[0] / resumed[1]
     first = json.loads((folder / "trainer_state.json").read_text())["global_step"] if folder else 0
-    if config.strategy == "ddp":  # of which Trainer asks the same
-        silence_unused_parameters()
     with Operations(config) as operations:
-        steps = operations.steps_to_take(first)
-        return _run(config, resumed, folder, first + steps, operations) if steps else []
+        if steps := operations.steps_to_take(first):
+            _run(config, resumed, folder, first + steps, operations)
 
 
 def _run(
     config: Config, resumed: tuple[Path, str] | None, folder: Path | None, last: int, operations: Operations
-) -> list[Path]:
+) -> None:
     """To step `last`, from Trainer's `folder` if there is one."""
     environment = dict(os.environ)
     model = models.build_model(config)
@@ -65,7 +79,7 @@ def _run(
     trainer = OrderedTrainer(
         model=model,
         args=arguments(config, last),
-        train_dataset=Sequences(config),
+        train_dataset=sequences(config),
         processing_class=data.build_tokenizer(),
         callbacks=[],
     )
@@ -80,8 +94,6 @@ def _run(
         if dist.get_rank() == 0:
             # Trainer puts neither into a checkpoint of SHARDED_STATE_DICT; scripts leave them in the run folder.
             folders.write_run_files(Path(config.output), model, config)
-            print(f"saved {config.output}/checkpoint-{trainer.state.global_step}", flush=True)
-        return [Path(config.output, f"checkpoint-{trainer.state.global_step}")]
     finally:
         operations.ended()
         close(trainer, config)
@@ -96,7 +108,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
     options: dict[str, Any] = {}
     if config.strategy in ZERO:
         options["deepspeed"] = deepspeed_options(config)
-    elif config.strategy != "ddp":
+    else:
         options["fsdp"] = True
         options["fsdp_config"] = {
             "version": int(config.strategy[-1]),
@@ -118,6 +130,7 @@ def arguments(config: Config, last: int) -> TrainingArguments:
         bf16=config.dtype == "bf16" and config.precision == "mixed",
         seed=config.seed,
         logging_steps=1,
+        train_sampling_strategy="sequential",
         report_to=[],
         disable_tqdm=True,
         use_cpu=not launch.on_gpu(),
@@ -136,7 +149,7 @@ def deepspeed_options(config: Config) -> dict[str, Any]:
     from train.engines.zero import ds_config
 
     options = ds_config(config, [{"lr": config.lr}])
-    options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = config.save == "full"
+    options["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
     if "scheduler" in options:  # the one of DeepSpeed's that does not depend on the number of steps
         rates = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         options["scheduler"] = {"type": "WarmupLR", "params": rates | {"warmup_num_steps": WARMUP}}
@@ -152,29 +165,18 @@ _unshard = _state_dict_utils._common_unshard_pre_state_dict_hook
 _state_dict_utils._common_unshard_pre_state_dict_hook = _unshard_in_place
 
 
-class Sequences(Dataset):  # type: ignore[type-arg]
-    """Sequence number i of our data, for more steps than any run takes."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def __len__(self) -> int:
-        return self.config.batch * self.config.schedule_steps
-
-    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
-        input_ids = torch.tensor(data.sequence(number, self.config.length, self.config.seed))
-        return {"input_ids": input_ids, "labels": input_ids}
+def sequences(config: Config) -> Any:
+    """Our data, for more steps than any run takes."""
+    rows = data.batch(0, config.batch * config.schedule_steps, config.length, config.seed)
+    return [{"input_ids": row, "labels": row} for row in rows]
 
 
 class OrderedTrainer(Trainer):
-    """Trainer with our order of data, a schedule that does not depend on --steps, and the loss of each step."""
+    """Trainer with a schedule that does not depend on --steps, and the loss of each step."""
 
     config: Config
     losses: list[torch.Tensor]
     norm: float | None = None
-
-    def _get_train_sampler(self, train_dataset: Any = None) -> SequentialSampler:
-        return SequentialSampler(Sequences(self.config))
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Trainer's schedule, over --schedule-steps."""
@@ -303,3 +305,7 @@ def close(trainer: Trainer, config: Config) -> None:
             ZeroEngine.around(trainer.model_wrapped, []).close()
         unset_hf_deepspeed_config()
     AcceleratorState._reset_state(reset_partial_state=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -19,7 +19,7 @@ STEPS = 20
 
 
 def main(words: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m train.demo", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="python -m examples.demo", description=__doc__.splitlines()[0])
     parser.add_argument(
         "--processes", type=int, default=4, help="each takes a GPU where there are enough (%(default)s)"
     )
