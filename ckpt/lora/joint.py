@@ -63,14 +63,14 @@ class JointModel(WholeModel):
         """PEFT's model, without any layer of its own and without what they share."""
         from peft.tuners.frod.model import FrodModel
 
-        class Finding(FrodModel):
+        class Unmade(FrodModel):
             def _init_frod_projections(self, *given: Any) -> None:
                 """Nothing yet."""
 
             def _create_and_replace(self, *given: Any, **named: Any) -> None:
                 """Nothing yet."""
 
-        found = Finding(model, self.made, _NAME)
+        found = Unmade(model, self.made, _NAME)
         self._check({one: _num_in(found.model.get_submodule(one)) for one in found.targeted_module_names})
         return found
 
@@ -167,7 +167,7 @@ class JointModel(WholeModel):
 
     @property
     def notes(self) -> Iterator[str]:
-        """What is to be known of a basis that is made anew."""
+        """How much memory a basis takes that is made anew, and when the result is wrong."""
         if is_recorded(self.adapter):
             return
         sizes: dict[str, int] = {}
