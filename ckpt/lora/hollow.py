@@ -193,7 +193,7 @@ def _decomposing_nothing() -> AbstractContextManager[Any]:
     import torch
     from torch.overrides import TorchFunctionMode
 
-    class Decomposing(TorchFunctionMode):
+    class Decomposing(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
             if function is not torch.linalg.svd:
                 return function(*given, **(named or {}))

@@ -63,7 +63,7 @@ class JointModel(WholeModel):
         """PEFT's model, without any layer of its own and without what they share."""
         from peft.tuners.frod.model import FrodModel
 
-        class Unmade(FrodModel):
+        class Unmade(FrodModel):  # type: ignore[misc]
             def _init_frod_projections(self, *given: Any) -> None:
                 """Nothing yet."""
 
@@ -84,7 +84,7 @@ class JointModel(WholeModel):
             expected |= {fqn: shapes.get(kind) for kind, fqn in of_category.items()}
             expected |= {f"{names.PREFIX}{module}.{_DIAGONAL}": (num_in,)}
             indices = self.factors.get(of_category.get(_INDICES, ""))
-            expected |= {f"{names.PREFIX}{module}.{_VALUES}": indices and indices.shape[1:]}
+            expected |= {f"{names.PREFIX}{module}.{_VALUES}": None if indices is None else indices.shape[1:]}
         path = self.adapter.config.path
         for fqn, shape in expected.items():
             if fqn not in self.factors:
@@ -154,6 +154,7 @@ class JointModel(WholeModel):
         shared = self._shared[_category(module)]
         kind = LINEAR if isinstance(self.wrapped.model.get_submodule(module), nn.Linear) else CONV1D
         base = made_layer(kind, tuple(weight.shape), has_bias=False)
+        base.bias = None  # which Conv1D has: PEFT moves the weight to where it is
         base.weight = nn.Parameter(weight, requires_grad=False)
         given = (BufferDict({_NAME: shared[one]}) for one in SHARED)
         layer = FrodModel._create_new_module(self.made, *given, _NAME, base)
