@@ -14,7 +14,7 @@ from __future__ import annotations
 import re
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -86,9 +86,10 @@ class WholeModel:
         raw = self.adapter.config.raw
         settings = {**raw, "modules_to_save": None, "bias": "none", "task_type": None}
         settings = {key: value for key, value in settings.items() if key != "bias" or "bias" in raw}
-        if self.adapter.config.saved:
-            settings["exclude_modules"] = _excluded(self.adapter.config.saved, raw.get("exclude_modules"))
-        return PeftConfig.from_peft_type(**settings)
+        made = PeftConfig.from_peft_type(**settings)
+        if self.adapter.config.saved:  # which PEFT excludes itself, whether the kind has this entry or not
+            made.exclude_modules = _excluded(self.adapter.config.saved, getattr(made, "exclude_modules", None))
+        return made
 
     @cached_property
     def wrapped(self) -> Any:
@@ -177,7 +178,7 @@ class WholeModel:
         return Update(self.adapter.path, module, lambda weight: self.merge(module, weight), is_nothing)
 
 
-def _excluded(saved: Sequence[str], others: str | Sequence[str] | None) -> str:
+def _excluded(saved: Sequence[str], others: str | Iterable[str] | None) -> str:
     """A pattern of the modules that are not adapted: those `saved` as a whole, whatever is below them, and `others`."""
     wholly = [rf"(.*\.)?{one}(\..*)?" for one in saved]  # patterns, as PEFT reads them
     if isinstance(others, str):

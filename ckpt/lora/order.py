@@ -7,7 +7,8 @@ safetensors file has none, nor has a state dict whose names somebody has sorted.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import UsageError
@@ -45,13 +46,13 @@ def ordered(
         return sorted(modules)
     if adapter.config.kind == TINYLORA and is_recorded(adapter) and (found := _by_projections(adapter, factors)):
         return [*found, *sorted(set(modules) - set(found))]
-    if base.keeps_order and not _are_sorted(base):
+    if base.keeps_order and not _are_sorted(base) and _is_walk(modules):
         return list(modules)
     raise UsageError(
         "this adapter goes by the order of the model's layers, which the base does not record",
         path=base.path,
         expected="a model that transformers knows, or a torch file, which has the order",
-        found=f"{len(adapted)} adapted layers, and names that are sorted",
+        found=f"{len(adapted)} adapted layers, and names that are sorted or in no order of a model's",
         hint="in Python: torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base",
     )
 
@@ -65,6 +66,20 @@ def _are_sorted(base: Checkpoint) -> bool:
     for tensor in base.tensors.values():
         by_dtype.setdefault(tensor.dtype.name, []).append(tensor.fqn)
     return all(found == sorted(found) for found in by_dtype.values())
+
+
+def _is_walk(modules: Iterable[str]) -> bool:
+    """Whether a model can have them in this order: each before those in it, and none left and come back to."""
+    path: tuple[str, ...] = ()
+    left: set[tuple[str, ...]] = set()
+    for module in modules:
+        parts = tuple(module.split("."))
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, parts, strict=False)))
+        left |= {path[:depth] for depth in range(shared + 1, len(path) + 1)}
+        if shared == len(parts) or parts[: shared + 1] in left:
+            return False
+        path = parts
+    return True
 
 
 def _by_projections(adapter: Adapter, factors: Mapping[str, Factor]) -> list[str] | None:
