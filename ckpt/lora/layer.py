@@ -17,6 +17,7 @@ from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError, UsageError
+from ckpt.lora.clusters import ADAMSS, check_clusters
 from ckpt.lora.effect import Update
 from ckpt.lora.find import Adapter, Factor
 from ckpt.run_folder.adapter_config import LORA, OF_PEFT, AdapterConfig
@@ -71,6 +72,8 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
     wrapped = get_peft_model(model, made)
+    if made.peft_type == ADAMSS:
+        check_clusters(get_peft_model_state_dict(wrapped, save_embedding_layers=False), state, path)
     result = set_peft_model_state_dict(wrapped, dict(state))
     if result.unexpected_keys:
         raise CorruptError("PEFT has no place for a tensor of this adapter", path=path, fqn=result.unexpected_keys[0])
@@ -148,11 +151,14 @@ def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> t
 
 
 def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """A model that has these layers, each under its name, and nothing else."""
+    """A model that has these layers, each under its name, and nothing else, in their order.
+
+    A layer stands before those that its own name begins the names of.
+    """
     from torch import nn
 
     root = nn.Module()
-    for module in sorted(layers):  # a layer before those that its own name begins the names of
+    for module in layers:
         inner = root
         *path, leaf = module.split(".")
         for name in path:

@@ -26,12 +26,15 @@ from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora import light
+from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, SKLEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.hollow import WholeModel
+from ckpt.lora.joint import JointModel
 from ckpt.lora.layer import merge_layer, updates
 from ckpt.lora.light import PlainLora, RefusedError, is_stored, stored
+from ckpt.lora.order import FROD
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -171,7 +174,8 @@ def _identity(adapters: Sequence[Adapter]) -> str:
     """
     from xxhash import xxh3_128
 
-    hasher = xxh3_128(repr([version(name) for name in ("torch", "peft") if find_spec(name)]).encode())
+    libraries = {"torch": "torch", "peft": "peft", SKLEARN: SCIKIT_LEARN}
+    hasher = xxh3_128(repr([version(name) for package, name in libraries.items() if find_spec(package)]).encode())
     for one in adapters:
         hasher.update(repr((one.config.given_layout, sorted(one.config.raw.items()))).encode())
         for fqn, factor in one.factors.items():
@@ -203,6 +207,7 @@ class _Merge:
     resized: dict[str, int] = field(default_factory=dict)
     by_expert: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
+    made_anew: list[str] = field(default_factory=list)
     token_rows: dict[str, list[tuple[list[int], Factor]]] = field(default_factory=dict)
     rows_again: list[tuple[int, str, str]] = field(default_factory=list)
 
@@ -269,6 +274,8 @@ class _Merge:
     def _add_by_layer(self, adapter: Adapter) -> None:
         """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
         require_peft("merging this kind of adapter")
+        if adapter.config.kind == ADAMSS:
+            require_sklearn()
         layers: dict[str, dict[str, Factor]] = {}
         shared: dict[str, Factor] = {}
         for fqn, factor in adapter.factors.items():
@@ -281,10 +288,14 @@ class _Merge:
                 layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
         if adapter.config.kind in BY_MODEL:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
-            whole = WholeModel(adapter, self.base, self.chosen, factors, frozenset(layers))
+            kind = JointModel if adapter.config.kind == FROD else WholeModel
+            whole = kind(adapter, self.base, self.chosen, factors, frozenset(layers))
+            self.made_anew.extend(whole.notes)
             for module in whole.layers:
                 self._update(self._place_alone(adapter, module), whole.update(module))
             return
+        if adapter.config.kind == ADAMSS:
+            self.made_anew.append(made_anew(len(layers)))
         for module, state in layers.items():
             self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
@@ -664,6 +675,7 @@ class _Merge:
         if self.overruled:
             adapters = counted(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
+        yield from self.made_anew
         for num, fqn, path in self.rows_again:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:

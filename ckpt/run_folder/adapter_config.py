@@ -41,17 +41,13 @@ _INITS_OF_PEFT = ("pissa", "olora", "mica")
 LORA = "LORA"
 #: Other kinds, which PEFT itself merges layer by layer: it takes a layer's weight and its tensors in the file.
 BY_LAYER = (
-    *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA", "IA3"),
-    *("LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
+    *("ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
+    *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
     *("TRAINABLE_TOKENS", "VBLORA", "WAVEFT"),
 )
-#: Kinds whose layers share tensors that go by the shapes of all of them: PEFT merges them in a model without weights.
-BY_MODEL = ("PVERA", "RANDLORA", "UNILORA", "VERA")
-#: Kinds that PEFT merges in a whole model only: what their layers share goes by all weights.
-_BY_WEIGHTS = ("FROD", "TINYLORA")
-#: No file has the rows that a factor is for: PEFT finds them anew, by k-means of scikit-learn over the base, and
-#: goes on where they are of other sizes.
-_BY_CLUSTERS = "ADAMSS"
+#: Kinds whose layers share tensors that go by the shapes, the order or the weights of all of them: PEFT merges them in
+#: a model without weights.
+BY_MODEL = ("FROD", "PVERA", "RANDLORA", "TINYLORA", "UNILORA", "VERA")
 #: Entries of a config that mean the same in all kinds.
 _OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
@@ -278,22 +274,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
 
 
 def _unknown_kind(kind: object, path: Path) -> UsageError:
-    found = f"peft_type {kind!r}"
-    if kind in (*_BY_WEIGHTS, _BY_CLUSTERS):
-        why = "merges it in a whole model only"
-        if kind == _BY_CLUSTERS:
-            why = "clusters the base anew to find the rows that its factors are for, which no file records"
-        return UsageError(
-            f"this kind of adapter is not merged here: PEFT {why}",
-            path=path,
-            found=found,
-            hint="in Python: PeftModel.from_pretrained, merge_and_unload, save_pretrained",
-        )
     return UsageError(
         "this kind of adapter is not merged",
         path=path,
         expected=f"peft_type {', '.join((LORA, *BY_LAYER, *BY_MODEL))}",
-        found=found,
+        found=f"peft_type {kind!r}",
         hint="PEFT does not merge prompts, prefixes, adapters that route each token, and layers of its own either",
     )
 

@@ -26,19 +26,21 @@ from tests.support.adapters import merge, same
 
 pytestmark = pytest.mark.slow
 
-#: What becomes of a case: PEFT's bits; PEFT itself merges none; refused, though PEFT merges it; no adapter to be had.
-EQUAL, NOT_MERGED, REFUSED, NOT_MADE = "equal bits", "not merged by PEFT", "refused", "not made by PEFT here"
+#: What becomes of a case: PEFT's bits, into a base in safetensors or, as that has no order of layers, in a torch file
+#: alone; PEFT itself merges none; refused, though PEFT merges it; no adapter to be had.
+EQUAL, IN_ORDER, NOT_MERGED = "equal bits", "equal bits into a torch file, which has the order", "not merged by PEFT"
+REFUSED, NOT_MADE = "refused", "not made by PEFT here"
 #: How many cases of each kind in the list of peft 0.21.2 become what.
 EXPECTED: dict[str, dict[str, int]] = {
     "AdaLoraConfig": {EQUAL: 4},
-    "AdamssConfig": {REFUSED if find_spec("sklearn") else NOT_MADE: 7},
+    "AdamssConfig": {EQUAL if find_spec("sklearn") else NOT_MADE: 7},
     "BOFTConfig": {EQUAL: 12},
     "BeftConfig": {EQUAL: 5},
     "C3AConfig": {EQUAL: 6},
     "DeftConfig": {EQUAL: 9},
     "DeloraConfig": {EQUAL: 5},
     "FourierFTConfig": {EQUAL: 6},
-    "FrodConfig": {REFUSED: 5},
+    "FrodConfig": {EQUAL: 5},
     "GloraConfig": {EQUAL: 6},
     "GraloraConfig": {EQUAL: 8},
     "HRAConfig": {EQUAL: 5},
@@ -59,9 +61,9 @@ EXPECTED: dict[str, dict[str, int]] = {
     "RoadConfig": {EQUAL: 6},
     "ShiraConfig": {EQUAL: 5},
     "SupertuningConfig": {EQUAL: 5},
-    "TinyLoraConfig": {REFUSED: 8},
+    "TinyLoraConfig": {EQUAL: 8},
     "TrainableTokensConfig": {EQUAL: 1},
-    "UniLoraConfig": {REFUSED: 6},
+    "UniLoraConfig": {EQUAL: 5, IN_ORDER: 1},
     "VBLoRAConfig": {EQUAL: 6},
     "VeraConfig": {EQUAL: 6},
     "WaveFTConfig": {EQUAL: 20},
@@ -135,15 +137,18 @@ def becomes(listed: Listed, model: str, config: Any, options: dict[str, Any], fo
         theirs = merged_by_peft(listed.base(model), adapter)
     except (NotImplementedError, ValueError, AttributeError, TypeError):
         return NOT_MERGED
-    (folder / "base").mkdir(parents=True)
-    save_file(listed.base(model).state_dict(), folder / "base/model.safetensors")
-    try:
-        merge([adapter], folder / "base", folder / "merged")
-    except CkptError:
-        return REFUSED
-    ours = load_file(folder / "merged/model.safetensors")
-    others = [name for name in theirs if name not in ours or not same(theirs[name], ours[name])]
-    return ", ".join([*others, *(ours.keys() - theirs.keys())]) or EQUAL
+    for name, save, what in (("model.safetensors", save_file, EQUAL), ("pytorch_model.bin", torch.save, IN_ORDER)):
+        base = folder / name
+        base.mkdir(parents=True)
+        save(listed.base(model).state_dict(), base / name)
+        try:
+            merge([adapter], base, folder / "merged")
+        except CkptError:
+            continue
+        ours = load_file(folder / "merged/model.safetensors")
+        others = [name for name in theirs if name not in ours or not same(theirs[name], ours[name])]
+        return ", ".join([*others, *(ours.keys() - theirs.keys())]) or what
+    return REFUSED
 
 
 @pytest.mark.parametrize("kind", EXPECTED)

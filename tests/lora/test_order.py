@@ -1,0 +1,165 @@
+"""`ckpt/lora/order.py`, `ckpt/lora/joint.py`: adapters that go by the order of a model's layers, or by all of their
+weights, in a model that transformers does not know.
+
+The truth is PEFT's merge in the live model, whose layers are not registered by the alphabet.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from ckpt.errors import CorruptError
+from tests.lora.test_kinds import case, trained
+from tests.support.adapters import edited, merge, same
+from tests.support.commands import ckpt
+
+#: Adapters whose file does not tell the order.
+UNTOLD: dict[str, dict[str, Any]] = {
+    "FROD": {"save_projection": False, "sparse_rate": 0.1},
+    "TINYLORA": {"save_projection": False, "r": 2, "u": 6, "weight_tying": 0.4},
+    "UNILORA": {"theta_d_length": 31},
+}
+#: And those that have what PEFT would make anew.
+TOLD = {
+    "FROD": {"sparse_rate": 0.1},
+    "TINYLORA": {"r": 2, "u": 6, "weight_tying": 0.4},
+    "UNILORA": {"theta_d_length": 31, "save_indices": True},
+}
+TARGETS = ["query", "key", "out"]
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Linear(12, 12)
+        self.key = nn.Linear(12, 8)
+        self.inner = nn.ModuleDict({"out": nn.Linear(8, 12)})
+
+
+class Branch(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = Block()
+
+
+class Tower(nn.Module):
+    """Two branches with layers of the same categories and no numbers, and blocks with numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.right = Branch()
+        self.left = Branch()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.head = nn.Linear(12, 4)
+
+
+def tower(dtype: torch.dtype = torch.float32) -> Tower:
+    torch.manual_seed(0)
+    return Tower().to(dtype)
+
+
+def torch_file(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
+    folder.mkdir(parents=True)
+    torch.save(tower(dtype).state_dict(), folder / "pytorch_model.bin")
+    return folder
+
+
+def by_peft(adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    from peft import PeftModel
+
+    state = PeftModel.from_pretrained(tower(dtype), adapter).merge_and_unload().state_dict()
+    kept = {name: tensor for name, tensor in state.items() if ".original_module." not in name}
+    return {name.replace(".modules_to_save.default", ""): tensor for name, tensor in kept.items()}
+
+
+def is_pefts(folder: Path, expected: dict[str, torch.Tensor]) -> bool:
+    found = load_file(folder / "model.safetensors")
+    return found.keys() == expected.keys() and all(same(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_torch_file_has_the_order(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    base, adapter = torch_file(tmp_path / "base", dtype), tmp_path / "adapter"
+    trained(tower(dtype), kind, case(*TARGETS, **UNTOLD[kind]), adapter)
+    merge([adapter], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(adapter, dtype))
+
+
+@pytest.mark.parametrize("kind", TOLD)
+def test_a_file_without_an_order_is_enough_where_the_adapter_tells(kind: str, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    save_file(tower().state_dict(), base / "model.safetensors")
+    trained(tower(), kind, case(*TARGETS, **TOLD[kind]), adapter)
+    merge([adapter], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(adapter))
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_names_in_the_order_of_the_alphabet_tell_none(kind: str, tmp_path: Path) -> None:
+    """In safetensors, and in a torch file that was made of it, by ckpt as by others; nor do those that were moved."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    save_file(tower().state_dict(), base / "model.safetensors")
+    trained(tower(), kind, case(*TARGETS, **UNTOLD[kind]), adapter)
+    (tmp_path / "again").mkdir()
+    torch.save(load_file(base / "model.safetensors"), tmp_path / "again/pytorch_model.bin")
+    assert ckpt("convert", base, "--to", "full", "-o", tmp_path / "ours").code == 0
+    first, *others = tower().state_dict().items()
+    (tmp_path / "moved").mkdir()
+    torch.save(dict([*others, first]), tmp_path / "moved/pytorch_model.bin")
+    for place in (base, tmp_path / "again", tmp_path / "ours", tmp_path / "moved"):
+        done = ckpt("merge-lora", adapter, "--base", place, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (2, False), place
+        assert "which the base does not record" in done.err and "torch.save" in done.err
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_one_layer_has_no_order(kind: str, tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    save_file(tower().state_dict(), base / "model.safetensors")
+    trained(tower(), kind, case("head", **UNTOLD[kind]), adapter)
+    merge([adapter], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(adapter))
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_layer_that_is_saved_as_a_whole_does_not_count(kind: str, tmp_path: Path) -> None:
+    base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
+    options = case(*TARGETS, **UNTOLD[kind], modules_to_save=["left.part.query"])
+    trained(tower(), kind, options, adapter)
+    merge([adapter], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(adapter))
+
+
+@pytest.mark.parametrize("kind", ["FROD", "TINYLORA"])
+def test_a_factor_that_lacks_or_does_not_fit_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+    base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
+    trained(tower(), kind, case(*TARGETS, **TOLD[kind]), adapter)
+    whole = load_file(adapter / "adapter_model.safetensors")
+    for number, fqn in enumerate(sorted(whole)):
+        for name, state in (
+            ("lacks", {other: tensor for other, tensor in whole.items() if other != fqn}),
+            ("short", whole | {fqn: whole[fqn][..., :-1].contiguous()}),
+        ):
+            folder = edited(adapter, tmp_path / f"{name}{number}")
+            save_file(state, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+            done = ckpt("merge-lora", folder, "--base", base, "-o", tmp_path / "out")
+            assert (done.code, (tmp_path / "out").exists()) == (CorruptError.exit_code, False), (name, fqn)
+            leaf = "frod_lambda_s_values" if (name, "_s_indices." in fqn) == ("short", True) else fqn.rpartition(".")[2]
+            assert leaf in done.err, (name, fqn, done.err)  # values and their places, which are in two tensors
+
+
+def test_a_basis_that_is_made_anew_is_said(tmp_path: Path) -> None:
+    base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
+    trained(tower(), "FROD", case(*TARGETS, **UNTOLD["FROD"]), adapter)
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    assert done.code == 0 and "save_projection is false" in done.err + done.out
