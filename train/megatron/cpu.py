@@ -46,7 +46,8 @@ def on_this_machine() -> Iterator[None]:
     if not _has_gpu():
         replaced.append((DeviceMesh, "from_group", _mesh_by))
         missing += [(torch.cuda, name, stand_in) for name, stand_in in _CUDA.items()]
-        missing += [(random, f"_{verb}_cuda_rng_state", _CUDA[f"{verb}_rng_state"]) for verb in ("get", "set")]
+        missing += [(random, "_get_cuda_rng_state", lambda *args, **kwargs: torch.random.get_rng_state())]
+        missing += [(random, "_set_cuda_rng_state", lambda state, *args, **kwargs: torch.random.set_rng_state(state))]
     with contextlib.ExitStack() as stack:
         for owner, name, made_of in replaced:
             stack.enter_context(mock.patch.object(owner, name, made_of(getattr(owner, name))))
@@ -184,6 +185,6 @@ _CUDA: dict[str, Any] = {
     "current_stream": lambda *args: _STREAM,
     "default_stream": lambda *args: _STREAM,
     "manual_seed": lambda seed: torch.random.manual_seed(seed) and None,
-    "get_rng_state": lambda *args, **kwargs: torch.random.get_rng_state(),
-    "set_rng_state": lambda state, *args, **kwargs: torch.random.set_rng_state(state),
+    "get_rng_state": lambda *args: torch.random.get_rng_state(),
+    "set_rng_state": lambda state, *args: torch.random.set_rng_state(state),
 }
