@@ -131,7 +131,8 @@ class JointModel(WholeModel):
             layer.weight = _Unread(dtype, Factor.stored(fqn, self.chosen[fqn], self.base).load)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            FrodModel._init_frod_projections(model, replace(self.made, progressbar=False), _NAME)
+            self.made.progressbar = False
+            FrodModel._init_frod_projections(model, self.made, _NAME)
         return {category: {kind: getattr(model, kind)[category][_NAME] for kind in SHARED} for category in model.frod_V}
 
     def merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
@@ -192,8 +193,8 @@ def _category(module: str) -> str:
 def _num_in(layer: Any) -> int:
     """The inputs of a layer; TypeError for one of a class that PEFT does not adapt."""
     from torch import nn
-    from transformers.pytorch_utils import Conv1D
 
-    if not isinstance(layer, nn.Linear | Conv1D):
-        raise TypeError(f"Target module {type(layer).__name__} is not supported")
-    return int(layer.weight.shape[1 if isinstance(layer, nn.Linear) else 0])
+    is_linear, name = isinstance(layer, nn.Linear), type(layer).__name__
+    if not is_linear and name != CONV1D:
+        raise TypeError(f"Target module {name} is not supported")
+    return int(layer.weight.shape[1 if is_linear else 0])
