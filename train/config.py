@@ -184,7 +184,7 @@ class Config:
                 )
         if self.strategy == "megatron":
             self._check_megatron_options()
-        elif self.steps < 1:
+        elif self.steps < 1 and self.strategy != "megatron-deepspeed":
             raise UserError("--steps is at least 1")
         if self.dropout >= 1 or self.beat == 0:
             raise UserError("--dropout is below 1, --beat more than 0")
