@@ -29,8 +29,6 @@ logging.getLogger("megatron").setLevel(logging.ERROR)
 class MegatronEngine(Engine):
     """Megatron-core's GPTModel."""
 
-    keeps_groups = False  #: whether process groups are still there for the next run in these processes
-
     def __init__(self, sizes: Any, config: Config) -> None:
         self.config = config
         self.args = megatron_args.arguments(sizes, config)
@@ -163,15 +161,18 @@ class MegatronEngine(Engine):
     def close(self) -> None:
         """Frees the model and megatron-core's process groups."""
         from megatron.core import parallel_state
+        from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        for chunk in self.chunks:  # autograd's hooks hold it for ever: Python's collector does not see their circle
-            vars(chunk).clear()
+        RotaryEmbedding.forward.cache_clear()  # both have what is of this run's groups
+        _clear_sharding_prop_cache()
+        for module in [module for chunk in self.chunks for module in chunk.modules()]:
+            vars(module).clear()  # autograd's hooks hold it for ever: Python's collector does not see their circle
         del self.chunks, self.bare, self.optimizer, self.scheduler, self.transformer
         gc.collect()
-        if not self.keeps_groups:  # megatron-core only forgets most of them, while their threads go on polling
-            for group in parallel_state._global_process_group_list or ():
-                if group is not None:  # the default one
-                    dist.destroy_process_group(group)
+        # megatron-core only forgets most of them, while their threads go on polling; the default one is None.
+        for group in filter(None, parallel_state._global_process_group_list or ()):
+            dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
 
     def _run(self, micro_batches: list[torch.Tensor], step: Any, **options: Any) -> list[Any]:

@@ -20,8 +20,6 @@ from train.truth.pieces import Piece, Place, collect
 class FsdpEngine(MegatronEngine):
     """The engine with parameters, gradients and optimizer states dealt out among data-parallel ranks."""
 
-    keeps_groups = True  # torch takes the mesh of one run for that of the next, if they are alike
-
     def _wrap(self, chunks: list[Any]) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
         from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
