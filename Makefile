@@ -52,7 +52,8 @@ test-peft: env  ## PEFT's own list of adapters, every one merged
 	version=$$($(BIN)/python -c 'from importlib.metadata import version; print(version("peft"))') && \
 		$(BIN)/python -m pip download --quiet --no-deps --no-binary peft --dest build/peft-tests "peft==$$version" && \
 		tar --extract --gzip --strip-components 1 --directory build/peft-tests --file build/peft-tests/peft-$$version.tar.gz
-	$(BIN)/python -m pip install --quiet --target build/peft-tests/beside -c constraints.txt scikit-learn==1.9.1
+	$(BIN)/python -m pip install --quiet --target build/peft-tests/beside -c constraints.txt \
+		scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 threadpoolctl==3.8.0
 	PEFT_TESTS=build/peft-tests/tests PYTHONPATH=build/peft-tests/beside \
 		$(BIN)/python -m pytest -m '' tests/lora/test_peft_list.py tests/lora/test_clusters.py
 

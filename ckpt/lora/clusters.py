@@ -8,8 +8,7 @@ projection in the adapter's file, which is of the same decomposition, and the si
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib.metadata import version
-from importlib.util import find_spec
+from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import LossError, UsageError
@@ -19,8 +18,8 @@ if TYPE_CHECKING:
     import torch
 
 ADAMSS = "ADAMSS"
-#: The package that clusters, and its distribution.
-SKLEARN, SCIKIT_LEARN = "sklearn", "scikit-learn"
+#: The distribution of the package that clusters.
+SCIKIT_LEARN = "scikit-learn"
 _PROJECTION = ".adamss_newB"
 #: How far a row of the projection may be from its own length away: processors round otherwise, and bf16 rounds; another
 #: base or other random numbers leave nothing of it.
@@ -29,18 +28,21 @@ _TOLERANCE = 0.02
 
 def require_sklearn() -> None:
     """UsageError where scikit-learn is not installed."""
-    if find_spec(SKLEARN) is None:
+    try:
+        version(SCIKIT_LEARN)  # a folder of the package's name is no installed one
+    except PackageNotFoundError:
         raise UsageError(
             "merging this kind of adapter needs scikit-learn, by which PEFT finds the rows that its factors are for",
             hint=f"pip install {SCIKIT_LEARN}",
-        )
+        ) from None
 
 
 def made_anew(num: int) -> str:
     """The note of a merge into `num` layers."""
     return (
         f"the rows that factors are for were found anew in {counted(num, 'layer')} by scikit-learn "
-        f"{version(SCIKIT_LEARN)}, as PEFT does: no file has them, their numbers are the adapter's"
+        f"{version(SCIKIT_LEARN)}, as PEFT does: no file has them; their numbers are the adapter's, and with another "
+        "release of it, or a base that was in another dtype while it was trained, they may be other rows"
     )
 
 

@@ -122,11 +122,15 @@ class _Done:
 
 @dataclass
 class Noted:
-    """What has been noted of the weights that were computed, by name, and how those that were not are computed."""
+    """What has been noted of the weights that were computed, by name, and how those that were not are computed.
+
+    `made_anew` says what the adapters' files lack and was made of the base, and when that is not what training had.
+    """
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     found: dict[str, list[_Done]] = field(default_factory=dict)
+    made_anew: list[str] = field(default_factory=list)
 
     @cached_property
     def effects(self) -> Effects:

@@ -26,7 +26,7 @@ from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import counted
 from ckpt.lora import light
-from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, SKLEARN, made_anew, require_sklearn
+from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
@@ -174,8 +174,9 @@ def _identity(adapters: Sequence[Adapter]) -> str:
     """
     from xxhash import xxh3_128
 
-    libraries = {"torch": "torch", "peft": "peft", SKLEARN: SCIKIT_LEARN}
-    hasher = xxh3_128(repr([version(name) for package, name in libraries.items() if find_spec(package)]).encode())
+    libraries = [name for name in ("torch", "peft") if find_spec(name)]
+    libraries += [SCIKIT_LEARN] if any(one.config.kind == ADAMSS for one in adapters) else []
+    hasher = xxh3_128(repr([version(name) for name in libraries]).encode())
     for one in adapters:
         hasher.update(repr((one.config.given_layout, sorted(one.config.raw.items()))).encode())
         for fqn, factor in one.factors.items():
@@ -207,7 +208,6 @@ class _Merge:
     resized: dict[str, int] = field(default_factory=dict)
     by_expert: list[str] = field(default_factory=list)
     overruled: list[str] = field(default_factory=list)
-    made_anew: list[str] = field(default_factory=list)
     token_rows: dict[str, list[tuple[list[int], Factor]]] = field(default_factory=dict)
     rows_again: list[tuple[int, str, str]] = field(default_factory=list)
 
@@ -290,12 +290,12 @@ class _Merge:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
             kind = JointModel if adapter.config.kind == FROD else WholeModel
             whole = kind(adapter, self.base, self.chosen, factors, frozenset(layers))
-            self.made_anew.extend(whole.notes)
+            self.noted.made_anew.extend(whole.notes)
             for module in whole.layers:
                 self._update(self._place_alone(adapter, module), whole.update(module))
             return
         if adapter.config.kind == ADAMSS:
-            self.made_anew.append(made_anew(len(layers)))
+            self.noted.made_anew.append(made_anew(len(layers)))
         for module, state in layers.items():
             self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
@@ -675,7 +675,7 @@ class _Merge:
         if self.overruled:
             adapters = counted(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
-        yield from self.made_anew
+        yield from self.noted.made_anew
         for num, fqn, path in self.rows_again:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:

@@ -202,7 +202,7 @@ def verify_merge(
         report.num_bytes,
         tuple(deviations),
         merge.noted.effects,
-        tuple(notes),
+        (*notes, *merge.noted.made_anew),
         report.exit_code,
     )
 

@@ -7,6 +7,7 @@ PEFT's merge.
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,8 @@ def test_it_equals_pefts_own_merge_in_bf16(bases: dict[str, Path], tmp_path: Pat
 def test_what_was_made_anew_is_said(adapter: Path, own: Path, tmp_path: Path) -> None:
     done = ckpt("merge-lora", adapter, "--base", own, "-o", tmp_path / "out")
     assert done.code == 0 and "found anew in 2 layers by scikit-learn" in done.err + done.out
-    assert ckpt("verify", own, tmp_path / "out", "--adapter", adapter).code == 0
+    done = ckpt("verify", own, tmp_path / "out", "--adapter", adapter)
+    assert done.code == 0 and "found anew in 2 layers by scikit-learn" in done.err + done.out
 
 
 @needs_sklearn
@@ -111,7 +113,17 @@ def test_a_factor_that_lacks_is_refused_by_name(adapter: Path, own: Path, tmp_pa
 
 
 def test_without_scikit_learn_it_is_asked_for(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ckpt.lora.clusters.find_spec", lambda name: None)
+    """A folder of its package's name beside a script is none; and no other kind of adapter asks for it."""
+
+    def installed(name: str) -> str:
+        if name == "scikit-learn":
+            raise PackageNotFoundError(name)
+        return version(name)
+
+    (tmp_path / "sklearn").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for module in ("clusters", "merge"):
+        monkeypatch.setattr(f"ckpt.lora.{module}.version", installed)
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "ADAMSS", "target_modules": ["first"], "r": 2}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
@@ -119,3 +131,5 @@ def test_without_scikit_learn_it_is_asked_for(own: Path, tmp_path: Path, monkeyp
     save_file(state, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
     done = ckpt("merge-lora", tmp_path / "adapter", "--base", own, "-o", tmp_path / "out")
     assert (done.code, (tmp_path / "out").exists()) == (2, False) and "pip install scikit-learn" in done.err
+    trained(base(own), "LORA", {"target_modules": ["first"], "r": 2}, tmp_path / "lora")
+    assert ckpt("merge-lora", tmp_path / "lora", "--base", own, "-o", tmp_path / "out").code == 0
