@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.base.sizes import show_size
-from ckpt.lora.find import Factor
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import CONV1D, LINEAR, made_layer
 from ckpt.lora.order import is_recorded
@@ -128,7 +127,7 @@ class JointModel(WholeModel):
             layer, fqn = model.model.get_submodule(module), f"{module}.weight"
             dtype = layer.weight.dtype
             del layer.weight
-            layer.weight = _Unread(dtype, Factor.stored(fqn, self.chosen[fqn], self.base).load)
+            layer.weight = _Unread(dtype, self.stored(fqn).load)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.made.progressbar = False

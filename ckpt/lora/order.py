@@ -104,7 +104,7 @@ def _by_projections(adapter: Adapter, factors: Mapping[str, Factor]) -> list[str
     end = ".tinylora_P"
     saved = {fqn.removeprefix(names.PREFIX).removesuffix(end): one for fqn, one in factors.items() if fqn.endswith(end)}
     left, found = {module: one.load() for module, one in saved.items()}, list[str]()
-    if any(projection.dim() != 3 or not projection.numel() for projection in left.values()):
+    if any(projection.dim() != 3 for projection in left.values()):
         return None
     first = adapter.config.raw.get("projection_seed", 42)
     for number in range(len(left)):

@@ -72,10 +72,14 @@ def torch_file(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def by_peft(adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def by_peft(
+    adapter: Path, dtype: torch.dtype = torch.float32, before: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     from peft import PeftModel
 
-    state = PeftModel.from_pretrained(tower(dtype), adapter).merge_and_unload().state_dict()
+    model = tower(dtype)
+    model.load_state_dict(before or model.state_dict())
+    state = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
     kept = {name: tensor for name, tensor in state.items() if ".original_module." not in name}
     return {name.replace(".modules_to_save.default", ""): tensor for name, tensor in kept.items()}
 
@@ -222,12 +226,67 @@ def test_projections_that_are_none_tell_no_order(tmp_path: Path) -> None:
     trained(tower(), "TINYLORA", case(*TARGETS, **TOLD["TINYLORA"]), adapter)
     whole = load_file(adapter / "adapter_model.safetensors")
     fqn = next(fqn for fqn in whole if fqn.endswith("tinylora_P"))
-    for number, wrong in enumerate((torch.tensor(1.0), torch.zeros(6, 2, 0), torch.zeros_like(whole[fqn]))):
+    for number, wrong in enumerate((torch.tensor(1.0), torch.zeros_like(whole[fqn]))):
         folder = edited(adapter, tmp_path / str(number))
         save_file(whole | {fqn: wrong}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
         done = ckpt("merge-lora", folder, "--base", base, "-o", tmp_path / "out")
         assert (done.code, (tmp_path / "out").exists()) == (2, False)
         assert "which the base does not record" in done.err
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's: a state dict has both names, and safetensors has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(12, 20, bias=False)
+        self.query = nn.Linear(12, 12)
+        self.key = nn.Linear(12, 12)
+        self.inner = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 20, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_weight_that_layers_share_is_refused_by_its_other_name_too(
+    kind: str, options: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    base, adapter, saved = tmp_path / "base", tmp_path / "adapter", tmp_path / "saved"
+    base.mkdir()
+    torch.save(Tied().state_dict(), base / "pytorch_model.bin")
+    trained(Tied(), kind, case("head", "query", "key", **options[kind]), adapter)
+    trained(Tied(), "LORA", case("inner", modules_to_save=["head"]), saved)  # which makes the head a copy of its own
+    for adapters in ([adapter], [saved, adapter]):
+        done = ckpt("merge-lora", *adapters, "--base", base, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (2, False)
+        assert "not merged into a weight that two layers share" in done.err
+
+
+def test_a_name_of_a_layer_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The layers are numbered, and one whose weight is another's is in no safetensors file."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    state = Tied().state_dict()
+    save_file({name: tensor for name, tensor in state.items() if name != "head.weight"}, base / "model.safetensors")
+    trained(Tied(), "UNILORA", case("head", "key", **UNTOLD["UNILORA"]), adapter)
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "names a layer that the base does not have" in done.err and "head" in done.err
+
+
+@pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
+def test_a_basis_is_made_of_the_weights_that_an_adapter_before_it_brought(
+    options: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    base, first, second = torch_file(tmp_path / "base"), tmp_path / "first", tmp_path / "second"
+    trained(tower(), "LORA", case("query", modules_to_save=["key"]), first)
+    before = by_peft(first)
+    model = tower()
+    model.load_state_dict(before)
+    trained(model, "FROD", case("key", **options["FROD"]), second)
+    merge([first, second], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(second, before=before))
 
 
 def test_a_basis_that_is_made_anew_is_said(tmp_path: Path) -> None:
