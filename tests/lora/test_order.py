@@ -289,8 +289,41 @@ def test_a_basis_is_made_of_the_weights_that_an_adapter_before_it_brought(
     assert is_pefts(tmp_path / "merged", by_peft(second, before=before))
 
 
-def test_a_basis_that_is_made_anew_is_said(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["UNTOLD", "TOLD"])
+def test_a_layer_is_computed_with_as_many_threads_as_pefts(name: str, tmp_path: Path) -> None:
+    """Which is another number than the one in which tensors are merged side by side, and gives other bits."""
+    from peft import PeftModel
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"out": nn.Linear(512, 512)})
+
+    base, adapter, num = tmp_path / "base", tmp_path / "adapter", torch.get_num_threads()
+    base.mkdir()
+    torch.save(wide().state_dict(), base / "pytorch_model.bin")
+    torch.set_num_threads(2)
+    try:
+        trained(wide(), "FROD", case("out", **{"UNTOLD": UNTOLD, "TOLD": TOLD}[name]["FROD"]), adapter)
+        expected = PeftModel.from_pretrained(wide(), adapter).merge_and_unload().state_dict()
+        merge([adapter], base, tmp_path / "merged")
+    finally:
+        torch.set_num_threads(num)
+    assert is_pefts(tmp_path / "merged", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "UNTOLD",
+            "which takes about 12.8 kB of memory; where training computed it on another kind of processor, with",
+        ),
+        ("TOLD", "what layers of a category share stays in memory while they are merged"),
+    ],
+)
+def test_a_basis_and_the_memory_it_takes_are_said(name: str, said: str, tmp_path: Path) -> None:
     base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
-    trained(tower(), "FROD", case(*TARGETS, **UNTOLD["FROD"]), adapter)
+    trained(tower(), "FROD", case(*TARGETS, **{"UNTOLD": UNTOLD, "TOLD": TOLD}[name]["FROD"]), adapter)
     done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
-    assert done.code == 0 and "save_projection is false" in done.err + done.out
+    assert done.code == 0 and said in done.err + done.out
+    assert ("save_projection is false" in done.err + done.out) == (name == "UNTOLD")
