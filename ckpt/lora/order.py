@@ -81,11 +81,11 @@ def is_registered(fqns: Collection[str]) -> bool:
             if part not in before[-1:]:
                 before.append(part)
     own, steps, seen = set(fqns), 0, set[tuple[tuple[str, ...], str, str]]()
-    for parent, parts in inside.items():
-        are_own = [".".join((*parent, part)) in own for part in parts]
-        numbers = [int(part) for part in parts if part.isdecimal()]
-        named = [part for part in parts if not part.isdecimal()]
-        if len({*parts}) < len(parts) or numbers != sorted(numbers) or are_own != sorted(are_own, reverse=True):
+    for parent, children in inside.items():
+        are_own = [".".join((*parent, part)) in own for part in children]
+        numbers = [int(part) for part in children if part.isdecimal()]
+        named = [part for part in children if not part.isdecimal()]
+        if len({*children}) < len(children) or numbers != sorted(numbers) or are_own != sorted(are_own, reverse=True):
             return False
         alike = tuple("" if part.isdecimal() else part for part in parent)
         seen |= {(alike, *pair) for pair in combinations(named, 2)}
