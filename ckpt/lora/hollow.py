@@ -69,7 +69,8 @@ def hollow(
 class WholeModel:
     """The hollow model of a base, with the `factors` of an adapter in it as PEFT loads them.
 
-    `adapted` are the layers that it has tensors for.
+    `adapted` are the layers that it has tensors for; `stored` is a parameter before any update, the base's or one that
+    another adapter brings in its place.
     """
 
     adapter: Adapter
@@ -77,6 +78,7 @@ class WholeModel:
     chosen: Mapping[str, Choice]
     factors: Mapping[str, Factor]
     adapted: frozenset[str]
+    stored: Callable[[str], Factor]
 
     @cached_property
     def made(self) -> Any:
@@ -118,9 +120,12 @@ class WholeModel:
         """
         from peft.tuners.tuners_utils import check_target_module_exists
 
+        shapes = {**{alias: shapes[owner] for alias, owner in self.base.ties.items()}, **shapes}
         matrices = {fqn.removesuffix(".weight"): shape for fqn, shape in shapes.items() if fqn.endswith(".weight")}
         matrices = {module: shape for module, shape in matrices.items() if len(shape) == 2}
         adapted = self.adapted or {one for one in matrices if check_target_module_exists(self.made, one)}
+        if not self.adapted:
+            self._check_named(matrices)
         order = ordered(self.adapter, self.base, matrices, adapted, self.factors)
         biases = {module: shapes[f"{module}.bias"][0] for module in matrices if f"{module}.bias" in shapes}
         classes = {one: CONV1D if biases.get(one, shape[0]) != shape[0] else LINEAR for one, shape in matrices.items()}
@@ -139,6 +144,20 @@ class WholeModel:
                 )
             classes[module] = recorded
         return model_of({one: made_layer(classes[one], matrices[one], has_bias=one in biases) for one in order})
+
+    def _check_named(self, modules: Iterable[str]) -> None:
+        """UsageError where the config names a layer that is none of `modules`."""
+        named, known = self.made.target_modules, [f".{module}" for module in modules]
+        for name in () if isinstance(named, str) else sorted(named):
+            if not any(module.endswith(f".{name}") for module in known):
+                raise UsageError(
+                    "the adapter's config names a layer that the base does not have, and what it adds goes by the "
+                    "order of all",
+                    path=self.adapter.config.path,
+                    fqn=name,
+                    hint="a torch file has layers that share a weight with another, and safetensors files do not: "
+                    "torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base",
+                )
 
     @property
     def notes(self) -> Iterator[str]:
@@ -172,7 +191,7 @@ class WholeModel:
 
         def is_nothing() -> bool:
             fqn = f"{module}.weight"
-            weight = Factor.stored(fqn, self.chosen[fqn], self.base).load().float()
+            weight = self.stored(fqn).load().float()
             return bool((self.merge(module, weight.clone()) == weight).all())
 
         return Update(self.adapter.path, module, lambda weight: self.merge(module, weight), is_nothing)

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CorruptError
 from ckpt.base.sizes import show_size
-from ckpt.lora.find import Factor
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.layer import CONV1D, LINEAR, made_layer
 from ckpt.lora.order import is_recorded
@@ -36,6 +35,10 @@ _BASIS, _INDICES, _SIZE = SHARED = ("frod_V", "frod_s_indices", "frod_s_size")
 _DIAGONAL, _VALUES = OWN = ("frod_lambda_l", "frod_lambda_s_values")
 #: Bytes per element of a category's weights while its basis is made: the weights in fp32, stacked, decomposed.
 _BYTES = 16
+#: Bytes per element of a basis while places in it are drawn: all of them in int64, in several forms.
+_DRAWN = 64
+#: Bytes per place in a basis that has a value of a layer's own: its row and column.
+_PLACE = 16
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,7 @@ class JointModel(WholeModel):
     def _shared(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """What layers of each category share: from the adapter's file, or made of their weights."""
         if not is_recorded(self.adapter):
-            with ThreadPoolExecutor(1) as alone:  # with as many threads as PEFT takes, unlike who asks for it
-                return alone.submit(self._made_anew).result()
+            return self._made_anew()
         found: dict[str, dict[str, torch.Tensor]] = {}
         for kind in SHARED:
             before = f"base_model.{kind}."
@@ -128,7 +130,7 @@ class JointModel(WholeModel):
             layer, fqn = model.model.get_submodule(module), f"{module}.weight"
             dtype = layer.weight.dtype
             del layer.weight
-            layer.weight = _Unread(dtype, Factor.stored(fqn, self.chosen[fqn], self.base).load)
+            layer.weight = _Unread(dtype, self.stored(fqn).load)
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             self.made.progressbar = False
@@ -140,14 +142,16 @@ class JointModel(WholeModel):
         import torch
 
         path = self.adapter.config.path
-        with _LOCK, torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        with _LOCK, warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
             warnings.simplefilter("ignore")
             try:
-                return self._merged(module, weight)
+                with ThreadPoolExecutor(1) as alone:  # it computes in as many threads as PEFT, unlike the one here
+                    return alone.submit(self._merged, module, weight).result()
             except (ValueError, RuntimeError, TypeError, KeyError) as error:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=path, fqn=module) from error
 
     def _merged(self, module: str, weight: torch.Tensor) -> torch.Tensor:
+        import torch
         from peft.tuners._buffer_dict import BufferDict
         from peft.tuners.frod.model import FrodModel
         from torch import nn
@@ -164,22 +168,30 @@ class JointModel(WholeModel):
             if trained.shape != found[_NAME].shape:
                 raise ValueError(f"size mismatch for {name}: {list(trained.shape)}, not {list(found[_NAME].shape)}")
             found[_NAME] = nn.Parameter(trained, requires_grad=False)
-        layer.merge()
+        with torch.no_grad():
+            layer.merge()
         return base.weight.detach()
 
     @property
     def notes(self) -> Iterator[str]:
-        """How much memory a basis takes that is made anew, and when the result is wrong."""
-        if is_recorded(self.adapter):
-            return
-        sizes: dict[str, int] = {}
+        """How much memory it takes that layers share a basis, and when the result is wrong."""
+        decomposing, drawing, held = dict[str, int](), dict[str, int](), dict[str, int]()
         for module in self.layers:
-            num = prod(self.chosen[f"{module}.weight"].tensor.shape)
-            sizes[_category(module)] = sizes.get(_category(module), 0) + num * _BYTES
+            category, choice = _category(module), self.chosen[f"{module}.weight"]
+            num_in = _num_in(self.wrapped.model.get_submodule(module))
+            num_places = min(int(num_in**2 * self.made.sparse_rate), num_in**2 - num_in)
+            decomposing[category] = decomposing.get(category, 0) + prod(choice.tensor.shape) * _BYTES
+            drawing[category] = num_in**2 * _DRAWN
+            held[category] = num_in**2 * choice.dtype.itemsize + num_places * _PLACE
+        total = sum(held.values())
+        if is_recorded(self.adapter):
+            yield f"what layers of a category share stays in memory while they are merged: {show_size(total)}"
+            return
+        peak = show_size(total + max(*decomposing.values(), *drawing.values()))
         yield (
             "what layers of a category share is not in the adapter (save_projection is false): it is made anew of the "
-            f"base, as PEFT does, which takes up to {show_size(max(sizes.values()))} of memory; where training "
-            "computed it on another kind of processor, the result is wrong"
+            f"base, as PEFT does, which takes about {peak} of memory; where training computed it on another kind of "
+            "processor, with another number of threads or in another dtype, the result is wrong"
         )
 
 

@@ -289,10 +289,11 @@ class _Merge:
         if adapter.config.kind in BY_MODEL:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
             kind = JointModel if adapter.config.kind == FROD else WholeModel
-            whole = kind(adapter, self.base, self.chosen, factors, frozenset(layers))
+            whole = kind(adapter, self.base, self.chosen, factors, frozenset(layers), self._stored)
+            placed = {module: self._place_alone(adapter, module) for module in whole.layers}
             self.noted.made_anew.extend(whole.notes)
-            for module in whole.layers:
-                self._update(self._place_alone(adapter, module), whole.update(module))
+            for module, owner in placed.items():
+                self._update(owner, whole.update(module))
             return
         if adapter.config.kind == ADAMSS:
             self.noted.made_anew.append(made_anew(len(layers)))
@@ -311,7 +312,7 @@ class _Merge:
     def _place_alone(self, adapter: Adapter, module: str) -> str:
         """The weight of a layer that nothing else changes, and no other layer has."""
         owner = self._weight(adapter, module)
-        if owner in self.base.ties.values():
+        if owner in self.base.ties.values() or owner in self.base.ties:
             raise UsageError(
                 "this kind of adapter is not merged into a weight that two layers share", path=adapter.path, fqn=owner
             )

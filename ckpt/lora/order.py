@@ -2,18 +2,20 @@
 
 What some kinds of adapters have for a layer goes by its number among the adapted ones, in the order in which the model
 registers them, and a layer's own tensors do not tell it.  A pickled state dict of the base has that order.  A
-safetensors file has none, nor has a state dict whose names somebody has sorted.
+safetensors file has none, nor has a state dict whose names somebody has sorted, or that was put together from such
+files: an order that is not seen to be a model's is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import takewhile
+from collections.abc import Collection, Iterator, Mapping
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import UsageError
 from ckpt.lora.find import Adapter, Factor
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import WEIGHT, Checkpoint
+from ckpt.plan.tensors import Shape
 from ckpt.state import adapter as names
 
 if TYPE_CHECKING:
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
 TINYLORA, UNILORA, FROD = "TINYLORA", "UNILORA", "FROD"
 #: The entry of a kind's config, and what it is if there is none, under which its file has what else goes by the order.
 _RECORDED = {TINYLORA: ("save_projection", True), UNILORA: ("save_indices", False), FROD: ("save_projection", True)}
+#: Tensors for each step back in the alphabet that shows an order to be a model's.
+_PER_STEP = 6
 
 
 def is_recorded(adapter: Adapter) -> bool:
@@ -46,40 +50,48 @@ def ordered(
         return sorted(modules)
     if adapter.config.kind == TINYLORA and is_recorded(adapter) and (found := _by_projections(adapter, factors)):
         return [*found, *sorted(set(modules) - set(found))]
-    if base.keeps_order and not _are_sorted(base) and _is_walk(modules):
-        return list(modules)
+    stored = [fqn for fqn, role in base.tensors if role == WEIGHT]
+    if base.keeps_order and is_registered(stored):
+        places = {fqn: number for number, fqn in enumerate(stored)}
+        return sorted(modules, key=lambda module: places.get(f"{module}.weight", len(places)))
+    key, _ = _RECORDED[adapter.config.kind]
     raise UsageError(
         "this adapter goes by the order of the model's layers, which the base does not record",
         path=base.path,
         expected="a model that transformers knows, or a torch file, which has the order",
-        found=f"{len(adapted)} adapted layers, and names that are sorted or in no order of a model's",
-        hint="in Python: torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base",
+        found=f"{len(adapted)} adapted layers, and names that are sorted, wholly or in part, or in no model's order",
+        hint="in Python: torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base"
+        + ("" if is_recorded(adapter) else f"; or an adapter that was saved with {key}=True"),
     )
 
 
-def _are_sorted(base: Checkpoint) -> bool:
-    """Whether the names are sorted, as in a state dict that was read from a safetensors file.
+def is_registered(fqns: Collection[str]) -> bool:
+    """Whether the order of all tensors of a model is seen to be that in which it registers them.
 
-    No model of modules with a bias is: it registers the weight before the bias.
+    A state dict has a module's own tensors before those of the modules in it, which stand together, weights before
+    biases, numbers counted up, and repeated blocks alike.  That could be of sorted names too.  What proves it is that
+    names within modules step back in the alphabet: in lists that were sorted and then joined they do so at most once
+    where two of them meet, and files hold more tensors than `_PER_STEP`.
     """
-    by_dtype: dict[str, list[str]] = {}
-    for tensor in base.tensors.values():
-        by_dtype.setdefault(tensor.dtype.name, []).append(tensor.fqn)
-    return all(found == sorted(found) for found in by_dtype.values())
-
-
-def _is_walk(modules: Iterable[str]) -> bool:
-    """Whether a model can have them in this order: each before those in it, and none left and come back to."""
-    path: tuple[str, ...] = ()
-    left: set[tuple[str, ...]] = set()
-    for module in modules:
-        parts = tuple(module.split("."))
-        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path, parts, strict=False)))
-        left |= {path[:depth] for depth in range(shared + 1, len(path) + 1)}
-        if shared == len(parts) or parts[: shared + 1] in left:
+    inside: dict[tuple[str, ...], list[str]] = {}
+    for fqn in fqns:
+        parts = tuple(fqn.split("."))
+        for depth, part in enumerate(parts):
+            before = inside.setdefault(parts[:depth], [])
+            if part not in before[-1:]:
+                before.append(part)
+    own, steps, seen = set(fqns), 0, set[tuple[tuple[str, ...], str, str]]()
+    for parent, children in inside.items():
+        are_own = [".".join((*parent, part)) in own for part in children]
+        numbers = [int(part) for part in children if part.isdecimal()]
+        named = [part for part in children if not part.isdecimal()]
+        if len({*children}) < len(children) or numbers != sorted(numbers) or are_own != sorted(are_own, reverse=True):
             return False
-        path = parts
-    return True
+        alike = tuple("" if part.isdecimal() else part for part in parent)
+        seen |= {(alike, *pair) for pair in combinations(named, 2)}
+        steps += sum(one > other for one, other in pairwise(named)) if parent else 0
+    is_turned = any((one, other) == ("bias", "weight") or (alike, other, one) in seen for alike, one, other in seen)
+    return not is_turned and steps > 1 and len(own) <= steps * _PER_STEP
 
 
 def _by_projections(adapter: Adapter, factors: Mapping[str, Factor]) -> list[str] | None:
@@ -92,17 +104,27 @@ def _by_projections(adapter: Adapter, factors: Mapping[str, Factor]) -> list[str
     end = ".tinylora_P"
     saved = {fqn.removeprefix(names.PREFIX).removesuffix(end): one for fqn, one in factors.items() if fqn.endswith(end)}
     left, found = {module: one.load() for module, one in saved.items()}, list[str]()
+    if any(projection.dim() != 3 for projection in left.values()):
+        return None
     first = adapter.config.raw.get("projection_seed", 42)
     for number in range(len(left)):
+        drawn = {shape: _drawn(shape, first + number) for shape in {tuple(one.shape) for one in left.values()}}
         for module, projection in left.items():
-            generator = torch.Generator().manual_seed(first + number)
-            std = 1.0 / projection.shape[-1] ** 0.5
-            drawn = torch.normal(mean=0.0, std=std, size=tuple(projection.shape), generator=generator)
-            if any(torch.equal(rounded, projection) for rounded in _rounded(drawn, projection.dtype)):
+            if any(torch.equal(one, projection) for one in _rounded(drawn[tuple(projection.shape)], projection.dtype)):
                 found.append(module)
                 del left[module]
                 break
-    return found if not left else None
+        else:
+            return None
+    return found
+
+
+def _drawn(shape: Shape, seed: int) -> torch.Tensor:
+    """A projection as PEFT draws it."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return torch.normal(mean=0.0, std=1.0 / shape[-1] ** 0.5, size=shape, generator=generator)
 
 
 def _rounded(drawn: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:

@@ -323,6 +323,11 @@ def test_layers_whose_class_nothing_tells_and_weights_that_two_share(
     trained(load_base(bases["gpt2"]), "HIRA", case("wte"), tmp_path / "hira")
     done = ckpt("merge-lora", tmp_path / "hira", "--base", bases["gpt2"], "-o", tmp_path / "out")
     assert done.code == 2 and "a weight that two layers share" in done.err
+    for kind, options in (("FROD", {"save_projection": False}), ("FROD", {}), ("TINYLORA", {}), ("UNILORA", {})):
+        adapter = tmp_path / f"{kind}{len(options)}"
+        trained(load_base(bases["gpt2"]), kind, case("lm_head", "c_attn", **options), adapter)
+        done = ckpt("merge-lora", adapter, "--base", bases["gpt2"], "-o", tmp_path / "out")
+        assert done.code == 2 and "a weight that two layers share" in done.err
 
 
 #: Kinds whose layers share tensors, which go by the largest layer or by the order of all.

@@ -6,6 +6,7 @@ The truth is PEFT's merge in the live model, whose layers are not registered by 
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt.errors import CorruptError
+from ckpt.lora.order import is_registered
 from tests.lora.test_kinds import case, trained
 from tests.support.adapters import edited, merge, same
 from tests.support.commands import ckpt
@@ -70,10 +72,14 @@ def torch_file(folder: Path, dtype: torch.dtype = torch.float32) -> Path:
     return folder
 
 
-def by_peft(adapter: Path, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+def by_peft(
+    adapter: Path, dtype: torch.dtype = torch.float32, before: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
     from peft import PeftModel
 
-    state = PeftModel.from_pretrained(tower(dtype), adapter).merge_and_unload().state_dict()
+    model = tower(dtype)
+    model.load_state_dict(before or model.state_dict())
+    state = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
     kept = {name: tensor for name, tensor in state.items() if ".original_module." not in name}
     return {name.replace(".modules_to_save.default", ""): tensor for name, tensor in kept.items()}
 
@@ -122,6 +128,61 @@ def test_names_in_the_order_of_the_alphabet_tell_none(kind: str, tmp_path: Path)
 
 
 @pytest.mark.parametrize("kind", UNTOLD)
+def test_names_that_are_sorted_in_part_tell_none(kind: str, tmp_path: Path) -> None:
+    """Shards that somebody joined, or ckpt did, and a tensor that was put behind those of a file."""
+    adapter, state = tmp_path / "adapter", tower().state_dict()
+    trained(tower(), kind, case(*TARGETS, **UNTOLD[kind]), adapter)
+    first = {name: tensor for name, tensor in state.items() if name.startswith("right")}
+    last = {name: tensor for name, tensor in state.items() if name not in first}
+    shards, places = tmp_path / "shards", [tmp_path / name for name in ("ours", "joined", "behind")]
+    shards.mkdir()
+    joined: dict[str, torch.Tensor] = {}
+    for name, tensors in (("model-00001-of-00002", first), ("model-00002-of-00002", last)):
+        save_file(tensors, shards / f"{name}.safetensors")
+        joined |= load_file(shards / f"{name}.safetensors")
+    where = {name: f"model-0000{1 if name in first else 2}-of-00002.safetensors" for name in state}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    assert ckpt("convert", shards, "--to", "full", "-o", places[0]).code == 0
+    behind = {name: state[name] for name in sorted(state) if name != "head.weight"}
+    for place, made in zip(places[1:], (joined, behind | {"head.weight": state["head.weight"]}), strict=True):
+        place.mkdir()
+        torch.save(made, place / "pytorch_model.bin")
+    for place in places:
+        done = ckpt("merge-lora", adapter, "--base", place, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (2, False), place
+        assert "which the base does not record" in done.err and "sorted, wholly or in part" in done.err
+
+
+def blocks(num: int, *names: str) -> list[str]:
+    return [f"model.layers.{number}.{name}" for number in range(num) for name in names]
+
+
+LLAMA = ["attn.q.weight", "attn.k.weight", "attn.v.weight", "mlp.up.weight", "mlp.down.weight", "norm.weight"]
+GPT = ["ln_1.weight", "attn.c_attn.weight", "attn.c_proj.weight", "ln_2.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
+BIASED = ["query.weight", "query.bias", "score.weight", "score.bias"]
+
+
+@pytest.mark.parametrize(
+    ("is_seen", "fqns"),
+    [
+        (True, ["model.embed.weight", *blocks(12, *LLAMA), "score.weight"]),
+        (True, ["model.wte.weight", "model.wpe.weight", *blocks(2, *GPT), "model.ln_f.weight"]),
+        (True, ["token", "model.embed.weight", *blocks(12, *BIASED), "score.weight"]),
+        (False, ["model.embed.weight", *sorted(blocks(10, *LLAMA)), *sorted(blocks(12, *LLAMA)[60:]), "score.weight"]),
+        (False, ["model.embed.weight", *sorted(blocks(10, *BIASED)), *sorted(blocks(12, *BIASED)[40:])]),
+        (False, [*blocks(1, *LLAMA[:2]), *sorted(blocks(2, *LLAMA)[2:])]),  # cut within a block that others are like
+        (False, [*sorted(blocks(9, "out.weight", "query.weight")), "top.out.weight", "top.key.weight"]),
+        (False, blocks(12, "query.weight", "score.weight")),  # in which all is as in a sorted file
+        (False, blocks(12, *LLAMA)[::-1]),
+        (False, [*blocks(2, *BIASED), "token"]),  # which stands before the modules
+        (False, [*(name for name in blocks(9, *BIASED) if "bias" not in name), *blocks(9, "query.bias", "score.bias")]),
+    ],
+)
+def test_an_order_that_is_not_seen_to_be_a_models_is_none(is_seen: bool, fqns: list[str]) -> None:
+    assert is_registered(fqns) == is_seen
+
+
+@pytest.mark.parametrize("kind", UNTOLD)
 def test_one_layer_has_no_order(kind: str, tmp_path: Path) -> None:
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
@@ -158,8 +219,111 @@ def test_a_factor_that_lacks_or_does_not_fit_is_refused_by_name(kind: str, tmp_p
             assert leaf in done.err, (name, fqn, done.err)  # values and their places, which are in two tensors
 
 
-def test_a_basis_that_is_made_anew_is_said(tmp_path: Path) -> None:
-    base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
-    trained(tower(), "FROD", case(*TARGETS, **UNTOLD["FROD"]), adapter)
+def test_projections_that_are_none_tell_no_order(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    save_file(tower().state_dict(), base / "model.safetensors")
+    trained(tower(), "TINYLORA", case(*TARGETS, **TOLD["TINYLORA"]), adapter)
+    whole = load_file(adapter / "adapter_model.safetensors")
+    fqn = next(fqn for fqn in whole if fqn.endswith("tinylora_P"))
+    for number, wrong in enumerate((torch.tensor(1.0), torch.zeros_like(whole[fqn]))):
+        folder = edited(adapter, tmp_path / str(number))
+        save_file(whole | {fqn: wrong}, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+        done = ckpt("merge-lora", folder, "--base", base, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (2, False)
+        assert "which the base does not record" in done.err
+
+
+class Tied(nn.Module):
+    """The head's weight is the embedding's: a state dict has both names, and safetensors has one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Linear(12, 20, bias=False)
+        self.query = nn.Linear(12, 12)
+        self.key = nn.Linear(12, 12)
+        self.inner = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 20, bias=False)
+        self.head.weight = self.table.weight
+
+
+@pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
+@pytest.mark.parametrize("kind", UNTOLD)
+def test_a_weight_that_layers_share_is_refused_by_its_other_name_too(
+    kind: str, options: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    base, adapter, saved = tmp_path / "base", tmp_path / "adapter", tmp_path / "saved"
+    base.mkdir()
+    torch.save(Tied().state_dict(), base / "pytorch_model.bin")
+    trained(Tied(), kind, case("head", "query", "key", **options[kind]), adapter)
+    trained(Tied(), "LORA", case("inner", modules_to_save=["head"]), saved)  # which makes the head a copy of its own
+    for adapters in ([adapter], [saved, adapter]):
+        done = ckpt("merge-lora", *adapters, "--base", base, "-o", tmp_path / "out")
+        assert (done.code, (tmp_path / "out").exists()) == (2, False)
+        assert "not merged into a weight that two layers share" in done.err
+
+
+def test_a_name_of_a_layer_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
+    """The layers are numbered, and one whose weight is another's is in no safetensors file."""
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    state = Tied().state_dict()
+    save_file({name: tensor for name, tensor in state.items() if name != "head.weight"}, base / "model.safetensors")
+    trained(Tied(), "UNILORA", case("head", "key", **UNTOLD["UNILORA"]), adapter)
     done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
-    assert done.code == 0 and "save_projection is false" in done.err + done.out
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "names a layer that the base does not have" in done.err and "head" in done.err
+
+
+@pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
+def test_a_basis_is_made_of_the_weights_that_an_adapter_before_it_brought(
+    options: dict[str, dict[str, Any]], tmp_path: Path
+) -> None:
+    base, first, second = torch_file(tmp_path / "base"), tmp_path / "first", tmp_path / "second"
+    trained(tower(), "LORA", case("query", modules_to_save=["key"]), first)
+    before = by_peft(first)
+    model = tower()
+    model.load_state_dict(before)
+    trained(model, "FROD", case("key", **options["FROD"]), second)
+    merge([first, second], base, tmp_path / "merged")
+    assert is_pefts(tmp_path / "merged", by_peft(second, before=before))
+
+
+@pytest.mark.parametrize("name", ["UNTOLD", "TOLD"])
+def test_a_layer_is_computed_with_as_many_threads_as_pefts(name: str, tmp_path: Path) -> None:
+    """Which is another number than the one in which tensors are merged side by side, and gives other bits."""
+    from peft import PeftModel
+
+    def wide() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.ModuleDict({"out": nn.Linear(512, 512)})
+
+    base, adapter, num = tmp_path / "base", tmp_path / "adapter", torch.get_num_threads()
+    base.mkdir()
+    torch.save(wide().state_dict(), base / "pytorch_model.bin")
+    torch.set_num_threads(2)
+    try:
+        trained(wide(), "FROD", case("out", **{"UNTOLD": UNTOLD, "TOLD": TOLD}[name]["FROD"]), adapter)
+        expected = PeftModel.from_pretrained(wide(), adapter).merge_and_unload().state_dict()
+        merge([adapter], base, tmp_path / "merged")
+    finally:
+        torch.set_num_threads(num)
+    assert is_pefts(tmp_path / "merged", expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "UNTOLD",
+            "which takes about 12.8 kB of memory; where training computed it on another kind of processor, with",
+        ),
+        ("TOLD", "what layers of a category share stays in memory while they are merged"),
+    ],
+)
+def test_a_basis_and_the_memory_it_takes_are_said(name: str, said: str, tmp_path: Path) -> None:
+    base, adapter = torch_file(tmp_path / "base"), tmp_path / "adapter"
+    trained(tower(), "FROD", case(*TARGETS, **{"UNTOLD": UNTOLD, "TOLD": TOLD}[name]["FROD"]), adapter)
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    assert done.code == 0 and said in done.err + done.out
+    assert ("save_projection is false" in done.err + done.out) == (name == "UNTOLD")
