@@ -322,7 +322,7 @@ def test_a_factor_for_all_experts_is_refused_where_ranks_cut_them(tmp_path: Path
     changed = {"experts_shared_outer_loras": True}
     run = edited("experts-etp2", tmp_path / "run", lambda config: config["peft"].update(changed))
     refused(2, "expert_tensor_parallel_size 2", run, base_of("experts-etp2"), tmp_path)
-    outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / "ep1", "-o", tmp_path / "out", "--tp", 2)
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / "ep1", "-o", tmp_path / "out", "--tp", "2")
     assert outcome.code == 2 and "--etp 1" in outcome.err
 
 
