@@ -19,10 +19,13 @@ All rows of ms-swift's are stored as the ranks hold them.
     <run>/weights/adapter_metadata.json    the folder of its base: `model_ckpt_path`
     <run>/context/model.yaml    `model_transform`: the adapter's class, its rank and alpha; `config`: sizes of the axes
 
+Where experts share one factor of each layer (`experts_shared_outer_loras`), this has no axis of experts.
+
 Format facts: nemo_toolkit 2.5.0, collections/llm/peft, lightning/pytorch/callbacks/peft.py, lightning/ckpt_utils.py;
 mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
 0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
-training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py.
+training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py; Megatron-Bridge
+0.6.0, peft/utils.py (SharedOuterGroupedExpertAdapter), and of August 2026, peft/multi_lora_layers.py.
 """
 
 from __future__ import annotations
@@ -49,14 +52,18 @@ from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
+#: What says that experts share the first factor of linear_fc1 and the second one of linear_fc2.
+OUTER = "experts_shared_outer_loras"
 #: What else the classes record of an adapter: nothing that the tensors do not say, or that a merge depends on.
 _KNOWN = {
     *("_target_", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
-    "share_expert_adapters",
+    *("share_expert_adapters", OUTER),
 }
 _MARK = ".adapter."
+#: An adapter's place in a run of MultiLoRA, which has several.
+_SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.")
 #: PEFT's names on Megatron's modules, which are ms-swift's.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
 _FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
@@ -66,7 +73,7 @@ NEMOS_BASE = "adapter_metadata.json"
 
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
-    return any(_MARK in fqn or _PEFTS.search(fqn) for fqn in fqns)
+    return any(_MARK in fqn or _PEFTS.search(fqn) or _SLOT.search(fqn) for fqn in fqns)
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
@@ -85,6 +92,15 @@ def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
 
     Raises NotFoundError without the run's config, UsageError for an adapter of a class that is not read.
     """
+    if slots := {int(found["slot"]) for fqn, _ in checkpoint.tensors if (found := _SLOT.search(fqn))}:
+        raise UsageError(
+            "the run holds the adapters of MultiLoRA, and does not say which rank and alpha each of them has: "
+            "Megatron-Bridge saves neither",
+            path=folder,
+            expected=", ".join(CLASSES.values()),
+            found=f"MultiLoRA, with slots {', '.join(map(str, sorted(slots)))}",
+            hint="where it was trained, `expose_adapter_slot` shows one slot to `export_adapter_weights`",
+        )
     is_swifts = any(_PEFTS.search(fqn) for fqn, _ in checkpoint.tensors)
     if is_swifts:
         renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}
@@ -172,6 +188,14 @@ def _run_of_class(
     if peft.get("normalize_moe_lora"):
         expert_dim = dim // fields.count(of_model, "moe_router_topk")
     tp = fields.count(of_model, "tensor_model_parallel_size", 1)
+    etp = fields.count(of_model, "expert_tensor_parallel_size", tp)
+    if peft.get(OUTER) and etp > 1:
+        raise UsageError(
+            "adapters that experts share a factor of are read of expert tensor parallel size 1 alone: Megatron-Bridge "
+            "does not cut the factors of single experts",
+            path=path,
+            found=f"{OUTER} and expert_tensor_parallel_size {etp}",
+        )
     return AdapterRun(
         path=str(path),
         kind=kind,
@@ -184,7 +208,8 @@ def _run_of_class(
         gated=model.get("gated_linear_unit") is not False,
         tp=tp,
         ep=fields.count(of_model, "expert_model_parallel_size", 1),
-        etp=fields.count(of_model, "expert_tensor_parallel_size", tp),
+        etp=etp,
+        shares_outer=bool(peft.get(OUTER)),
     )
 
 

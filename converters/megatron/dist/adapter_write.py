@@ -22,7 +22,7 @@ from ckpt.plan.precision import Choice, choices, describe
 from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import TRACKER
-from converters.megatron.dist.adapter_run import CLASSES, is_of_ranks, stored_rows
+from converters.megatron.dist.adapter_run import CLASSES, OUTER, is_of_ranks, stored_rows
 from converters.megatron.dist.folder import BACKENDS, COMMON, RUN_CONFIG
 from converters.megatron.dist.keys import KeyWriter, ObjectKey
 from converters.megatron.folder import iteration_folder
@@ -64,6 +64,12 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
             hint="`ckpt convert megatron-dist peft` has a rank for each layer",
         )
     run = replace(known, tp=tp, ep=options.ep or known.ep, etp=options.etp or (options.tp or known.etp))
+    if run.shares_outer and run.etp > 1:
+        raise UsageError(
+            "adapters that experts share a factor of are written for expert tensor parallel size 1",
+            path=checkpoint.path,
+            hint="--etp 1",
+        )
     chosen = choices(checkpoint, layout.dtype)
     folder = iteration_folder(checkpoint.state.step)
     writing = Writing(1, f"{folder}/", is_nested=False)
@@ -141,7 +147,8 @@ def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choi
     ]
     (dtype,) = {chosen[fqn].dtype for fqn in of.fqns.values()}
     writing.add_tiles(key, dtype, of.sizes + of.shape, tiles)
-    if kind.endswith(".weight"):
+    is_packed = run.shares_outer and name.is_expert and not name.is_shared  # a parameter, and no layer
+    if kind.endswith(".weight") and not is_packed:
         for index in sorted(of.fqns):
             state = ObjectKey(f"{key.removesuffix('weight')}_extra_state", index or (0,), of.sizes or (1,))
             writing.add((str(state),), [None])
@@ -152,6 +159,8 @@ def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
     names = {_parsed(fqn)[0] for fqn in chosen}
     peft = {"_target_": f"megatron.bridge.peft.{run.kind}.{CLASSES[run.kind]}", "dim": run.dim, "alpha": run.alpha}
     peft |= {"dropout": run.dropout, "target_modules": sorted({_target(name) for name in names})}
+    if run.shares_outer:
+        peft[OUTER] = True
     model = {
         "num_layers": run.num_layers,
         "gated_linear_unit": run.gated,

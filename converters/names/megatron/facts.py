@@ -15,7 +15,8 @@ class AdapterRun:
     """What the config of a run of Megatron-Bridge or ms-swift, the file at `path`, says of the adapter it trained.
 
     `kind` is the module of `megatron.bridge.peft` that has the class, or ms-swift's name (`SWIFT`).  `expert_dim` is
-    the rank of adapters of experts, which may be another one than `dim`.
+    the rank of adapters of experts, which may be another one than `dim`.  `shares_outer` is whether experts share one
+    factor of each layer, and have the other by themselves.
     """
 
     path: str
@@ -30,6 +31,7 @@ class AdapterRun:
     tp: int = 1
     ep: int = 1
     etp: int = 1
+    shares_outer: bool = False
 
     @property
     def has_magnitudes(self) -> bool:

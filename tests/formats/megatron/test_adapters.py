@@ -2,7 +2,7 @@
 Megatron-Bridge's, ms-swift's and NeMo's.
 
 The fixture's logits are those of the live model with its adapter, on megatron-core's ranks, in the run that saved it
-(fixtures/make_megatron_bridge.py).
+(fixtures/make_megatron_bridge.py and make_megatron_bridge_outer.py).
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt as package
 from ckpt.errors import LossError
+from converters.megatron.dist.adapter_run import as_adapter, has_adapter
 from converters.megatron.dist.keys import TensorKey
 from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
@@ -34,6 +35,9 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
+#: Runs whose experts share a factor; their base is the one of the others.
+OUTER = FIXTURES / "megatron-bridge-outer"
+OUTERS_LOGITS = load_file(OUTER / "logits.safetensors") if OUTER.is_dir() else {}
 SWIFT = FIXTURES / "ms-swift"
 SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {}
 NEMO = FIXTURES / "nemo-lora"
@@ -170,6 +174,39 @@ def test_an_adapter_that_experts_share_is_each_ones(tmp_path: Path) -> None:
     assert all(torch.equal(ours[name], single[name.replace("experts.1.", "experts.0.")]) for name in ours)
 
 
+@pytest.mark.parametrize("run", sorted(OUTERS_LOGITS.keys() - {"ids"}))
+def test_a_factor_that_experts_share_is_each_ones(run: str, tmp_path: Path) -> None:
+    base, expected = base_of("experts"), OUTERS_LOGITS[run]
+    outcome = ckpt("merge-lora", OUTER / run, "--base", base, "-o", tmp_path / "merged")
+    assert outcome.code == 0, outcome.err
+    torch.testing.assert_close(logits(load_base(tmp_path / "merged")), expected, rtol=0, atol=1e-5)
+    assert (logits(load_base(base)) - expected).abs().max() > 0.1
+    package.convert(OUTER / run, "peft", tmp_path / "peft", config=base)
+    factors = weights(tmp_path / "peft")
+    name = "base_model.model.model.layers.0.mlp.experts.{}.{}.weight"
+    modules = ("gate_proj", "up_proj", "down_proj")
+    alike = {
+        one
+        for one in (f"{module}.lora_{factor}" for module in modules for factor in "AB")
+        if torch.equal(factors[name.format(0, one)], factors[name.format(1, one)])
+    }
+    assert alike == {"gate_proj.lora_A", "up_proj.lora_A", "down_proj.lora_B"}
+
+
+@pytest.mark.parametrize("run", sorted(OUTERS_LOGITS.keys() - {"ids"}))
+def test_a_factor_that_experts_share_is_written_as_it_was_stored(run: str, tmp_path: Path) -> None:
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / run, "-o", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    (theirs, their_states), (ours, our_states) = stored(OUTER / run), stored(tmp_path / "out")
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    assert our_states == {key for key in their_states if "_extra_state" in key}
+    for number, folder in enumerate((OUTER / run, tmp_path / "out")):
+        package.convert(folder, "peft", tmp_path / str(number), config=base_of("experts"))
+    first, second = (weights(tmp_path / str(number)) for number in range(2))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
 
 
@@ -281,10 +318,25 @@ def test_what_is_not_known_of_an_adapter_is_refused_where_it_is_set(tmp_path: Pa
     refused(2, "use_rslora: True", run, base_of("lora-tp2-pp2"), tmp_path)
 
 
-def test_experts_adapters_with_a_factor_for_all_are_refused_by_name(tmp_path: Path) -> None:
+def test_a_factor_for_all_experts_is_refused_where_ranks_cut_them(tmp_path: Path) -> None:
     changed = {"experts_shared_outer_loras": True}
-    run = edited("experts-ep2", tmp_path / "run", lambda config: config["peft"].update(changed))
-    refused(2, "experts_shared_outer_loras: True", run, base_of("experts-ep2"), tmp_path)
+    run = edited("experts-etp2", tmp_path / "run", lambda config: config["peft"].update(changed))
+    refused(2, "expert_tensor_parallel_size 2", run, base_of("experts-etp2"), tmp_path)
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / "ep1", "-o", tmp_path / "out", "--tp", "2")
+    assert outcome.code == 2 and "--etp 1" in outcome.err
+
+
+def test_the_slots_of_multi_lora_are_named() -> None:
+    checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
+    tensors = {
+        (name, role): tensor.renamed(name)
+        for slot in (0, 2)
+        for (fqn, role), tensor in checkpoint.tensors.items()
+        if (name := fqn.replace(".adapter.", f".adapters.{slot}."))
+    }
+    assert has_adapter(name for name, _ in tensors)
+    with pytest.raises(package.errors.UsageError, match="MultiLoRA, with slots 0, 2"):
+        as_adapter(replace(checkpoint, tensors=tensors), FIXTURE / "lora-tp2-pp2/iter_0000002")
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])
@@ -322,6 +374,13 @@ def test_a_missing_factor_is_named() -> None:
     checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
     name = "decoder.layers.1.mlp.linear_fc2.adapter.linear_out.weight"
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] != name}
+    with pytest.raises(package.errors.CorruptError, match="lacks one of a layer's factors"):
+        package.plan(replace(checkpoint, tensors=tensors), "peft")
+
+
+def test_a_factor_that_experts_share_does_not_stand_in_for_those_that_are_missing() -> None:
+    checkpoint = package.open(OUTER / "ep1", config=base_of("experts"))
+    tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if ".local_experts.1." not in key[0]}
     with pytest.raises(package.errors.CorruptError, match="lacks one of a layer's factors"):
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 

@@ -27,6 +27,7 @@ _EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.*)")
 _MTP = re.compile(r"mtp\.layers\.(?P<layer>\d+)\.(?P<inner>transformer_layer|mtp_model_layer)\.(?P<rest>.*)")
 _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
+_EXPERTS = "mlp.experts."
 _GROUPED = re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)")
 
 #: The layer inside a layer of multi-token prediction, here and in megatron-core up to 0.16.
@@ -253,7 +254,9 @@ def registered(name: str) -> tuple[Any, ...]:
         if match := _LOCAL_EXPERT.fullmatch(rest):
             place += (int(match["expert"]),)
             rest = match["rest"]
-        elif match := _GROUPED.fullmatch(rest):  # Transformer Engine's GroupedLinear: weight0, bias0, weight1, ...
+        elif rest.startswith(_EXPERTS):
+            place += (-1,)  # before those of single experts
+        if match := _GROUPED.fullmatch(rest):  # Transformer Engine's GroupedLinear: weight0, bias0, weight1, ...
             return (*place, match["linear"], int(match["expert"]), _position(match["kind"], _PARAMETERS))
         name = rest
     module, _, parameter = name.rpartition(".")
