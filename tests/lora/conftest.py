@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from tests.support.adapters import BF16, MODELS, save_adapter, save_base
 
@@ -28,3 +30,14 @@ def bases(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def linear(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("linear")
     return save_adapter(bases["llama"], folder / "adapter", {"target_modules": ["q_proj", "down_proj"]})
+
+
+@pytest.fixture(scope="session")
+def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of our own, which transformers does not know."""
+    from tests.lora.test_kinds import Layers  # when it has been collected: pytest rewrites its assertions
+
+    folder = tmp_path_factory.mktemp("own")
+    torch.manual_seed(0)
+    save_file(Layers().state_dict(), folder / "model.safetensors")
+    return folder

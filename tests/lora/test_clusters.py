@@ -31,14 +31,6 @@ CASES = [
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    torch.manual_seed(0)
-    save_file(Layers().state_dict(), folder / "model.safetensors")
-    return folder
-
-
-@pytest.fixture(scope="module")
 def adapter(own: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("adamss") / "adapter"
     trained(base(own), "ADAMSS", CASES[0], folder)

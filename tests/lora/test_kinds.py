@@ -167,14 +167,6 @@ def base(folder: Path) -> Any:
     return model
 
 
-@pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("own")
-    torch.manual_seed(0)
-    save_file(Layers().state_dict(), folder / "model.safetensors")
-    return folder
-
-
 def test_every_kind_has_a_case_and_pefts_own_list_is_in_the_docs() -> None:
     from peft import PeftType
 
