@@ -7,6 +7,9 @@ WORKERS ?= $(shell nproc 2>/dev/null || echo 2)
 # COLD=1: engines train and load anew, and nothing that they wrote in an earlier run is taken.
 COLD ?=
 export OMP_NUM_THREADS ?= 1
+# Bytecode is kept even where a container's environment says otherwise: each of the many processes that tests start
+# would compile all of ckpt again, which takes longer than most of them run.
+export PYTHONDONTWRITEBYTECODE :=
 # The newer frameworks: a Python of 3.12, a version of megatron-core, and the folder of their environment.
 PYTHON312 ?= python3.12
 MCORE ?= 0.19.2
