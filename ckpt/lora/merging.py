@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt import api
 from ckpt.base.errors import UsageError
@@ -89,7 +89,7 @@ def merge_lora(
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
     model = None if base is None else fspath(base)
-    asked = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
+    asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
     conversion, _ = planned(
         [open_adapter(fspath(one), config=place, **asked) for one in several],
         base=model,

@@ -41,17 +41,18 @@ def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -
     """
     known = slots_in(fqn for fqn, _ in checkpoint.tensors)
     if slot is None or slot.number not in known:
-        found = [_described(number, _factors(checkpoint, number)) for number in known]
-        ranks = [rank for number in known if (rank := _rank(_factors(checkpoint, number)))]
-        example = f"{known[0]}:{ranks[0] if ranks else 'RANK'}:ALPHA"
+        held = {number: _factors(checkpoint, number) for number in known}
+        found = ", ".join(_described(number, factors) for number, factors in held.items())
+        example = f"{known[0]}:{_rank(held[known[0]])}:ALPHA"
         raise UsageError(
             "the run holds the adapters of MultiLoRA, and Megatron-Bridge does not save the alpha that a slot has"
             if slot is None
             else f"the run has no slot {slot.number}",
             path=folder,
             expected="one of its slots, with the rank and the alpha that it was claimed with",
-            found=f"{MULTIS_CLASS}, with {', '.join(found)}",
-            hint=f"--adapter-slot {example} takes slot {known[0]}; its alpha is what `init_adapter_slot` was given",
+            found=f"{MULTIS_CLASS}, with {found}",
+            hint=f"convert and merge-lora take slot {known[0]} by --adapter-slot {example}; its alpha is what "
+            "`init_adapter_slot` was given",
         )
     tensors = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
