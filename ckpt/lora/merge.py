@@ -370,7 +370,7 @@ class _Merge:
                 "an adapter brings its own copy of this parameter, and one before it changes it",
                 path=adapter.path,
                 fqn=target,
-                hint="what the one before it changes would be lost: give this one first, if that one was trained on the copy",
+                hint="that change would be lost: give this one first, if the other was trained on the copy",
             )
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
