@@ -73,16 +73,19 @@ def open(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
+    adapter_slot: str | None = None,
 ) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
 
     `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
-    Hub id; `replica` is the rank whose copy of replicated tensors is taken.  How the checkpoint was found is in its
-    `notes`.  Raises the errors of `ckpt.errors`.
+    Hub id; `replica` is the rank whose copy of replicated tensors is taken; `adapter_slot` is one of the adapters of a
+    run of MultiLoRA, `"1:8:16"`: its slot, and the rank and alpha that it was claimed with.  How the checkpoint was
+    found is in its `notes`.  Raises the errors of `ckpt.errors`.
     """
     place = None if config is None else fspath(config)
-    return OpenCheckpoint.of(open_checkpoint(fspath(path), format, tag=tag, config=place, replica=replica))
+    asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "adapter_slot": adapter_slot}
+    return OpenCheckpoint.of(open_checkpoint(fspath(path), format, **asked))
 
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
@@ -347,6 +350,7 @@ def plan(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
+    adapter_slot: str | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
@@ -379,7 +383,7 @@ def plan(
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
-    checkpoint = opened(source, format, tag=tag, config=config, replica=replica)
+    checkpoint = opened(source, format, tag=tag, config=config, replica=replica, adapter_slot=adapter_slot)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     added: tuple[str, ...] = ()
@@ -464,6 +468,7 @@ def convert(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
+    adapter_slot: str | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
@@ -493,6 +498,7 @@ def convert(
         tag=tag,
         config=config,
         replica=replica,
+        adapter_slot=adapter_slot,
         complete_from=complete_from,
         dtype=dtype,
         dequantize=dequantize,

@@ -10,14 +10,14 @@ _FLAGS = (
     "restart run tensors verify"
 )
 _OPTIONS = (
-    "adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp "
+    "adapter-slot adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp "
     "expert-layout from-a from-b fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by master-dtype "
     "max-memory max-shard-size names only optimizer optimizer-dtype output picture pp recompute-modules replica "
     "repo-id revision rtol run-config seed seq-len tag tag-a tag-b tp vpp workers world-size"
 )
 #: Where a function's parameter has another name.
 _OTHERWISE = {"all": "everything", "bytes": "every_byte"}
-_VALUE = r"own|hub|peft|unsloth|keep|fp32|bf16|fp16|weights|[\w.-]*\d[\w.-]*"
+_VALUE = r"\d+:\w+:[\w.]+|own|hub|peft|unsloth|keep|fp32|bf16|fp16|weights|[\w.-]*\d[\w.-]*"
 _NAMED = re.compile(
     rf"`ckpt (?P<command>[\w-]+) --help`|`[^`]*`|(?<![\w-])(?:(?P<place>-o\b)"
     rf"|--(?P<flag>{_FLAGS.replace(' ', '|')})(?![\w-])"

@@ -36,6 +36,7 @@ class Read:
     replica: Annotated[
         int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
     ] = None
+    adapter_slot: opt.AdapterSlotOption = None
     complete_from: Annotated[
         str | None,
         typer.Option(
@@ -118,6 +119,7 @@ def convert(
                 tag=read.tag,
                 config=config,
                 replica=read.replica,
+                adapter_slot=read.adapter_slot,
                 complete_from=read.complete_from,
                 **vars(precision),
                 **vars(sharding),

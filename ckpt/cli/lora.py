@@ -41,6 +41,7 @@ class MergeOptions:
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False
     expert_layout: opt.ExpertLayoutOption = None
+    adapter_slot: opt.AdapterSlotOption = None
 
 
 @dataclass(frozen=True)
@@ -106,10 +107,8 @@ def merge_lora(
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    opened = [
-        open_adapter(where, config=parts.config, tag=parts.tag, expert_layout=parts.expert_layout, base=base)
-        for where in wanted
-    ]
+    names = ("config", "tag", "expert_layout", "adapter_slot")
+    opened = [open_adapter(where, base=base, **{name: getattr(parts, name) for name in names}) for where in wanted]
     if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None

@@ -31,7 +31,7 @@ DIFFERENT = 1
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
     "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
-    "expert_layout model_only",
+    "expert_layout adapter_slot model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast rtol atol loads every_byte "
     "weights combination density seed",
@@ -83,6 +83,14 @@ ExpertLayoutOption = Annotated[
     typer.Option(
         "--expert-layout",
         help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
+    ),
+]
+AdapterSlotOption = Annotated[
+    str | None,
+    typer.Option(
+        "--adapter-slot",
+        metavar="SLOT:RANK:ALPHA",
+        help="The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
     ),
 ]
 DequantizeOption = Annotated[

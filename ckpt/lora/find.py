@@ -107,12 +107,14 @@ def open_adapter(
     config: str | None = None,
     tag: str | None = None,
     expert_layout: ExpertLayout | None = None,
+    adapter_slot: str | None = None,
     base: str | None = None,
 ) -> Adapter:
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
     `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
-    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded.  Hub ids are looked up
+    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `adapter_slot` is the
+    one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up
     in the local cache only.  An adapter under names that a model's config gives those of PEFT takes it from `base`,
     where it has none of its own.
     """
@@ -122,7 +124,7 @@ def open_adapter(
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
-        checkpoint = to_namespace(_with_config_of(_open(path, config, tag), base), OWN)
+        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
@@ -147,12 +149,12 @@ def _with_config_of(checkpoint: Checkpoint, base: str | None) -> Checkpoint:
     return replace(checkpoint, config=api.open(place if place.exists() else cached_snapshot(base, None)).config)
 
 
-def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
+def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
     place = path / tag if tag else path
     saved = [] if tag is not None and not place.is_dir() else list(_saved_adapters(place))
     if saved:
         newest = saved[0]
-        checkpoint = api.open(newest, PEFT)
+        checkpoint = api.open(newest, PEFT, adapter_slot=slot)
         empty = [fqn for (fqn, _), tensor in checkpoint.tensors.items() if tensor.numel == 0]
         if not empty:
             others = [f"{p} is older" for p in saved[1:2]]
@@ -177,9 +179,9 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         return any(True for _ in _saved_adapters(run / tag if tag else run))
 
     if path.is_dir() and not is_run(path, tag=tag) and (run := run_below(path, has_saved)) is not None:
-        inside = _open(run, config, tag)
+        inside = _open(run, config, tag, slot)
         return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
-    checkpoint = api.open(path, tag=tag, config=config)
+    checkpoint = api.open(path, tag=tag, config=config, adapter_slot=slot)
     names.check_is_no_others(checkpoint)
     if not checkpoint.is_adapter and not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
         raise NotFoundError(

@@ -16,7 +16,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,8 @@ class WholeModel:
     factors: Mapping[str, Factor]
     adapted: frozenset[str]
     stored: Callable[[str], Factor]
+    #: What was found while the model was made, and the user has to know.
+    told: list[str] = field(default_factory=list)
 
     @cached_property
     def made(self) -> Any:
@@ -126,6 +128,11 @@ class WholeModel:
         adapted = self.adapted or {one for one in matrices if check_target_module_exists(self.made, one)}
         if not self.adapted:
             self._check_named(matrices)
+            if len(adapted) == 1 and not self.base.keeps_order:
+                self.told.append(
+                    f"the adapter does not list its layers: {next(iter(adapted))} is taken for the only one, and a "
+                    "layer whose weight is another's is in no safetensors file"
+                )
         order = ordered(self.adapter, self.base, matrices, adapted, self.factors)
         biases = {module: shapes[f"{module}.bias"][0] for module in matrices if f"{module}.bias" in shapes}
         classes = {one: CONV1D if biases.get(one, shape[0]) != shape[0] else LINEAR for one, shape in matrices.items()}
@@ -146,23 +153,26 @@ class WholeModel:
         return model_of({one: made_layer(classes[one], matrices[one], has_bias=one in biases) for one in order})
 
     def _check_named(self, modules: Iterable[str]) -> None:
-        """UsageError where the config names a layer that is none of `modules`."""
+        """UsageError where the config names a layer that is none of `modules`, or may do so by a pattern."""
         named, known = self.made.target_modules, [f".{module}" for module in modules]
-        for name in () if isinstance(named, str) else sorted(named):
-            if not any(module.endswith(f".{name}") for module in known):
-                raise UsageError(
-                    "the adapter's config names a layer that the base does not have, and what it adds goes by the "
-                    "order of all",
-                    path=self.adapter.config.path,
-                    fqn=name,
-                    hint="a torch file has layers that share a weight with another, and safetensors files do not: "
-                    "torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base",
-                )
+        is_pattern = isinstance(named, str)
+        missing = [] if is_pattern else [one for one in named if not any(m.endswith(f".{one}") for m in known)]
+        if not missing and not (is_pattern and not self.base.keeps_order):
+            return
+        which = "layers by a pattern" if is_pattern else "a layer that the base does not have"
+        raise UsageError(
+            f"the adapter's config names {which}, and what it adds goes by the order of all",
+            path=self.adapter.config.path,
+            fqn=None if is_pattern else min(missing),
+            found=named if is_pattern else None,
+            hint="a torch file has layers that share a weight with another, and safetensors files do not: "
+            "torch.save(model.state_dict(), 'base/pytorch_model.bin'), and --base base",
+        )
 
     @property
     def notes(self) -> Iterator[str]:
         """What the user has to know of how the adapter is merged."""
-        return iter(())
+        return iter(self.told)
 
     @property
     def layers(self) -> tuple[str, ...]:

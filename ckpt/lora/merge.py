@@ -365,6 +365,13 @@ class _Merge:
             if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
                 raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
             self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
+        if owner in self.updates:  # by an adapter before this one, whose own come behind all that it replaces
+            raise UsageError(
+                "an adapter brings its own copy of this parameter, and one before it changes it",
+                path=adapter.path,
+                fqn=target,
+                hint="that change would be lost: give this one first, if the other was trained on the copy",
+            )
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner not in self.replaced or target != owner:  # of a tied weight's two copies PEFT loads the alias's last

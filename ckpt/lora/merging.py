@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from os import PathLike, fspath
-from typing import Literal
+from typing import Any, Literal
 
 from ckpt import api
 from ckpt.base.errors import UsageError
@@ -58,6 +58,7 @@ def merge_lora(
     tag: str | None = None,
     accept_base: bool = False,
     expert_layout: ExpertLayout | None = None,
+    adapter_slot: str | None = None,
     adapter_weights: Sequence[float] | None = None,
     combination: str = "svd",
     density: float | None = None,
@@ -79,7 +80,7 @@ def merge_lora(
     several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
     the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
     not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
-    Unsloth before 2026.9.6, where nothing records it.
+    Unsloth before 2026.9.6, where nothing records it.  `adapter_slot` is for `ckpt.open`.
     """
     api.WORKERS.check(workers)
     light.load_ahead()
@@ -88,8 +89,9 @@ def merge_lora(
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
     model = None if base is None else fspath(base)
+    asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
     conversion, _ = planned(
-        [open_adapter(fspath(one), config=place, tag=tag, expert_layout=expert_layout, base=model) for one in several],
+        [open_adapter(fspath(one), config=place, **asked) for one in several],
         base=model,
         accept_base=accept_base,
         adapter_weights=adapter_weights,

@@ -7,6 +7,7 @@ data, and neither knows which other formats exist.
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -257,6 +258,8 @@ class Checkpoint:
     is_adapter: bool = False
     #: What PEFT's `adapter_config.json` would say of an adapter that another trainer configured otherwise.
     adapter_config: Mapping[str, Any] | None = None
+    #: Which one it is of the adapters that a run holds beside each other.
+    adapter_slot: AdapterSlot | None = None
     config: Mapping[str, Any] | None = None
     #: The places in which the run's other files (config, tokenizer) may stand, nearest first.
     folders: tuple[str, ...] = ()
@@ -323,11 +326,37 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterSlot:
+    """One of the adapters that a run trains beside each other, with the rank and the alpha that it was given there."""
+
+    number: int
+    rank: int
+    alpha: float
+
+    @classmethod
+    def parse(cls, text: str) -> AdapterSlot:
+        """The slot that `text` names, as `1:8:16` or `1:8:2.5`; UsageError for any other text."""
+        if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
+            number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
+            if rank and alpha:
+                return cls(number, rank, int(alpha) if alpha == int(alpha) else alpha)
+        raise UsageError(
+            "--adapter-slot takes a slot with its rank and its alpha",
+            expected="SLOT:RANK:ALPHA, as 1:8:16",
+            found=text or "nothing",
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What the user said about the source: `tag` of the step folder, and the folder or file of the model's config."""
+    """What the user said about the source: `tag` of the step folder, and the folder or file of the model's config.
+
+    `adapter_slot` is which adapter is meant of a run that holds several.
+    """
 
     tag: str | None = None
     config: Path | None = None
+    adapter_slot: AdapterSlot | None = None
 
 
 @dataclass(frozen=True, slots=True, init=False)

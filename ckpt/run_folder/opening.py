@@ -16,6 +16,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
+    AdapterSlot,
     Checkpoint,
     Format,
     Given,
@@ -50,6 +51,7 @@ def open_checkpoint(
     tag: str | None = None,
     config: str | None = None,
     replica: int | None = None,
+    adapter_slot: str | None = None,
     unfinished: bool = False,
 ) -> Checkpoint:
     """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
@@ -61,10 +63,19 @@ def open_checkpoint(
         if not one.reads:
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
-    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished)
+    slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
+    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished, slot=slot)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
+    if slot is not None and checkpoint.adapter_slot is None:
+        raise UsageError(
+            "there are no slots with several adapters here",
+            path=checkpoint.path,
+            expected="a run of Megatron-Bridge's MultiLoRA",
+            found=checkpoint.framework or checkpoint.format,
+            hint="leave --adapter-slot out",
+        )
     if replica is not None:
         from ckpt.plan.planner import choose_replica
 
@@ -98,6 +109,7 @@ def _opened(
     config: str | None,
     training: bool = False,
     unfinished: bool = False,
+    slot: AdapterSlot | None = None,
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
@@ -110,7 +122,7 @@ def _opened(
                 "when it has, what it wrote is at its destination",
             )
             raise IncompleteError(what, path=path, hint=hint)
-        request = ReadRequest(tag, None if config is None else find_config(config))
+        request = ReadRequest(tag, None if config is None else find_config(config), slot)
         checkpoint = _open_first(path, formats, request, training)
         return checkpoint and _with_config(checkpoint, path, request)
 

@@ -275,6 +275,43 @@ def test_a_name_of_a_layer_that_the_base_does_not_have_is_refused(tmp_path: Path
     assert "names a layer that the base does not have" in done.err and "head" in done.err
 
 
+@pytest.mark.parametrize("pattern", [r".*(head|key)", "head|key", ".*key"])
+def test_a_pattern_may_name_a_layer_that_no_safetensors_file_has(pattern: str, tmp_path: Path) -> None:
+    """PEFT adapts the layer whose weight is another's too, and what it adds to the one in the file goes by both."""
+    from peft import PeftModel
+
+    base, adapter, whole = tmp_path / "base", tmp_path / "adapter", tmp_path / "whole"
+    for folder in (base, whole):
+        folder.mkdir()
+    torch.manual_seed(0)
+    state = Tied().state_dict()
+    save_file({name: tensor for name, tensor in state.items() if name != "head.weight"}, base / "model.safetensors")
+    torch.save(state, whole / "pytorch_model.bin")
+    trained(Tied(), "UNILORA", {"target_modules": pattern, **UNTOLD["UNILORA"]}, adapter)
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "names layers by a pattern" in done.err and "pytorch_model.bin" in done.err
+    done = ckpt("merge-lora", adapter, "--base", whole, "-o", tmp_path / "out")
+    if "head" in pattern:
+        assert done.code == 2 and "a weight that two layers share" in done.err
+        return
+    assert done.code == 0, done.err
+    model = Tied()
+    model.load_state_dict(state)
+    expected = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    found = load_file(tmp_path / "out/model.safetensors")
+    assert all(same(found[name], expected[name]) for name in found)
+
+
+def test_the_one_layer_that_is_taken_for_all_is_said(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    base.mkdir()
+    save_file(tower().state_dict(), base / "model.safetensors")
+    trained(tower(), "UNILORA", case("head", **UNTOLD["UNILORA"]), adapter)
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
+    assert done.code == 0 and "head is taken for the only one" in done.err
+
+
 @pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
 def test_a_basis_is_made_of_the_weights_that_an_adapter_before_it_brought(
     options: dict[str, dict[str, Any]], tmp_path: Path
@@ -287,6 +324,27 @@ def test_a_basis_is_made_of_the_weights_that_an_adapter_before_it_brought(
     trained(model, "FROD", case("key", **options["FROD"]), second)
     merge([first, second], base, tmp_path / "merged")
     assert is_pefts(tmp_path / "merged", by_peft(second, before=before))
+
+
+@pytest.mark.parametrize(("kind", "options"), [("FROD", UNTOLD["FROD"]), ("FROD", TOLD["FROD"]), ("LORA", {})])
+def test_an_adapter_whose_layer_a_later_one_brings_as_a_whole_is_refused(
+    kind: str, options: dict[str, Any], tmp_path: Path
+) -> None:
+    """Merged by PEFT one after the other, nothing is left of the first one there."""
+    base, first, second = torch_file(tmp_path / "base"), tmp_path / "first", tmp_path / "second"
+    trained(tower(), kind, case("key", **options), first)
+    trained(tower(), "LORA", case("query", modules_to_save=["key"]), second)
+    alone, both = by_peft(second), by_peft(second, before=by_peft(first))
+    assert all(same(both[name], tensor) for name, tensor in alone.items())
+    done = ckpt("merge-lora", first, second, "--base", base, "-o", tmp_path / "out")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "brings its own copy of this parameter, and one before it changes it" in done.err
+    assert "key.weight" in done.err
+    merge([second], base, tmp_path / "second-merged")
+    assert is_pefts(tmp_path / "second-merged", alone)
+    if kind == "LORA":
+        merge([second, first], base, tmp_path / "merged")
+        assert is_pefts(tmp_path / "merged", by_peft(first, before=alone))
 
 
 @pytest.mark.parametrize("name", ["UNTOLD", "TOLD"])

@@ -19,13 +19,14 @@ All rows of ms-swift's are stored as the ranks hold them.
     <run>/weights/adapter_metadata.json    the folder of its base: `model_ckpt_path`
     <run>/context/model.yaml    `model_transform`: the adapter's class, its rank and alpha; `config`: sizes of the axes
 
-Where experts share one factor of each layer (`experts_shared_outer_loras`), this has no axis of experts.
+Where experts share one factor of each layer (`experts_shared_outer_loras`), this has no axis of experts.  A run of
+MultiLoRA holds several adapters: see `converters.megatron.dist.adapter_slots`.
 
 Format facts: nemo_toolkit 2.5.0, collections/llm/peft, lightning/pytorch/callbacks/peft.py, lightning/ckpt_utils.py;
 mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
 0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
 training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py; Megatron-Bridge
-0.6.0, peft/utils.py (SharedOuterGroupedExpertAdapter), and of August 2026, peft/multi_lora_layers.py.
+0.6.0, peft/utils.py (SharedOuterGroupedExpertAdapter).
 """
 
 from __future__ import annotations
@@ -39,11 +40,12 @@ from typing import Any
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.text import counted
 from ckpt.move.files import confined
-from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
+from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, AdapterSlot, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.run_folder.companions import read_object
 from ckpt.run_folder.yaml_files import read_run_config
+from converters.megatron.dist.adapter_slots import MULTI, MULTIS_CLASS, cut_to_rank, slots_in, tensors_of
 from converters.megatron.dist.folder import CONTEXT, MODEL, RUN_CONFIG, WEIGHTS, is_nemo
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
@@ -56,14 +58,12 @@ CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
 OUTER = "experts_shared_outer_loras"
 #: What else the classes record of an adapter: nothing that the tensors do not say, or that a merge depends on.
 _KNOWN = {
-    *("_target_", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
+    *("_target_", "n_adapters", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
     *("lora_A_init_method", "lora_B_init_method", "a2a_experimental"),
     *("share_expert_adapters", OUTER),
 }
 _MARK = ".adapter."
-#: An adapter's place in a run of MultiLoRA, which has several.
-_SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.")
 #: PEFT's names on Megatron's modules, which are ms-swift's.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
 _FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
@@ -73,7 +73,7 @@ NEMOS_BASE = "adapter_metadata.json"
 
 def has_adapter(fqns: Iterable[str]) -> bool:
     """Whether some of a model's tensors are an adapter's."""
-    return any(_MARK in fqn or _PEFTS.search(fqn) or _SLOT.search(fqn) for fqn in fqns)
+    return any(_MARK in fqn or _PEFTS.search(fqn) or slots_in([fqn]) for fqn in fqns)
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
@@ -87,20 +87,14 @@ def without_optimizer(reading: DistReading) -> Optimizers:
     return Optimizers()
 
 
-def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
+def as_adapter(checkpoint: Checkpoint, folder: Path, slot: AdapterSlot | None = None) -> Checkpoint:
     """The `checkpoint` of the iteration `folder`, which holds an adapter: its rows in the order of the whole.
 
-    Raises NotFoundError without the run's config, UsageError for an adapter of a class that is not read.
+    Of a run of MultiLoRA it is the adapter of `slot`.  Raises NotFoundError without the run's config, UsageError for an
+    adapter of a class that is not read.
     """
-    if slots := {int(found["slot"]) for fqn, _ in checkpoint.tensors if (found := _SLOT.search(fqn))}:
-        raise UsageError(
-            "the run holds the adapters of MultiLoRA, and does not say which rank and alpha each of them has: "
-            "Megatron-Bridge saves neither",
-            path=folder,
-            expected=", ".join(CLASSES.values()),
-            found=f"MultiLoRA, with slots {', '.join(map(str, sorted(slots)))}",
-            hint="where it was trained, `expose_adapter_slot` shows one slot to `export_adapter_weights`",
-        )
+    if has_slots := bool(slots_in(fqn for fqn, _ in checkpoint.tensors)):
+        checkpoint = tensors_of(checkpoint, slot, folder)
     is_swifts = any(_PEFTS.search(fqn) for fqn, _ in checkpoint.tensors)
     if is_swifts:
         renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}
@@ -126,8 +120,18 @@ def as_adapter(checkpoint: Checkpoint, folder: Path) -> Checkpoint:
     run = trainer.read(confined(path.parent, path.name))
     if trainer is _NEMOS:
         _refuse_experts(checkpoint, path)
+    checkpoint = trainer.in_order(checkpoint, run)
+    if has_slots != (run.kind == MULTI):
+        raise CorruptError(
+            "the run's config and its files do not agree on whether it has several adapters",
+            path=path,
+            expected=f"names with `.adapters.` in them for {MULTIS_CLASS}, and for no other class",
+            found=f"{CLASSES.get(run.kind, MULTIS_CLASS)}, {'with' if has_slots else 'without'} such names",
+        )
+    if has_slots:
+        checkpoint, run = cut_to_rank(checkpoint, run)
     return replace(
-        trainer.in_order(checkpoint, run),
+        checkpoint,
         is_adapter=True,
         framework=trainer.name,
         facts=MegatronFacts(adapter=run),
@@ -147,7 +151,7 @@ def read_run(path: Path) -> AdapterRun:
     content = read_run_config(path)
     peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
     base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
-    return _run_of_class(path, {"peft": peft, "model": model}, "megatron.bridge.peft", [*CLASSES], base)
+    return _run_of_class(path, {"peft": peft, "model": model}, "megatron.bridge.peft", [*CLASSES, MULTI], base)
 
 
 def read_nemos_run(path: Path) -> AdapterRun:
@@ -171,12 +175,13 @@ def _run_of_class(
     """What `sections`, that of the adapter and that of the model, say of an adapter whose class is in `package`."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
-    kind = next((one for one in kinds if target == f"{package}.{one}.{CLASSES[one]}"), None)
+    classes = CLASSES | {MULTI: MULTIS_CLASS}
+    kind = next((one for one in kinds if target == f"{package}.{one}.{classes[one]}"), None)
     if kind is None:
         raise UsageError(
             "adapters of this class are not read",
             path=path,
-            expected=" or ".join(CLASSES[one] for one in kinds) + f", as `_target_` of `{of_adapter}`",
+            expected=" or ".join(classes[one] for one in kinds) + f", as `_target_` of `{of_adapter}`",
             found=target or "no adapter",
         )
     if unknown := sorted(f"{name}: {value!r}" for name, value in peft.items() if value and name not in _KNOWN):

@@ -93,7 +93,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         ),
     )
     if is_adapter:
-        return as_adapter(checkpoint, path)
+        return as_adapter(checkpoint, path, request.adapter_slot)
     check_args(reading.args, checkpoint.shapes, path)
     return checkpoint
 

@@ -1,8 +1,8 @@
-"""`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_write.py`: adapters of
-Megatron-Bridge's, ms-swift's and NeMo's.
+"""`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_slots.py`,
+`adapter_write.py`: adapters of Megatron-Bridge's, ms-swift's and NeMo's.
 
 The fixture's logits are those of the live model with its adapter, on megatron-core's ranks, in the run that saved it
-(fixtures/make_megatron_bridge.py and make_megatron_bridge_outer.py).
+(fixtures/make_megatron_bridge.py, make_megatron_bridge_outer.py and make_megatron_bridge_multi.py).
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 import ckpt as package
 from ckpt.errors import LossError
-from converters.megatron.dist.adapter_run import as_adapter, has_adapter
 from converters.megatron.dist.keys import TensorKey
 from converters.names.megatron.facts import MegatronFacts
 from tests.support.adapters import load_base, weights
@@ -38,6 +37,10 @@ LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
 #: Runs whose experts share a factor; their base is the one of the others.
 OUTER = FIXTURES / "megatron-bridge-outer"
 OUTERS_LOGITS = load_file(OUTER / "logits.safetensors") if OUTER.is_dir() else {}
+#: Runs with several adapters, and the option that takes each that was claimed, by the names of its logits.
+MULTI = FIXTURES / "megatron-bridge-multi"
+MULTIS_LOGITS = load_file(MULTI / "logits.safetensors") if MULTI.is_dir() else {}
+SLOTS = {"0": "0:5:10", "1": "1:2:3"}
 SWIFT = FIXTURES / "ms-swift"
 SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {}
 NEMO = FIXTURES / "nemo-lora"
@@ -207,6 +210,107 @@ def test_a_factor_that_experts_share_is_written_as_it_was_stored(run: str, tmp_p
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+# -- several adapters ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(MULTIS_LOGITS.keys() - {"ids"}))
+def test_the_adapter_of_a_slot_is_merged_as_the_live_model_computed(name: str, tmp_path: Path) -> None:
+    run, _, slot = name.partition(".")
+    base, expected = base_of(run), MULTIS_LOGITS[name]
+    taken = ("--adapter-slot", SLOTS[slot])
+    outcome = ckpt("merge-lora", MULTI / run, "--base", base, "-o", tmp_path / "merged", *taken)
+    assert outcome.code == 0, outcome.err
+    torch.testing.assert_close(logits(load_base(tmp_path / "merged"))[:1], expected, rtol=0, atol=1e-5)
+    assert (logits(load_base(base))[:1] - expected).abs().max() > 0.1
+    outcome = ckpt("convert", "megatron-dist", "peft", MULTI / run, "-o", tmp_path / "peft", "--config", base, *taken)
+    assert outcome.code == 0, outcome.err
+    settings = json.loads((tmp_path / "peft/adapter_config.json").read_text())
+    assert ":".join(map(str, (slot, settings["r"], settings["lora_alpha"]))) == SLOTS[slot]
+    ranks = {tensor.shape["lora_B" in name] for name, tensor in weights(tmp_path / "peft").items()}
+    assert ranks == {settings["r"]}
+    assert ckpt("verify", base, tmp_path / "merged", "--adapter", tmp_path / "peft").code == 0
+
+
+def test_python_takes_a_slot_as_the_commands_do(tmp_path: Path) -> None:
+    run, base = MULTI / "experts-ep2", base_of("experts-ep2")
+    package.merge_lora(run, tmp_path / "merged", base=base, adapter_slot="1:2:3")
+    package.convert(run, "peft", tmp_path / "peft", config=base, adapter_slot="1:2:3")
+    opened = package.open(run, config=base, adapter_slot="1:2:3")
+    assert package.verify(opened, tmp_path / "peft").outcome.startswith("equal")
+    assert package.verify(base, tmp_path / "merged").exit_code == 1
+    with pytest.raises(package.errors.UsageError) as refused:
+        package.open(run, config=base)
+    assert "adapter_slot='0:5:ALPHA'" in str(refused.value)
+
+
+def test_one_slot_of_a_run_becomes_a_run_of_one_adapter(tmp_path: Path) -> None:
+    """Megatron-Bridge's LoRA, whose rows are in the order of two ranks."""
+    run, base = MULTI / "dense-tp2", base_of("dense-tp2")
+    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "run", "--adapter-slot", "0:5:10")
+    assert outcome.code == 0, outcome.err
+    ours, theirs = stored(tmp_path / "run")[0], stored(run)[0]
+    assert ours.keys() == {key.replace(".adapters.0.", ".adapter.") for key in theirs if ".adapters.0." in key}
+    for key, tensor in ours.items():
+        before = theirs[key.replace(".adapter.", ".adapters.0.")]
+        assert torch.equal(tensor, before[..., :5] if "linear_out" in key else before[:, :5])
+    outcome = ckpt("merge-lora", tmp_path / "run", "--base", base, "-o", tmp_path / "merged")
+    assert outcome.code == 0, outcome.err
+    expected = MULTIS_LOGITS["dense-tp2.0"]
+    torch.testing.assert_close(logits(load_base(tmp_path / "merged"))[:1], expected, rtol=0, atol=1e-5)
+
+
+def test_a_slot_that_was_not_claimed_changes_nothing_and_is_said_to(tmp_path: Path) -> None:
+    run, base = MULTI / "experts-ep1", base_of("experts-ep1")
+    outcome = ckpt("merge-lora", run, "--base", base, "-o", tmp_path / "merged", "--adapter-slot", "2:8:16")
+    assert outcome.code == 0 and "zero" in outcome.err
+    before, after = weights(base), weights(tmp_path / "merged")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize(
+    ("slot", "words"),
+    [
+        (None, ["slot 0 of rank 5, slot 1 of rank 2, slot 2 of rank 8 (its", "--adapter-slot 0:5:ALPHA"]),
+        ("7:5:10", ["no slot 7", "slot 0 of rank 5, slot 1 of rank 2, slot 2"]),
+        ("0:4:10", ["slot 0 has not the rank that was asked for", "slot 0 of rank 5", "--adapter-slot 0:5:ALPHA"]),
+        ("0:8:10", ["slot 0 has not the rank that was asked for", "slot 0 of rank 5"]),
+        ("0:9:10", ["no slot of this run has rank 9", "a rank up to 8"]),
+        ("0:5", ["--adapter-slot takes a slot", "SLOT:RANK:ALPHA"]),
+        ("0:5:0", ["--adapter-slot takes a slot", "0:5:0"]),
+    ],
+)
+def test_no_other_slot_rank_or_words_are_taken(slot: str | None, words: list[str], tmp_path: Path) -> None:
+    given = () if slot is None else ("--adapter-slot", slot)
+    merge = ("merge-lora", MULTI / "experts-ep1", "--base", base_of("experts-ep1"))
+    convert = ("convert", "megatron-dist", "peft", MULTI / "experts-ep1")
+    for command in (merge, convert):
+        outcome = ckpt(*command, "-o", tmp_path / "out", *given)
+        assert outcome.code == 2
+        assert all(one in " ".join(outcome.err.split()) for one in words), outcome.err
+        assert not (tmp_path / "out").exists()
+
+
+def test_a_slot_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    run, base = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2")
+    for adapter in (run, as_peft("lora-tp2-pp2", tmp_path / "peft")):
+        outcome = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out", "--adapter-slot", "0:4:12")
+        assert outcome.code == 2 and "no slots with several adapters here" in outcome.err
+    outcome = ckpt("convert", "hf", "hf", base, "-o", tmp_path / "out", "--adapter-slot", "0:4:12")
+    assert outcome.code == 2 and "leave --adapter-slot out" in outcome.err
+
+
+def test_a_config_and_files_that_do_not_agree_on_slots_are_refused(tmp_path: Path) -> None:
+    one, several = "megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.multi_lora.MultiLoRA"
+    run = edited("lora-tp2-pp2", tmp_path / "one", lambda config: config["peft"].update(_target_=several))
+    refused(4, "MultiLoRA, without such names", run, base_of("lora-tp2-pp2"), tmp_path)
+    run = edited(str(MULTI / "dense-tp2"), tmp_path / "more", lambda config: config["peft"].update(_target_=one))
+    outcome = ckpt("convert", "megatron-dist", "peft", run, "-o", tmp_path / "out", "--adapter-slot", "0:5:10")
+    assert outcome.code == 4 and "LoRA, with such names" in outcome.err
+    run = edited(str(MULTI / "dense-tp2"), tmp_path / "rank", lambda config: config["peft"].update(dim=16))
+    outcome = ckpt("convert", "megatron-dist", "peft", run, "-o", tmp_path / "out", "--adapter-slot", "0:5:10")
+    assert outcome.code == 4 and "rank 16" in outcome.err
+
+
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
 
 
@@ -324,19 +428,6 @@ def test_a_factor_for_all_experts_is_refused_where_ranks_cut_them(tmp_path: Path
     refused(2, "expert_tensor_parallel_size 2", run, base_of("experts-etp2"), tmp_path)
     outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / "ep1", "-o", tmp_path / "out", "--tp", "2")
     assert outcome.code == 2 and "--etp 1" in outcome.err
-
-
-def test_the_slots_of_multi_lora_are_named() -> None:
-    checkpoint = package.open(FIXTURE / "lora-tp2-pp2", config=base_of("lora-tp2-pp2"))
-    tensors = {
-        (name, role): tensor.renamed(name)
-        for slot in (0, 2)
-        for (fqn, role), tensor in checkpoint.tensors.items()
-        if (name := fqn.replace(".adapter.", f".adapters.{slot}."))
-    }
-    assert has_adapter(name for name, _ in tensors)
-    with pytest.raises(package.errors.UsageError, match="MultiLoRA, with slots 0, 2"):
-        as_adapter(replace(checkpoint, tensors=tensors), FIXTURE / "lora-tp2-pp2/iter_0000002")
 
 
 @pytest.mark.parametrize("size", [1, 4, 8])

@@ -1,0 +1,150 @@
+"""The slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model beside each other.
+
+    ....linear_qkv.adapters.1.linear_in.weight     the first factor of slot 1: [dim, inputs], a row for each rank
+    ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column for each rank
+
+A slot is claimed with a rank and an alpha of its own; neither is saved, and the run's config has only the largest rank,
+`dim`, and an alpha that no slot need have.  The ranks of a factor behind those of its slot are zero.  A slot that
+nobody claimed has a first factor of full rank, and zeros in the second one.
+
+Format facts: Megatron-Bridge of August 2026, peft/multi_lora.py, peft/multi_lora_layers.py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt.base.errors import CorruptError, UsageError
+from ckpt.plan.checkpoint import MEGATRON, AdapterSlot, Checkpoint
+from ckpt.plan.relation import Link, Relation, translate
+from ckpt.plan.tensors import Box, Shape, Tensor, whole
+from converters.names.megatron.adapter import OUT
+from converters.names.megatron.facts import AdapterRun
+
+#: What the class is called, by its module in megatron.bridge.peft.
+MULTI, MULTIS_CLASS = "multi_lora", "MultiLoRA"
+_SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
+
+
+def slots_in(fqns: Iterable[str]) -> list[int]:
+    """The numbers of the slots that tensors of these names are of, rising."""
+    return sorted({int(found["slot"]) for fqn in fqns if (found := _SLOT.search(fqn))})
+
+
+def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -> Checkpoint:
+    """`checkpoint` with the tensors of one slot alone, under the names that those of a single adapter have.
+
+    UsageError where no slot is asked for, or one that is not there: it says which there are, and their ranks.
+    """
+    known = slots_in(fqn for fqn, _ in checkpoint.tensors)
+    if slot is None or slot.number not in known:
+        held = {number: _factors(checkpoint, number) for number in known}
+        found = ", ".join(_described(number, factors) for number, factors in held.items())
+        example = f"{known[0]}:{_rank(held[known[0]])}:ALPHA"
+        raise UsageError(
+            "the run holds the adapters of MultiLoRA, and Megatron-Bridge does not save the alpha that a slot has"
+            if slot is None
+            else f"the run has no slot {slot.number}",
+            path=folder,
+            expected="one of its slots, with the rank and the alpha that it was claimed with",
+            found=f"{MULTIS_CLASS}, with {found}",
+            hint=f"convert and merge-lora take slot {known[0]} by --adapter-slot {example}; its alpha is what "
+            "`init_adapter_slot` was given",
+        )
+    tensors = {}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        match = _SLOT.search(fqn)
+        if match is None or int(match["slot"]) == slot.number:
+            name = _SLOT.sub(".adapter.", fqn)
+            tensors[name, role] = tensor.renamed(name)
+    return replace(checkpoint, tensors=tensors, adapter_slot=slot)
+
+
+def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun) -> tuple[Checkpoint, AdapterRun]:
+    """The adapter of a slot without the ranks behind its own, and what its run's config would say of it alone.
+
+    UsageError for a rank that is not the slot's, CorruptError for factors that have not the ranks of the config.
+    """
+    slot = checkpoint.adapter_slot
+    assert slot is not None
+    if slot.rank > run.dim:
+        raise UsageError(
+            f"no slot of this run has rank {slot.rank}",
+            path=run.path,
+            expected=f"a rank up to {run.dim}",
+            found=f"--adapter-slot {slot.number}:{slot.rank}:{slot.alpha}",
+        )
+    shapes = checkpoint.shapes
+    links, padding = [], {}
+    for fqn, shape in shapes.items():
+        if shape[_axis(fqn)] != run.dim:
+            raise CorruptError(
+                "a factor has not the rank that the run's config says",
+                path=run.path,
+                fqn=fqn,
+                expected=f"rank {run.dim}",
+                found=f"rank {shape[_axis(fqn)]}",
+            )
+        kept = _ranks(fqn, shape, 0, slot.rank)
+        links.append(Link(fqn, kept, fqn, whole(kept.sizes), tuple(range(len(shape)))))
+        if slot.rank < run.dim:
+            padding[fqn] = (_ranks(fqn, shape, slot.rank, run.dim),)
+    factors = [*checkpoint.parameters.values()]
+    if (rank := _rank(factors)) != slot.rank:
+        raise UsageError(
+            f"slot {slot.number} has not the rank that was asked for",
+            path=checkpoint.path,
+            expected=f"rank {slot.rank}",
+            found=_described(slot.number, factors),
+            hint=f"--adapter-slot {slot.number}:{rank}:ALPHA; alpha is divided by the rank",
+        )
+    relation = Relation(tuple(links), shapes, {link.b: link.b_box.sizes for link in links}, a_padding=padding)
+    alone = replace(run, kind="lora", dim=slot.rank, alpha=slot.alpha)
+    return translate(checkpoint, relation, MEGATRON), alone
+
+
+def _axis(fqn: str) -> int:
+    """The dim of a factor that counts ranks."""
+    return 1 if fqn.endswith(OUT) else 0
+
+
+def _ranks(fqn: str, shape: Shape, start: int, stop: int) -> Box:
+    """The box of a factor's ranks from `start` to `stop`."""
+    axis = _axis(fqn)
+    offsets, sizes = [0] * len(shape), [*shape]
+    offsets[axis], sizes[axis] = start, stop - start
+    return Box(tuple(offsets), tuple(sizes))
+
+
+def _factors(checkpoint: Checkpoint, number: int) -> list[Tensor]:
+    """The two factors of one layer in a slot: all layers of a slot have its rank."""
+    of_slot = [one for one in checkpoint.parameters.values() if slots_in([one.fqn]) == [number]]
+    first = of_slot[0].fqn.partition(".linear_in.")[0].partition(".linear_out.")[0]
+    return [one for one in of_slot if one.fqn.startswith(f"{first}.")]
+
+
+def _rank(factors: Iterable[Tensor]) -> int:
+    """The rank up to which some of the factors are not zero."""
+    return max(map(_last, factors), default=0)
+
+
+def _described(number: int, factors: Iterable[Tensor]) -> str:
+    """What the factors of a slot tell of it."""
+    held = [*factors]
+    is_idle = not any(_last(one) for one in held if one.fqn.endswith(OUT))
+    return f"slot {number} of rank {_rank(held)}" + (" (its second factors are zero: not trained)" if is_idle else "")
+
+
+def _last(factor: Tensor) -> int:
+    """How many ranks of a factor there are up to the last that is not zero."""
+    import numpy as np  # only here, where there is data to look at
+
+    from ckpt.move.reading import read_box
+
+    bits = read_box(factor, whole(factor.shape), {})
+    others = tuple(dim for dim in range(bits.ndim) if dim != _axis(factor.fqn))
+    found = np.flatnonzero((bits << 1).any(axis=others))  # without the sign, which a zero may have
+    return int(found[-1]) + 1 if found.size else 0
