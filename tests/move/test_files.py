@@ -118,6 +118,7 @@ def test_ctrl_c_at_any_instruction_of_making_a_file_leaves_none_open(tmp_path: P
                 found.append(os.readlink(f"/proc/self/fd/{name}"))
         return sorted(path for path in found if path.startswith(str(staging.path)))
 
+    gc.freeze()  # what other tests have left is not looked through at each instruction
     with Staging(tmp_path / "out", overwrite=False, total_bytes=1) as staging:
         before, number = opened(), 1
         while strike(number):
