@@ -30,10 +30,9 @@ def python(*words: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
 
 
 def mypy(script: Path) -> list[str]:
-    """What `mypy --strict` has to say of a script, as where ckpt is installed."""
-    quiet = ("--strict", "--ignore-missing-imports", "--follow-imports=silent", "--python-version=3.11")
-    cache = REPOSITORY / ".mypy_cache" / "scripts"
-    done = python("-m", "mypy", *quiet, "--config-file=", f"--cache-dir={cache}", script, cwd=script.parent)
+    """What `mypy --strict` has to say of a script; of ckpt it takes what `make lint` has found, if that was before."""
+    places = (f"--config-file={REPOSITORY / 'pyproject.toml'}", f"--cache-dir={REPOSITORY / '.mypy_cache'}")
+    done = python("-m", "mypy", *places, script, cwd=script.parent)
     return done.stdout.splitlines()
 
 
