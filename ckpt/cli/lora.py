@@ -52,11 +52,12 @@ class Combining:
         typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
     ] = None
     combination: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="NAME", help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it."
+            metavar="NAME",
+            help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it. [default: svd]",
         ),
-    ] = "svd"
+    ] = None
     density: Annotated[float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")] = (
         None
     )

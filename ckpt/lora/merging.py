@@ -25,7 +25,7 @@ def planned(
     base: str | None,
     accept_base: bool,
     adapter_weights: Sequence[float] | None,
-    combination: str,
+    combination: str | None,
     density: float | None,
     seed: int | None,
     dtype: api.Cast,
@@ -35,6 +35,11 @@ def planned(
     workers: int,
 ) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
+    if adapter_weights is None and not combination == density == seed is None:
+        raise UsageError(
+            "--combination, --density and --seed say how adapters become one, and go with --adapter-weights",
+            hint="without them, one adapter is merged after the other",
+        )
     if not accept_base:
         check_one_base(adapters)
     model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
@@ -43,7 +48,7 @@ def planned(
     if adapter_weights is not None:
         from ckpt.lora.combine import combine
 
-        adapters = [combine(adapters, adapter_weights, model, combination, density, seed)]
+        adapters = [combine(adapters, adapter_weights, model, combination or "svd", density, seed)]
     layout = Layout(cast, parse_size(max_shard_size), names=names)
     return plan(adapters, model, layout, Resources(workers=workers)), adapters
 
@@ -59,7 +64,7 @@ def merge_lora(
     accept_base: bool = False,
     expert_layout: ExpertLayout | None = None,
     adapter_weights: Sequence[float] | None = None,
-    combination: str = "svd",
+    combination: str | None = None,
     density: float | None = None,
     seed: int | None = None,
     dtype: api.Cast = "keep",
