@@ -161,7 +161,7 @@ def verify_merge(
     an adapter does not fit the base.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
-    found = [open_adapter(fspath(one), expert_layout=expert_layout) for one in several]
+    found = [open_adapter(fspath(one), expert_layout=expert_layout, base=fspath(base)) for one in several]
     if not found:
         raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
     model, notes = _base(found[0], fspath(base))

@@ -84,6 +84,19 @@ def test_the_merged_model_computes_what_the_trained_one_did(run: str, tmp_path: 
     assert (logits(load_base(base_of(run))) - LOGITS[run]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "run", [FIXTURE / "lora-tp2-pp2", FIXTURE / "experts-ep2", OUTER / "ep2"], ids=lambda run: run.name
+)
+def test_verify_takes_the_names_of_a_megatron_adapter_from_the_base(run: Path, tmp_path: Path) -> None:
+    base = base_of("dense" if "lora" in run.name else "experts")
+    package.merge_lora(run, tmp_path / "merged", base=base)
+    proved = ckpt("verify", base, tmp_path / "merged", "--adapter", run)
+    assert proved.code == 0, proved.err
+    assert "as the adapter says" in proved.out
+    unmerged = ckpt("verify", base, base, "--adapter", run)
+    assert unmerged.code == 1 and "with the bits of the base" in unmerged.out
+
+
 @pytest.mark.parametrize("run", ["lora-tp2-pp2", "canonical-tp2", "dora-tp2"])
 def test_peft_loads_the_converted_adapter_and_computes_the_same(run: str, tmp_path: Path) -> None:
     from peft import PeftModel
