@@ -34,7 +34,10 @@ class MergeOptions:
     ] = None
     config: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="The folder with adapter_config.json, where it is not with the weights."),
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder with adapter_config.json, or the base's config.json, where it is not with the weights.",
+        ),
     ] = None
     tag: opt.TagOption = None
     accept_base: Annotated[
@@ -120,6 +123,7 @@ def merge_lora(
     conversion, found = planned(
         opened,
         base=base,
+        config=parts.config,
         accept_base=parts.accept_base,
         adapter_weights=None if combining.weights is None else parse_weights(combining.weights),
         combination=combining.combination,

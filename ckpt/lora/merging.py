@@ -23,6 +23,7 @@ def planned(
     adapters: Sequence[Adapter],
     *,
     base: str | None,
+    config: str | None,
     accept_base: bool,
     adapter_weights: Sequence[float] | None,
     combination: str | None,
@@ -42,7 +43,7 @@ def planned(
         )
     if not accept_base:
         check_one_base(adapters)
-    model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
+    model, cast = open_base(adapters[0], base, accept=accept_base, config=config), CASTABLE.get(dtype)
     if dequantize:
         model = api.dequantized(model, cast)
     if adapter_weights is not None:
@@ -96,6 +97,7 @@ def merge_lora(
     conversion, _ = planned(
         [open_adapter(fspath(one), config=place, tag=tag, expert_layout=expert_layout, base=model) for one in several],
         base=model,
+        config=place,
         accept_base=accept_base,
         adapter_weights=adapter_weights,
         combination=combination,

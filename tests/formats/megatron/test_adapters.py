@@ -115,6 +115,32 @@ def test_a_base_in_megatrons_format_gives_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_a_base_without_a_config_takes_the_one_given(tmp_path: Path) -> None:
+    run, base, given = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2"), tmp_path / "base"
+    package.convert(base, "megatron-dist", given, tp=2)
+    (given / "config.json").unlink()
+    bare = ckpt("merge-lora", run, "--base", given, "-o", tmp_path / "merged")
+    assert bare.code == 3 and "--config" in bare.err
+    done = ckpt("merge-lora", run, "--base", given, "--config", base, "-o", tmp_path / "merged")
+    assert done.code == 0, done.err
+    package.merge_lora(run, tmp_path / "expected", base=base)
+    first, second = (weights(tmp_path / name) for name in ("merged", "expected"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    proved = ckpt("verify", given, tmp_path / "merged", "--adapter", run, "--config", base)
+    assert proved.code == 0, proved.err
+
+
+@pytest.mark.parametrize(("etp", "is_said"), [(2, True), (1, False)])
+def test_it_is_said_before_an_expert_tensor_parallel_size_makes_it_wrong(
+    etp: int, is_said: bool, tmp_path: Path
+) -> None:
+    peft, sizes = as_peft("experts-ep2", tmp_path / "peft"), ("--tp", "2", "--etp", str(etp))
+    command = ("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base_of("experts"))
+    outcome = ckpt(*command, *sizes)
+    assert outcome.code == 0, outcome.err
+    assert ("Megatron-Bridge#5634" in outcome.err) == is_said
+
+
 def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path) -> None:
     run = "experts-etp2"
     outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
