@@ -184,6 +184,9 @@ def _open(path: Path, config: str | None, tag: str | None) -> Checkpoint:
         note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
         return replace(sharded, notes=(note, *sharded.notes))
 
+    if tag is None and path.is_dir() and (alone := sorted(path.glob("adapter_model.*"))):
+        path = alone[0]  # without its config, which is missed by name
+
     def has_saved(run: Path) -> bool:
         return any(True for _ in _saved_adapters(run / tag if tag else run))
 
