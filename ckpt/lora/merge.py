@@ -578,7 +578,7 @@ class _Merge:
                 path=adapter.config.path,
                 fqn=fqn,
                 expected="lora_B_layout: grouped_by_expert or rank_major",
-                found="unsloth_fixed in auto_mapping and no lora_B_layout, or several that differ",
+                found="Unsloth's mark in auto_mapping or in README.md and no lora_B_layout, or several that differ",
                 hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
                 "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
             )
