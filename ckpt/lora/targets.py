@@ -27,12 +27,14 @@ def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[st
     if not named:  # its names are those of another release of the model
         return
     if missing := sorted(named.difference(adapted)):
-        yield f"the adapter has no factors of {_counted_layers(missing)}, which target_modules names: nothing is added there"
+        words = _layers_in_words(missing)
+        yield f"the adapter has no factors of {words}, which target_modules names: nothing is added there"
     if others := sorted(layer for layer in adapted if layer in layers and layer not in named):
-        yield f"target_modules does not name {_counted_layers(others)}: merged all the same, where PEFT would pass over them"
+        words = _layers_in_words(others)
+        yield f"target_modules does not name {words}: merged all the same, where PEFT would pass over them"
 
 
-def _counted_layers(layers: list[str]) -> str:
+def _layers_in_words(layers: list[str]) -> str:
     return f"{counted(len(layers), 'layer')} ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})"
 
 
