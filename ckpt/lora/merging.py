@@ -36,7 +36,7 @@ def planned(
     workers: int,
 ) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
-    if adapter_weights is None and not combination == density == seed is None:
+    if adapter_weights is None and any(one is not None for one in (combination, density, seed)):
         raise UsageError(
             "--combination, --density and --seed say how adapters become one, and go with --adapter-weights",
             hint="without them, one adapter is merged after the other",
