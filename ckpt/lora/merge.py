@@ -211,6 +211,7 @@ class _Merge:
     token_rows: dict[str, list[tuple[list[int], Factor]]] = field(default_factory=dict)
     rows_again: list[tuple[int, str, str]] = field(default_factory=list)
     targets: list[str] = field(default_factory=list)
+    by_release: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
@@ -556,7 +557,7 @@ class _Merge:
         a, b, shape, scaling = parts[names.A], parts[names.B], self.shapes[fqn], adapter.config.scaling(fqn)
         input_last = shape[-2:] == (b.shape[0], a.shape[1])
         if len(shape) == 3 and shape[-1] == shape[-2]:
-            input_last = not self._module(adapter, module).is_transposed
+            input_last = self._has_input_last(adapter, module, fqn)
         if not input_last and shape[0] == 1:
             raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
         if any(kind not in (names.A, names.B) for kind in parts):
@@ -565,6 +566,23 @@ class _Merge:
         apply = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
         update = Update(adapter.path, fqn, apply, _is_zero(scaling, a, b))
         self._update(self.base.ties.get(fqn, fqn), update)
+
+    def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
+        """Whether square experts lie as [out, in], which PEFT has seen in three ways; shapes do not tell."""
+        is_transposed = self._module(adapter, module).is_transposed
+        trained = adapter.config.has_input_last(is_transposed)
+        if trained is None:
+            raise UsageError(
+                "these experts are square, and PEFT 0.18, 0.19.0 and those since lay their factors differently",
+                path=adapter.config.path,
+                fqn=fqn,
+                expected="peft_version, the release that trained the adapter",
+                found=repr(adapter.config.raw.get("peft_version")),
+                hint='write it into a copy of adapter_config.json: "0.18.1", "0.19.0", or "0.19.1" for all since',
+            )
+        if trained == is_transposed:
+            self.by_release.append(fqn)
+        return trained
 
     def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
         """Whether all columns of an expert stand together in `lora_B`, and not all of a rank; of one, both do."""
@@ -706,6 +724,9 @@ class _Merge:
             adapters = counted(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
         yield from self.targets
+        if self.by_release:
+            experts = counted(len(self.by_release), "adapter")
+            yield f"{experts} of square experts merged as the PEFT that trained them does; since 0.19.1 it reads others"
         yield from self.noted.made_anew
         for num, fqn, path in self.rows_again:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"

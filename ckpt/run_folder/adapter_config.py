@@ -109,6 +109,23 @@ class AdapterConfig:
             return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
         return None if self.is_of_unsloth and _is_of_unsloth(fqn) else "rank_major"
 
+    @property
+    def peft_release(self) -> tuple[int, ...] | None:
+        """The release of PEFT that saved the adapter; None where it is not recorded, or between two of them."""
+        found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", str(self.raw.get("peft_version")))
+        return None if found is None else tuple(map(int, found.groups()))
+
+    def has_input_last(self, is_transposed: bool) -> bool | None:
+        """Whether stacked experts [experts, n, n] are [experts, out, in] to the PEFT that trained; None where unknown.
+
+        `is_transposed` is what transformers says of a model that has [experts, in, out].  PEFT took all for such ones
+        before 0.19.0, in 0.19.0 the others, and since 0.19.1 those (`tuners/lora/layer.py`, `ParamWrapper`).
+        """
+        release = self.peft_release
+        if release is None:
+            return None
+        return is_transposed if release == (0, 19, 0) else release > (0, 19, 0) and not is_transposed
+
     def overrules(self, fqn: str) -> bool:
         """Whether the user says another layout of the stacked experts `fqn` than is recorded."""
         return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))

@@ -241,6 +241,13 @@ def _parameters(
             )
         by_expert = layout == "grouped_by_expert"
         found.append(_Stacked(fqn, parts[names.A], parts[names.B], rows // rank, rank, num_in, num_out, by_expert))
+    if len(found) == 1 and found[0].num_in == found[0].num_out and (config.peft_release or ()) < (0, 19, 1):
+        raise _odd_factors(
+            config,
+            found[0].fqn,
+            "square ones by PEFT 0.19.1 or later",
+            f"peft_version {config.raw.get('peft_version')}",
+        )
     if len(found) == 2:
         up, down = found
         if (up.num_in, up.num_out, up.num_experts) != (down.num_out, 2 * down.num_in, down.num_experts):
