@@ -34,7 +34,10 @@ class MergeOptions:
     ] = None
     config: Annotated[
         str | None,
-        typer.Option(metavar="FOLDER", help="The folder with adapter_config.json, where it is not with the weights."),
+        typer.Option(
+            metavar="FOLDER",
+            help="The folder with adapter_config.json, or the base's config.json, where it is not with the weights.",
+        ),
     ] = None
     tag: opt.TagOption = None
     accept_base: Annotated[
@@ -53,11 +56,12 @@ class Combining:
         typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
     ] = None
     combination: Annotated[
-        str,
+        str | None,
         typer.Option(
-            metavar="NAME", help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it."
+            metavar="NAME",
+            help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it. [default: svd]",
         ),
-    ] = "svd"
+    ] = None
     density: Annotated[float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")] = (
         None
     )
@@ -118,6 +122,7 @@ def merge_lora(
     conversion, found = planned(
         opened,
         base=base,
+        config=parts.config,
         accept_base=parts.accept_base,
         adapter_weights=None if combining.weights is None else parse_weights(combining.weights),
         combination=combining.combination,

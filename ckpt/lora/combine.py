@@ -7,6 +7,7 @@ same.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -50,20 +51,21 @@ def combine(
     model = hollow(to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
     every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
-    wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
-    for name, one, config in zip(every, adapters, configs, strict=True):
-        if name != every[0]:
-            wrapped.add_adapter(name, config)
-        state = {fqn: factor.load() for fqn, factor in one.factors.items() if parse_name(fqn).kind != names.BASE}
-        set_peft_model_state_dict(wrapped, state, adapter_name=name)
-    if seed is not None:
-        torch.manual_seed(seed)
     options = {} if density is None else {"density": density}
-    try:
-        with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT misses the name of the model that holds them
+        wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
+        for name, one, config in zip(every, adapters, configs, strict=True):
+            if name != every[0]:
+                wrapped.add_adapter(name, config)
+            state = {fqn: factor.load() for fqn, factor in one.factors.items() if parse_name(fqn).kind != names.BASE}
+            set_peft_model_state_dict(wrapped, state, adapter_name=name)
+        if seed is not None:
+            torch.manual_seed(seed)
+        try:
             wrapped.add_weighted_adapter(every, list(weights), _NAME, combination, **options)
-    except ValueError as error:
-        raise UsageError(f"PEFT does not combine these adapters: {error}", path=adapters[0].path) from error
+        except ValueError as error:
+            raise UsageError(f"PEFT does not combine these adapters: {error}", path=adapters[0].path) from error
     combined = get_peft_model_state_dict(wrapped, adapter_name=_NAME, save_embedding_layers=False)
     first = adapters[0]
     of_all = (item for one in adapters for item in one.factors.items())
@@ -94,8 +96,10 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     config = LoraConfig.from_peft_type(**{**adapter.config.raw, **whole})
     lora = {fqn: f for fqn, f in adapter.factors.items() if parse_name(fqn).kind not in (names.BASE, names.TOKENS)}
     try:
-        wrapped = get_peft_model(hollow(to_namespace(base, TRANSFORMERS)), config)
-        result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wrapped = get_peft_model(hollow(to_namespace(base, TRANSFORMERS)), config)
+            result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error
     missing = [name for name in result.missing_keys if ".lora_" in name]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -109,14 +110,15 @@ def open_adapter(
     expert_layout: ExpertLayout | None = None,
     adapter_slot: str | None = None,
     base: str | None = None,
+    base_config: str | None = None,
 ) -> Adapter:
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
     `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
     `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `adapter_slot` is the
-    one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up
-    in the local cache only.  An adapter under names that a model's config gives those of PEFT takes it from `base`,
-    where it has none of its own.
+    one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up in the local cache only.  An
+    adapter under names that a model's config gives those of PEFT takes it from `base`, where it has none of its own,
+    and `base_config` is where the base has none.
     """
     path = local(where)
     if not path.exists() and HUB_ID.fullmatch(where):
@@ -124,7 +126,7 @@ def open_adapter(
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
-        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base), OWN)
+        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base, base_config), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
@@ -141,12 +143,21 @@ def open_adapter(
     return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
 
 
-def _with_config_of(checkpoint: Checkpoint, base: str | None) -> Checkpoint:
+def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
     """An adapter with the config of its base, where its names take one and it has none."""
     if base is None or checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
         return checkpoint
     place = local(base)
-    return replace(checkpoint, config=api.open(place if place.exists() else cached_snapshot(base, None)).config)
+    return replace(checkpoint, config=_model(place if place.exists() else cached_snapshot(base, None), config).config)
+
+
+def _model(path: Path, config: str | None) -> Checkpoint:
+    """The model at `path`; where it has no config, as Megatron's files have none, with that of the folder `config`."""
+    model = api.open(path)
+    if model.config is None and config is not None:
+        with suppress(NotFoundError):  # a folder with an adapter's config alone
+            return api.open(path, config=config)
+    return model
 
 
 def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
@@ -174,6 +185,9 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
             )
         note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
         return replace(sharded, notes=(note, *sharded.notes))
+
+    if tag is None and path.is_dir() and (alone := sorted(path.glob("adapter_model.*"))):
+        path = alone[0]  # without its config, which is missed by name
 
     def has_saved(run: Path) -> bool:
         return any(True for _ in _saved_adapters(run / tag if tag else run))
@@ -242,9 +256,10 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
     return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
 
 
-def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> Checkpoint:
+def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, config: str | None = None) -> Checkpoint:
     """The base to merge into: `where`, or the checkpoint's own, or the one that the adapter's config records.
 
+    `config` is the folder of a config.json, for a base without one.
     Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
     """
     if where is None and (own := own_base(adapter)) is not None:
@@ -278,7 +293,7 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False) -> C
                 error.hint = f"{error.hint}; or give the folder of a copy with --base"
             raise
     note = None if accept else _check_identity(adapter.config, path, given)
-    base = api.open(path)
+    base = _model(path, config)
     if not accept:
         _check_architecture(adapter.checkpoint, base)
     return replace(base, notes=(*base.notes, note)) if note else base

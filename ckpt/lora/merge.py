@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import counted
-from ckpt.lora import light
+from ckpt.lora import light, targets
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
@@ -210,6 +210,8 @@ class _Merge:
     overruled: list[str] = field(default_factory=list)
     token_rows: dict[str, list[tuple[list[int], Factor]]] = field(default_factory=dict)
     rows_again: list[tuple[int, str, str]] = field(default_factory=list)
+    targets: list[str] = field(default_factory=list)
+    by_release: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
@@ -252,6 +254,7 @@ class _Merge:
             else:
                 kind = f"{name.kind}.{name.rest}" if name.kind == names.SAMPLER else name.kind
                 modules.setdefault(name.module, {})[kind] = factor
+        self._check_targets(adapter, modules)
         nested: dict[str, list[str]] = {}
         # an embedding before its tied output head, as the model registers them
         for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
@@ -270,6 +273,31 @@ class _Merge:
                     self._place_linear(adapter, module, parts)
         for inner, wrappers in nested.items():
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
+
+    def _check_targets(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
+        """Note where the layers that the config names are others than the adapter's.
+
+        CorruptError where the adapter lacks a module that was trained as a whole.
+        """
+        weights = [*(fqn for fqn, shape in self.shapes.items() if len(shape) > 1), *self.base.ties]
+        layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
+        adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
+        adapted = {module for module in adapted if not adapter.config.targets_parameter(f"{module}.weight")}
+        self.targets.extend(targets.notes(adapter.config, layers, adapted))
+        if not adapter.checkpoint.is_adapter or _ties_copies(adapter.config):
+            return
+        brought = {*self.replaced, *self.untied}
+        for name in adapter.config.saved:
+            one = replace(adapter.config, saved=(name,))
+            known = [fqn for fqn in self.shapes if _is_saved_module(one, fqn)]
+            if known and not any(_is_saved_module(one, fqn) for fqn in brought):
+                raise CorruptError(
+                    "the adapter lacks a module that was trained as a whole",
+                    path=adapter.path,
+                    fqn=known[0],
+                    expected=f"its tensors, as modules_to_save names {name}",
+                    found="none of them",
+                )
 
     def _add_by_layer(self, adapter: Adapter) -> None:
         """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
@@ -397,8 +425,10 @@ class _Merge:
         owner = self._weight(adapter, module)
         index = _token_index(adapter.config, module)
         num, dim = self.shapes[owner]
-        if rows.shape != (len(index), dim) or not all(0 <= i < num for i in index):
+        if rows.shape != (len(index), dim):
             raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
+        if outside := [i for i in index if not 0 <= i < num]:
+            raise _misfit(adapter, rows.fqn, f"tokens below {num}, as {owner} has rows", f"token {outside[0]}")
         # rounded once, from whatever dtype they are stored in
         apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
         earlier = tuple(self.token_rows.setdefault(owner, []))
@@ -534,7 +564,7 @@ class _Merge:
         a, b, shape, scaling = parts[names.A], parts[names.B], self.shapes[fqn], adapter.config.scaling(fqn)
         input_last = shape[-2:] == (b.shape[0], a.shape[1])
         if len(shape) == 3 and shape[-1] == shape[-2]:
-            input_last = not self._module(adapter, module).is_transposed
+            input_last = self._has_input_last(adapter, module, fqn)
         if not input_last and shape[0] == 1:
             raise UsageError("PEFT does not merge into a single expert of this orientation", path=adapter.path, fqn=fqn)
         if any(kind not in (names.A, names.B) for kind in parts):
@@ -543,6 +573,23 @@ class _Merge:
         apply = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
         update = Update(adapter.path, fqn, apply, _is_zero(scaling, a, b))
         self._update(self.base.ties.get(fqn, fqn), update)
+
+    def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
+        """Whether square experts lie as [out, in], which PEFT has seen in three ways; shapes do not tell."""
+        is_transposed = self._module(adapter, module).is_transposed
+        trained = adapter.config.has_input_last(is_transposed)
+        if trained is None:
+            raise UsageError(
+                "these experts are square, and PEFT 0.18, 0.19.0 and those since lay their factors differently",
+                path=adapter.config.path,
+                fqn=fqn,
+                expected="peft_version, the release that trained the adapter",
+                found=repr(adapter.config.raw.get("peft_version")),
+                hint='write it into a copy of adapter_config.json: "0.18.1", "0.19.0", or "0.19.1" for all since',
+            )
+        if trained == is_transposed:
+            self.by_release.append(fqn)
+        return trained
 
     def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
         """Whether all columns of an expert stand together in `lora_B`, and not all of a rank; of one, both do."""
@@ -556,7 +603,7 @@ class _Merge:
                 path=adapter.config.path,
                 fqn=fqn,
                 expected="lora_B_layout: grouped_by_expert or rank_major",
-                found="unsloth_fixed in auto_mapping and no lora_B_layout, or several that differ",
+                found="Unsloth's mark in auto_mapping or in README.md and no lora_B_layout, or several that differ",
                 hint="--expert-layout unsloth where a version before 2026.9.6 trained it; --expert-layout peft where a "
                 "later one did, or UNSLOTH_MOE_LORA_MERGED=1 was set",
             )
@@ -683,6 +730,10 @@ class _Merge:
         if self.overruled:
             adapters = counted(len(self.overruled), "adapter")
             yield f"{adapters} of stacked experts read otherwise than their config records"
+        yield from self.targets
+        if self.by_release:
+            experts = counted(len(self.by_release), "adapter")
+            yield f"{experts} of square experts merged as the PEFT that trained them does; since 0.19.1 it reads others"
         yield from self.noted.made_anew
         for num, fqn, path in self.rows_again:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"

@@ -23,9 +23,10 @@ def planned(
     adapters: Sequence[Adapter],
     *,
     base: str | None,
+    config: str | None,
     accept_base: bool,
     adapter_weights: Sequence[float] | None,
-    combination: str,
+    combination: str | None,
     density: float | None,
     seed: int | None,
     dtype: api.Cast,
@@ -35,15 +36,20 @@ def planned(
     workers: int,
 ) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
+    if adapter_weights is None and any(one is not None for one in (combination, density, seed)):
+        raise UsageError(
+            "--combination, --density and --seed say how adapters become one, and go with --adapter-weights",
+            hint="without them, one adapter is merged after the other",
+        )
     if not accept_base:
         check_one_base(adapters)
-    model, cast = open_base(adapters[0], base, accept=accept_base), CASTABLE.get(dtype)
+    model, cast = open_base(adapters[0], base, accept=accept_base, config=config), CASTABLE.get(dtype)
     if dequantize:
         model = api.dequantized(model, cast)
     if adapter_weights is not None:
         from ckpt.lora.combine import combine
 
-        adapters = [combine(adapters, adapter_weights, model, combination, density, seed)]
+        adapters = [combine(adapters, adapter_weights, model, combination or "svd", density, seed)]
     layout = Layout(cast, parse_size(max_shard_size), names=names)
     return plan(adapters, model, layout, Resources(workers=workers)), adapters
 
@@ -60,7 +66,7 @@ def merge_lora(
     expert_layout: ExpertLayout | None = None,
     adapter_slot: str | None = None,
     adapter_weights: Sequence[float] | None = None,
-    combination: str = "svd",
+    combination: str | None = None,
     density: float | None = None,
     seed: int | None = None,
     dtype: api.Cast = "keep",
@@ -93,6 +99,7 @@ def merge_lora(
     conversion, _ = planned(
         [open_adapter(fspath(one), config=place, **asked) for one in several],
         base=model,
+        config=place,
         accept_base=accept_base,
         adapter_weights=adapter_weights,
         combination=combination,

@@ -155,16 +155,17 @@ def verify_merge(
 ) -> MergeReport:
     """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
 
-    Both models may be of any format; `format`, `tag` and `config` are for the merged one.  Adapters are given as for
-    `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a note says so, and where the configs of
-    the two models differ.  `expected` is told first of how many bytes `progress` will be told.  Raises LossError where
-    an adapter does not fit the base.
+    Both models may be of any format; `format`, `tag` and `config` are for the merged one, and `config` for a base that
+    has none too.  Adapters are given as for `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a
+    note says so, and where the configs of the two models differ.  `expected` is told first of how many bytes `progress`
+    will be told.  Raises LossError where an adapter does not fit the base.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
-    found = [open_adapter(fspath(one), expert_layout=expert_layout) for one in several]
+    known = {"base": fspath(base), "base_config": None if config is None else fspath(config)}
+    found = [open_adapter(fspath(one), expert_layout=expert_layout, **known) for one in several]
     if not found:
         raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
-    model, notes = _base(found[0], fspath(base))
+    model, notes = _base(found[0], fspath(base), known["base_config"])
     other = api.open(merged, format, tag=tag, config=config)
     dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
     if api.quantized_parts(model) and not api.quantized_parts(other):
@@ -207,12 +208,12 @@ def verify_merge(
     )
 
 
-def _base(adapter: Adapter, where: str) -> tuple[Checkpoint, list[str]]:
+def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint, list[str]]:
     """The model at `where`, and notes on whether it is the base that the adapter names."""
     try:
-        model = open_base(adapter, where)
+        model = open_base(adapter, where, config=config)
     except UsageError as error:
-        model = open_base(adapter, where, accept=True)
+        model = open_base(adapter, where, accept=True, config=config)
         return model, [f"{error.what}: it names {error.expected}, and this is {error.found}", *model.notes]
     return model, list(model.notes)
 

@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
+from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.companions import read_object
 
@@ -58,6 +59,7 @@ Columns = Literal["rank_major", "grouped_by_expert"]
 #: for each by its name.  The parameters are the two that its own forward computes.
 _LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
 _COLUMNS: tuple[Columns, ...] = ("rank_major", "grouped_by_expert")
+_CARD, _CARDS_HEAD = "README.md", 1 << 16
 _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
 
@@ -81,6 +83,9 @@ class AdapterConfig:
     base: str | None
     revision: str | None
     kind: str = LORA
+    #: Whether Unsloth trained it, by its mark in the config or by the tag in the model card, which TRL's trainer writes
+    #: where the model is Unsloth's (trl 1.16.0, `base_trainer.py`, `create_model_card`).
+    is_of_unsloth: bool = False
     #: What the user says of the layout of stacked experts, which comes before what is recorded.
     given_layout: Columns | None = None
 
@@ -102,8 +107,24 @@ class AdapterConfig:
         recorded = set(self._recorded_layouts(fqn))
         if self.given_layout is not None or recorded:
             return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
-        is_unsloths = _is_of_unsloth(fqn) and _mapping(self.raw.get("auto_mapping")).get("unsloth_fixed")
-        return None if is_unsloths else "rank_major"
+        return None if self.is_of_unsloth and _is_of_unsloth(fqn) else "rank_major"
+
+    @property
+    def peft_release(self) -> tuple[int, ...] | None:
+        """The release of PEFT that saved the adapter; None where it is not recorded, or between two of them."""
+        found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", str(self.raw.get("peft_version")))
+        return None if found is None else tuple(map(int, found.groups()))
+
+    def has_input_last(self, is_transposed: bool) -> bool | None:
+        """Whether stacked experts [experts, n, n] are [experts, out, in] to the PEFT that trained; None where unknown.
+
+        `is_transposed` is what transformers says of a model that has [experts, in, out].  PEFT took all for such ones
+        before 0.19.0, in 0.19.0 the others, and since 0.19.1 those (`tuners/lora/layer.py`, `ParamWrapper`).
+        """
+        release = self.peft_release
+        if release is None:
+            return None
+        return is_transposed if release == (0, 19, 0) else release > (0, 19, 0) and not is_transposed
 
     def overrules(self, fqn: str) -> bool:
         """Whether the user says another layout of the stacked experts `fqn` than is recorded."""
@@ -143,6 +164,15 @@ class AdapterConfig:
 def _is_of_unsloth(fqn: str) -> bool:
     """Whether Unsloth's own forward computes the parameter."""
     return fqn.rpartition(".")[2] in _UNSLOTHS_PARAMETERS
+
+
+def _has_unsloths_tag(folder: Path) -> bool:
+    """Whether the model card in `folder` has the tag `unsloth`."""
+    if not (folder / _CARD).is_file():
+        return False
+    text = read_file(confined(folder, _CARD), _CARDS_HEAD).decode(errors="replace")
+    head = re.match(r"---\s*\n(.*?)\n---", text, re.DOTALL)
+    return head is not None and re.search(r"^\s*- unsloth\s*$", head[1], re.MULTILINE) is not None
 
 
 def _mapping(value: object) -> Mapping[str, Any]:
@@ -268,6 +298,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         saved=tuple(fields.strings("modules_to_save")),
         token_indices=raw.get("trainable_token_indices"),
         kind=kind,
+        is_of_unsloth=bool(_mapping(raw.get("auto_mapping")).get("unsloth_fixed")) or _has_unsloths_tag(path.parent),
         base=fields.get("base_model_name_or_path", str, None) or None,
         revision=fields.get("revision", str, None) or None,
     )

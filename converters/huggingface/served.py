@@ -6,6 +6,7 @@ Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`
 - An adapter of stacked experts (PEFT's `target_parameters`) is one that vLLM refuses for models whose experts it keeps
   apart, and sglang drops.  Both take `experts.N.gate_proj`, `up_proj` and `down_proj`.  For some models vLLM takes the
   stacked ones, both of them, in PEFT's packing.
+- vLLM packs all three layers of all experts (`lora_weights.py`, `pack_moe`), and fails where one has no adapter.
 - vLLM reads rsLoRA and patterns of ranks and alphas; sglang knows one rank and one scaling, alpha / r, for all layers.
 - sglang stacks q, k and v: without q or v it fails, or passes over k.  It stacks gate and up, and passes over up alone.
   Of latent attention it stacks q_a and kv_a: q_a alone gets zeros of its own shape, and kv_a alone no place.
@@ -38,6 +39,9 @@ STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
 #: The largest rank that vLLM can be started for, and all of them (`MaxLoRARanks`).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PARAMETERS = ("gate_up_proj", "down_proj")
+#: A layer of a single expert, and the three of each, by the two names that files have for them; the first is the gate.
+_SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
+_TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
 #: Inits that only say where factors began; of others servers refuse the adapter.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
 #: Records of how Unsloth packed experts, which no longer hold.
@@ -128,6 +132,8 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
             )
     if server == SGLANG:
         _check_siblings(layers, config)
+    else:
+        _check_experts(layers, config, model_type)
     rank, raw, notes = (_of_sglang if server == SGLANG else _of_vllm)(layers, tensors, config)
     tensors += [one for layer in layers for one in _factors(layer, rank)]
     return ServerLayout(tuple(tensors), raw, left_out, notes)
@@ -235,6 +241,13 @@ def _parameters(
             )
         by_expert = layout == "grouped_by_expert"
         found.append(_Stacked(fqn, parts[names.A], parts[names.B], rows // rank, rank, num_in, num_out, by_expert))
+    if len(found) == 1 and found[0].num_in == found[0].num_out and (config.peft_release or ()) < (0, 19, 1):
+        raise _odd_factors(
+            config,
+            found[0].fqn,
+            "square ones by PEFT 0.19.1 or later",
+            f"peft_version {config.raw.get('peft_version')}",
+        )
     if len(found) == 2:
         up, down = found
         if (up.num_in, up.num_out, up.num_experts) != (down.num_out, 2 * down.num_in, down.num_experts):
@@ -300,6 +313,31 @@ def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
     a, b = whole((own, num_in)), whole((num_out, own))
     yield ServedTensor(f"{PREFIX}{layer.module}.lora_A.weight", layer.a, (rank, num_in), ((a, layer.a_box),))
     yield ServedTensor(f"{PREFIX}{layer.module}.lora_B.weight", layer.b, (num_out, rank), ((b, layer.b_box),))
+
+
+def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str | None) -> None:
+    """LossError where vLLM, which packs all three layers of all experts or none, would fail on one that is missing."""
+    found: dict[str, set[tuple[int, str]]] = {}
+    for layer in layers:
+        if match := _SINGLE.fullmatch(layer.module):
+            found.setdefault(match[1], set()).add((int(match[2]), match[3]))
+    leaves = {leaf for of_layer in found.values() for _, leaf in of_layer}
+    for triple in _TRIPLES:
+        if triple[0] in leaves or (model_type in APART and leaves.intersection(triple)):
+            leaves |= set(triple)
+    num = 1 + max((expert for of_layer in found.values() for expert, _ in of_layer), default=-1)
+    for experts, of_layer in found.items():
+        missing = sorted({(expert, leaf) for expert in range(num) for leaf in leaves} - of_layer)
+        if missing:
+            expert, leaf = missing[0]
+            raise LossError(
+                "vLLM loads adapters of all layers of all experts, or of none",
+                path=config.path,
+                fqn=f"{experts}.{expert}.{leaf}",
+                expected=f"adapters of {', '.join(sorted(leaves))} in {num} experts",
+                found="none of this one",
+                hint="`ckpt merge-lora` merges it into the base, which every server loads",
+            )
 
 
 def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:

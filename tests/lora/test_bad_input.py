@@ -1,4 +1,7 @@
-"""`ckpt/lora/find.py`, `merge.py`: what does not belong together is refused by name, and nothing is touched."""
+"""`ckpt/lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name, or said.
+
+Nothing that was given is touched.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import edited, save_adapter
+from tests.support.adapters import edited, merge_by_peft, save_adapter, weights
 from tests.support.commands import ckpt, snapshot
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -82,12 +86,72 @@ def test_a_factor_of_one_side_is_missing(gone: str, linear: Path, bases: dict[st
     refused([adapter], bases["llama"], tmp_path / "out", 4, *said)
 
 
+def test_the_config_is_missing(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    adapter = edited(linear, tmp_path / "adapter")
+    (adapter / "adapter_config.json").unlink()
+    refused([adapter], bases["llama"], tmp_path / "out", 3, "there is no adapter_config.json", "with --config")
+    given = ("--base", bases["llama"], "--config", linear)
+    assert ckpt("merge-lora", adapter, *given, "-o", tmp_path / "out").code == 0
+    assert ckpt("merge-lora", linear, *given, "-o", tmp_path / "expected").code == 0
+    ours, expected = weights(tmp_path / "out"), weights(tmp_path / "expected")
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
+
+
 def test_targets_that_are_not_in_the_model(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
     def renamed(tensors: dict[str, Any]) -> dict[str, Any]:
         return {name.replace("layers.0.self_attn.q_proj", "layers.0.self_attn.wq"): t for name, t in tensors.items()}
 
     adapter = with_tensors(linear, tmp_path / "adapter", renamed)
     refused([adapter], bases["llama"], tmp_path / "out", 6, "self_attn.wq", "found: none of this name")
+
+
+def test_both_factors_of_a_layer_are_missing(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT merges what there is, and warns."""
+    layer = "model.layers.0.self_attn.q_proj"
+    adapter = with_tensors(
+        linear, tmp_path / "adapter", lambda t: {k: v for k, v in t.items() if f".{layer}." not in k}
+    )
+    done = ckpt("merge-lora", adapter, "--base", bases["llama"], "-o", tmp_path / "out")
+    assert done.code == 0 and f"no factors of 1 layer ({layer}), which target_modules names" in done.err
+    merge_by_peft(bases["llama"], [adapter], tmp_path / "peft")
+    ours, theirs = weights(tmp_path / "out"), weights(tmp_path / "peft")
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"target_modules": ["down_proj"]}, "does not name 2 layers"),
+        ({"layers_to_transform": [1]}, "does not name 2 layers"),
+        ({"layers_to_transform": 1, "layers_pattern": "layers"}, "does not name 2 layers"),
+        ({"exclude_modules": ["q_proj"]}, "does not name 2 layers"),
+        ({"target_modules": r"model\.layers\.0\..*(q|down)_proj"}, "does not name 2 layers"),
+        ({"target_modules": ["down_proj", "q_proj", "o_proj"]}, "no factors of 2 layers"),
+        ({"layers_to_transform": []}, ""),
+        ({"target_modules": r".*\.(q|down)_proj"}, ""),
+    ],
+)
+def test_a_config_that_names_other_layers_is_said_to(
+    changes: dict[str, Any], said: str, linear: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = edited(linear, tmp_path / "adapter", **changes)
+    done = ckpt("merge-lora", adapter, "--base", bases["llama"], "-o", tmp_path / "out", "--dry-run")
+    assert done.code == 0, done.err
+    assert said in done.out if said else "target_modules" not in done.out
+
+
+def test_a_module_that_was_trained_as_a_whole_is_missing(bases: dict[str, Path], tmp_path: Path) -> None:
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}
+    saved = save_adapter(bases["llama"], tmp_path / "saved", options)
+    adapter = with_tensors(saved, tmp_path / "adapter", lambda t: {k: v for k, v in t.items() if "lm_head" not in k})
+    refused([adapter], bases["llama"], tmp_path / "out", 4, "lm_head.weight", "modules_to_save names lm_head")
+
+
+def test_a_token_that_the_base_does_not_have(bases: dict[str, Path], tmp_path: Path) -> None:
+    options = {"target_modules": ["q_proj"], "trainable_token_indices": [1, 3]}
+    saved = save_adapter(bases["llama"], tmp_path / "saved", options)
+    adapter = edited(saved, tmp_path / "adapter", trainable_token_indices=[1, 9999])
+    refused([adapter], bases["llama"], tmp_path / "out", 6, "expected: tokens below", "found: token 9999")
 
 
 def test_two_adapters_of_different_bases(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from tests.support.adapters import (
     save_base,
     weights,
 )
-from tests.support.commands import ckpt
+from tests.support.commands import ckpt, process
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "linear": {},
@@ -96,6 +96,9 @@ def test_an_rslora_adapter_alone_stays_what_it_is(combination: str, tmp_path: Pa
         (["--adapter-weights", "1,1", "--combination", "sum"], "no such combination"),
         (["--adapter-weights", "1,1", "--combination", "ties"], "needs --density"),
         (["--adapter-weights", "1,1", "--combination", "dare_ties", "--density", "0.5"], "give a --seed"),
+        (["--combination", "linear"], "go with --adapter-weights"),
+        (["--density", "0.5"], "go with --adapter-weights"),
+        (["--seed", "0"], "go with --adapter-weights"),
     ],
 )
 def test_combinations_need_what_they_need(linear: Path, tmp_path: Path, options: list[str], message: str) -> None:
@@ -119,3 +122,9 @@ def test_combined_on_the_command_line(linear: Path, bases: dict[str, Path], tmp_
     )
     assert result.code == 0, result.err
     assert "combined by PEFT (cat): 0.5 of" in result.err
+
+
+def test_what_peft_warns_of_a_model_without_a_name_is_not_printed(linear: Path, tmp_path: Path) -> None:
+    done = process("merge-lora", linear, linear, "--adapter-weights", "0.5,0.5", "-o", tmp_path / "out")
+    assert done.code == 0, done.err
+    assert "Warning" not in done.err

@@ -116,6 +116,19 @@ def test_unsloths_mark_without_a_layout_is_refused_and_both_ways_are_named(
     assert equal(merged(adapter, tmp_path / "peft", "--expert-layout", "peft"), tmp_path / "by-peft")
 
 
+@pytest.mark.parametrize(("tag", "code"), [("unsloth", 2), ("base_model:adapter:unsloth/Qwen3-30B-A3B", 0)])
+def test_unsloths_mark_may_be_in_the_model_card_alone(tag: str, code: int, tmp_path: Path) -> None:
+    """TRL's trainer wraps the model itself, and writes this tag; the name of a base is none."""
+    adapter = edited(GROUPED, tmp_path / "adapter", **{**UNRECORDED, "auto_mapping": None})
+    card = adapter / "README.md"
+    card.write_text(f"---\nlibrary_name: peft\ntags:\n- sft\n- {tag}\n---\n\n- unsloth\n")
+    outcome = ckpt("merge-lora", adapter, "--base", BASE, "--accept-base", "-o", tmp_path / "out")
+    assert outcome.code == code, outcome.err
+    assert code == 0 or ("README.md" in outcome.err and "--expert-layout unsloth" in outcome.err)
+    served = ckpt("convert", "peft", "peft", adapter, "--server", "vllm", "--config", BASE, "-o", tmp_path / "served")
+    assert served.code == code, served.err
+
+
 def test_a_record_that_is_overruled_is_named(tmp_path: Path) -> None:
     command = ("merge-lora", GROUPED, RANK_MAJOR, "--base", BASE, "--accept-base", "-o", tmp_path / "out", "--dry-run")
     assert "otherwise than" not in ckpt(*command).out

@@ -89,6 +89,11 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]
     if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
         notes[0] += f" and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"
+    if run.etp > 1 and any(_parsed(fqn)[0].is_expert for fqn in chosen):
+        notes.append(
+            f"with expert tensor parallel size {run.etp} Megatron-Bridge computes something else than an adapter of "
+            "experts says (Megatron-Bridge#5634): --etp 1 for a run without"
+        )
     return Target(
         files, dropped=tuple(training_left_out(checkpoint)), notes=(*notes, *describe(chosen, checkpoint, layout.dtype))
     )

@@ -199,6 +199,25 @@ def test_what_a_server_does_not_compute_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:]])
+def test_experts_that_vllm_would_fail_on_are_refused(parameters: list[str], tmp_path: Path) -> None:
+    """One of the two stacked parameters; then both, without the layer of one expert."""
+    base = base_of("qwen3_moe", tmp_path)
+    options = {"target_modules": ["q_proj", "v_proj"], "target_parameters": parameters}
+    half = save_adapter(base, tmp_path / "half", options)
+    refused = ckpt("convert", "peft", "peft", half, "--server", "vllm", "-o", tmp_path / "out")
+    assert refused.code == 6 and "all layers of all experts, or of none" in refused.err
+    assert not (tmp_path / "out").exists()
+    whole = save_adapter(base, tmp_path / "whole", options | {"target_parameters": EXPERTS})
+    _, tensors = served(whole, "vllm", tmp_path / "apart")
+    gone = "base_model.model.model.layers.1.mlp.experts.2.up_proj"
+    kept = {name: t for name, t in tensors.items() if not name.startswith(f"{gone}.")}
+    assert len(kept) == len(tensors) - 2
+    save_file(kept, tmp_path / "apart/adapter_model.safetensors")
+    refused = ckpt("convert", "peft", "peft", tmp_path / "apart", "--server", "vllm", "-o", tmp_path / "out")
+    assert refused.code == 6 and gone.removeprefix("base_model.model.") in refused.err
+
+
 @pytest.mark.parametrize(
     ("options", "code", "said"),
     [

@@ -87,6 +87,19 @@ def test_the_merged_model_computes_what_the_trained_one_did(run: str, tmp_path: 
     assert (logits(load_base(base_of(run))) - LOGITS[run]).abs().max() > 0.1
 
 
+@pytest.mark.parametrize(
+    "run", [FIXTURE / "lora-tp2-pp2", FIXTURE / "experts-ep2", OUTER / "ep2"], ids=lambda run: run.name
+)
+def test_verify_takes_the_names_of_a_megatron_adapter_from_the_base(run: Path, tmp_path: Path) -> None:
+    base = base_of("dense" if "lora" in run.name else "experts")
+    package.merge_lora(run, tmp_path / "merged", base=base)
+    proved = ckpt("verify", base, tmp_path / "merged", "--adapter", run)
+    assert proved.code == 0, proved.err
+    assert "as the adapter says" in proved.out
+    unmerged = ckpt("verify", base, base, "--adapter", run)
+    assert unmerged.code == 1 and "with the bits of the base" in unmerged.out
+
+
 @pytest.mark.parametrize("run", ["lora-tp2-pp2", "canonical-tp2", "dora-tp2"])
 def test_peft_loads_the_converted_adapter_and_computes_the_same(run: str, tmp_path: Path) -> None:
     from peft import PeftModel
@@ -103,6 +116,32 @@ def test_a_base_in_megatrons_format_gives_the_same_bits(tmp_path: Path) -> None:
     first, second = (weights(tmp_path / str(number)) for number in range(2))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_a_base_without_a_config_takes_the_one_given(tmp_path: Path) -> None:
+    run, base, given = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2"), tmp_path / "base"
+    package.convert(base, "megatron-dist", given, tp=2)
+    (given / "config.json").unlink()
+    bare = ckpt("merge-lora", run, "--base", given, "-o", tmp_path / "merged")
+    assert bare.code == 3 and "--config" in bare.err
+    done = ckpt("merge-lora", run, "--base", given, "--config", base, "-o", tmp_path / "merged")
+    assert done.code == 0, done.err
+    package.merge_lora(run, tmp_path / "expected", base=base)
+    first, second = (weights(tmp_path / name) for name in ("merged", "expected"))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    proved = ckpt("verify", given, tmp_path / "merged", "--adapter", run, "--config", base)
+    assert proved.code == 0, proved.err
+
+
+@pytest.mark.parametrize(("etp", "is_said"), [(2, True), (1, False)])
+def test_it_is_said_before_an_expert_tensor_parallel_size_makes_it_wrong(
+    etp: int, is_said: bool, tmp_path: Path
+) -> None:
+    peft, sizes = as_peft("experts-ep2", tmp_path / "peft"), ("--tp", "2", "--etp", str(etp))
+    command = ("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base_of("experts"))
+    outcome = ckpt(*command, *sizes)
+    assert outcome.code == 0, outcome.err
+    assert ("Megatron-Bridge#5634" in outcome.err) == is_said
 
 
 def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path) -> None:
