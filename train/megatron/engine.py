@@ -143,8 +143,7 @@ class MegatronEngine(Engine):
         with on_this_machine():
             pieces = megatron_truth.model_pieces(self.bare)
             pieces += megatron_truth.optimizer_pieces(self.bare, self.optimizer)
-        tensors = collect(pieces)
-        with on_this_machine():
+            tensors = collect(pieces)
             megatron_truth.check_distributed(self.bare, self.optimizer, tensors)
         return tensors, self._facts()
 

@@ -44,9 +44,9 @@ class FsdpEngine(MegatronEngine):
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         """From the buffers that ranks compute with."""
         with on_this_machine():
-            mine = list(pieces(self._buffer, self.places, self.optimizer))
-            buffers = megatron_truth.model_pieces(self.bare, parameters=False)
-        return collect(mine) | collect(buffers), self._facts()
+            tensors = collect(list(pieces(self._buffer, self.places, self.optimizer)))
+            tensors |= collect(megatron_truth.model_pieces(self.bare, parameters=False))
+        return tensors, self._facts()
 
     @property
     def _buffer(self) -> Any:

@@ -63,10 +63,7 @@ class Piece:
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
-    # Bytes go as arrays of numpy: each tensor that is pickled, and each that is unpickled, is a file of torch.save.
-    mine = [(one.role, one.place, one.start, one.elements.dtype, bits(one.elements).numpy()) for one in pieces]
-    everyone = [handed for of_rank in launch.of_all_ranks(mine) for handed in of_rank]
-    return assemble([Piece(*said, torch.from_numpy(array).view(dtype)) for *said, dtype, array in everyone])
+    return assemble([piece for of_rank in launch.of_all_ranks(pieces) for piece in of_rank])
 
 
 def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
