@@ -9,14 +9,13 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import fork_once, forked, modeling
+from tests.support.engines import fork_once, modeling, outcome
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from train.config import STRATEGIES
@@ -85,18 +84,17 @@ def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -
         assert loss == pytest.approx(unbroken[step], rel=2e-6), step
 
 
-def started(words: list[str]) -> subprocess.CompletedProcess[str]:
-    """A start of two ranks that has ended."""
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    command = forked([start(2, words)], ["train.engines.zero", "train.engines.native", modeling("llama")])
-    return subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=300, check=False)
+def started(words: list[str]) -> tuple[int, str]:
+    """The exit code of a start of two ranks, and what it said."""
+    code, _, said = outcome([start(2, words)], PRELOAD, 300)
+    return code, said
 
 
 def failed(words: list[str]) -> str:
     """The errors and hints of a start whose ranks ended with code 2."""
-    done = started(words)
-    assert "exit code 2" in done.stderr, done.stderr[-3000:]
-    return "\n".join(re.findall("^(?:train: error|hint): .*$", done.stderr, re.MULTILINE))
+    _, said = started(words)
+    assert "exit code 2" in said, said[-3000:]
+    return "\n".join(re.findall("^(?:train: error|hint): .*$", said, re.MULTILINE))
 
 
 @pytest.mark.parametrize(
@@ -130,8 +128,8 @@ def test_a_checkpoint_that_no_rank_can_read_is_one_line(stopped: Path, tmp_path:
 
 def test_ddp_warns_of_nothing(tmp_path: Path) -> None:
     """Every rank printed torch's advice on find_unused_parameters."""
-    done = started(train("ddp", tmp_path / "run", "--steps", "1"))
-    assert done.returncode == 0 and re.sub("step 1: loss [0-9.]+\n", "", done.stderr) == ""
+    code, said = started(train("ddp", tmp_path / "run", "--steps", "1"))
+    assert code == 0 and re.sub("step 1: loss [0-9.]+\n", "", said) == ""
 
 
 def test_a_pipeline_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:

@@ -130,7 +130,16 @@ def forked(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = ()) -> li
 
 
 def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200) -> str:
-    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails.
+    """Run what `forked` says; returns its standard output.  AssertionError with both streams where a rank fails."""
+    code, out, err = outcome(starts, preload, timeout)
+    assert code == 0, f"{json.dumps(starts)}\n{out[-2000:]}\n{err[-6000:]}"
+    return out
+
+
+def outcome(
+    starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200
+) -> tuple[int, str, str]:
+    """Run what `forked` says; returns its exit code and both streams.
 
     One process of each that tests has imported what launches share, and forks them: it serves until that one ends.
     """
@@ -145,8 +154,7 @@ def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout
         asked = {"preload": [*preload], "starts": starts, "shared": shared, "streams": [*map(str, streams)]}
         code = _server(frozenset(env.items())).do(asked, timeout)
         out, err = (stream.read_text() for stream in streams)
-    assert code == 0, f"{json.dumps(starts)}\n{out[-2000:]}\n{err[-6000:]}"
-    return out
+    return code, out, err
 
 
 class _Server:

@@ -59,13 +59,14 @@ def test_every_strategy_works_with_the_defaults_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_error_of_any_rank_is_shown_once(tmp_path: Path) -> None:
     output = str(tmp_path / "run")
-    assert run("--strategy", "zero3", "--steps", "1", "--output", output).returncode == 0
-    again = run("--strategy", "zero3", "--steps", "1", "--output", output)
+    words = ["--strategy", "zero3", "--steps", "1", "--output", output]
+    fork_once(tmp_path, [(2, "train.__main__", words)], ["train.engines.zero", modeling("llama")])
+    again = run(*words)
     assert again.returncode == 2
     assert re.fullmatch(r"train: error: --output \S+: a run has left .* there\nhint: --resume .*\n", again.stderr)
     (cut,) = tmp_path.rglob("*zero_pp_rank_1_mp_rank_00_optim_states.pt")
     os.truncate(cut, 8000)
-    done = run("--strategy", "zero3", "--steps", "1", "--output", output, "--resume", output)
+    done = run(*words, "--resume", output)
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert re.findall("^.*error: .*$", done.stderr, re.MULTILINE) == re.findall(
         "^train: error: rank 1: --resume .*$", done.stderr, re.MULTILINE
