@@ -204,7 +204,7 @@ def test_two_adapters_with_copies_that_they_change_are_named_as_such(bases: dict
 def test_a_version_between_two_releases_is_taken_where_these_do_the_same(
     version: str, release: tuple[int, ...] | None, linear: Path
 ) -> None:
-    config = read_config(linear)
+    config = read_config(linear / "adapter_config.json")
     assert replace(config, raw={**config.raw, "peft_version": version}).peft_release == release
 
 
