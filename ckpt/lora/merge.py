@@ -255,6 +255,7 @@ class _Merge:
                 kind = f"{name.kind}.{name.rest}" if name.kind == names.SAMPLER else name.kind
                 modules.setdefault(name.module, {})[kind] = factor
         self._check_targets(adapter, modules)
+        self._check_saved(adapter)
         nested: dict[str, list[str]] = {}
         # an embedding before its tied output head, as the model registers them
         for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
@@ -275,26 +276,31 @@ class _Merge:
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
 
     def _check_targets(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Note where the layers that the config names are others than the adapter's.
-
-        CorruptError where the adapter lacks a module that was trained as a whole.
-        """
+        """Note where the layers that the config names are others than the adapter's."""
         weights = [*(fqn for fqn, shape in self.shapes.items() if len(shape) > 1), *self.base.ties]
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
         adapted = {module for module in adapted if not adapter.config.targets_parameter(f"{module}.weight")}
         self.targets.extend(targets.notes(adapter.config, layers, adapted))
-        if not adapter.checkpoint.is_adapter or _ties_copies(adapter.config):
+
+    def _check_saved(self, adapter: Adapter) -> None:
+        """CorruptError where the adapter lacks a module that was trained as a whole, of one layer or of all."""
+        if not (adapter.config.saved and adapter.checkpoint.is_adapter) or _ties_copies(adapter.config):
             return
-        brought = {*self.replaced, *self.untied}
+        parsed = [parse_name(fqn) for fqn in adapter.factors]
+        brought = {f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module for name in parsed}
+        modules = {fqn.rpartition(".")[0] for fqn in brought | self.untied}
         for name in adapter.config.saved:
             one = replace(adapter.config, saved=(name,))
-            known = [fqn for fqn in self.shapes if _is_saved_module(one, fqn)]
-            if known and not any(_is_saved_module(one, fqn) for fqn in brought):
+            known = {fqn.rpartition(".")[0]: fqn for fqn in self.shapes if _is_saved_module(one, fqn)}
+            missing = sorted(known.keys() - modules)
+            if len(missing) < len(known) and self._modules:  # files may have layers that the model does not
+                missing = [module for module in missing if module in self._modules]
+            if missing:
                 raise CorruptError(
                     "the adapter lacks a module that was trained as a whole",
                     path=adapter.path,
-                    fqn=known[0],
+                    fqn=known[missing[0]],
                     expected=f"its tensors, as modules_to_save names {name}",
                     found="none of them",
                 )
@@ -314,6 +320,7 @@ class _Merge:
                 shared[fqn] = factor
             else:
                 layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
+        self._check_saved(adapter)
         if adapter.config.kind in BY_MODEL:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
             kind = JointModel if adapter.config.kind == FROD else WholeModel
@@ -393,6 +400,8 @@ class _Merge:
             if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
                 raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
             self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
+        if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
+            raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner in self.updates:  # by an adapter before this one, whose own come behind all that it replaces
             raise UsageError(
                 "an adapter brings its own copy of this parameter, and one before it changes it",
@@ -400,8 +409,6 @@ class _Merge:
                 fqn=target,
                 hint="that change would be lost: give this one first, if the other was trained on the copy",
             )
-        if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
-            raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner not in self.replaced or target != owner:  # of a tied weight's two copies PEFT loads the alias's last
             self.replaced[owner] = factor
 

@@ -10,20 +10,32 @@ import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.base.text import counted
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig
 
 #: An entry that PEFT's own files have; configs that were made of another trainer's name layers by their last names.
 _OF_PEFTS_FILES = "layers_to_transform"
+_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
 #: The first number in a layer's name, behind a list of layers, where the config names no list.
 _ANY_LIST = r"[^.]*"
 
 
 def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
-    """Notes on `layers` of the base that the config names and that are not `adapted`, and on those that it does not."""
+    """Notes on `layers` of the base that the config names and that are not `adapted`, and on those that it does not.
+
+    CorruptError where PEFT could not find a layer by what the config says.
+    """
     if config.kind != LORA or _OF_PEFTS_FILES not in config.raw:
         return
-    named = {layer for layer in layers if _is_named(config.raw, layer) and not _is_saved(config.saved, layer)}
+    try:
+        named = {layer for layer in layers if _is_named(config.raw, layer) and not _is_saved(config.saved, layer)}
+    except (re.error, TypeError) as error:
+        raise CorruptError(
+            f"the adapter's config does not name its layers as PEFT reads them: {error}",
+            path=config.path,
+            found=", ".join(f"{entry}: {config.raw[entry]!r}" for entry in _ENTRIES if config.raw.get(entry)),
+        ) from error
     if not named:  # its names are those of another release of the model
         return
     if missing := sorted(named.difference(adapted)):

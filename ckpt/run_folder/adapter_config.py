@@ -59,6 +59,8 @@ Columns = Literal["rank_major", "grouped_by_expert"]
 #: for each by its name.  The parameters are the two that its own forward computes.
 _LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
 _COLUMNS: tuple[Columns, ...] = ("rank_major", "grouped_by_expert")
+#: The releases that PEFT's source called itself, as 0.19.1.dev0, while it changed how square experts lie.
+_FIRST_BETWEEN, _LAST_BETWEEN = (0, 18, 1), (0, 19, 1)
 _CARD, _CARDS_HEAD = "README.md", 1 << 16
 _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
@@ -111,9 +113,15 @@ class AdapterConfig:
 
     @property
     def peft_release(self) -> tuple[int, ...] | None:
-        """The release of PEFT that saved the adapter; None where it is not recorded, or between two of them."""
-        found = re.fullmatch(r"(\d+)\.(\d+)\.(\d+)", str(self.raw.get("peft_version")))
-        return None if found is None else tuple(map(int, found.groups()))
+        """The release of PEFT that saved the adapter, or that its source was on the way to.
+
+        None where it is not recorded, or where the source may have been one or the other of those that differ.
+        """
+        found = re.match(r"(\d+)\.(\d+)\.(\d+)(?P<rest>.*)", str(self.raw.get("peft_version")), re.DOTALL)
+        if found is None:
+            return None
+        release = (int(found[1]), int(found[2]), int(found[3]))
+        return None if found["rest"] and _FIRST_BETWEEN <= release <= _LAST_BETWEEN else release
 
     def has_input_last(self, is_transposed: bool) -> bool | None:
         """Whether stacked experts [experts, n, n] are [experts, out, in] to the PEFT that trained; None where unknown.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.support.adapters import edited, merge_by_peft, save_adapter, weights
+from ckpt.run_folder.adapter_config import read_config
+from tests.support.adapters import edited, load_base, merge_by_peft, save_adapter, weights
 from tests.support.commands import ckpt, snapshot
 
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
@@ -145,6 +147,65 @@ def test_a_module_that_was_trained_as_a_whole_is_missing(bases: dict[str, Path],
     saved = save_adapter(bases["llama"], tmp_path / "saved", options)
     adapter = with_tensors(saved, tmp_path / "adapter", lambda t: {k: v for k, v in t.items() if "lm_head" not in k})
     refused([adapter], bases["llama"], tmp_path / "out", 4, "lm_head.weight", "modules_to_save names lm_head")
+
+
+@pytest.mark.parametrize("kind", ["LoraConfig", "LoHaConfig"])
+def test_a_module_that_was_trained_as_a_whole_is_missing_in_one_layer(
+    kind: str, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    import peft
+
+    saved, config = tmp_path / "saved", getattr(peft, kind)
+    options = {"target_modules": ["q_proj"], "modules_to_save": ["input_layernorm"]}
+    peft.get_peft_model(load_base(bases["llama"]), config(**options)).save_pretrained(saved)
+    merge = ("merge-lora", "--base", bases["llama"], "--dry-run", "-o", tmp_path / "out")
+    assert ckpt(*merge, saved).code == 0
+    missing = "layers.1.input_layernorm"
+    adapter = with_tensors(saved, tmp_path / "adapter", lambda t: {k: v for k, v in t.items() if missing not in k})
+    refused([adapter], bases["llama"], tmp_path / "out", 4, missing, "modules_to_save names input_layernorm")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"target_modules": "*.q_proj"},
+        {"exclude_modules": "("},
+        {"layers_to_transform": "1"},
+        {"layers_to_transform": [1], "layers_pattern": ["("]},
+    ],
+)
+def test_a_config_whose_layers_peft_cannot_find(
+    changes: dict[str, Any], linear: Path, bases: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = edited(linear, tmp_path / "adapter", **changes)
+    refused([adapter], bases["llama"], tmp_path / "out", 4, "does not name its layers as PEFT reads them")
+
+
+def test_two_adapters_with_copies_that_they_change_are_named_as_such(bases: dict[str, Path], tmp_path: Path) -> None:
+    """Neither order is right, so no other one is advised."""
+    options = {"target_modules": ["embed_tokens"]}
+    both = [save_adapter(bases["llama"], tmp_path / name, options) for name in ("first", "second")]
+    refused(both, bases["llama"], tmp_path / "out", 2, "two adapters bring their own copy")
+
+
+@pytest.mark.parametrize(
+    ("version", "release"),
+    [
+        ("0.18.0.dev0", (0, 18, 0)),
+        ("0.18.1", (0, 18, 1)),
+        ("0.18.1.dev0@3b2c", None),
+        ("0.19.1.dev0", None),
+        ("0.19.1", (0, 19, 1)),
+        ("0.19.2.dev0@3b2c", (0, 19, 2)),
+        ("0.21.0rc1", (0, 21, 0)),
+        ("main", None),
+    ],
+)
+def test_a_version_between_two_releases_is_taken_where_these_do_the_same(
+    version: str, release: tuple[int, ...] | None, linear: Path
+) -> None:
+    config = read_config(linear / "adapter_config.json")
+    assert replace(config, raw={**config.raw, "peft_version": version}).peft_release == release
 
 
 def test_a_token_that_the_base_does_not_have(bases: dict[str, Path], tmp_path: Path) -> None:
