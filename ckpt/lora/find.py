@@ -187,7 +187,8 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
         return replace(sharded, notes=(note, *sharded.notes))
 
     if tag is None and path.is_dir() and (alone := sorted(path.glob("adapter_model.*"))):
-        path = alone[0]  # without its config, which is missed by name
+        # without its config, which is missed by name; beside a torch file PEFT takes the other
+        path = next((one for one in alone if one.suffix == ".safetensors"), alone[0])
 
     def has_saved(run: Path) -> bool:
         return any(True for _ in _saved_adapters(run / tag if tag else run))

@@ -92,6 +92,8 @@ def test_the_config_is_missing(linear: Path, bases: dict[str, Path], tmp_path: P
     adapter = edited(linear, tmp_path / "adapter")
     (adapter / "adapter_config.json").unlink()
     refused([adapter], bases["llama"], tmp_path / "out", 3, "there is no adapter_config.json", "with --config")
+    factors = {name: 0 * tensor for name, tensor in weights(adapter).items()}
+    torch.save(factors, adapter / "adapter_model.bin")  # PEFT takes the other file
     given = ("--base", bases["llama"], "--config", linear)
     assert ckpt("merge-lora", adapter, *given, "-o", tmp_path / "out").code == 0
     assert ckpt("merge-lora", linear, *given, "-o", tmp_path / "expected").code == 0
