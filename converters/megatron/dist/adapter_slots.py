@@ -43,7 +43,8 @@ def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -
     if slot is None or slot.number not in known:
         held = {number: _factors(checkpoint, number) for number in known}
         found = ", ".join(_described(number, factors) for number, factors in held.items())
-        example = f"{known[0]}:{_rank(held[known[0]])}:ALPHA"
+        first = max(known, key=lambda number: _rank(held[number]) > 0)
+        example = f"{first}:{_rank(held[first])}:ALPHA"
         raise UsageError(
             "the run holds the adapters of MultiLoRA, and Megatron-Bridge does not save the alpha that a slot has"
             if slot is None
@@ -51,7 +52,7 @@ def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -
             path=folder,
             expected="one of its slots, with the rank and the alpha that it was claimed with",
             found=f"{MULTIS_CLASS}, with {found}",
-            hint=f"convert and merge-lora take slot {known[0]} by --adapter-slot {example}; its alpha is what "
+            hint=f"convert and merge-lora take slot {first} by --adapter-slot {example}; its alpha is what "
             "`init_adapter_slot` was given",
         )
     tensors = {}
