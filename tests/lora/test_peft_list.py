@@ -63,7 +63,7 @@ EXPECTED: dict[str, dict[str, int]] = {
     "SupertuningConfig": {EQUAL: 5},
     "TinyLoraConfig": {EQUAL: 8},
     "TrainableTokensConfig": {EQUAL: 1},
-    "UniLoraConfig": {EQUAL: 5, IN_ORDER: 1},
+    "UniLoraConfig": {EQUAL: 4, IN_ORDER: 2},
     "VBLoRAConfig": {EQUAL: 6},
     "VeraConfig": {EQUAL: 6},
     "WaveFTConfig": {EQUAL: 20},
