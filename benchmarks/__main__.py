@@ -29,6 +29,7 @@ from benchmarks import (
     processes,
     readme,
     reshard,
+    small,
     stores,
     universal,
     zero,
@@ -47,6 +48,7 @@ SECTIONS = {
     "megatron": megatron,
     "hash": hashing,
     "plans": plans,
+    "small": small,
     "stores": stores,
     "processes": processes,
 }

@@ -2,9 +2,10 @@
 
 Names are those of Qwen3MoeForCausalLM with the published numbers of layers, experts and heads.  `tiny` is in bf16 as on
 the Hub, with small sizes and random values: hardly a byte to move.  `real` has the published sizes in sparse files.
-A number is that of the ranks of a ZeRO-3 run with the small sizes and Adam's states.
+A number is that of the ranks of a ZeRO-3 run with the small sizes and Adam's states.  `30b` has the 18,867 tensors of
+Qwen3-30B-A3B, of 1.5 GB.
 
-    python -m benchmarks.moe_source FOLDER tiny|real|NUMBER
+    python -m benchmarks.moe_source FOLDER tiny|real|30b|NUMBER
 """
 
 from __future__ import annotations
@@ -18,10 +19,17 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-NUM_LAYERS, NUM_EXPERTS = 94, 128
+NUM_EXPERTS = 128
 SIZES = {
     "tiny": {"hidden_size": 64, "moe_intermediate_size": 16, "head_dim": 16, "vocab_size": 512},
     "real": {"hidden_size": 4096, "moe_intermediate_size": 1536, "head_dim": 128, "vocab_size": 151936},
+    "30b": {
+        "hidden_size": 256,
+        "moe_intermediate_size": 152,
+        "head_dim": 16,
+        "vocab_size": 8192,
+        "num_hidden_layers": 48,
+    },
 }
 _SHARD = 8_000_000_000  # bytes of a file
 
@@ -32,7 +40,7 @@ def config(kind: str) -> dict[str, Any]:
     return {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
-        "num_hidden_layers": NUM_LAYERS,
+        "num_hidden_layers": 94,
         "num_experts": NUM_EXPERTS,
         "num_experts_per_tok": 8,
         "num_attention_heads": 64,
@@ -52,7 +60,7 @@ def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
     hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
     queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
     yield "model.embed_tokens.weight", (c["vocab_size"], hidden)
-    for i in range(NUM_LAYERS):
+    for i in range(c["num_hidden_layers"]):
         layer = f"model.layers.{i}"
         yield f"{layer}.self_attn.q_proj.weight", (queries, hidden)
         yield f"{layer}.self_attn.k_proj.weight", (keys, hidden)
@@ -105,12 +113,12 @@ def write(folder: Path, kind: str) -> None:
     weight_map = {}
     for number, entries in enumerate(shards, 1):
         file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        header = json.dumps(entries).encode()
+        header = json.dumps(entries, separators=(",", ":")).encode()
         header += b" " * (-len(header) % 8)
         size = max(entry["data_offsets"][1] for entry in entries.values())
         with (folder / file).open("wb") as written:
             written.write(struct.pack("<Q", len(header)) + header)
-            if kind == "tiny":
+            if kind != "real":
                 # bf16 of 0.0078 to 0.0312, either sign: a high byte of 0x3c or 0xbc
                 low, high = os.urandom(size // 2), os.urandom(size // 2).translate(bytes([0x3C, 0xBC] * 128))
                 data = bytearray(size)

@@ -1,0 +1,31 @@
+"""safetensors -> safetensors of 18,867 small tensors, against a model of few large ones with as many bytes."""
+
+from __future__ import annotations
+
+from benchmarks.measure import CKPT, Case, call, copy_of, run, warm
+from benchmarks.runner import Bench, Goal, Table
+
+SOURCES = ("hf",)
+LAYERS = 50  # of the model of few tensors, which has as many bytes then
+
+
+def measure(bench: Bench) -> Table:
+    few, many = bench.source("hf", LAYERS), bench.scratch("small-source")
+    outputs = bench.scratch("small-few"), bench.scratch("small-many")
+    copy = bench.scratch("small-copy")
+    call("benchmarks.moe_source", many, "30b")
+    warm(many)
+    cases = [
+        Case(f"ckpt convert hf hf, {name}", [*CKPT, "convert", "hf", "hf", source, "-q", "-o", output], (output,))
+        for name, source, output in (("few", few, outputs[0]), ("18,867", many, outputs[1]))
+    ]
+    for case in cases:
+        run(case)  # so that there is something to compare
+    same = [call("benchmarks.equal", "safetensors", *pair) for pair in ((few, outputs[0]), (many, outputs[1]))]
+    measured = bench.rounds([copy_of("cp -r of the small ones", many, copy), *cases])
+    return Table(
+        "18,867 tensors of a mixture of experts and few large ones, 1.5 GB each, hf -> hf",
+        measured,
+        [Goal(cases[1].name, cases[0].name, at_most=1.1), Goal(cases[0].name, "cp -r of the small ones")],
+        [f"{same[0]} and {same[1]} tensors are those of the source"],
+    )
