@@ -5,6 +5,7 @@ typed, refused where they do not belong.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -173,25 +174,27 @@ HOLDS |= {"flat_optimizer", "decoder_first_pipeline_num_layers", "decoder_last_p
 OF_OTHERS = {"hf": {"flat_optimizer"}, "megatron-deepspeed": {"ep", "vpp", "etp", "transformer_impl"}}
 
 
-def outcome(source: OpenCheckpoint, target: str, base: dict[str, Any], **option: Any) -> str | None:
-    """Whether an option changes what is planned; None where the source does not become the target at all."""
+def planned(source: OpenCheckpoint, target: str, options: dict[str, Any]) -> object:
+    conversion = ckpt.plan(source, target, **options)
+    return conversion.plan.target.files, conversion.plan.target.not_written, conversion.plan.checkpoint.computed
 
-    def planned(options: dict[str, Any]) -> object:
-        conversion = ckpt.plan(source, target, **options)
-        return conversion.plan.target.files, conversion.plan.target.not_written, conversion.plan.checkpoint.computed
 
+def outcomes(source: OpenCheckpoint, target: str, base: dict[str, Any], values: dict[str, Any]) -> Iterator[str | None]:
+    """Whether each option changes what is planned; None where the source does not become the target at all."""
     try:
-        usual = planned(base)
+        usual = planned(source, target, base)
     except CkptError:
         usual = None
-    try:
-        changed = planned(base | option)
-    except UsageError as error:
-        assert error.hint, error
-        return "refused"
-    except CkptError:
-        return None
-    return "none" if changed == usual else "effect"
+    for name, value in values.items():
+        try:
+            changed = planned(source, target, base | {name: value})
+        except UsageError as error:
+            assert error.hint, error
+            yield "refused"
+        except CkptError:
+            yield None
+        else:
+            yield "none" if changed == usual else "effect"
 
 
 @pytest.mark.parametrize("target", [one.name for one in registry.all_formats() if one.writes])
@@ -206,8 +209,8 @@ def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -
     for place, bases in SOURCES.items():
         source = ckpt.open(fixtures / place)
         for base in bases:
-            for name, value in values.items():
-                found[name].add(outcome(source, target, base, **{name: value}))
+            for name, seen in zip(values, outcomes(source, target, base, values), strict=True):
+                found[name].add(seen)
     assert {name for name, seen in found.items() if "none" in seen} <= HOLDS
     taken = {name for name, seen in found.items() if seen & {"effect", "none"}}
     assert taken - {"optimizer_dtype"} == takes - OF_OTHERS.get(target, set())

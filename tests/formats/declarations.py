@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -53,13 +56,20 @@ def saved_by_transformers(folder: Path) -> tuple[Path, Tensors]:
     return folder / "model", {(fqn, WEIGHT): raw(t) for fqn, t in model.state_dict().items()}
 
 
-def converted_by_deepspeed(folder: Path) -> tuple[Path, Tensors]:
+@functools.cache
+def universal() -> Path:
     """A ZeRO-3 run, made universal by DeepSpeed's own converter (which fails on the toy model's 0-d parameter)."""
-    run, truth = from_fixture("lora-zero3")(folder)
+    folder = Path(tempfile.mkdtemp(prefix="universal-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
     output = folder / "universal" / "global_step2_universal"
     output.mkdir(parents=True)
-    ds_to_universal(run / "global_step2", output)
-    return output.parent, truth
+    ds_to_universal(FIXTURES / "lora-zero3" / "global_step2", output)
+    return output.parent
+
+
+def converted_by_deepspeed(folder: Path) -> tuple[Path, Tensors]:
+    _, truth = from_fixture("lora-zero3")(folder)
+    return Path(shutil.copytree(universal(), folder / "universal")), truth
 
 
 def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import os
@@ -12,6 +13,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import typer
 
 from ckpt.cli import app
 from tests.support.places import REPOSITORY
@@ -22,6 +26,12 @@ class Result:
     code: int
     out: str
     err: str
+
+
+@functools.cache
+def _command() -> Any:
+    """What runs `app`, made once: typer looks at every parameter of every command, which takes most of a short run."""
+    return typer.main.get_command(app)
 
 
 def ckpt(*args: str | Path) -> Result:
@@ -40,7 +50,7 @@ def ckpt_in_order(*args: str | Path) -> Result:
 def _run(args: Sequence[str | Path], out: io.StringIO, err: io.StringIO) -> int:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
-            app([str(arg) for arg in args], prog_name="ckpt")
+            _command()([str(arg) for arg in args], prog_name="ckpt")
         except SystemExit as stop:
             return stop.code if isinstance(stop.code, int) else 1
     return 0
