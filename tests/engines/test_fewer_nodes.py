@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 import re
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.commands import ckpt
-from tests.support.engines import fork_once, modeling, outcome
+from tests.support.engines import launch_in_turn, modeling, outcome
 from tests.support.places import REPOSITORY
 from tests.support.resuming import losses
 from train.config import STRATEGIES
@@ -35,37 +36,38 @@ SCRIPT = (REPOSITORY / "train" / "slurm" / "multinode.sbatch").read_text()
 PRELOAD = ["train.engines.zero", "train.engines.native", "tests.support.megatron_imports", modeling("llama")]
 
 
-def train(strategy: str, output: Path, *words: str) -> list[str]:
+def job(strategy: str, output: Path, **options: Any) -> dict[str, Any]:
     # Megatron's softmax goes over the padding of the vocabulary, too, so there is to be as much of it at any --tp.
-    return ["--output", str(output), *words, "--strategy", strategy, "--dtype", "fp32", "--vocab-multiple", "130"]
+    return {"strategy": strategy, "output": str(output), "dtype": "fp32", "vocab_multiple": 130, **options}
 
 
-def start(ranks: int, words: list[str]) -> tuple[Any, ...]:
-    return ranks, "train.__main__", words
+def train(strategy: str, output: Path, **options: Any) -> list[str]:
+    """The words of a job."""
+    options = job(strategy, output, **options)
+    return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of four steps for each case, and one that saved after two of them and goes on."""
     folder = tmp_path_factory.mktemp("fewer")
-    starts = []
+    jobs = defaultdict[int, list[dict[str, Any]]](list)
     for name, (strategy, ranks, _, _) in CASES.items():
-        starts += [start(ranks, train(strategy, folder / "unbroken" / name, "--steps", "4"))]
-        starts += [start(ranks, train(strategy, folder / name, "--steps", "2"))]
-    fork_once(folder, starts, PRELOAD)
+        jobs[ranks] += [job(strategy, folder / "unbroken" / name, steps=4), job(strategy, folder / name, steps=2)]
+    launch_in_turn(jobs.items(), folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def resumed(stopped: Path) -> Path:
-    starts = []
+    jobs = defaultdict[int, list[dict[str, Any]]](list)
     for name, (strategy, _, ranks, options) in CASES.items():
         run = stopped / name
         found = ckpt("resume", run, "--missing-ok", "--world-size", str(ranks), *options.split())
         assert found.code == 0, found.err
         assert ("as it is" in found.err) == (not re.search("zero|deepspeed", strategy)), found.err
-        starts.append(start(ranks, train(strategy, run, "--resume", found.out.strip(), "--until", "4")))
-    fork_once(stopped, starts, PRELOAD)
+        jobs[ranks].append(job(strategy, run, resume=found.out.strip(), until=4))
+    launch_in_turn(jobs.items(), stopped)
     return stopped
 
 
@@ -86,7 +88,7 @@ def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -
 
 def started(words: list[str]) -> tuple[int, str]:
     """The exit code of a start of two ranks, and what it said."""
-    code, _, said = outcome([start(2, words)], PRELOAD, 300)
+    code, _, said = outcome([(2, "train.__main__", words)], PRELOAD, 300)
     return code, said
 
 
@@ -110,7 +112,7 @@ def test_the_error_of_another_rank_is_shown_once(strategy: str, file: str, stopp
     run = shutil.copytree(stopped / "unbroken" / strategy, tmp_path / "run")
     (cut,) = (path for path in run.rglob("*") if path.name.endswith(file))
     os.truncate(cut, 8000)
-    said = failed(train(strategy, run, "--resume", str(run), "--steps", "1"))
+    said = failed(train(strategy, run, resume=run, steps=1))
     assert said.count("train: error: ") == 1 and "onnection" not in said
     assert re.search(r"--resume \S+: it cannot be loaded into this run: (rank \d: )?\w+: ", said)
     assert "hint: `ckpt check` finds damage" in said
@@ -121,19 +123,18 @@ def test_a_checkpoint_that_no_rank_can_read_is_one_line(stopped: Path, tmp_path:
     run = shutil.copytree(stopped / "unbroken" / "zero2", tmp_path / "run")
     for file in run.rglob("*optim_states.pt"):
         os.truncate(file, 8000)
-    said = failed(train("zero2", run, "--resume", str(run), "--steps", "1"))
+    said = failed(train("zero2", run, resume=run, steps=1))
     assert re.match(r"train: error: (rank \d: )?--resume \S+: it cannot be loaded into this run: ", said)
     assert said.count("train: error: ") == 1
 
 
 def test_ddp_warns_of_nothing(tmp_path: Path) -> None:
     """Every rank printed torch's advice on find_unused_parameters."""
-    code, said = started(train("ddp", tmp_path / "run", "--steps", "1"))
+    code, said = started(train("ddp", tmp_path / "run", steps=1))
     assert code == 0 and re.sub("step 1: loss [0-9.]+\n", "", said) == ""
 
 
 def test_a_pipeline_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
     """megatron-core's AssertionError came through, with 113 lines."""
-    words = ["--pp", "2", "--vpp", "2", "--accumulate", "2", "--layers", "2"]
-    said = failed(train("megatron", tmp_path / "run", *words))
+    said = failed(train("megatron", tmp_path / "run", pp=2, vpp=2, accumulate=2, layers=2))
     assert said == "train: error: --pp 2 --vpp 2: 2 layers do not divide into 4 chunks"

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -46,6 +44,7 @@ from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
 from tests.support import commands
+from tests.support.engines import fork
 from tests.support.images import TEXT_ALONE
 from tests.support.megatron_logits import random_model, save
 from tests.support.tiny_sizes import tiny_sizes
@@ -1012,16 +1011,9 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     """What the worker found of each case."""
     pytest.importorskip("megatron.core")
     cases = [(name, *case) for name, case in CASES.items()]
-    command = [
-        sys.executable,
-        "-m",
-        "tests.support.megatron_logits",
-        str(tmp_path_factory.mktemp("logits")),
-        json.dumps(cases),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-4000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    start = (1, "tests.support.megatron_logits", [str(tmp_path_factory.mktemp("logits")), json.dumps(cases)])
+    said = fork([start], ["tests.support.megatron_imports"])
+    lines = [json.loads(line) for line in said.splitlines() if line.startswith("{")]
     return {line["case"]: line for line in lines}
 
 

@@ -12,6 +12,7 @@ what our modules change in them is changed in that launch alone.
 Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
 """
 
+import gc
 import importlib
 import json
 import os
@@ -32,6 +33,7 @@ def serve() -> None:
         asked = json.loads(line)
         for name in asked["shared"]:
             importlib.import_module(name)
+        leave_imports()
         pid = os.fork()
         if not pid:
             _answer(asked)
@@ -58,15 +60,12 @@ def _answer(asked: dict) -> None:
 
 def launch(preload: list[str], starts: list) -> None:
     """Import, and start the ranks of each start when those of the last one have ended."""
-    import gc
-
     import torch.distributed as dist
     import torch.multiprocessing as mp
 
     for name in filter(None, [*preload, *dict.fromkeys(module for _, module, _ in starts)]):
         importlib.import_module(name)
-    gc.collect()
-    gc.freeze()  # what is imported is not looked through again whenever an engine is closed
+    leave_imports()
     for ranks, module, arguments in starts:
         # As under torchrun's agent, the store is not a rank's.
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -84,6 +83,12 @@ def launch(preload: list[str], starts: list) -> None:
         os.close(waits)
         while not begun.join():
             pass
+
+
+def leave_imports() -> None:
+    """Have what is imported not looked through again: whenever a process collects garbage, it would copy all of it."""
+    gc.collect()
+    gc.freeze()
 
 
 def _rank(rank: int, module: str, arguments: list[str], waits: int, goes: int) -> None:

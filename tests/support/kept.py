@@ -117,7 +117,8 @@ def _modules_of_the_trainer() -> list[str]:
     """All of them, as some are imported by a name that is put together; and what starts ranks."""
     paths = {path.relative_to(REPOSITORY).with_suffix("") for path in (REPOSITORY / "train").rglob("*.py")}
     paths.discard(Path("train/simple"))  # users' trainer, which takes ckpt and which the others do not import
-    return [*sorted(".".join(path.parts) for path in paths), "tests.support.engines", "tests.support.forked"]
+    starters = ("engines", "forked", "megatron_imports")
+    return [*sorted(".".join(path.parts) for path in paths), *(f"tests.support.{name}" for name in starters)]
 
 
 def _imported(text: str) -> Iterator[str]:

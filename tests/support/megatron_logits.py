@@ -1,4 +1,4 @@
-"""The same weights in transformers' and in megatron-core's model: `python -m tests.support.megatron_logits`.
+"""The same weights in transformers' and in megatron-core's model, on one rank of `tests.support.engines.fork`.
 
 For each case one line of JSON: the names whose shapes are not those of megatron-core's GPTModel, the arguments that
 are not those which the trainer makes from the same config by code of its own, and the largest difference of logits,

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import atexit
 import functools
-import json
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.plan.planner import check_source
+from tests.support import engines
 from tests.support.describing import content
 from tests.support.engines import Truth
-from tests.support.kept import made
-from tests.support.places import REPOSITORY
 
 RANKS = 4
 PLAIN = {"no_distributed_optimizer": True}
@@ -88,6 +83,7 @@ class Run:
 
 
 ETP1 = {"etp": 1, **SEQUENCE}
+FSDP = {"layers": 2, **FORMS["fsdp"]}
 RUNS = [
     Run("llama", "llama", tp=2, pp=2, forms=(*BOTH, "gathered")),
     Run("llama-vpp", "llama", pp=2, vpp=2),
@@ -112,9 +108,10 @@ RUNS = [
     Run("gpt_neox", "gpt_neox", tp=2, pp=2, options=PLAIN),
     Run("gpt_oss", "gpt_oss", pp=2, ep=2),
     Run("deepseek_v3", "deepseek_v3", tp=2, pp=2, options={"mtp_layers": 1, **SEQUENCE}),
-    Run("llama-fsdp", "llama", tp=2, options=FORMS["fsdp"], forms=("fsdp",)),
-    Run("qwen2-fsdp", "qwen2", options=FORMS["fsdp"], forms=("fsdp",)),
-    Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FORMS["fsdp"], forms=("fsdp",)),
+    # Saving takes a collective for each tensor, and stages, which deal layers out, there are none.
+    Run("llama-fsdp", "llama", tp=2, options=FSDP, forms=("fsdp",)),
+    Run("qwen2-fsdp", "qwen2", options=FSDP, forms=("fsdp",)),
+    Run("mixtral-fsdp", "mixtral", tp=2, ep=2, options=SEQUENCE | FSDP, forms=("fsdp",)),
 ]
 BY_NAME = {run.name: run for run in RUNS}
 
@@ -170,18 +167,6 @@ def without_padding(found: Truth) -> dict[tuple[str, str], tuple[str, tuple[int,
     return tensors
 
 
-def launch(jobs: Sequence[Mapping[str, Any]], folder: Path) -> None:
+def launch(jobs: list[dict[str, Any]], folder: Path) -> None:
     """Run jobs of `tests.support.megatron_worker` in one process group.  AssertionError with its output if it fails."""
-    text = "".join(json.dumps(job) + "\n" for job in jobs)
-    made(folder, ("tests.support.megatron_worker",), f"{RANKS}\n{text}", lambda: _launch(text, folder))
-
-
-def _launch(jobs: str, folder: Path) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    file = folder / "jobs.jsonl"
-    file.write_text(jobs)
-    command = [sys.executable, "-m", "tests.support.megatron_worker", str(file), str(RANKS)]
-    # Compiling its small fused functions takes longer than all that they do here.
-    env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    engines.launch(jobs, RANKS, folder, "tests.support.megatron_worker")

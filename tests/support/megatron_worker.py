@@ -1,7 +1,6 @@
-"""The ranks of `tests.support.megatron_runs`: `python -m tests.support.megatron_worker jobs.jsonl RANKS`.
+"""One rank of `tests.support.megatron_runs`, which `tests.support.engines.launch` starts with a file of jobs.
 
-All ranks are forked from a process that has imported the frameworks, which takes longer than most jobs do.  Each line
-of the file is a configuration of the trainer:
+Each line of the file is a configuration of the trainer:
 
     megatron, `saves`   trains, saves once for each of `saves` (a folder's name: options of the trainer) into
                         `output/<name>`, with the truth that the engine gathers beside it
@@ -9,79 +8,47 @@ of the file is a configuration of the trainer:
                         it then gathers goes to `output/truth`
     `loader`            another framework loads: see `tests.support.matrix_loading`
     any other           a run of the trainer
-
-Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
 """
 
 import functools
+import gc
 import json
-import os
 import sys
 import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from train import data, launch, loop, models, truth
+from train.config import Config
+from train.megatron import args as megatron_args
+from train.megatron import engine as megatron
+from train.megatron.fsdp import open_engine
 
 #: Arguments of Megatron-LM that tell how it saves.
 _RECORDED = ("ckpt_format", "use_dist_ckpt", "dist_ckpt_optim_fully_reshardable")
 
 
 def main() -> None:
-    with open(sys.argv[1], encoding="utf-8") as file:
-        jobs = [json.loads(line) for line in file]
-    ranks = int(sys.argv[2])
-    os.environ |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-    import gc
-    import socket
-
-    import torch.multiprocessing as mp
-
-    _prepare(jobs)
-    gc.collect()
-    gc.freeze()  # what is imported is not looked through again whenever an engine is closed
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        os.environ["MASTER_PORT"] = str(server.getsockname()[1])
-        mp.start_processes(_rank, (jobs, ranks, server.fileno()), ranks, start_method="fork")
-
-
-def _prepare(jobs: list[dict[str, Any]]) -> None:
-    """Import what the jobs need, and build what they have in common."""
-    for job in jobs:
-        if job["strategy"] == "megatron":
-            _sizes(*_named(job))
-        elif "zero" in job["strategy"]:
-            import train.engines.zero
-        else:
-            import train.engines.native
-    import tests.support.megatron_imports  # noqa: F401
-    import train.loop  # noqa: F401
-
-
-def _rank(rank: int, jobs: list[dict[str, Any]], ranks: int, listening: int) -> None:
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-    import torch.distributed as dist
-
-    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    mine = {"master_listen_fd": listening} if rank == 0 else {}
-    store = dist.TCPStore(host, port, ranks, is_master=rank == 0, use_libuv=True, **mine)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    for job in jobs:
-        start, output = time.perf_counter(), job["output"]
+    launch.start()
+    for line in Path(sys.argv[1]).read_text().splitlines():
+        start = time.perf_counter()
         try:
-            _run(job)
+            _run(json.loads(line))
         except Exception as error:
-            error.add_note(f"in the job {job}")
+            error.add_note(f"in the job {line}")
             raise
         dist.barrier()
-        if rank == 0:
-            print(f"{output}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
-    dist.destroy_process_group()
+        gc.freeze()  # modules: a run collects garbage, and need not go through all of theirs again
+        if launch.is_first():
+            print(f"{line}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
+    launch.stop()
 
 
 def _run(job: dict[str, Any]) -> None:
-    from train import loop
-    from train.config import Config
-
-    job = dict(job)
     if "loader" in job:
         from tests.support import matrix_loading
 
@@ -95,15 +62,8 @@ def _run(job: dict[str, Any]) -> None:
 
 
 def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
-    from pathlib import Path
-
-    from train import data
-    from train.config import Config
-    from train.megatron import args as megatron_args
-    from train.megatron.fsdp import open_engine
-
     config = Config(**job)
-    sizes = _sizes(*_named(job))
+    sizes = _sizes(config.model, config.layers, config.dtype)
     engine = open_engine(SimpleNamespace(config=sizes), config)
     shard, num_shards = engine.data_shard
     for _ in range(config.steps):
@@ -122,19 +82,14 @@ def _train(job: dict[str, Any], saves: dict[str, dict[str, Any]]) -> None:
     _gather(engine, config, [Path(config.output, name) for name in saves])
 
 
-def _load(config: Any) -> None:
-    from pathlib import Path
-
-    from train.megatron import engine as megatron
-
+def _load(config: Config) -> None:
     engine = megatron.MegatronEngine(_sizes(config.model, config.layers, config.dtype), config)
+    assert config.resume
     engine.load(Path(config.resume).parent, Path(config.resume).name)
     _gather(engine, config, [Path(config.output)])
 
 
-def _gather(engine: Any, config: Any, folders: list[Any]) -> None:
-    from train import launch, truth
-
+def _gather(engine: Any, config: Config, folders: list[Path]) -> None:
     tensors, facts = engine.gather()
     if launch.is_first():
         for folder in folders:
@@ -145,17 +100,8 @@ def _gather(engine: Any, config: Any, folders: list[Any]) -> None:
 @functools.cache
 def _sizes(model: str, layers: int | None, dtype: str) -> Any:
     """transformers' configuration of a model."""
-    from train import models
-    from train.config import Config
-
-    return models.build_model(Config(model=model, layers=layers, dtype=dtype)).config
-
-
-def _named(job: dict[str, Any]) -> tuple[str, int | None, str]:
-    from train.config import Config
-
-    config = Config(**{name: value for name, value in job.items() if name in ("model", "layers", "dtype")})
-    return config.model, config.layers, config.dtype
+    with torch.device("meta"):
+        return models.build_model(Config(model=model, layers=layers, dtype=dtype)).config
 
 
 if __name__ == "__main__":

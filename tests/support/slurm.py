@@ -90,6 +90,21 @@ class Cluster:
         """Returns when the job is in one of these states."""
         self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {', '.join(states)}", timeout)
 
+    def wait_for_requeue(self, number: str, times: str) -> None:
+        """Returns when the job has been requeued so many times, and may start again.
+
+        Slurm 22.05 takes a start in the second of the requeue for the one that was ended ("Job credential revoked").
+        """
+        self.wait(lambda: self.job(number).get("Restarts") == times, f"job {number} requeued")
+        requeued = time.monotonic()
+        self.wait(lambda: time.monotonic() > requeued + 2, "another second")
+
+    def start_again(self, number: str, times: str) -> None:
+        """The same, and the job does start again, which Slurm itself would wait for as long as a credential lasts."""
+        self.wait_for_requeue(number, times)
+        self.wait(lambda: self.job(number)["JobState"] != "COMPLETING", f"job {number} ended everywhere")
+        self.run("scontrol", "update", f"jobid={number}", "starttime=now")  # in vain where it has started meanwhile
+
     def wait_for_nodes(self) -> None:
         """Returns when both nodes answer and have nothing to do."""
         self.wait(lambda: self.ask("sinfo", "-h", "-p", "main", "-t", "idle", "-o", "%D") == "2", "nodes idle", 60)

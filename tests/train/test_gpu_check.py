@@ -21,6 +21,7 @@ from tests.support.commands import ckpt
 from train import config
 
 DOUBLE = "tests.support.fake_cuda"
+MEGATRON = "tests.support.megatron_imports"
 LLAMA = "transformers.models.llama.modeling_llama"
 
 
@@ -83,7 +84,7 @@ def test_with_a_double(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: 
         assert jobs == runs[0]
         (tmp_path / "jobs.jsonl").write_text("".join(json.dumps(job) + "\n" for run in runs for job in run))
         engines_used = ["zero", "native", "pipeline"]
-        preload = [*(f"train.engines.{name}" for name in engines_used), "train.megatron.fsdp", LLAMA, DOUBLE]
+        preload = [*(f"train.engines.{name}" for name in engines_used), MEGATRON, LLAMA, DOUBLE]
         engines.fork([(ranks, "train.__main__", ["--device", "cuda", "--jobs", str(tmp_path / "jobs.jsonl")])], preload)
 
     def run(*words: str | Path) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -27,6 +26,15 @@ TRAIN, SIMPLE = (REPOSITORY / "train" / "slurm" / f"{name}.sbatch" for name in (
 CONVERT = REPOSITORY / "examples" / "slurm" / "convert.sbatch"
 ZERO3 = REPOSITORY / "fixtures" / "toy-zero3"
 OPTIONS = {"strategy": "zero2", "model": "toy", "dtype": "fp32"}
+
+
+def path_with(cluster: Cluster, folder: Path, name: str, command: str) -> str:
+    """Users' PATH, with a command of the test's own before all others: `command` is what it does with its arguments."""
+    file = folder / "bin" / name
+    file.parent.mkdir()
+    file.write_text(f"#!/bin/sh\n{command}\n")
+    file.chmod(0o755)
+    return f"{file.parent}:{cluster.env['PATH']}"
 
 
 def test_a_run_goes_on_with_the_nodes_that_came_back(
@@ -52,9 +60,6 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         assert steps() >= last, "\n".join(printed)
         assert cluster.job(number)["NumNodes"] == nodes
 
-    def wait_for_requeue(times: str) -> None:
-        cluster.wait(lambda: cluster.job(number).get("Restarts") == times, "requeued")
-
     try:
         go_on("2")
         job, step = cluster.job(number), cluster.ask("scontrol", "show", "step", f"{number}.1")
@@ -62,22 +67,19 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
         assert re.search(r"TRES=cpu=16\b", step), f"2 ranks with all CPUs of a node each\n{step}"
 
         urgent = cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
-        wait_for_requeue("1")
+        cluster.start_again(number, "1")
         saved = steps()
         go_on("1")
         cluster.ask("scancel", urgent)
         cluster.wait_for_state(urgent, "CANCELLED")  # and its node free, else the job is requeued on its own one
         with cluster.configured(KillWait=5):
             cluster.ask("scancel", "--signal=USR1", number)  # as Slurm does ahead of the limit, to all ranks
-            wait_for_requeue("2")
+            cluster.start_again(number, "2")
             go_on("2")
             with cluster.dead("n2"):
                 cluster.wait(lambda: "no answer from n2" in logs.read_text(), "a node missed")
-                wait_for_requeue("3")
-                # A node that goes down has the requeued job start at once, without the usual wait. Slurm 22.05 takes a
-                # start in the second of the requeue for the one that was ended ("Job credential revoked").
-                requeued = time.time()
-                cluster.wait(lambda: time.time() > requeued + 2, "another second")
+                cluster.wait_for_requeue(number, "3")
+                # It has the requeued job start at once, too.
                 cluster.ask("scontrol", "update", "nodename=n2", "state=down", "reason=dead")  # sooner than Slurm
                 go_on("1")
         cluster.ask("scancel", number)
@@ -121,9 +123,10 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
 def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """By srun alone, and in another engine."""
     asked = ["--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
-    for nodes, strategy, steps in (("2", "zero2", "2"), ("1", "fsdp2", "4")):
+    uncompiled = path_with(cluster, tmp_path, "python", f'exec {sys.executable} -m tests.support.uncompiled "$@"')
+    for nodes, strategy, steps, path in (("2", "zero2", "2", uncompiled), ("1", "fsdp2", "4", cluster.env["PATH"])):
         words = [strategy, "--output", tmp_path / "run", "--steps", steps]
-        number = cluster.submit(f"--nodes={nodes}", *asked, SIMPLE, *words, RANKS_PER_NODE="1")
+        number = cluster.submit(f"--nodes={nodes}", *asked, SIMPLE, *words, RANKS_PER_NODE="1", PATH=path)
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     log = (tmp_path / "log").read_text()
     assert re.findall(r"^step (\d):", log, re.MULTILINE) == ["1", "2", "3", "4"], log
@@ -171,9 +174,10 @@ def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp
 def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> None:
     """On a cluster without preemption, of which `scontrol show job` has no word."""
     log = tmp_path / "log"
+    path = path_with(cluster, tmp_path, "sleep", "exec /bin/sleep 0.1")  # which the script does, to look again
     with cluster.configured(PreemptType="preempt/none", PreemptMode="OFF"):
         words = ["--nodes=1", f"--output={log}", CONVERT, "zero3", "hf", tmp_path / "not-there"]
-        number = cluster.submit(*words, PROCESSES_PER_NODE="2")
+        number = cluster.submit(*words, PROCESSES_PER_NODE="2", PATH=path)
         cluster.wait(lambda: log.is_file() and " ended with " in log.read_text(), "its end", 120)
         cluster.wait_for_state(number, "FAILED", "PENDING")
     said, job = log.read_text(), cluster.job(number)
@@ -185,13 +189,9 @@ def test_a_job_that_fails_is_not_requeued(cluster: Cluster, tmp_path: Path) -> N
 
 def submit_conversion(cluster: Cluster, folder: Path, *convert: str | Path) -> str:
     """A batch job on both nodes, whose second process waits, once, where it has written a part; its log is `log`."""
-    # `python -m ckpt ...`
-    (folder / "bin").mkdir()
-    python = folder / "bin" / "python"
     dying = f"{sys.executable} -m tests.support.dying STOP 1 {folder}/waits"
-    python.write_text(f'#!/bin/sh\nshift 2\nexec {dying} "$@"\n')
-    python.chmod(0o755)
-    path, log = f"{python.parent}:{cluster.env['PATH']}", folder / "log"
+    path = path_with(cluster, folder, "python", f'shift 2\nexec {dying} "$@"')  # `python -m ckpt ...`
+    log = folder / "log"
     number = cluster.submit(f"--output={log}", CONVERT, *convert, PATH=path, PROCESSES_PER_NODE="1")
     cluster.wait(lambda: (folder / "waits").exists() and "move: " in log.read_text(), "a line of progress", 240)
     return number
@@ -204,7 +204,7 @@ def test_a_preempted_conversion_goes_on_with_the_node_that_is_left(cluster: Clus
     number = submit_conversion(cluster, tmp_path, *convert, out)
     assert not out.exists()
     urgent = cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
-    cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+    cluster.start_again(number, "1")
     cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     cluster.ask("scancel", urgent)
     said = log.read_text()
@@ -233,7 +233,7 @@ def test_a_conversion_goes_on_with_the_node_that_is_left(cluster: Cluster, tmp_p
 
     number = submit_conversion(cluster, tmp_path, *convert, out)
     with cluster.configured(SlurmdTimeout=5), cluster.dead("n1"):
-        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        cluster.start_again(number, "1")
         cluster.wait_for_state(number, "COMPLETED", "FAILED", timeout=240)
     said = log.read_text()
     assert re.findall(r" start (.+)", said) == ["0 on n[1-2]", "1 on n2"], said
@@ -280,10 +280,10 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
     try:
         go_on(2)
         cluster.ask("scancel", "--batch", "--signal=USR1", number)  # as Slurm does ahead of the limit, to the script
-        cluster.wait(lambda: cluster.job(number).get("Restarts") == "1", "requeued")
+        cluster.start_again(number, "1")
         go_on(newest() + 4)
         cluster.submit("--partition=urgent", "--nodes=1", "--output=/dev/null", "--wrap", "sleep 1000")
-        cluster.wait(lambda: cluster.job(number).get("Restarts") == "2", "requeued")
+        cluster.start_again(number, "2")
         go_on(newest() + 4)
         cluster.ask("scancel", number)
         cluster.wait_for_state(number, "CANCELLED")

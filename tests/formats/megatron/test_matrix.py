@@ -225,8 +225,8 @@ LOADS = [
     _to("mixtral", "m d", tp=2, pp=2, ep=2, **ETP1),
     _to("llama-counted", "d m", tp=2, layers=6),
     _to("qwen3_moe", "d m", **TWO_CHUNKS, ep=2),
-    _to("llama-fsdp", "d m", tp=2, pp=2),
-    _to("mixtral-fsdp", "d d", pp=2, ep=2),
+    _to("llama-fsdp", "d m", tp=2, pp=2, layers=2),
+    _to("mixtral-fsdp", "d d", pp=2, ep=2, layers=2),
     # Over the Hub, which takes the weights alone.
     _to("llama-uneven", "m hf m", tp=2, pp=2, layers=5, first_stage_layers=2),
     _to("mistral", "m hf m", **TWO_CHUNKS),
