@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
@@ -147,6 +147,33 @@ def test_every_spelling_means_the_same(tmp_path: Path, spelling: str) -> None:
     assert group.fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert group.options["lr"] == 1e-3
     assert checkpoint.state.scalars == {"step": dict.fromkeys(group.fqns, 1.0)}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path: Path, *, is_last: bool) -> None:
+    """`{"ema": {"model": ...}, "model": ..., "optimizer": ...}`: the one beside the optimizer, whatever comes first."""
+    model, optimizer = trained()
+    states = dict(zip(("model", "optimizer"), nested(model, optimizer), strict=True))
+    average = {"ema": {"model": {name: value + 1 for name, value in states["model"].items()}}}
+    for number, own in enumerate((states, {"app": states})):
+        state = own | average if is_last else average | own
+        checkpoint = read(save(state, tmp_path / str(number)))
+        assert_true(checkpoint, expected(model, optimizer))
+        assert any("'ema.model' is another one" in note for note in checkpoint.notes)
+        kept = checkpoint.state.entries()["ema"]["model"]
+        assert kept.keys() == states["model"].keys()
+
+
+def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
+    model, optimizer = trained()
+    states = dict(zip(("model", "optimizer"), nested(model, optimizer), strict=True))
+    weights = {"model": states["model"]}
+    for number, held in enumerate((states, weights)):
+        with pytest.raises(LossError, match="several models") as caught:
+            read(save({"actor": held, "critic": held}, tmp_path / str(number)))
+        assert caught.value.found == "actor.model, critic.model"
+    checkpoint = read(save({"critic": weights, "actor": states}, tmp_path / "one"))
+    assert_true(checkpoint, expected(model, optimizer))
 
 
 def test_a_root_without_prefix_keeps_names_that_begin_with_model(tmp_path: Path) -> None:
