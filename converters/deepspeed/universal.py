@@ -402,8 +402,7 @@ def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
         if any(group.options != model.groups[0].options for group in model.groups):
             yield "ZeRO-3 gives all parameter groups the hyperparameters of the first when it loads this"
     for role in model.roles(model.masters):
-        without = [group for group in model.groups if role not in model.roles(group.fqns)]
-        if fqns := [fqn for group in without for fqn in group.fqns]:
-            yield f"optimizer state {role} of {listed(fqns)}, whose param group has none, is written as zeros"
+        if without := [fqn for fqn in model.masters if role not in model.states.get(fqn, ())]:
+            yield f"optimizer state {role} of {listed(without)} is not in the source: zeros, as DeepSpeed starts it"
     if not model.resumable:
         yield "the source records no hyperparameters: the optimizer goes on with those of its own config"

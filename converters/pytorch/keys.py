@@ -13,7 +13,7 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,10 +86,11 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
         optimizers.append(root)
     else:
         found.rest = _sort(root, optimizers, models)
-    model = _the_model(models, found, path) if models else _model_without_name(found)
-    weights, extra = _flat_model(model)
     nested = (state for node in optimizers if isinstance(state := node.get(STATE), Mapping))
-    strip = stripper(weights or [str(fqn) for state in nested for fqn in state])
+    trained = [str(fqn) for state in nested for fqn in state]
+    model = _the_model(models, found, path) if models else _model_without_name(found, trained, path)
+    weights, extra = _flat_model(model)
+    strip = stripper(weights or trained)
     for fqn, leaf in weights.items():
         _add(found.weights, strip(fqn), leaf, fqn)
     for fqn, value in extra.items():
@@ -155,18 +156,22 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[st
     if len(likely) > 1:
         likely = [model for model in likely if model.within is None]
     if len(likely) != 1:
-        raise LossError(
-            "there are several models, and nothing tells which one is meant",
-            path=path,
-            found=", ".join(model.called for model in models),
-            hint="load it with torch.distributed.checkpoint, and save each model with its optimizer by itself",
-        )
+        raise _several([model.called for model in models], path)
     for other in (model for model in models if model is not likely[0]):
         kept = f"{other.called!r} is another one, kept as training state"
         found.notes.append(f"the model is {likely[0].called!r}: {kept}")
         place = found.rest if other.within is None else found.rest.setdefault(other.within, {})
         place[other.name] = other.node
     return likely[0].node
+
+
+def _several(names: Sequence[str], path: str) -> LossError:
+    return LossError(
+        "there are several models, and nothing tells which one is meant",
+        path=path,
+        found=", ".join(names),
+        hint="load it with torch.distributed.checkpoint, and save each model with its optimizer by itself",
+    )
 
 
 def _is_model(name: Any, node: Any) -> bool:
@@ -181,8 +186,11 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
     return any(_has_tensors(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
 
 
-def _model_without_name(found: Understood) -> Mapping[str, Any]:
-    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name."""
+def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
+    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name.
+
+    Of several it is the one with the parameters that are `trained`.  LossError where several have some of them.
+    """
     top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
     if top:
         extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
@@ -190,7 +198,11 @@ def _model_without_name(found: Understood) -> Mapping[str, Any]:
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return model
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
-    if len(named) != 1:
+    if len(named) > 1:
+        named = {name: value for name, value in named.items() if not value.keys().isdisjoint(trained)}
+    if len(named) > 1:
+        raise _several(sorted(named), path)
+    if not named:
         return {}
     ((name, node),) = named.items()
     del found.rest[name]
