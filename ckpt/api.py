@@ -37,6 +37,7 @@ from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.state.naming import as_hub, to_namespace
+from ckpt.state.positions import with_counted_step
 from ckpt.stores import standins
 from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
@@ -397,6 +398,10 @@ def plan(
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
     named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)
+    renamed = named.notes
+    if target.loads_from == "run":
+        named, counted_step = with_counted_step(named)
+        renamed += counted_step
     laid_out = target.lay_out(replace(named, notes=()), layout)
     check_casts(named, laid_out, layout)
     unread = checkpoint.unread if target.carries_optimizer else ()
@@ -406,7 +411,7 @@ def plan(
             "at, not the averaged ones to evaluate (which are there when it is saved after optimizer.eval())"
         )
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
-    laid_out = replace(laid_out, notes=(*added, *named.notes, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
+    laid_out = replace(laid_out, notes=(*added, *renamed, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
     if named.quantized.blocks and target.carries_optimizer:
         named = registry.service("as_stored")(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)

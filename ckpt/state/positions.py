@@ -10,11 +10,12 @@ sequences), deepspeed 0.19.8 (runtime/lr_schedules.py: -1 before the first step)
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
-from ckpt.plan.checkpoint import TrainingState
+from ckpt.plan.checkpoint import Checkpoint, TrainingState
 
 #: Entries of a Megatron schedule's state beside its position: what the shape is.
 _SHAPE = (
@@ -39,6 +40,19 @@ def sequences_seen(state: TrainingState) -> int | None:
     if isinstance(count, StoredTensor):
         count = read_scalar(count.extent)
     return count if type(count) is int and count >= 0 else None
+
+
+def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
+    """With the step that the optimizer has counted, where no other is recorded and all parameters have the same; notes.
+
+    A script of torch's may save the model and the optimizer alone, which is all that `load_state_dict` asks for.
+    """
+    counts = set(checkpoint.state.scalars.get("step", {}).values())
+    step = counts.pop() if len(counts) == 1 else None
+    if checkpoint.state.step is not None or type(step) not in (int, float) or not 0 < step < 2**53 or step % 1:
+        return checkpoint, ()
+    note = f"no step is recorded: it is taken for {int(step)}, which the optimizer has counted for each parameter"
+    return replace(checkpoint, state=replace(checkpoint.state, step=int(step))), (note,)
 
 
 def megatron_schedule(sequences: int) -> dict[str, Any]:

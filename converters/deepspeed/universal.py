@@ -43,6 +43,7 @@ from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import LATEST_UNIVERSAL
+from ckpt.state.unread import listed
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
@@ -400,5 +401,8 @@ def _universal_notes(model: DeepSpeedModel, stage: int | None) -> Iterator[str]:
             yield "ZeRO-3 loads an optimizer from a universal checkpoint only if it is Adam and has taken a step"
         if any(group.options != model.groups[0].options for group in model.groups):
             yield "ZeRO-3 gives all parameter groups the hyperparameters of the first when it loads this"
+    for role in model.roles(model.masters):
+        if without := [fqn for fqn in model.masters if role not in model.states.get(fqn, ())]:
+            yield f"optimizer state {role} of {listed(without)} is not in the source: zeros, as DeepSpeed starts it"
     if not model.resumable:
         yield "the source records no hyperparameters: the optimizer goes on with those of its own config"

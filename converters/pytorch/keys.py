@@ -13,11 +13,11 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.base.errors import CorruptError
+from ckpt.base.errors import CorruptError, LossError
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
@@ -81,16 +81,16 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
     """Sort a nested state dict; `path` is its file, for messages."""
     found = Understood()
     optimizers: list[Mapping[str, Any]] = []
-    models: dict[str, Mapping[str, Any]] = {}
+    models: list[_Model] = []
     if is_optimizer(root):
         optimizers.append(root)
     else:
-        found.rest = _sort(root, optimizers, models, 0)
-    if not models:
-        models = _model_without_name(found)
-    weights, extra = _flat_model(models)
+        found.rest = _sort(root, optimizers, models)
     nested = (state for node in optimizers if isinstance(state := node.get(STATE), Mapping))
-    strip = stripper(weights or [str(fqn) for state in nested for fqn in state])
+    trained = [str(fqn) for state in nested for fqn in state]
+    model = _the_model(models, found, path) if models else _model_without_name(found, trained, path)
+    weights, extra = _flat_model(model)
+    strip = stripper(weights or trained)
     for fqn, leaf in weights.items():
         _add(found.weights, strip(fqn), leaf, fqn)
     for fqn, value in extra.items():
@@ -100,11 +100,30 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
     return found
 
 
+@dataclass(frozen=True, slots=True)
+class _Model:
+    """A dict that is called as models are: where it stands, and whether an optimizer stands beside it."""
+
+    within: str | None
+    name: str
+    node: Mapping[str, Any]
+    is_trained: bool
+
+    @property
+    def called(self) -> str:
+        return self.name if self.within is None else f"{self.within}.{self.name}"
+
+
 def _sort(
-    node: Mapping[Any, Any], optimizers: list[Mapping[str, Any]], models: dict[str, Mapping[str, Any]], depth: int
+    node: Mapping[Any, Any],
+    optimizers: list[Mapping[str, Any]],
+    models: list[_Model],
+    within: str | None = None,
 ) -> dict[str, Any]:
     """Take models and optimizers out of `node`, and of a dict in it that holds both (a `Stateful` of the user's)."""
     rest: dict[str, Any] = {}
+    own: dict[str, Mapping[str, Any]] = {}
+    before = len(optimizers)
     for name, child in node.items():
         if is_optimizer(child, is_called_so=name in OPTIMIZER_NAMES):
             optimizers.append(child)
@@ -115,13 +134,44 @@ def _sort(
         ):
             optimizers += child
         elif _is_model(name, child):
-            models.setdefault(name, child)
-        elif depth == 0 and isinstance(child, Mapping) and any(_is_model(*item) for item in child.items()):
-            inner_rest = _sort(child, optimizers, models, depth + 1)
-            rest |= {name: inner_rest} if inner_rest else {}
+            own[name] = child
         else:
             rest[name] = child
+    is_trained = len(optimizers) > before
+    models += [_Model(within, name, child, is_trained) for name, child in own.items()]
+    for name, child in rest.copy().items() if within is None else ():
+        if isinstance(child, Mapping) and any(_is_model(*item) for item in child.items()):
+            inner_rest = _sort(child, optimizers, models, name)
+            del rest[name]
+            rest |= {name: inner_rest} if inner_rest else {}
     return rest
+
+
+def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[str, Any]:
+    """The one model, or that of several beside which an optimizer stands, or else the one at the top.
+
+    The others are training state again.  LossError where nothing tells which one is meant.
+    """
+    likely = [model for model in models if model.is_trained] or models
+    if len(likely) > 1:
+        likely = [model for model in likely if model.within is None]
+    if len(likely) != 1:
+        raise _several([model.called for model in models], path)
+    for other in (model for model in models if model is not likely[0]):
+        kept = f"{other.called!r} is another one, kept as training state"
+        found.notes.append(f"the model is {likely[0].called!r}: {kept}")
+        place = found.rest if other.within is None else found.rest.setdefault(other.within, {})
+        place[other.name] = other.node
+    return likely[0].node
+
+
+def _several(names: Sequence[str], path: str) -> LossError:
+    return LossError(
+        "there are several models, and nothing tells which one is meant",
+        path=path,
+        found=", ".join(names),
+        hint="load it with torch.distributed.checkpoint, and save each model with its optimizer by itself",
+    )
 
 
 def _is_model(name: Any, node: Any) -> bool:
@@ -136,34 +186,40 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
     return any(_has_tensors(item, depth + 1) for item in (value.values() if isinstance(value, Mapping) else value))
 
 
-def _model_without_name(found: Understood) -> dict[str, Mapping[str, Any]]:
-    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name."""
+def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
+    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name.
+
+    Of several it is the one with the parameters that are `trained`.  LossError where several have some of them.
+    """
     top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
     if top:
         extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
-        return {"": model}
+        return model
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
-    if len(named) != 1:
+    if len(named) > 1:
+        named = {name: value for name, value in named.items() if not value.keys().isdisjoint(trained)}
+    if len(named) > 1:
+        raise _several(sorted(named), path)
+    if not named:
         return {}
     ((name, node),) = named.items()
     del found.rest[name]
     found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")
-    return {name: node}
+    return node
 
 
 def _is_all_tensors(node: Any) -> bool:
     return isinstance(node, Mapping) and bool(node) and all(isinstance(value, Leaf) for value in node.values())
 
 
-def _flat_model(models: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, Leaf], dict[str, Any]]:
+def _flat_model(model: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
     """Tensors and other values (`_extra_state`) of the model by fqn."""
     weights: dict[str, Leaf] = {}
     extra: dict[str, Any] = {}
-    for node in models.values():
-        for fqn, value in _leaves(node):
-            _add(weights if isinstance(value, Leaf) else extra, fqn, value, fqn)
+    for fqn, value in _leaves(model):
+        _add(weights if isinstance(value, Leaf) else extra, fqn, value, fqn)
     return weights, extra
 
 

@@ -12,7 +12,7 @@ Written is what Trainer resumes from: it loads `model.safetensors` by the names 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.state.numbered import has_decay
+from ckpt.state.unread import listed
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, own_state, state_files, trained_weights
 from converters.pytorch.optimizer_file import optimizer_file
@@ -109,9 +110,12 @@ class Trainer(Format):
         """
         if not checkpoint.state.param_groups:
             raise UsageError(
-                "there is no optimizer to go on with", path=checkpoint.path, hint="the model alone is the format `hf`"
+                "there is no optimizer to go on with, or none whose states are known by name",
+                path=checkpoint.path,
+                hint="`ckpt inspect` says what was left out and which steps there are; "
+                "the model alone is the format `hf`",
             )
-        groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint))
+        groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint), _told_by_class(checkpoint))
         numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group.fqns)}
         names = kept_names(checkpoint)
         chosen = {names.get(fqn, fqn): choice for fqn, choice in trained_weights(checkpoint, layout).items()}
@@ -200,19 +204,44 @@ def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
 
 
-def trainer_groups(groups: Sequence[ParamGroup], order: Sequence[str]) -> tuple[list[ParamGroup], list[str]]:
+def _told_by_class(checkpoint: Checkpoint) -> set[str]:
+    """Weights of one dim that no name tells from a norm's: Trainer gives those of `nn.LayerNorm` no weight decay."""
+    tensors = (*checkpoint.with_role(WEIGHT), *checkpoint.with_role(MASTER))
+    vectors = {tensor.fqn for tensor in tensors if len(tensor.shape) == 1 and tensor.fqn.endswith(".weight")}
+    return {fqn for fqn in vectors if has_decay(fqn)}
+
+
+def trainer_groups(
+    groups: Sequence[ParamGroup], order: Sequence[str], told_by_class: Set[str] = frozenset()
+) -> tuple[list[ParamGroup], list[str]]:
     """Param groups as Trainer makes them: with weight decay and without, in the model's order; and notes.
 
     One group of all parameters becomes two with its options.  LossError for others: the optimizer takes states by
-    number, and would not notice.  torch's Muon Trainer does not make, but is given: its groups stay as they are.
+    number, and would not notice.  Of `told_by_class` (GPT-2's `ln_1.weight`) the source's two groups say which have
+    decay; one group does not.  torch's Muon Trainer does not make, but is given: its groups stay as they are.
     """
     if any("ns_steps" in group.options for group in groups):
         return list(groups), []
     trained = {fqn for group in groups for fqn in group.fqns}
-    decayed = [tuple(fqn for fqn in order if fqn in trained and has_decay(fqn) == decay) for decay in (True, False)]
+    unsure = trained.intersection(told_by_class)
+    without = {fqn for fqn in trained if not has_decay(fqn)}
+    for group in groups if len(groups) == 2 else ():
+        if without < set(group.fqns) <= without | unsure:
+            without = set(group.fqns)
+            break
+    decayed = [
+        tuple(fqn for fqn in order if fqn in trained and (fqn not in without) == decay) for decay in (True, False)
+    ]
     options = {frozenset(group.fqns): group.options for group in groups}
     if options.keys() <= {frozenset(fqns) for fqns in decayed}:
         return [ParamGroup(fqns, options.get(frozenset(fqns), groups[0].options)) for fqns in decayed], []
+    if len(groups) == 1 and unsure:
+        raise LossError(
+            "HF Trainer gives weights of nn.LayerNorm no weight decay, and the source does not tell which those are",
+            expected="two param groups, with weight decay and without",
+            found=f"one group, with {listed(sorted(unsure))} in it",
+            hint="the formats full and dcp hold them by name",
+        )
     if len(groups) == 1 and set().union(*decayed) == trained:
         note = "the source's one param group became two, as HF Trainer has them, with its options"
         return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]

@@ -18,6 +18,7 @@ from ckpt.errors import CorruptError, UsageError
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, TrainingState
 from ckpt.plan.planner import make_plan
+from ckpt.state.unread import listed
 from converters.deepspeed.universal import UNIVERSAL
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.commands import ckpt, contents
@@ -115,6 +116,22 @@ def test_weights_alone_keep_the_engines_hyperparameters(fixtures: Path, tmp_path
     state = loaded(write(bare, tmp_path / "out") / "zero" / "optimizer_state.pt")
     assert len(state["param_groups"]) == sum(tensor.numel > 0 for tensor in tensors.values())
     assert all(set(group) == {"params"} for group in state["param_groups"])
+
+
+def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path) -> None:
+    """Adafactor's `exp_avg_sq` is for a whole group, the one of biases and norms, alone."""
+    checkpoint = source(fixtures, "toy-zero2")
+    group = checkpoint.state.param_groups[0].fqns
+    for without in (group, group[:1]):
+        held = {
+            (fqn, role): t for (fqn, role), t in checkpoint.tensors.items() if role != "exp_avg" or fqn not in without
+        }
+        assert len(held) + len(without) == len(checkpoint.tensors) and len(checkpoint.state.param_groups) > 1
+        notes = plan(replace(checkpoint, tensors=held), "universal", Layout()).plan.target.notes
+        assert (
+            f"optimizer state exp_avg of {listed(without)} is not in the source: zeros, as DeepSpeed starts it" in notes
+        )
+    assert not any("zeros" in note for note in plan(checkpoint, "universal", Layout()).plan.target.notes)
 
 
 def test_it_has_no_ranks(fixtures: Path) -> None:

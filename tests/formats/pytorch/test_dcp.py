@@ -17,10 +17,11 @@ import numpy as np
 import pytest
 
 import ckpt
-from ckpt.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
+from ckpt.state.positions import with_counted_step
 from converters.pytorch.dcp import DCP
 from tests.support.dcp_folders import check_replicas, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, launch_in_turn, raw
@@ -147,6 +148,59 @@ def test_every_spelling_means_the_same(tmp_path: Path, spelling: str) -> None:
     assert group.fqns == ("0.weight", "0.bias", "1.weight", "1.bias")
     assert group.options["lr"] == 1e-3
     assert checkpoint.state.scalars == {"step": dict.fromkeys(group.fqns, 1.0)}
+
+
+@pytest.mark.parametrize("is_last", [False, True])
+def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path: Path, *, is_last: bool) -> None:
+    """`{"ema": {"model": ...}, "model": ..., "optimizer": ...}`: the one beside the optimizer, whatever comes first."""
+    model, optimizer = trained()
+    states = dict(zip(("model", "optimizer"), nested(model, optimizer), strict=True))
+    average = {"ema": {"model": {name: value + 1 for name, value in states["model"].items()}}}
+    for number, own in enumerate((states, {"app": states})):
+        state = own | average if is_last else average | own
+        checkpoint = read(save(state, tmp_path / str(number)))
+        assert_true(checkpoint, expected(model, optimizer))
+        assert any("'ema.model' is another one" in note for note in checkpoint.notes)
+        kept = checkpoint.state.entries()["ema"]["model"]
+        assert kept.keys() == states["model"].keys()
+
+
+def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
+    import torch
+
+    model, optimizer = trained()
+    states = dict(zip(("model", "optimizer"), nested(model, optimizer), strict=True))
+    weights = {"model": states["model"]}
+    for number, held in enumerate((states, weights)):
+        with pytest.raises(LossError, match="several models") as caught:
+            read(save({"actor": held, "critic": held}, tmp_path / str(number)))
+        assert caught.value.found == "actor.model, critic.model"
+    two = {"generator": states["model"], "discriminator": states["model"], "optimizer": states["optimizer"]}
+    with pytest.raises(LossError, match="several models") as caught:
+        read(save(two, tmp_path / "two"))
+    assert caught.value.found == "discriminator, generator"
+    for number, held in enumerate(
+        (
+            {"critic": weights, "actor": states},
+            {"rng": {"cpu": torch.ones(3)}, "net": states["model"], "optimizer": states["optimizer"]},
+        )
+    ):
+        checkpoint = read(save(held, tmp_path / f"one-{number}"))
+        assert_true(checkpoint, expected(model, optimizer))
+
+
+@pytest.mark.parametrize("target", ["zero2", "universal"])
+def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str) -> None:
+    """`{"model": ..., "optimizer": ...}` and nothing else: what goes on from it is at the step of Adam, not at 0."""
+    model, optimizer = trained()
+    names = ("model", "optimizer")
+    source = save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "step")
+    done = ckpt.convert(source, target, tmp_path / "out", **({"world_size": 2} if target == "zero2" else {}))
+    assert any("no step is recorded: it is taken for 1" in note for note in done.to_json()["notes"])
+    assert ckpt.open(tmp_path / "out").state.step == 1 and ckpt.check(tmp_path / "out").whole
+    next(iter(optimizer.state.values()))["step"] += 1
+    uneven = read(save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "uneven"))
+    assert with_counted_step(uneven) == (uneven, ())
 
 
 def test_a_root_without_prefix_keeps_names_that_begin_with_model(tmp_path: Path) -> None:

@@ -190,6 +190,27 @@ def test_what_trainer_would_take_for_something_else_is_refused(fixtures: Path, t
     assert "--config" in str(caught.value.hint)
 
 
+def test_norms_that_trainer_tells_by_their_class(tmp_path: Path) -> None:
+    """GPT-2's `ln_1.weight` has no weight decay because it is an nn.LayerNorm's: its name does not say so."""
+    from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    run, args = tmp_path / "run" / "checkpoint-2", TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True)
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_positions=5, n_embd=4, n_layer=1, n_head=2))
+    optimizer = Trainer(model=model, args=args).create_optimizer()
+    model(input_ids=torch.arange(4)[None], labels=torch.arange(4)[None]).loss.backward()
+    optimizer.step()
+    model.save_pretrained(run)
+    torch.save(optimizer.state_dict(), run / "optimizer.pt")
+    (run / "trainer_state.json").write_text('{"global_step": 2}')
+    api.plan(api.open(run), "dcp", Layout()).run(tmp_path / "dcp")
+    assert same_optimizer(run / "optimizer.pt", write(tmp_path / "dcp", tmp_path / "out") / "optimizer.pt")
+    source = api.open(tmp_path / "dcp")
+    decay, others = source.state.param_groups
+    only = replace(decay, fqns=(*decay.fqns, *others.fqns))
+    with pytest.raises(LossError, match=r"nn\.LayerNorm"):
+        TRAINER.lay_out(replace(source, state=replace(source.state, param_groups=(only,))), Layout())
+
+
 def test_shards_have_an_index(run: Path, tmp_path: Path) -> None:
     out = write(run, tmp_path / "out", max_shard_size=2000)
     index = json.loads((out / "model.safetensors.index.json").read_text())
