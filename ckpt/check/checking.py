@@ -254,8 +254,10 @@ def _tagged(path: Path, tag: str, format: str) -> Path:
 
 
 def _recorded(path: Path) -> dict[str, str]:
-    """What `latest` and its like name, by the file that does."""
+    """What `latest` and its like name, by the file that does; of a tracker the folder without a number."""
     names = {name: recorded_step(path / name) for name in (LATEST, LATEST_UNIVERSAL)}
+    if recorded_step(path / TRACKER) == _RELEASE:
+        names[TRACKER] = _RELEASE
     return {name: tag for name, tag in names.items() if tag and "/" not in tag and "\0" not in tag and tag != ".."}
 
 

@@ -426,15 +426,18 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
         difference = compare(tensor.shape, tensor.fragments(), replica.fragments(tensor.shape), reader)
         if difference is not None:
             one, other = difference.a, difference.b
+            of_ranks = one.rank is not None or other.rank is not None
             raise CorruptError(
-                "ranks that should hold the same tensor disagree",
+                "ranks that should hold the same tensor disagree" if of_ranks else "copies of one tensor disagree",
                 path=other.path,
                 rank=other.rank,
                 fqn=tensor.fqn,
-                expected=f"what rank {one.rank} holds, {one.path}",
+                expected=f"what {f'rank {one.rank}' if of_ranks else f'byte {one.offset}'} holds, {one.path}",
                 found=f"element {list(difference.index)} at byte {other.offset} is {other} instead of {one} "
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
-                hint="--replica RANK takes one rank's copy",
+                hint="--replica RANK takes one rank's copy"
+                if of_ranks
+                else "the config ties these tensors, and the files hold two: does it belong to them?",
             )
 
 

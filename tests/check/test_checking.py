@@ -190,6 +190,12 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         f"{TRACKER}: it names step 7",
         "which is not there",
     ),
+    "a tracker of weights that are not there": (
+        "megatron-fsdp",
+        written(TRACKER, "release"),
+        f"{TRACKER}: it names release",
+        "which is not there",
+    ),
     "a tracker that says nothing": ("megatron-fsdp", written(TRACKER, "\x72"), f"{TRACKER}: it names no step", "'r'"),
     "a tracker that leads nowhere": (
         "megatron-fsdp",

@@ -223,6 +223,20 @@ def test_a_config_without_a_size() -> None:
         families.saved({"model_type": "llama"})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "entry", "value"),
+    [
+        ("deepseek_v3", "n_shared_experts", {"a": 1}),
+        ("deepseek_v3", "first_k_dense_replace", "a"),
+        ("qwen3_moe", "mlp_only_layers", "a"),
+    ],
+)
+def test_an_entry_of_another_kind_is_an_error_that_names_it(model_type: str, entry: str, value: Any) -> None:
+    with pytest.raises(CorruptError) as caught:
+        families.saved({**base_of(model_type), "model_type": model_type, entry: value})
+    assert entry in str(caught.value.expected)
+
+
 @pytest.mark.parametrize("model_type", ["minimax", "qwen3_next"])
 @pytest.mark.parametrize("types", [["linear_attention"], "linear_attention"])
 def test_a_list_of_layers_that_is_too_short_is_an_error_that_names_it(model_type: str, types: Any) -> None:

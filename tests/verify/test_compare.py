@@ -404,12 +404,12 @@ def test_bytes_read_are_reported(tmp_path: Path) -> None:
         assert sum(seen) == array.nbytes
 
 
-def replicated(tmp_path: Path, second: bytes) -> Tensor:
+def replicated(tmp_path: Path, second: bytes, ranks: tuple[int | None, int | None] = (0, 1)) -> Tensor:
     shape = (2, 3)
     a = stored(tmp_path / "rank0", struct.pack("<6f", *range(6)), FLOAT32, shape)
     b = stored(tmp_path / "rank1", second, FLOAT32, shape)
     (one,), (other,) = a, b
-    source, replica = Pieces((one._replace(rank=0),)), Pieces((other._replace(rank=1),))
+    source, replica = Pieces((one._replace(rank=ranks[0]),)), Pieces((other._replace(rank=ranks[1]),))
     return Tensor("norm.weight", "weight", FLOAT32, shape, source, replicas=(replica,))
 
 
@@ -428,6 +428,14 @@ def test_replicas_that_disagree_are_named_with_the_first_element(tmp_path: Path)
     assert (error.fqn, error.rank, error.path) == ("norm.weight", 1, str(tmp_path / "rank1"))
     assert "element [1, 1] at byte 16 is -4.0 instead of 4.0" in str(error)
     assert "2 differ" in str(error)
+
+
+def test_copies_that_no_rank_holds_are_not_called_ranks(tmp_path: Path) -> None:
+    """As of a tied model whose file has both tensors: no rank could be chosen."""
+    tensor = replicated(tmp_path, bytes(24), ranks=(None, None))
+    with Reader() as reader, pytest.raises(CorruptError, match="copies of one tensor disagree") as caught:
+        check_replicas(tensor, reader)
+    assert "None" not in str(caught.value) and "--replica" not in str(caught.value)
 
 
 def test_a_replica_with_a_hole_is_refused(tmp_path: Path) -> None:

@@ -444,7 +444,10 @@ class Composite:
         whole = Config({**self.defaults, **{name: value for name, value in config.items() if value is not None}})
         sizes = {"t": text.size("hidden_size")}
         if self.projector:
-            merged = whole.size("spatial_merge_size", default=int(1 / whole.number("downsample_ratio", 1.0)))
+            ratio = whole.number("downsample_ratio", 1.0)
+            if not 0 < ratio <= 1:
+                raise CorruptError("the config states no size", expected="downsample_ratio: above 0", found=ratio)
+            merged = whole.size("spatial_merge_size", default=int(1 / ratio))
             width = Config(vision).size("hidden_size")
             sizes |= {"w": width, "q": width * merged**2}
         found |= dict(filled(self.beside, whole, sizes))

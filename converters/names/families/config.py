@@ -39,6 +39,18 @@ class Config:
             raise CorruptError("the config has too many of something", found=f"{names[0]} {found}")
         return found
 
+    def natural(self, *names: str) -> int:
+        """The first of `names` that is stated, an integer that may be 0; 0 without such an entry."""
+        stated = next((name for name in names if self.values.get(name) is not None), None)
+        return 0 if stated is None or self.values[stated] == 0 else self.size(stated)
+
+    def numbers(self, name: str) -> list[Any]:
+        """What is listed; nothing where nothing is stated.  CorruptError for what is no list."""
+        value = self.values.get(name) or []
+        if not isinstance(value, list):
+            raise CorruptError("the config states no list", expected=f"{name}: a list", found=value)
+        return value
+
     def number(self, name: str, default: float | None = None) -> float:
         value = self.values.get(name)
         value = default if value is None else value

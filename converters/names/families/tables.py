@@ -104,7 +104,7 @@ GPT = """
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     """Sizes of experts, and of those that see every token."""
     expert = config.size("moe_intermediate_size", "intermediate_size")
-    number = config.get("n_shared_experts") or config.get("moe_num_shared_experts") or 1
+    number = config.natural("n_shared_experts", "moe_num_shared_experts") or 1
     return {"m": expert, "s": config.size("shared_expert_intermediate_size", default=expert * number)}
 
 
@@ -140,7 +140,7 @@ def _all_sparse(config: Config, layer: int) -> Collection[str]:
 
 
 def _behind_dense(config: Config, layer: int) -> Collection[str]:
-    return (SPARSE if layer >= (config.get("first_k_dense_replace") or 0) else DENSE,)
+    return (SPARSE if layer >= config.natural("first_k_dense_replace") else DENSE,)
 
 
 def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
@@ -154,9 +154,7 @@ def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
 
 
 def _by_step(config: Config, layer: int) -> Collection[str]:
-    dense = layer in (config.get("mlp_only_layers") or ()) or (layer + 1) % config.size(
-        "decoder_sparse_step", default=1
-    )
+    dense = layer in config.numbers("mlp_only_layers") or (layer + 1) % config.size("decoder_sparse_step", default=1)
     return (DENSE if dense else SPARSE,)
 
 

@@ -6,7 +6,7 @@ or how many experts a token has, is compared here: a model with another one comp
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import isclose
 from typing import Any
 
@@ -19,10 +19,14 @@ _ALWAYS = ("num_layers", "hidden_size", "num_attention_heads", "normalization", 
 _OF_ATTENTION = ("kv_channels",)
 _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor")
+#: Whether norms are around zero, and what the MLP computes.
+_OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "glu_linear_offset")
 #: For a text the same.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of them.
 _WITHOUT_LEARNED = (*_ROTATING, "yarn", "none")
+#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.17.
+_SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 
 def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> list[str]:
@@ -34,10 +38,8 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
         expected = table.args(sizes)
     except CkptError as error:  # the names and shapes do not need all that the arguments are made of
         return [f"the config is not held against the run's arguments: {error.what}"]
-    for name in compared(recorded, expected):
-        ours, theirs = expected.get(name), recorded.get(name)
-        if ours is not None and theirs is not None and not _is_same(ours, theirs):
-            raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    for name, theirs, ours in differences(recorded, expected):
+        raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
         raise _another(
@@ -49,6 +51,23 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     return []
 
 
+def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
+    """The arguments that do not mean the same in both: each with what was recorded, and with what is expected."""
+    recorded = under_older_names(recorded)
+    for name in compared(recorded, expected):
+        theirs, ours = recorded.get(name), expected.get(name)
+        if ours is not None and theirs is not None and not _is_same(ours, theirs):
+            yield name, theirs, ours
+    for name, (theirs, ours) in _where_none_means_something(recorded, expected).items():
+        if theirs != ours:
+            yield name, theirs, ours
+
+
+def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
+    """A run's arguments, those that Megatron-LM has renamed under both names."""
+    return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
+
+
 def _is_same(ours: Any, theirs: Any) -> bool:
     """Equality; a number with a fraction may have come through float32, as in some config.json."""
     if isinstance(ours, float) and isinstance(theirs, int | float):
@@ -58,7 +77,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 
 def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     """The arguments that mean something in both."""
-    yield from _ALWAYS
+    yield from (*_ALWAYS, *_OF_LAYERS)
     both = recorded, expected
     is_latent = any(one.get("multi_latent_attention") for one in both)
     if not is_latent:
@@ -68,14 +87,84 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
     kinds = [_positions(one) for one in both]
     if all(kind in _ROTATING for kind in kinds):
         yield from _OF_ROTATION
+        if not is_latent:
+            yield "rotary_interleaved"
         if all(one.get("use_rope_scaling") for one in both):
             yield "rope_scaling_factor"
+    elif all(kind == "yarn" for kind in kinds):
+        yield "rotary_base"
     elif not (is_latent and all(kind in _WITHOUT_LEARNED for kind in kinds)):
         yield "position_embedding_type"
     if all(one.get("num_experts") for one in both):
         yield from _OF_EXPERTS
         if all(one.get("moe_router_score_function", "softmax") == "softmax" for one in both):
             yield "moe_router_pre_softmax"
+
+
+def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """What is recorded and what the config tells, of arguments that are None by default, each put in one way.
+
+    An attention window as wide as the sequences of the run, and groups of experts that are all chosen, are none.
+    """
+    length, layers = recorded.get("seq_length"), recorded.get("num_layers") or 0
+    both = recorded, expected
+    found: dict[str, tuple[Any, Any]] = {}
+
+    def put(name: str, means: Callable[[Mapping[str, Any]], Any]) -> None:
+        if name in recorded:
+            found[name] = (means(recorded), means(expected))
+
+    put("window_size", lambda args: _window(args, length))
+    if all(_window(one, length) for one in both):
+        put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
+    if all(_positions(one) in _ROTATING for one in both):
+        put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
+        put("no_rope_freq", lambda args: _unrotated(args.get("no_rope_freq"), layers))
+    if all(one.get("multi_latent_attention") for one in both):
+        put("rotary_scaling_factor", _latent_scaling)
+    elif all(_positions(one) == "yarn" for one in both):
+        put("rotary_scaling_factor", lambda args: args.get("rotary_scaling_factor") or 1)
+    if all(one.get("num_experts") for one in both):
+        put("moe_router_num_groups", _groups)
+    put("activation_func_clamp_value", lambda args: args.get("activation_func_clamp_value"))
+    return found
+
+
+def _window(args: Mapping[str, Any], length: Any) -> int | None:
+    """How many tokens before its own one a token sees, where sequences of this length have more."""
+    size = args.get("window_size")
+    before = size[0] if isinstance(size, list | tuple) and size else None
+    if type(before) is not int or before < 0 or (type(length) is int and before >= length - 1):
+        return None
+    return before
+
+
+def _sliding(often: Any, layers: int) -> list[bool]:
+    """Whether each layer has the window, from `window_attn_skip_freq`, as in transformer/utils.py."""
+    if isinstance(often, list | tuple):
+        return [bool(one) for one in often]
+    return [not often or number % often != 0 for number in range(1, layers + 1)]
+
+
+def _unrotated(often: Any, layers: int) -> list[bool]:
+    """Whether each layer lacks rotary positions, from `no_rope_freq`, as in transformer/transformer_config.py."""
+    if isinstance(often, list | tuple):
+        return [bool(one) for one in often]
+    return [bool(often) and number % often == 0 for number in range(1, layers + 1)]
+
+
+def _latent_scaling(args: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """YaRN's factor and its two scales of latent attention, which has YaRN where no `rope_type` says otherwise."""
+    factor = args.get("rotary_scaling_factor")
+    if args.get("rope_type") == "rope" or factor in (None, 1):
+        return None
+    return factor, args.get("mscale", 1.0), args.get("mscale_all_dim", 0.0)
+
+
+def _groups(args: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Groups of experts, and how many of them a token's experts are in; None where that is no limit."""
+    groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    return (groups, chosen) if groups and chosen and groups > chosen else None
 
 
 def _positions(args: Mapping[str, Any]) -> Any:

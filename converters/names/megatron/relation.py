@@ -34,7 +34,7 @@ from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.centred import shifted, shifting_notes
-from converters.names.megatron.held import refuse_another_models
+from converters.names.megatron.held import refuse_another_models, under_older_names
 from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import padded_vocab_size
@@ -123,6 +123,14 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     checkpoint = _with_names_of_tables(checkpoint, table)
     shapes = _shapes(checkpoint)
     has_mtp = any(name.startswith("mtp.") for name in shapes)
+    centred = table.centred(sizes)
+    if centred and under_older_names(checkpoint.state.args or {}).get("apply_layernorm_1p") is False:
+        raise LossError(
+            "the run's norms are not around zero, as those of this architecture are",
+            path=checkpoint.path,
+            expected="apply_layernorm_1p true",
+            found="apply_layernorm_1p false",
+        )
     notes = refuse_another_models(checkpoint, table, sizes)
     if sizes.predicted and not has_mtp:
         notes.append("the model has layers of multi-token prediction, and this checkpoint has none")
@@ -147,14 +155,6 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     copies.pop(output, None)  # a file of the Hub has a tied tensor once
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
-    centred = table.centred(sizes)
-    if centred and (checkpoint.state.args or {}).get("apply_layernorm_1p") is False:
-        raise LossError(
-            "the run's norms are not around zero, as those of this architecture are",
-            path=checkpoint.path,
-            expected="apply_layernorm_1p true",
-            found="apply_layernorm_1p false",
-        )
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
     notes += shifting_notes(centred)
     if padded > sizes.dims["v"]:

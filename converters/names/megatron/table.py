@@ -183,6 +183,11 @@ class Table:
             owners[OUTPUT] = owners[EMBEDDING]
         for place in self.places(sizes):
             if place.row.kind == COPY:
+                if place.row.megatron not in owners:
+                    raise LossError(
+                        "this class has a tensor more where the output layer is not the embedding, which nothing uses",
+                        found=place.hubs[0],
+                    )
                 found[place.hubs[0]] = owners[place.row.megatron]
         return found
 

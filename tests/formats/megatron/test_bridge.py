@@ -21,7 +21,7 @@ from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
 from converters.names.megatron.facts import BridgeRun
-from converters.names.megatron.held import compared
+from converters.names.megatron.held import compared, differences
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.megatron_runs import check_read, truth
@@ -223,13 +223,85 @@ def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any],
     assert {"position_embedding_type", "moe_router_pre_softmax"} < set(compared(*told))
 
 
-def test_the_same_holds_for_a_run_of_megatron_lm(fixtures: Path, tmp_path: Path) -> None:
+def _hub_of_megatron_lm(fixtures: Path, tmp_path: Path, changed: dict[str, Any]) -> commands.Result:
     source = fixtures / "megatron-llm-jp"
     config = json.loads((source / "llm-jp" / "llm-jp-4-moe" / "config.json").read_text())
-    config["num_experts_per_tok"] += 1
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    done = commands.ckpt("convert", "auto", "hf", source / "run", "-o", tmp_path / "hub", "--config", tmp_path)
-    assert done.code == CorruptError.exit_code and "moe_router_topk" in done.err, done.err
+    (tmp_path / "config.json").write_text(json.dumps(config | changed))
+    return commands.ckpt("convert", "auto", "hf", source / "run", "-o", tmp_path / "hub", "--config", tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"num_experts_per_tok": 3}, "moe_router_topk 2"),
+        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05"),  # since 0.17 `layernorm_epsilon`
+        (
+            {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
+            "rotary_seq_len_interpolation_factor 1",
+        ),
+        ({"use_sliding_window": True, "sliding_window": 7}, "window_size None"),
+    ],
+)
+def test_the_same_holds_for_a_run_of_megatron_lm(
+    fixtures: Path, tmp_path: Path, changed: dict[str, Any], said: str
+) -> None:
+    done = _hub_of_megatron_lm(fixtures, tmp_path, changed)
+    assert done.code == CorruptError.exit_code and said in done.err, done.err
+
+
+def test_a_window_as_wide_as_the_sequences_of_the_run_is_none(fixtures: Path, tmp_path: Path) -> None:
+    assert _hub_of_megatron_lm(fixtures, tmp_path, {"use_sliding_window": True, "sliding_window": 8}).code == 0
+
+
+_LATENT, _SPARSE = {"multi_latent_attention": True}, {"num_experts": 4}
+_SLIDING = {"window_size": (4, 0), "num_layers": 4}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told", "differs"),
+    [
+        ({"layernorm_zero_centered_gamma": True}, {"apply_layernorm_1p": False}, "apply_layernorm_1p"),
+        ({"layernorm_zero_centered_gamma": False}, {"apply_layernorm_1p": False}, None),
+        ({"squared_relu": False, "swiglu": False}, {"squared_relu": True, "swiglu": False}, "squared_relu"),
+        ({"rotary_interleaved": True}, {"rotary_interleaved": False}, "rotary_interleaved"),
+        ({"rotary_interleaved": True, **_LATENT}, {"rotary_interleaved": False, **_LATENT}, None),
+        ({"window_size": [4, 0]}, {"window_size": (4, 0)}, None),
+        ({"window_size": (-1, 0)}, {}, None),
+        ({}, {"window_size": (4, 0)}, None),  # a version without windows
+        (_SLIDING | {"window_attn_skip_freq": 2}, _SLIDING | {"window_attn_skip_freq": [1, 0, 1, 0]}, None),
+        (_SLIDING | {"window_attn_skip_freq": None}, _SLIDING | {"window_attn_skip_freq": 2}, "window_attn_skip_freq"),
+        ({"no_rope_freq": 2, "num_layers": 4}, {"no_rope_freq": [0, 1, 0, 1], "num_layers": 4}, None),
+        ({"no_rope_freq": None, "num_layers": 4}, {"no_rope_freq": [0, 1, 0, 1], "num_layers": 4}, "no_rope_freq"),
+        (
+            {"moe_router_num_groups": None, **_SPARSE},
+            {"moe_router_num_groups": 8, "moe_router_group_topk": 4, **_SPARSE},
+            "moe_router_num_groups",
+        ),
+        (
+            {"moe_router_num_groups": None, **_SPARSE},
+            {"moe_router_num_groups": 1, "moe_router_group_topk": 1, **_SPARSE},
+            None,
+        ),
+        ({"rotary_scaling_factor": 1.0, "rope_type": None, **_LATENT}, {"rope_type": "rope", **_LATENT}, None),
+        (
+            {"rotary_scaling_factor": 1.0, "rope_type": None, **_LATENT},
+            {"rotary_scaling_factor": 40, "rope_type": "yarn", **_LATENT},
+            "rotary_scaling_factor",
+        ),
+        (
+            {"rotary_scaling_factor": 40.0, "rope_type": "yarn", "mscale_all_dim": 1.0, **_LATENT},
+            {"rotary_scaling_factor": 40, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **_LATENT},
+            None,
+        ),
+        ({"activation_func_clamp_value": None}, {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value"),
+    ],
+)
+def test_what_changes_no_shape_is_compared_by_what_it_means(
+    recorded: dict[str, Any], told: dict[str, Any], differs: str | None
+) -> None:
+    rotating = {"position_embedding_type": "rope"}
+    found = [name for name, *_ in differences(rotating | recorded, rotating | told)]
+    assert found == ([differs] if differs else [])
 
 
 def test_the_config_that_the_run_carries_is_used(run: Path, tmp_path: Path) -> None:
