@@ -38,6 +38,7 @@ from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_counted_step
+from ckpt.state.wrapped import without_wrappers
 from ckpt.stores import standins
 from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
@@ -397,7 +398,10 @@ def plan(
     # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
-    named = to_namespace(replace(checkpoint, notes=()), _namespace(target, layout), layout)
+    named = replace(checkpoint, notes=())
+    if target.loads_from == "step" or target.namespace != TRANSFORMERS:  # DeepSpeed's engine has its model's wrappers
+        named = without_wrappers(named)
+    named = to_namespace(named, _namespace(target, layout), layout)
     renamed = named.notes
     if target.loads_from == "run":
         named, counted_step = with_counted_step(named)
@@ -572,7 +576,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     from ckpt.verify.beside import not_hashed
     from ckpt.verify.digest import digests as digests_as_named
 
-    named = as_hub(checkpoint)
+    named = as_hub(without_wrappers(checkpoint))
     found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
     return replace(found, not_hashed=tuple(not_hashed(checkpoint)))
 
@@ -833,6 +837,7 @@ def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
     """Both checkpoints under the same names: the Hub's, unless both have the same or their own model's."""
+    a, b = without_wrappers(a), without_wrappers(b)
     spaces = {a.namespace, b.namespace}
     if spaces <= OF_THE_MODEL - {HUB}:
         return a, b

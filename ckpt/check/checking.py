@@ -388,14 +388,18 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report a ZeRO model and optimizer that count different steps: a save into a reused folder was cut off.
+    """Report a model and an optimizer that count different steps: a save into a reused folder was cut off.
 
-    It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  Stage 0 counts otherwise.
+    It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  ZeRO's stage 0 counts
+    otherwise; HF Trainer counts steps that an overflow made void, so that its optimizer may have taken fewer.
     """
     state = checkpoint.state
     taken = max(state.scalars.get("step", {}).values(), default=None)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.zero_stage is not None and state.step is not None and taken not in (None, state.step - skipped):
+    if state.step is None or taken is None:
+        return
+    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
+    if is_more or (state.zero_stage is not None and taken != state.step - skipped):
         what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
         yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 
 from ckpt.base.errors import CorruptError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.relation import Relation, translate
 
 #: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
@@ -32,3 +35,19 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
                 "two tensors have the same name without their wrappers", path=path, fqn=clean, found=f"{other}, {name}"
             )
     return inner
+
+
+def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` without what torch.compile and others put into names, and a note where there was any.
+
+    DeepSpeed saves a wrapped model's names as they are, and loads no others; torch's state dicts have them removed.
+    """
+    names = {*checkpoint.shapes, *checkpoint.ties}
+    if not any(_INNER.search(name) for name in names):
+        return checkpoint
+    shapes, clean = checkpoint.shapes, clean_names(names, checkpoint.path)
+    ties = {clean[alias]: clean[owner] for alias, owner in checkpoint.ties.items()}
+    relation = Relation.renaming({name: clean[name] for name in shapes}, shapes)
+    named = translate(replace(checkpoint, ties={}), relation, checkpoint.namespace)
+    note = "what wrappers of the model (torch.compile) put into its names is left out, as torch's state dicts have it"
+    return replace(named, ties=ties, notes=(*checkpoint.notes, note))

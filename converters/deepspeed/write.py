@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import LossError
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
@@ -65,6 +66,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
     config, notes = zero_model.ds_config(model, stage, layout.dtype)
     tag = step_folder(checkpoint)
     if stage == 3:
+        _check_has_elements(model)
         files = _stage3_files(model, config, num_ranks)
     else:
         experts = dealt_experts.sharing_of(model, config, num_ranks, layout.read(ExpertOptions).ep_size)
@@ -82,6 +84,16 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
         dropped=(*dropped, *model.dropped, *beside.dropped),
         notes=(*notes, *model.notes, *_zero_notes(model, config, num_ranks, stage), *beside.notes),
     )
+
+
+def _check_has_elements(model: DeepSpeedModel) -> None:
+    """LossError for a parameter without elements, which stage 3 records nowhere."""
+    if empty := next((fqn for fqn, choice in model.weights.items() if not choice.tensor.numel), None):
+        raise LossError(
+            "ZeRO-3 has no place for a parameter without elements",
+            fqn=empty,
+            hint="zero1 and zero2 have one in their model file",
+        )
 
 
 def step_folder(checkpoint: Checkpoint) -> str:

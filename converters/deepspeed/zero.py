@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, Sources, check_all_there
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import (
@@ -192,8 +193,8 @@ def _understand(reading: _ZeroReading) -> RankSlice:
             raise CorruptError(
                 "files of different runs in one folder",
                 **inner.where,
-                expected=f"ZeRO-{stage} on {_listed(counts)} ranks",
-                found=f"ZeRO-{_stage(inner)} on {_listed(partition_counts(inner))} ranks",
+                expected=_said(stage, counts),
+                found=_said(_stage(inner), partition_counts(inner)),
             )
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
     if stage == 3:
@@ -204,6 +205,12 @@ def _understand(reading: _ZeroReading) -> RankSlice:
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
     return RankSlice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
+
+
+def _said(stage: int, counts: tuple[int, ...]) -> str:
+    """The layout that a file records; stage 3 counts the partitions of all groups at once."""
+    groups = f", with {counted(len(counts), 'param group')}" if stage < 3 else ""
+    return f"ZeRO-{stage} on {_listed(counts)} ranks{groups}"
 
 
 def _listed(counts: tuple[int, ...]) -> str:

@@ -99,7 +99,11 @@ _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
 #: Where bundles keep the model and the optimizer.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
-_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim")
+_OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
+_RANKS_HINT = (
+    "files of all ranks are the format `fsdp-ranks`, where each holds the model's state dict alone and has the "
+    "name that verl or Accelerate gives it: model_world_size_W_rank_R.pt or pytorch_model_fsdp_0_rankR.bin"
+)
 _SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
 _LARGE = 1 << 20
 
@@ -268,14 +272,23 @@ def _read_bundle(reading: _Reading, name: str) -> None:
     # In torchtitan's spelling the model's names stand beside `optimizer` and the like.
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
-    optimizer = next((key for key in _OPTIMIZER_KEYS if rest.get(key)), None)
+    optimizer = next((key for key in _OPTIMIZER_KEYS if _only(rest.get(key)) is not None), None)
     if optimizer is not None:
-        _add_optimizer(reading, rest.pop(optimizer), path)
+        _add_optimizer(reading, _only(rest.pop(optimizer)), path)
     for key, value in rest.items():
         if is_optimizer(value):
             reading.notes.append(f"{key!r} looks like an optimizer under a name of its own: kept as training state")
+        elif isinstance(value, list) and len(value) > 1 and any(map(is_optimizer, value)):
+            reading.notes.append(f"{key!r} holds several optimizers, which are not told apart: kept as training state")
     reading.items |= {str(k): v for k, v in rest.items() if v is not None}
     reading.step = step_of(rest)
+
+
+def _only(value: Any) -> Any:
+    """The one optimizer of a list, as Lightning has it under `optimizer_states`; None for several, and for a name."""
+    if isinstance(value, list):
+        value = value[0] if len(value) == 1 else None
+    return None if isinstance(value, str) else value or None
 
 
 def _is_entry(name: str, value: Any) -> bool:
@@ -325,7 +338,7 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
                 "this file holds one rank's parts of the tensors, not the tensors",
                 path=path,
                 fqn=fqn,
-                hint=beside if is_whole else "files of all ranks together are the format `fsdp-ranks`",
+                hint=beside if is_whole else _RANKS_HINT,
             )
         if not isinstance(value, StoredTensor):
             extra[fqn] = value

@@ -12,6 +12,7 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import is_part
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
+from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.ties import declared_ties
 from converters.optimizers.state_dicts import read_optimizer
@@ -49,7 +50,9 @@ class Reading:
         False, and a note, where they are numbered and nothing proves which is which.
         """
         shapes = {fqn: tensor.shape for (fqn, role), tensor in model.items() if role == WEIGHT}
-        proof = None if order is None else {fqn: shapes[fqn] for fqn in order}
+        # An optimizer has no integers, such as BatchNorm's count, which would fit a parameter without dims.
+        floating = {fqn for (fqn, _), tensor in model.items() if tensor.dtype in CAST_SOURCES}
+        proof = None if order is None else {fqn: shapes[fqn] for fqn in order if fqn in floating}
         optimizer = read_optimizer(content, path, proof=proof)
         if optimizer is None:
             self.notes.append(_UNPROVED.format(Path(path).name))

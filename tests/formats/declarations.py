@@ -163,7 +163,7 @@ def with_an_adapter(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
 def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
     """Stage 3 has no place for a parameter without elements."""
     empty = any(not tensor.numel for tensor in checkpoint.with_role(WEIGHT))
-    return ((LossError,), "goes nowhere") if empty else None
+    return ((LossError,), "without elements") if empty else None
 
 
 def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:

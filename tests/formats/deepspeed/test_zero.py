@@ -549,6 +549,18 @@ def test_partitions_over_different_ranks_are_refused(tmp_path: Path) -> None:
         api.open(write_stage3(tmp_path / "autoep", GROUPS, 2, change=autoep))
 
 
+def test_a_rank_of_a_run_with_other_groups_says_so(tmp_path: Path) -> None:
+    """On as many ranks and under the same stage, what was found would otherwise read as what was expected."""
+
+    def more_groups(inner: dict[str, Any], rank: int) -> None:
+        inner["partition_count"] = [2] * (len(GROUPS) + rank)
+
+    with pytest.raises(CorruptError, match="different runs") as caught:
+        api.open(write_stage2(tmp_path / "run", GROUPS, 2, change=more_groups))
+    assert caught.value.expected == f"ZeRO-2 on 2 ranks, with {len(GROUPS)} param groups"
+    assert caught.value.found == f"ZeRO-2 on 2 ranks, with {len(GROUPS) + 1} param groups"
+
+
 @pytest.mark.parametrize("entry", ["group_paddings", "param_alignment_paddings"])
 @pytest.mark.parametrize("value", [-7, -1, 10**6, 2**70])
 def test_paddings_that_cannot_be(tmp_path: Path, entry: str, value: int) -> None:

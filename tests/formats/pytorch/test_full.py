@@ -522,3 +522,40 @@ def test_an_optimizer_under_a_name_of_its_own_is_said_to_be_no_optimizer(tmp_pat
     torch.save({"model": model.state_dict(), "optim_g": optimizer.state_dict()}, tmp_path / "model.pt")
     notes = api.open(tmp_path / "model.pt").notes
     assert any("'optim_g' looks like an optimizer under a name of its own" in note for note in notes), notes
+
+
+@pytest.mark.parametrize("name", ["optimizer_states", "optimizers", "optimizer"])
+def test_optimizers_in_a_list(tmp_path: Path, name: str) -> None:
+    """Lightning's `.ckpt` has a list of them: the only one is the optimizer, and of several none is guessed."""
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    whole = {"state_dict": model.state_dict(), name: [optimizer.state_dict()], "global_step": 1}
+    torch.save(whole, tmp_path / "epoch=0-step=1.ckpt")
+    checkpoint = api.open(tmp_path)
+    for fqn, parameter in model.named_parameters():
+        for role in ("exp_avg", "exp_avg_sq"):
+            assert content(checkpoint.tensors[fqn, role]) == raw(optimizer.state[parameter][role])
+    torch.save(whole | {name: [optimizer.state_dict()] * 2}, tmp_path / "epoch=0-step=1.ckpt")
+    checkpoint = api.open(tmp_path)
+    assert not checkpoint.optimizer_states and any(f"{name!r} holds several" in note for note in checkpoint.notes)
+
+
+def test_an_entry_called_optimizer_that_only_names_one(tmp_path: Path) -> None:
+    model = nn.Linear(2, 3)
+    torch.save({"model": model.state_dict(), "optimizer": "adamw"}, tmp_path / "model.pt")
+    checkpoint = api.open(tmp_path)
+    assert len(checkpoint.tensors) == 2 and checkpoint.state.entries()["optimizer"] == "adamw"
+
+
+def test_a_count_is_no_parameter_that_a_number_may_stand_for(tmp_path: Path) -> None:
+    """BatchNorm's `num_batches_tracked`, or any other integer, beside a parameter without dims."""
+    model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "weight": nn.Parameter(torch.ones(3))})
+    model.register_buffer("count", torch.tensor(3))
+    optimizer = torch.optim.AdamW(model.parameters())
+    sum(parameter.sum() for parameter in model.parameters()).backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "model.pt")
+    (group,) = api.open(tmp_path / "model.pt").state.param_groups
+    assert group.fqns == ("scale", "weight")
