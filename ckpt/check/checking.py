@@ -50,6 +50,7 @@ from ckpt.run_folder.steps import (
     TRACKER,
     TRAINER_STATE,
     TRAINER_STEP,
+    of_another_step,
     one_with_state,
     recorded_step,
     step_folders,
@@ -388,9 +389,10 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report a ZeRO model and optimizer that count different steps: a save into a reused folder was cut off.
+    """Report a folder that is named for another step, and a ZeRO model and optimizer that count different steps.
 
-    It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  Stage 0 counts otherwise.
+    The latter are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins
+    anew where weights alone were loaded.  Stage 0 counts otherwise.
     """
     state = checkpoint.state
     taken = max(state.scalars.get("step", {}).values(), default=None)
@@ -398,6 +400,8 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
     if state.zero_stage is not None and state.step is not None and taken not in (None, state.step - skipped):
         what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
         yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+    if told := of_another_step(Path(checkpoint.path), state.step):
+        yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
