@@ -50,6 +50,7 @@ from ckpt.run_folder.steps import (
     TRACKER,
     TRAINER_STATE,
     TRAINER_STEP,
+    missing_last_of_megatron,
     of_another_step,
     one_with_state,
     recorded_step,
@@ -316,7 +317,7 @@ def _check_one(
             usable = next(_read_alone(place, own), None)
     sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
     problems += problems_of(place, files, sound)
-    problems += _lacking_beside(place)
+    problems += _lacking_beside(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
@@ -428,7 +429,9 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
 
 
-def _lacking_beside(place: Path) -> Iterator[Problem]:
-    """What HF Trainer writes last, where the run's other checkpoints have it: the save was interrupted before."""
+def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
+    """What a trainer writes last, HF Trainer's where the run's others have it: the save was interrupted before."""
+    if name := missing_last_of_megatron(place, checkpoint.format if checkpoint is not None else None):
+        yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

@@ -18,6 +18,8 @@ TRAINER_STATE = "trainer_state.json"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
+#: What megatron-core writes last into the folder of a step, and what stands beside it since before.
+_MEGATRONS_LAST, _MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
 #: Files that record which step is meant.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
 _MAX_RECORDED = 4096
@@ -123,3 +125,15 @@ def of_another_step(place: Path, step: int | None) -> str | None:
                 f"the folder is called {folder.name}, and its files are of step {recorded}: was it renamed, or copied?"
             )
     return None
+
+
+def missing_last_of_megatron(step: Path, format: str | None) -> str | None:
+    """The file that a step of Megatron's lacks which was not saved, or copied, to its end; it loads no such step.
+
+    Newer versions leave DCP's files alone beside it, so that `format`, as which the folder is read, is DCP's then.
+    """
+    is_named = MEGATRON_STEP.fullmatch(step.name) is not None and (step.parent / TRACKER).is_file()
+    is_megatrons = (step / _MEGATRONS_COMMON).is_file() or (is_named and format == "dcp")
+    if not is_megatrons or not (step / _OF_DCP).is_file() or (step / _MEGATRONS_LAST).exists():
+        return None
+    return _MEGATRONS_LAST

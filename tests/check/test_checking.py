@@ -194,6 +194,18 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         f"{TRACKER}: it names step 7",
         "which is not there",
     ),
+    "no file of megatron-core's that is the last": (
+        "megatron-0.15-fully",
+        gone("iter_0000002/metadata.json"),
+        "iter_0000002: incomplete (megatron-dist",
+        "metadata.json: missing; megatron-core writes it last",
+    ),
+    "nor in a run of a newer version": (
+        "megatron-lm",
+        gone("iter_0000002/metadata.json"),
+        "iter_0000002: incomplete (dcp",
+        "metadata.json: missing; megatron-core writes it last",
+    ),
     "a step of another number": (
         "megatron-fsdp",
         renamed("iter_0000002", "iter_0000009"),
