@@ -50,6 +50,8 @@ from ckpt.run_folder.steps import (
     TRACKER,
     TRAINER_STATE,
     TRAINER_STEP,
+    missing_last_of_megatron,
+    of_another_step,
     one_with_state,
     recorded_step,
     step_folders,
@@ -315,7 +317,7 @@ def _check_one(
             usable = next(_read_alone(place, own), None)
     sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
     problems += problems_of(place, files, sound)
-    problems += _lacking_beside(place)
+    problems += _lacking_beside(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
@@ -388,20 +390,23 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report a model and an optimizer that count different steps: a save into a reused folder was cut off.
+    """Report a folder that is named for another step, and a model and an optimizer that count different steps.
 
-    It is no proof of damage, as the optimizer begins anew where weights alone were loaded.  ZeRO's stage 0 counts
-    otherwise; HF Trainer counts steps that an overflow made void, so that its optimizer may have taken fewer.
+    The latter are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins
+    anew where weights alone were loaded.  ZeRO's stage 0 counts otherwise; HF Trainer counts steps that an overflow
+    made void, so that its optimizer may have taken fewer.
     """
     state = checkpoint.state
     taken = max(state.scalars.get("step", {}).values(), default=None)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.step is None or taken is None:
-        return
-    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
-    if is_more or (state.zero_stage is not None and taken != state.step - skipped):
-        what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
-        yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+    if state.step is not None and taken is not None:
+        is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
+        if is_more or (state.zero_stage is not None and taken != state.step - skipped):
+            what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}"
+            what += ": are all files of one save?"
+            yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+    if told := of_another_step(Path(checkpoint.path), state.step):
+        yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -428,7 +433,9 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
 
 
-def _lacking_beside(place: Path) -> Iterator[Problem]:
-    """What HF Trainer writes last, where the run's other checkpoints have it: the save was interrupted before."""
+def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
+    """What a trainer writes last, HF Trainer's where the run's others have it: the save was interrupted before."""
+    if name := missing_last_of_megatron(place, checkpoint.format if checkpoint is not None else None):
+        yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

@@ -16,6 +16,7 @@ from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
+from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
@@ -145,8 +146,15 @@ def open_adapter(
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
     """An adapter with the config of its base, where its names take one and it has none."""
-    if base is None or checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
+    if checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
         return checkpoint
+    if base is None:
+        raise NotFoundError(
+            f"it needs the config.json of the adapter's base to turn {in_words(checkpoint.namespace)} into PEFT's",
+            path=checkpoint.path,
+            expected="the model that it was trained on",
+            hint="--base takes its folder, or a Hub id",
+        )
     place = local(base)
     return replace(checkpoint, config=_model(place if place.exists() else cached_snapshot(base, None), config).config)
 

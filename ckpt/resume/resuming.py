@@ -41,7 +41,14 @@ from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
-from ckpt.run_folder.steps import ANY_STEP, LATEST, TRACKER, TRAINER_STATE, recorded_step
+from ckpt.run_folder.steps import (
+    ANY_STEP,
+    LATEST,
+    TRACKER,
+    TRAINER_STATE,
+    missing_last_of_megatron,
+    recorded_step,
+)
 
 T = TypeVar("T")
 
@@ -442,6 +449,8 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
         asked, written = layout.options.get(name), args.get(argument) or 1
         if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
             return f"it was written with {argument} {written}, and {asked} is asked for"
+    if name := missing_last_of_megatron(Path(checkpoint.path), checkpoint.format):
+        return f"{name} is missing, which megatron-core writes last, and without which it loads nothing"
     form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
     if asked is not None and asked != form:
         return f"it is {form}, and {asked} is asked for"

@@ -31,6 +31,7 @@ from ckpt.run_folder.steps import (
     check_ended,
     enclosing_folders,
     names_step,
+    of_another_step,
     step_folders,
     step_number,
     trainer_steps,
@@ -124,7 +125,13 @@ def _opened(
             raise IncompleteError(what, path=path, hint=hint)
         request = ReadRequest(tag, None if config is None else find_config(config), slot)
         checkpoint = _open_first(path, formats, request, training)
-        return checkpoint and _with_config(checkpoint, path, request)
+        return checkpoint and _with_number_held(_with_config(checkpoint, path, request))
+
+
+def _with_number_held(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint`, with a note where its files are of another step than its folder is named for."""
+    told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
+    return replace(checkpoint, notes=(*checkpoint.notes, told)) if told else checkpoint
 
 
 def _neighbour(path: Path) -> str | None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 
-from ckpt.base.errors import IncompleteError
+from ckpt.base.errors import CkptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.listing import entries_in, is_folder
 from ckpt.move.source import read_file
@@ -17,6 +18,8 @@ TRAINER_STATE = "trainer_state.json"
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
+#: What megatron-core writes last into the folder of a step, and what stands beside it since before.
+_MEGATRONS_LAST, _MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
 #: Files that record which step is meant.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
 _MAX_RECORDED = 4096
@@ -25,6 +28,8 @@ _MAX_RECORDED = 4096
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
 #: As torchtitan does (components/checkpoint.py).
 TITAN_STEP = re.compile(r"step-(\d+)")
+#: As Megatron does (megatron/training/checkpointing.py).
+MEGATRON_STEP = re.compile(r"iter_(\d{7,})")
 #: As any of these, verl, Megatron and many scripts do.
 ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
 
@@ -103,3 +108,32 @@ def trainer_step(folder: Path) -> int | None:
     recorded = read_json(confined(folder, TRAINER_STATE))
     step = recorded.get("global_step") if isinstance(recorded, dict) else None
     return step if type(step) is int else None
+
+
+def of_another_step(place: Path, step: int | None) -> str | None:
+    """What to say where a checkpoint in `place`, whose files record `step`, lies in a folder of another number.
+
+    HF Trainer and Megatron name their folders by nothing else, so that one was copied or renamed over another.
+    """
+    for folder in (place, place.parent):
+        recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
+        if TRAINER_STEP.fullmatch(folder.name):
+            with suppress(CkptError):  # damage of the record is another matter
+                recorded = trainer_step(folder)
+        if recorded is not None and recorded != step_number(folder):
+            return (
+                f"the folder is called {folder.name}, and its files are of step {recorded}: was it renamed, or copied?"
+            )
+    return None
+
+
+def missing_last_of_megatron(step: Path, format: str | None) -> str | None:
+    """The file that a step of Megatron's lacks which was not saved, or copied, to its end; it loads no such step.
+
+    Newer versions leave DCP's files alone beside it, so that `format`, as which the folder is read, is DCP's then.
+    """
+    is_named = MEGATRON_STEP.fullmatch(step.name) is not None and (step.parent / TRACKER).is_file()
+    is_megatrons = (step / _MEGATRONS_COMMON).is_file() or (is_named and format == "dcp")
+    if not is_megatrons or not (step / _OF_DCP).is_file() or (step / _MEGATRONS_LAST).exists():
+        return None
+    return _MEGATRONS_LAST

@@ -108,6 +108,10 @@ def written(name: str, text: str) -> Damage:
     return lambda folder: (folder / name).write_text(text)
 
 
+def renamed(name: str, new: str) -> Damage:
+    return lambda folder: (folder / name).rename(folder / new)
+
+
 def edited(name: str, old: str, new: str) -> Damage:
     def damage(folder: Path) -> None:
         text = (folder / name).read_text()
@@ -189,6 +193,30 @@ CASES: dict[str, tuple[str, Damage, str, str]] = {
         written(TRACKER, "7"),
         f"{TRACKER}: it names step 7",
         "which is not there",
+    ),
+    "no file of megatron-core's that is the last": (
+        "megatron-0.15-fully",
+        gone("iter_0000002/metadata.json"),
+        "iter_0000002: incomplete (megatron-dist",
+        "metadata.json: missing; megatron-core writes it last",
+    ),
+    "nor in a run of a newer version": (
+        "megatron-lm",
+        gone("iter_0000002/metadata.json"),
+        "iter_0000002: incomplete (dcp",
+        "metadata.json: missing; megatron-core writes it last",
+    ),
+    "a step of another number": (
+        "megatron-fsdp",
+        renamed("iter_0000002", "iter_0000009"),
+        "the folder is called iter_0000009",
+        "its files are of step 2",
+    ),
+    "a checkpoint of another number": (
+        "trainer-zero2",
+        renamed("checkpoint-2", "checkpoint-9"),
+        "the folder is called checkpoint-9",
+        "its files are of step 2",
     ),
     "a tracker of weights that are not there": (
         "megatron-fsdp",

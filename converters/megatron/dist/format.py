@@ -65,8 +65,9 @@ class MegatronDist(Format):
                     "Megatron-LM writes with --ckpt-format torch_dcp or fsdp_dtensor",
                     path=other,
                     expected=f"{COMMON} or {BACKENDS}, or model.decoder.layers. in the metadata",
-                    hint="load and save it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as "
-                    "dcp, under the names that it has",
+                    hint=f"{BACKENDS} is written last: was it saved, and copied, to its end? Otherwise load and save "
+                    "it with Megatron-LM, --ckpt-format torch_dist; the folder itself is read as dcp, under the names "
+                    "that it has",
                 )
         return found
 

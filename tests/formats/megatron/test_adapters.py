@@ -118,6 +118,12 @@ def test_a_base_in_megatrons_format_gives_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
+def test_without_a_base_the_hint_is_one_that_merges(tmp_path: Path) -> None:
+    """`--config` would be followed by the same question for the base."""
+    asked = ckpt("merge-lora", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "merged")
+    assert asked.code == 3 and "hint: --base" in asked.err, asked.err
+
+
 def test_a_base_without_a_config_takes_the_one_given(tmp_path: Path) -> None:
     run, base, given = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2"), tmp_path / "base"
     package.convert(base, "megatron-dist", given, tp=2)

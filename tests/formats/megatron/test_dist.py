@@ -309,6 +309,18 @@ def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
     assert ckpt.open(run / FOLDER).format == "dcp"
 
 
+def test_resume_completes_a_step_that_megatron_core_would_not_load(fixtures: Path, tmp_path: Path) -> None:
+    """All tensors are there, and the small file that is written last is not."""
+    run = Path(shutil.copytree(fixtures / "megatron-0.15-fully", tmp_path / "run"))
+    assert commands.ckpt("resume", run).out.strip() == str(run)
+    (run / FOLDER / "metadata.json").unlink()
+    done = commands.ckpt("resume", run)
+    assert done.code == 0 and "metadata.json is missing" in done.err, done.err
+    found = Path(done.out.strip())
+    assert found != run and (found / FOLDER / "metadata.json").is_file()
+    assert commands.ckpt("verify", run, found).code == 0
+
+
 def test_a_plain_step_of_dcp_is_taken_by_its_name(fixtures: Path) -> None:
     """Only what Megatron-LM calls an iteration is one of its own."""
     done = commands.ckpt("verify", fixtures / "dcp-fsdp2", fixtures / "dcp-fsdp2/step-2", "--tag-a", "step-2")
