@@ -25,7 +25,7 @@ _OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "glu_linear_o
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of them.
 _WITHOUT_LEARNED = (*_ROTATING, "yarn", "none")
-#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.17.
+#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.16.
 _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 

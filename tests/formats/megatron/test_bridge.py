@@ -234,7 +234,7 @@ def _hub_of_megatron_lm(fixtures: Path, tmp_path: Path, changed: dict[str, Any])
     ("changed", "said"),
     [
         ({"num_experts_per_tok": 3}, "moe_router_topk 2"),
-        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05"),  # since 0.17 `layernorm_epsilon`
+        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05"),  # since 0.16 `layernorm_epsilon`
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
             "rotary_seq_len_interpolation_factor 1",
