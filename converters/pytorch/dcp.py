@@ -50,7 +50,7 @@ from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
-from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand
+from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand, without_tensors
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
@@ -212,7 +212,7 @@ class _DcpReading:
         file = self.metadata or str(path)
         found = understand(nest(self.leaves, file), file)
         if not found.weights and not found.states:
-            raise CorruptError("there is no tensor of a model or an optimizer", path=self.metadata or path)
+            raise without_tensors(found, file)
         self.notes += found.notes
         _check_states(found, self.metadata)
         tensors: dict[Key, Tensor] = {}

@@ -13,18 +13,18 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.errors import CkptError, CorruptError, LossError
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Source, Tensor, Whole
 from ckpt.state.wrapped import stripper
-from converters.optimizers.state_dicts import STATE, is_optimizer, take_apart
+from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_optimizer, take_apart
 
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
@@ -86,9 +86,12 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
         optimizers.append(root)
     else:
         found.rest = _sort(root, optimizers, models)
-    nested = (state for node in optimizers if isinstance(state := node.get(STATE), Mapping))
-    trained = [str(fqn) for state in nested for fqn in state]
-    model = _the_model(models, found, path) if models else _model_without_name(found, trained, path)
+    trained = [fqn for node in optimizers for fqn in _members(node)]
+    if models and not _is_at_the_top(models, found, trained, path):
+        model = _the_model(models, found, path)
+    else:
+        model = _model_without_name(found, trained, path)
+        _keep(models, found, "the tensors at the top")
     weights, extra = _flat_model(model)
     strip = stripper(weights or trained)
     for fqn, leaf in weights.items():
@@ -98,6 +101,20 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
     for number, node in enumerate(optimizers):
         _read_optimizer(node, number, found, strip, weights, path)
     return found
+
+
+def _members(node: Mapping[str, Any]) -> Iterator[str]:
+    """What an optimizer calls its parameters, in states and in param groups; names that come twice are said twice."""
+    states, groups = node.get(STATE), node.get(GROUPS)
+    if isinstance(states, Mapping):
+        yield from map(str, states)
+    for group in groups if isinstance(groups, list) else ():
+        if isinstance(group, Mapping) and isinstance(members := group.get(MEMBERS), list):
+            yield from (name for name in members if isinstance(name, str))
+    for key in node:  # as torch flattens it
+        section, _, rest = str(key).partition(".")
+        if section in (STATE, GROUPS) and "." in rest:
+            yield rest.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +174,44 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[st
         likely = [model for model in likely if model.within is None]
     if len(likely) != 1:
         raise _several([model.called for model in models], path)
-    for other in (model for model in models if model is not likely[0]):
-        kept = f"{other.called!r} is another one, kept as training state"
-        found.notes.append(f"the model is {likely[0].called!r}: {kept}")
+    _keep((model for model in models if model is not likely[0]), found, repr(likely[0].called))
+    return likely[0].node
+
+
+def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
+    """Put the models that are not `meant` back into the training state, and say so."""
+    for other in others:
+        found.notes.append(f"the model is {meant}: {other.called!r} is another one, kept as training state")
         place = found.rest if other.within is None else found.rest.setdefault(other.within, {})
         place[other.name] = other.node
-    return likely[0].node
+
+
+def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
+    """Whether the model is the tensors at the top, and those in dicts are others: `{**model, "ema": {"model": ...}}`.
+
+    LossError where both may be meant.
+    """
+    top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
+    if any(model.within is None or model.is_trained for model in models):
+        return False
+    if _has_some(top, trained):
+        return True
+    if any("." in name for name in top) and not any(_has_some(model.node, trained) for model in models):
+        raise _several(["the tensors at the top", *(model.called for model in models)], path)
+    return False
+
+
+def _has_some(model: Mapping[str, Any], trained: Sequence[str]) -> bool:
+    """Whether parameters of the model, whatever wraps it, are among those that are `trained`."""
+    return not {*map(stripper(model), model)}.isdisjoint(map(stripper(trained), trained))
+
+
+def without_tensors(found: Understood, path: str) -> CkptError:
+    """The error for a state dict with no tensor of a model or an optimizer, where several models may be why."""
+    likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
+    if len(likely) > 1:
+        return _several(sorted(likely), path)
+    return CorruptError("there is no tensor of a model or an optimizer", path=path)
 
 
 def _several(names: Sequence[str], path: str) -> LossError:
@@ -199,7 +248,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         return model
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
     if len(named) > 1:
-        named = {name: value for name, value in named.items() if not value.keys().isdisjoint(trained)}
+        named = {name: value for name, value in named.items() if _has_some(value, trained)}
     if len(named) > 1:
         raise _several(sorted(named), path)
     if not named:

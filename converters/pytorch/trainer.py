@@ -224,6 +224,13 @@ def trainer_groups(
         return list(groups), []
     trained = {fqn for group in groups for fqn in group.fqns}
     unsure = trained.intersection(told_by_class)
+    if len(groups) == 1 and unsure:
+        raise LossError(
+            "HF Trainer gives weights of nn.LayerNorm no weight decay, and the source does not tell which those are",
+            expected="two param groups, with weight decay and without",
+            found=f"one group, with {listed(sorted(unsure))} in it",
+            hint="the formats full and dcp hold them by name",
+        )
     without = {fqn for fqn in trained if not has_decay(fqn)}
     for group in groups if len(groups) == 2 else ():
         if without < set(group.fqns) <= without | unsure:
@@ -235,13 +242,6 @@ def trainer_groups(
     options = {frozenset(group.fqns): group.options for group in groups}
     if options.keys() <= {frozenset(fqns) for fqns in decayed}:
         return [ParamGroup(fqns, options.get(frozenset(fqns), groups[0].options)) for fqns in decayed], []
-    if len(groups) == 1 and unsure:
-        raise LossError(
-            "HF Trainer gives weights of nn.LayerNorm no weight decay, and the source does not tell which those are",
-            expected="two param groups, with weight decay and without",
-            found=f"one group, with {listed(sorted(unsure))} in it",
-            hint="the formats full and dcp hold them by name",
-        )
     if len(groups) == 1 and set().union(*decayed) == trained:
         note = "the source's one param group became two, as HF Trainer has them, with its options"
         return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]

@@ -7,6 +7,7 @@ or how many experts a token has, is compared here: a model with another one comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from math import isclose
 from typing import Any
 
@@ -21,11 +22,21 @@ _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor")
 #: Whether norms are around zero, and what the MLP computes.
 _OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "glu_linear_offset")
+#: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
+_OF_YARN: Mapping[str, Any] = {
+    "rotary_scaling_factor": 1,
+    "yarn_original_max_position_embeddings": 4096,
+    "yarn_beta_fast": 32,
+    "yarn_beta_slow": 1,
+    "yarn_correction_range_round_to_int": True,
+    "mscale": 1,
+    "mscale_all_dim": 0,
+}
 #: For a text the same.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of them.
 _WITHOUT_LEARNED = (*_ROTATING, "yarn", "none")
-#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.17.
+#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.16.
 _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 
@@ -123,7 +134,8 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
     if all(one.get("multi_latent_attention") for one in both):
         put("rotary_scaling_factor", _latent_scaling)
     elif all(_positions(one) == "yarn" for one in both):
-        put("rotary_scaling_factor", lambda args: args.get("rotary_scaling_factor") or 1)
+        for name, usual in _OF_YARN.items():
+            put(name, partial(_stated, name, usual))
     if all(one.get("num_experts") for one in both):
         put("moe_router_num_groups", _groups)
     put("activation_func_clamp_value", lambda args: args.get("activation_func_clamp_value"))
@@ -159,6 +171,12 @@ def _latent_scaling(args: Mapping[str, Any]) -> tuple[Any, ...] | None:
     if args.get("rope_type") == "rope" or factor in (None, 1):
         return None
     return factor, args.get("mscale", 1.0), args.get("mscale_all_dim", 0.0)
+
+
+def _stated(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
+    """An argument, or what None means."""
+    found = args.get(name)
+    return usual if found is None else found
 
 
 def _groups(args: Mapping[str, Any]) -> tuple[int, int] | None:

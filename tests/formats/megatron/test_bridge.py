@@ -234,7 +234,7 @@ def _hub_of_megatron_lm(fixtures: Path, tmp_path: Path, changed: dict[str, Any])
     ("changed", "said"),
     [
         ({"num_experts_per_tok": 3}, "moe_router_topk 2"),
-        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05"),  # since 0.17 `layernorm_epsilon`
+        ({"rms_norm_eps": 1e-6}, "norm_epsilon 1e-05"),  # since 0.16 `layernorm_epsilon`
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}},
             "rotary_seq_len_interpolation_factor 1",
@@ -254,6 +254,7 @@ def test_a_window_as_wide_as_the_sequences_of_the_run_is_none(fixtures: Path, tm
 
 
 _LATENT, _SPARSE = {"multi_latent_attention": True}, {"num_experts": 4}
+_YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
 _SLIDING = {"window_size": (4, 0), "num_layers": 4}
 
 
@@ -291,6 +292,17 @@ _SLIDING = {"window_size": (4, 0), "num_layers": 4}
         (
             {"rotary_scaling_factor": 40.0, "rope_type": "yarn", "mscale_all_dim": 1.0, **_LATENT},
             {"rotary_scaling_factor": 40, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0, **_LATENT},
+            None,
+        ),
+        (_YARN | dict.fromkeys(("mscale", "yarn_beta_fast"), 1.0), _YARN | {"yarn_beta_fast": 32.0}, "yarn_beta_fast"),
+        (
+            _YARN | {"yarn_correction_range_round_to_int": None},
+            _YARN | {"yarn_correction_range_round_to_int": False},
+            "yarn_correction_range_round_to_int",
+        ),
+        (
+            {**_YARN, "yarn_beta_slow": None, "mscale": 1.0, "mscale_all_dim": 0.0},
+            {**_YARN, "yarn_beta_slow": 1.0},
             None,
         ),
         ({"activation_func_clamp_value": None}, {"activation_func_clamp_value": 7.0}, "activation_func_clamp_value"),

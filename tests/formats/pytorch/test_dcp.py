@@ -189,6 +189,37 @@ def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
         assert_true(checkpoint, expected(model, optimizer))
 
 
+def test_a_model_at_the_top_is_not_left_for_an_average_in_a_dict(tmp_path: Path) -> None:
+    """`{**model, "optimizer": ..., "ema": {"model": ...}}`; without the optimizer nothing tells which is meant."""
+    model, optimizer = trained()
+    weights, states = nested(model, optimizer)
+    average = {"ema": {"model": {name: value + 1 for name, value in weights.items()}}}
+    checkpoint = read(save({**weights, "optimizer": states, **average}, tmp_path / "with"))
+    assert_true(checkpoint, expected(model, optimizer))
+    assert any("'ema.model' is another one" in note for note in checkpoint.notes)
+    with pytest.raises(LossError, match="several models") as caught:
+        read(save({**weights, **average}, tmp_path / "without"))
+    assert caught.value.found == "the tensors at the top, ema.model"
+
+
+def test_of_models_without_a_name_wrappers_and_sgd_hide_none(tmp_path: Path) -> None:
+    """DDP's prefix does not make the average the trained one, and SGD without states has names in its groups."""
+    import torch
+
+    model, optimizer = trained()
+    weights, states = nested(model, optimizer)
+    wrapped = {f"module.{name}": value for name, value in weights.items()}
+    average = {name: value + 1 for name, value in weights.items()}
+    for number, held in enumerate(({"optimizer": states}, {})):  # without an optimizer nothing is trained
+        with pytest.raises(LossError, match="several models") as caught:
+            read(save({"net": wrapped, "average": average, **held}, tmp_path / f"two-{number}"))
+        assert caught.value.found == "average, net"
+    for flat in (False, True):
+        weights, states = nested(model, torch.optim.SGD(model.parameters(), lr=0.1), flat=flat)
+        step = {"net": weights, "rng": {"cpu": torch.ones(3)}, "optimizer": states}
+        assert {fqn for fqn, _ in read(save(step, tmp_path / f"sgd-{flat}")).tensors} == weights.keys()
+
+
 @pytest.mark.parametrize("target", ["zero2", "universal"])
 def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str) -> None:
     """`{"model": ..., "optimizer": ...}` and nothing else: what goes on from it is at the step of Adam, not at 0."""

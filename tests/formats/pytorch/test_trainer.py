@@ -209,6 +209,9 @@ def test_norms_that_trainer_tells_by_their_class(tmp_path: Path) -> None:
     only = replace(decay, fqns=(*decay.fqns, *others.fqns))
     with pytest.raises(LossError, match=r"nn\.LayerNorm"):
         TRAINER.lay_out(replace(source, state=replace(source.state, param_groups=(only,))), Layout())
+    bare = replace(only, fqns=tuple(fqn for fqn in only.fqns if fqn.endswith("weight")))
+    with pytest.raises(LossError, match=r"nn\.LayerNorm"):  # without biases, all weights may be in the one group
+        trainer_groups((bare,), bare.fqns, {fqn for fqn in bare.fqns if ".ln_" in fqn})
 
 
 def test_shards_have_an_index(run: Path, tmp_path: Path) -> None:
