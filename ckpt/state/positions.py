@@ -48,7 +48,7 @@ def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ..
     A script of torch's may save the model and the optimizer alone, which is all that `load_state_dict` asks for.
     """
     counts = set(checkpoint.state.scalars.get("step", {}).values())
-    step = counts.pop() if len(counts) == 1 else None
+    step: Any = counts.pop() if len(counts) == 1 else None
     if checkpoint.state.step is not None or type(step) not in (int, float) or not 0 < step < 2**53 or step % 1:
         return checkpoint, ()
     note = f"no step is recorded: it is taken for {int(step)}, which the optimizer has counted for each parameter"

@@ -253,6 +253,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         raise _several(sorted(named), path)
     if not named:
         return {}
+    node: Mapping[str, Any]
     ((name, node),) = named.items()
     del found.rest[name]
     found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")

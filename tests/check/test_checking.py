@@ -457,10 +457,11 @@ def test_files_of_two_saves_are_not_whole(fixtures: Path, tmp_path: Path) -> Non
 def test_an_optimizer_of_a_later_save_than_trainers_own_state(fixtures: Path, tmp_path: Path) -> None:
     """One that has taken fewer steps is no sign of it: an overflow made them void."""
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
-    path = run / "checkpoint-2" / "trainer_state.json"
-    state = json.loads(path.read_text())
+    folder = run / "checkpoint-2"
+    state = json.loads((folder / "trainer_state.json").read_text())
     for step, code in ((1, 4), (2, 0), (3, 0)):
-        path.write_text(json.dumps(state | {"global_step": step}))
+        folder = folder.rename(run / f"checkpoint-{step}")
+        (folder / "trainer_state.json").write_text(json.dumps(state | {"global_step": step}))
         result = run_ckpt("check", run)
         assert result.code == code
         said = f"the model is of step {step}, and the optimizer has taken 2: are all files of one save?"
