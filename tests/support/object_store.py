@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 import boto3
+from moto.core import DEFAULT_ACCOUNT_ID
+from moto.s3.models import s3_backends
 from moto.server import ThreadedMotoServer
 
 BUCKET = "runs"
@@ -82,7 +84,8 @@ class ObjectStore:
         return f"s3://{BUCKET}/{prefix}"
 
     def put(self, key: str, content: bytes) -> None:
-        self.client.put_object(Bucket=BUCKET, Key=key, Body=content)
+        """Into what the server keeps, which is in this process: a request takes 5 ms of a processor."""
+        s3_backends[DEFAULT_ACCOUNT_ID]["aws"].put_object(BUCKET, key, content)
 
     def objects(self, prefix: str) -> dict[str, bytes]:
         """What is there below `prefix`, by the rest of the key."""
