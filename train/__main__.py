@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import gc
 import os
 import sys
 import time
@@ -59,6 +60,7 @@ def _run(jobs: Sequence[config.Config], device: str, is_file: bool) -> int:
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             run(job)
+            gc.freeze()  # DeepSpeed lets nothing of an engine of stage 3 go, and each collection would look through it
             if code := stopping.exit_code():
                 return code
             if is_file and launch.is_first():

@@ -43,18 +43,26 @@ MEGATRON = (
     "megatron.core.dist_checkpointing.serialization",
     "megatron.core.dist_checkpointing.strategies.fully_parallel",
 )
+#: DeepSpeed, and what it imports when the first engine starts.
+DEEPSPEED = ("deepspeed", "deepspeed.module_inject.auto_ep_layer", "deepspeed.runtime.zero.muon.muon_optimizer")
 #: The packages behind our own modules that are preloaded, by the beginning of their names.
 _BEHIND = {
-    "train.engines": ("deepspeed",),
+    "train.engines": DEEPSPEED,
     "tests.support.hf_trainer": ("transformers.trainer",),
     "tests.support.megatron_imports": MEGATRON,
 }
 #: What every engine imports sooner or later.
-_SHARED = ("torch.distributed.fsdp", "torch._dynamo", "setuptools")
-#: What ranks import that call `ckpt.resume`.
+_SHARED = (
+    *("torch.distributed.fsdp", "torch._dynamo", "setuptools"),
+    "torch.distributed.checkpoint._fsspec_filesystem",
+)
+#: What ranks import that call `ckpt.resume`: all formats, among which it finds that of a run.
 RESUMING = (
     *("ckpt.resume.resuming", "ckpt.move.run", "converters.names.torchtitan", "converters.pytorch.dcp"),
     *("converters.deepspeed.zero", "converters.deepspeed.universal", "converters.deepspeed.write"),
+    *("converters.deepspeed.pipeline.format", "converters.deepspeed.stage0", "converters.megatron.format"),
+    *("converters.megatron.dist.format", "converters.pytorch.full", "converters.pytorch.fsdp_ranks"),
+    *("converters.pytorch.trainer", "converters.huggingface.hf", "converters.huggingface.peft"),
 )
 _OURS = ("train.", "tests.", "ckpt.", "converters.")
 

@@ -60,9 +60,11 @@ def _answer(asked: dict) -> None:
 
 def launch(preload: list[str], starts: list) -> None:
     """Import, and start the ranks of each start when those of the last one have ended."""
+    import torch
     import torch.distributed as dist
     import torch.multiprocessing as mp
 
+    torch.set_printoptions(threshold=0, edgeitems=1)  # DeepSpeed's stage 3 formats each parameter, and prints none
     for name in filter(None, [*preload, *dict.fromkeys(module for _, module, _ in starts)]):
         importlib.import_module(name)
     leave_imports()

@@ -23,7 +23,7 @@ def main() -> None:
             loop.run(job)
         else:
             _load(job)
-        gc.freeze()  # modules: closing an engine collects garbage, and need not go through all of theirs again
+        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
         if launch.is_first():
             print(f"{job.output}: {time.perf_counter() - start:.1f} s", file=sys.stderr)
     launch.stop()

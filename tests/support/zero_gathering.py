@@ -11,6 +11,7 @@ truth goes, as `output/truth.safetensors`.  No step is taken.  Besides,
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -29,6 +30,7 @@ def main() -> None:
     for line in Path(sys.argv[1]).read_text().splitlines():
         job = json.loads(line)
         gather(job, job.pop("load", {}), job.pop("refused", False))
+        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
     launch.stop()
 
 

@@ -107,10 +107,9 @@ def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> Non
     else:
         set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
     engine.step = int(state["train_state"]["step"])
-    if engine.scheduler and "lr_scheduler" in state:
-        engine.scheduler.load_state_dict(state["lr_scheduler"])
-    elif engine.scheduler:  # of another framework's schedule, a conversion keeps the position alone
-        engine.scheduler.load_state_dict(optimizers.after(engine.step, engine.scheduler.state_dict()))
+    if engine.scheduler:  # of another framework's schedule, a conversion keeps the position alone
+        fresh = optimizers.after(engine.step, engine.scheduler.state_dict())
+        engine.scheduler.load_state_dict(state.get("lr_scheduler", fresh))
     # A conversion may know the step only.
     engine.sequences = int(state["train_state"].get("sequences", engine.step * engine.config.batch))
     rank = str(dist.get_rank())

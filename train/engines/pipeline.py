@@ -16,7 +16,7 @@ from train import launch, truth
 from train.config import Config, UserError
 from train.data import VOCABULARY
 from train.engines import pipeline_layers
-from train.engines.zero import DeepSpeedEngine, adam_step, decide_on_fp16, ds_config, fragment, state_names
+from train.engines.zero import DeepSpeedEngine, adam_step, decide_on_fp16, ds_config, fragment, relink, state_names
 from train.models import DTYPES
 from train.optimizers import build_scheduler, param_groups
 from train.truth import pieces
@@ -148,8 +148,7 @@ class PipelineRun(DeepSpeedEngine):
         return tensors, facts
 
     def _pieces(self) -> Iterator[Piece]:
-        self.optimizer._hp_optimizer_states_linked = False
-        self.optimizer._lazy_init_hp_params_optimizer_state()
+        relink(self.optimizer)
         for parameter in self.engine.module.parameters():
             yield Piece("weight", parameter.place, 0, parameter.detach().flatten().cpu().clone())
             for state in (None, *state_names(self.engine)):

@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.distributed_c10d import _coalescing_manager
 
 from train import launch, models, truth
 from train.config import WARMUP, Config, read_ds_config
@@ -94,12 +95,10 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
         generated["zero_optimization"]["reduce_scatter"] = False  # else it refuses
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
-        lowest: Any = [rate / 10 for rate in rates]
-        highest: Any = rates
-        if config.optimizer == "muon":
-            lowest, highest = config.lr / 10, config.lr  # of all groups, which DeepSpeed makes itself
+        peaks: dict[str, Any] = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
+        if config.optimizer == "muon":  # the same for all groups, which DeepSpeed makes itself
+            peaks = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
-        peaks = {"warmup_min_lr": lowest, "warmup_max_lr": highest}
         generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
     return _merged(generated, read_ds_config(config.ds_config))
 
@@ -204,10 +203,8 @@ class ZeroEngine(DeepSpeedEngine):
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         model = self.engine.module
-        tensors: dict[str, torch.Tensor] = {}
-        for name, parameter in model.named_parameters():
-            with deepspeed.zero.GatheredParameters([parameter], enabled=self.stage == 3):
-                tensors[f"weight/{name}"] = parameter.detach().clone()
+        with deepspeed.zero.GatheredParameters([*model.parameters()], enabled=self.stage == 3):
+            tensors = {f"weight/{name}": parameter.detach().clone() for name, parameter in model.named_parameters()}
         tensors |= self._gather_optimizer()
         tensors |= {f"buffer/{name}": buffer for name, buffer in truth.persistent_buffers(model).items()}
         facts = truth.facts_of(model) | {
@@ -223,7 +220,7 @@ class ZeroEngine(DeepSpeedEngine):
         zeros, which turns -0.0 into 0.0, and it answers in the dtype of the masters, whatever that of the state.
         """
         if self.stage < 3:
-            self._relink()
+            relink(self.optimizer)
         wanted = [
             (f"{state or 'master'}/{name}", parameter, state)
             for group in self.groups
@@ -233,9 +230,12 @@ class ZeroEngine(DeepSpeedEngine):
         ]
         mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
         tensors = pieces.collect([piece for piece in mine if piece is not None])
-        for key, parameter, state in wanted:
-            found = safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
-            claimed = found.cpu()
+        with _coalescing_manager(self.optimizer.dp_process_group):  # one for each would take longer than all else
+            gathered = [
+                safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
+                for _, parameter, state in wanted
+            ]
+        for (key, _, _), claimed in zip(wanted, (one.cpu() for one in gathered), strict=True):
             if not torch.equal(tensors[key].to(claimed.dtype).nan_to_num(), claimed.nan_to_num()):
                 raise RuntimeError(f"{key}: DeepSpeed's gathered tensor is not made of the ranks' pieces")
         return tensors
@@ -250,15 +250,6 @@ class ZeroEngine(DeepSpeedEngine):
             place = Place(name, tuple(parameter.ds_shape))
             return Piece(role, place, start, slot[:length].cpu()) if length > 0 else None
         return fragment(parameter, Place(name, tuple(parameter.shape)), state)
-
-    def _relink(self) -> None:
-        """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
-        optimizer = self.optimizer
-        if getattr(optimizer, "round_robin_gradients", False):
-            with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
-                optimizer._link_all_hp_params()
-        optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
 
 
 #: What Muon has of each of its matrices, and Adam, which steps the rest, has not.
@@ -276,6 +267,15 @@ def state_names(engine: Any) -> list[str]:
             if torch.is_tensor(value) and value.shape == flat.shape
         }
     )
+
+
+def relink(optimizer: Any) -> None:
+    """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
+    if getattr(optimizer, "round_robin_gradients", False):
+        with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
+            optimizer._link_all_hp_params()
+    optimizer._hp_optimizer_states_linked = False
+    optimizer._lazy_init_hp_params_optimizer_state()
 
 
 def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:

@@ -54,6 +54,7 @@ class MegatronEngine(Engine):
             chunks = [Float16Module(self.transformer, chunk) for chunk in chunks]
         self.chunks = self._wrap(chunks)
         self.optimizer = build_optimizer(args, self.config, self.chunks)
+        self.optimizers = list(megatron_truth.leaves(self.optimizer))
         self.scheduler = build_scheduler(self.optimizer, self.config)
         self.transformer.grad_scale_func = self.optimizer.scale_loss
         self.transformer.finalize_model_grads_func = finalize_model_grads
@@ -76,11 +77,6 @@ class MegatronEngine(Engine):
             DistributedDataParallel(self.transformer, ddp, chunk, disable_bucketing=number > 0)
             for number, chunk in enumerate(chunks)
         ]
-
-    @property
-    def optimizers(self) -> list[Any]:
-        """Megatron's optimizers, where there are several one behind the other."""
-        return getattr(self.optimizer, "chained_optimizers", [self.optimizer])
 
     @property
     def data_shard(self) -> tuple[int, int]:
@@ -168,7 +164,7 @@ class MegatronEngine(Engine):
         _clear_sharding_prop_cache()
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
             vars(module).clear()  # autograd's hooks hold it for ever: Python's collector does not see their circle
-        del self.chunks, self.bare, self.optimizer, self.scheduler, self.transformer
+        del self.chunks, self.bare, self.optimizer, self.optimizers, self.scheduler, self.transformer
         gc.collect()
         # megatron-core only forgets most of them, while their threads go on polling; the default one is None.
         for group in filter(None, parallel_state._global_process_group_list or ()):

@@ -39,8 +39,7 @@ def without_kernels() -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         for module, stand_ins in places:
-            for name, stand_in in stand_ins.items():
-                stack.enter_context(mock.patch.object(module, name, stand_in, create=True))
+            stack.enter_context(mock.patch.multiple(module, create=True, **stand_ins))
         yield
 
 

@@ -7,7 +7,6 @@ OUTPUT/records/          what is known of each complete checkpoint (records.py)
 OUTPUT/heartbeats/       signs of life (heartbeat.py)
 """
 
-import hashlib
 import json
 import resource
 import sys
@@ -28,16 +27,11 @@ from train.operations import records, state, tracking
 def require_free(config: Config) -> None:
     """UserError, in all ranks, where a new run is to begin in the folder of another one, or its tracker is missing."""
     tracking.require(config.track)
-    found: list[Any] = [None]
-    if config.resume is None:
-        if dist.get_rank() == 0:
-            found = [folders.left_by_a_run(Path(config.output))]
-        dist.broadcast_object_list(found)
-        if names := found[0]:
-            raise UserError(
-                f"--output {config.output}: a run has left {', '.join(names)} there\n"
-                f"hint: --resume {config.output} goes on with it; for a new run give another --output"
-            )
+    if config.resume is None and (names := launch.of_all_ranks(folders.left_by_a_run(Path(config.output)))[0]):
+        raise UserError(
+            f"--output {config.output}: a run has left {', '.join(names)} there\n"
+            f"hint: --resume {config.output} goes on with it; for a new run give another --output"
+        )
 
 
 class Operations:
@@ -46,10 +40,9 @@ class Operations:
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        started: list[Any] = [time.time()]
-        dist.broadcast_object_list(started)
+        started = launch.of_all_ranks(time.time())[0]
         try:
-            self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started[0])
+            self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started)
         except OSError as error:
             raise UserError(f"--output {self.output}: {error.filename}: {error.strerror}") from None
         self.skipped: list[list[int]] = []
@@ -108,7 +101,7 @@ class Operations:
             "lr": float(self.engine.optimizer.param_groups[0]["lr"]),
             "batch": first // config.batch + 1,
             "sequences": [first, first + config.batch],
-            "data": hashlib.blake2b(batch.numpy().tobytes(), digest_size=8).hexdigest(),
+            "data": state.digest(batch),
         }
         self.enter("training")
         return batch
