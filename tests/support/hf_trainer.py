@@ -42,7 +42,7 @@ def main() -> None:
         launch.start()
         for line in Path(sys.argv[1]).read_text().splitlines():
             run_job(json.loads(line))
-            gc.freeze()  # modules: closing an engine collects garbage, and need not go through all of theirs again
+            gc.freeze()  # a job that ends has collected its garbage, and need not go through what others left
     except launch.ERRORS as error:
         launch.tell(error)
         sys.exit(1)

@@ -39,7 +39,7 @@ def main() -> None:
         except Exception as error:
             error.add_note(f"while loading {line}")
             raise
-        gc.freeze()  # modules: closing an engine collects garbage, and need not go through all of theirs again
+        gc.freeze()  # an engine that closes has collected its garbage, and need not go through what others left
     assert "ckpt" not in sys.modules and "converters" not in sys.modules
     launch.stop()
 

@@ -5,6 +5,7 @@ the live engine gathered.
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 from pathlib import Path
 from typing import Any
@@ -70,23 +71,28 @@ def test_equals_the_live_engine(
     assert checkpoint.ties == truth.ties
     assert_same_param_groups(checkpoint, truth)
 
-    native, fp32 = tmp_path / "native", tmp_path / "fp32"
-    api.plan(checkpoint, "hf").run(native)
-    api.plan(checkpoint, "hf", Layout(dtype=FLOAT32)).run(fp32)
+    api.plan(checkpoint, "hf", Layout(dtype=FLOAT32)).run(tmp_path / "fp32")
+    masters = expected_weights(truth, fp32=True)
     written = 0
-    for output, is_fp32 in ((native, False), (fp32, True)):
-        expected = expected_weights(truth, is_fp32)
+    for output, expected in ((in_hf(run), expected_weights(truth, fp32=False)), (tmp_path / "fp32", masters)):
         found = loaded_by_transformers(output, truth) if model == "qwen3_moe" else stored(output)
         assert found == expected
         written += len(found)
 
     peer = zero_to_fp32(run, truth)
-    masters = expected_weights(truth, fp32=True)
     assert peer == {fqn: masters[fqn] for fqn in peer}
     column = f"zero{stage} w{world_size}"
     tables["ZeRO: tensors bit for bit equal to the live engine: read + written to hf, and to zero_to_fp32.py"][
         f"{model} {dtype}"
     ][column] = f"{described}+{written}/{len(peer)}"
+
+
+@functools.cache
+def in_hf(run: Path) -> Path:
+    """A run of any stage in hf, converted once for all tests."""
+    output = run.with_name(f"{run.name}-in-hf")
+    api.plan(api.open(run), "hf").run(output)
+    return output
 
 
 def assert_same_param_groups(checkpoint: Checkpoint, truth: Truth) -> None:
@@ -122,7 +128,7 @@ def zero_to_fp32(run: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stage", STAGES)
 def test_transformers_loads_it_and_computes_the_same_logits(
-    runs: tuple[int, Path], stage: int, dtype: str, model: str, tmp_path: Path, tables: Any
+    runs: tuple[int, Path], stage: int, dtype: str, model: str, tables: Any
 ) -> None:
     """No key is missing, unexpected or mismatched, and the logits are those of the model in the live engine."""
     import torch
@@ -130,9 +136,8 @@ def test_transformers_loads_it_and_computes_the_same_logits(
 
     world_size, folder = runs
     run = folder / run_name(stage, model, dtype)
-    api.plan(api.open(run), "hf").run(tmp_path / "hf")
     loaded, info = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "hf",
+        in_hf(run),
         dtype="auto",
         output_loading_info=True,
         attn_implementation="eager",  # as the trainer's models: another kernel rounds differently
