@@ -449,8 +449,8 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
         asked, written = layout.options.get(name), args.get(argument) or 1
         if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
             return f"it was written with {argument} {written}, and {asked} is asked for"
-    if name := missing_last_of_megatron(Path(checkpoint.path), checkpoint.format):
-        return f"{name} is missing, which megatron-core writes last, and without which it loads nothing"
+    if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.format):
+        return f"{missing} is missing, which megatron-core writes last, and without which it loads nothing"
     form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
     if asked is not None and asked != form:
         return f"it is {form}, and {asked} is asked for"
