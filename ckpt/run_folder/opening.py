@@ -32,6 +32,7 @@ from ckpt.run_folder.steps import (
     enclosing_folders,
     names_step,
     of_another_step,
+    recorded_step,
     step_folders,
     step_number,
     trainer_steps,
@@ -357,6 +358,11 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
                 continue
             others += [one.name] if found else []
     hint = f"this looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
+    if name := next(filter(said.get, said), None):
+        hint = (
+            f"`{name}` says {said[name]!r}, and there is no such step: is the disk mounted, was all of the run copied?"
+        )
     if not others and _is_part(path):
         hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
