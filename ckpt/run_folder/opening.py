@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
@@ -163,6 +163,10 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
         if request.tag is None:
             raise
         failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
+    except (CorruptError, IncompleteError) as error:
+        if request.tag is None:
+            _name_the_one_before(error, path)
+        raise
     steps = trainer_steps(path)
     if training and request.tag is None:
         steps = _newer_of_all(path, found[0] if found else None, formats)
@@ -181,8 +185,7 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
             continue
         except CorruptError as error:
             if older is not None and request.tag is None:
-                hints = [error.hint] if error.hint else []
-                error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {folder.name}"])
+                _hint_at(error, older, folder)
             raise
         except NotFoundError:
             if inner is None:
@@ -201,6 +204,19 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
         below = _open_first(run, formats, request, training)
         return below and replace(below, notes=(f"taking the run {run.relative_to(path)}", *below.notes))
     return None
+
+
+def _name_the_one_before(error: CkptError, run: Path) -> None:
+    """Add a hint at the step before the one that `run` records, in which the error is."""
+    is_told = "--tag" in (error.hint or "")
+    for step, older in pairwise(step_folders(run)) if not is_told else ():
+        if error.path is not None and Path(error.path).is_relative_to(step):
+            _hint_at(error, older, step)
+
+
+def _hint_at(error: CkptError, older: Path, step: Path) -> None:
+    hints = [error.hint] if error.hint else []
+    error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {step.name}"])
 
 
 def _with_notes(found: tuple[Checkpoint, list[str]], skipped: list[str]) -> Checkpoint:
