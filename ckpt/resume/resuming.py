@@ -44,6 +44,7 @@ from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, 
 from ckpt.run_folder.steps import (
     ANY_STEP,
     LATEST,
+    RECORDS,
     TRACKER,
     TRAINER_STATE,
     missing_last_of_megatron,
@@ -127,8 +128,8 @@ def resume(
     Called by every process of an initialized torch.distributed, each converts its share, and all return the same path
     or raise the same error.  `say` is given what was done, a line each, in the first process.
 
-    With `missing_ok` it is None where `path` does not exist or holds no file of tensors: the run begins.  A checkpoint
-    that is not complete, or of no known format, is an error all the same.
+    With `missing_ok` it is None where `path` does not exist or holds neither a file of tensors nor a record of a step:
+    the run begins.  A checkpoint that is not complete, or of no known format, is an error all the same.
 
     Raises what `ckpt.open` and `ckpt.plan` do, LossError where there is only a model without an optimizer, StorageError
     where processes do not see the same files, and UsageError where they ask for different things, or where several were
@@ -150,7 +151,7 @@ def resume(
     asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
         check_alike({name: str(value) for name, value in asked.items()}, group)
-        if missing_ok and not any(group.gather(_holds_tensors(path))):
+        if missing_ok and not any(group.gather(_has_saved(path))):
             if group.rank == 0:
                 say(f"{path} holds no checkpoint: the run begins")
             return None
@@ -180,8 +181,10 @@ def resume(
         return found.place
 
 
-def _holds_tensors(path: Path) -> bool:
-    return any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
+def _has_saved(path: Path) -> bool:
+    """Whether there are files of tensors, or a record of a step, which may be gone and must not be begun anew."""
+    named = any(recorded_step(path / name) for name in RECORDS)
+    return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 
 
 # -- what all processes do together ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import partial
-from itertools import islice, zip_longest
+from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
@@ -32,6 +32,7 @@ from ckpt.run_folder.steps import (
     enclosing_folders,
     names_step,
     of_another_step,
+    recorded_step,
     step_folders,
     step_number,
     trainer_steps,
@@ -162,6 +163,10 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
         if request.tag is None:
             raise
         failure = error  # the tag may be that of a `checkpoint-N`, or of a step in one
+    except (CorruptError, IncompleteError) as error:
+        if request.tag is None:
+            _name_the_one_before(error, path)
+        raise
     steps = trainer_steps(path)
     if training and request.tag is None:
         steps = _newer_of_all(path, found[0] if found else None, formats)
@@ -180,8 +185,7 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
             continue
         except CorruptError as error:
             if older is not None and request.tag is None:
-                hints = [error.hint] if error.hint else []
-                error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {folder.name}"])
+                _hint_at(error, older, folder)
             raise
         except NotFoundError:
             if inner is None:
@@ -200,6 +204,19 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
         below = _open_first(run, formats, request, training)
         return below and replace(below, notes=(f"taking the run {run.relative_to(path)}", *below.notes))
     return None
+
+
+def _name_the_one_before(error: CkptError, run: Path) -> None:
+    """Add a hint at the step before the one that `run` records, in which the error is."""
+    is_told = "--tag" in (error.hint or "")
+    for step, older in pairwise(step_folders(run)) if not is_told else ():
+        if error.path is not None and Path(error.path).is_relative_to(step):
+            _hint_at(error, older, step)
+
+
+def _hint_at(error: CkptError, older: Path, step: Path) -> None:
+    hints = [error.hint] if error.hint else []
+    error.hint = "; ".join([*hints, f"--tag {older.name} takes the checkpoint before {step.name}"])
 
 
 def _with_notes(found: tuple[Checkpoint, list[str]], skipped: list[str]) -> Checkpoint:
@@ -357,6 +374,11 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
                 continue
             others += [one.name] if found else []
     hint = f"this looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
+    if name := next(filter(said.get, said), None):
+        hint = (
+            f"`{name}` says {said[name]!r}, and there is no such step: is the disk mounted, was all of the run copied?"
+        )
     if not others and _is_part(path):
         hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):

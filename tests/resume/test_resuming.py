@@ -238,6 +238,11 @@ class TestOneProcess:
         assert "holds no checkpoint: the run begins" in said[0] and len(said) == 2
         result = run_ckpt("resume", run.parent / "begun", "--missing-ok")
         assert (result.code, result.out) == (0, "") and "the run begins" in result.err
+        for record, code in (("latest", 4), ("latest_checkpointed_iteration.txt", 3)):  # of a run whose steps are gone
+            (run.parent / "begun" / record).write_text("5")
+            lost = run_ckpt("resume", run.parent / "begun", "--missing-ok")
+            assert lost.code == code and f"`{record}`" in lost.err and "'5'" in lost.err, lost.err
+            (run.parent / "begun" / record).unlink()
         (run.parent / "begun" / "unknown.pt").write_bytes(b"?")
         with pytest.raises(CkptError):  # something is there, and must not be trained over
             ckpt.resume(run.parent / "begun", missing_ok=True)

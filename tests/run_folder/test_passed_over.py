@@ -93,6 +93,20 @@ def test_a_damaged_one_is_an_error_that_names_the_one_before(run: Path, what: st
     assert ckpt("convert", "auto", "hf", run, "-o", run.with_name("out"), "--tag", "checkpoint-1").code == 0
 
 
+@pytest.mark.parametrize(
+    ("fixture", "step", "pattern"),
+    [("megatron-lm", "iter_000000{}", "__1_0.distcp"), ("toy-zero3", "global_step{}", "*rank_1*optim*")],
+)
+def test_where_the_recorded_step_is_not_whole_the_one_before_is_named_once(
+    fixture: str, step: str, pattern: str, fixtures: Path, tmp_path: Path
+) -> None:
+    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
+    shutil.copytree(run / step.format(2), run / step.format(1))
+    next((run / step.format(2)).glob(pattern)).unlink()
+    result = ckpt("resume", run)
+    assert result.code == 4 and result.err.count(f"--tag {step.format(1)}") == 1, result.err
+
+
 def test_no_flipped_bit_makes_an_older_one_taken(run: Path) -> None:
     draw = random.Random(4)
     files = sorted(file for file in (run / "checkpoint-2").rglob("*") if file.is_file())

@@ -487,6 +487,14 @@ def test_layouts_that_are_refused(name: str, asked: dict[str, Any], error: type[
         ckpt.plan(ckpt.open(sample(name)), "megatron", Layout(**asked))
 
 
+@pytest.mark.parametrize("layout", ["Et|t", "t|tL", "tE|tL", "Et|EtL", "EtL|t", "Em|ttL", "EtL|tL"])
+def test_a_layout_that_megatron_core_does_not_take_is_refused(layout: str) -> None:
+    stages = Stages(num_layers=2, pp=2, layout=parse_layout(layout))
+    with pytest.raises(UsageError, match="not in the order"):
+        stages.check()
+    assert Stages(num_layers=2, pp=2, layout=parse_layout("Et|tmL")).check()
+
+
 @pytest.mark.slow
 def test_a_written_layout_of_stages(tmp_path: Path) -> None:
     layout = "Et|tt|t|L"

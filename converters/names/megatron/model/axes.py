@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -184,6 +184,12 @@ class Stages:
                 found=len(self.layout),
                 hint="--pp times --vpp is their number",
             )
+        if self.layout is not None and not _is_in_order([kind for stage in self.layout for kind in stage]):
+            raise UsageError(
+                "the pipeline layout is not in the order in which a model computes",
+                expected="one E first, then each t, then each m, and one L last",
+                found=self.layout,
+            )
         reached, shares = 0, self._shares()
         for p, v in chunks:
             layers = self.layers(p, v)
@@ -275,6 +281,13 @@ class Stages:
                 if layer in layers:
                     return pp, vp, layer - layers.start
         raise ValueError(f"layer {layer} of {self.num_layers}")
+
+
+def _is_in_order(kinds: Sequence[str]) -> bool:
+    """Whether megatron-core takes these elements in a row (`PipelineParallelLayerLayout.validate_layer_layout`)."""
+    order = list(_LAYER_TYPES.values())
+    is_sorted = list(kinds) == sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order))
+    return is_sorted and kinds.count(order[0]) == kinds.count(order[-1]) == 1
 
 
 def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
