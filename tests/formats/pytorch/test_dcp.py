@@ -163,6 +163,11 @@ def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path
         assert any("'ema.model' is another one" in note for note in checkpoint.notes)
         kept = checkpoint.state.entries()["ema"]["model"]
         assert kept.keys() == states["model"].keys()
+    beside = read(save({"app": states, "module": average["ema"]["model"]}, tmp_path / "beside"))
+    assert_true(beside, expected(model, optimizer))
+    with pytest.raises(LossError, match="has the name of the model") as caught:  # two models again for whoever reads it
+        write(beside, tmp_path / "out")
+    assert caught.value.found == "module"
 
 
 def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
@@ -231,7 +236,7 @@ def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str)
     assert ckpt.open(tmp_path / "out").state.step == 1 and ckpt.check(tmp_path / "out").whole
     next(iter(optimizer.state.values()))["step"] += 1
     uneven = read(save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "uneven"))
-    assert with_counted_step(uneven) == (uneven, ())
+    assert with_counted_step(uneven) == (uneven, ("no step is recorded, and the optimizer's counts differ: 1 to 2",))
 
 
 def test_a_root_without_prefix_keeps_names_that_begin_with_model(tmp_path: Path) -> None:
