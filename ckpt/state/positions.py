@@ -60,7 +60,7 @@ def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ..
 
 
 def _is_count(value: Any) -> bool:
-    return type(value) in (int, float) and 0 <= value < 2**53 and value % 1 == 0
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53 and value % 1 == 0
 
 
 def megatron_schedule(sequences: int) -> dict[str, Any]:

@@ -153,10 +153,10 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
         if name in recorded:
             found[name] = (means(recorded), means(expected))
 
-    windows = [_window(one, length) for one in both]
-    if None in windows or windows[0] != windows[1] + 1:  # the token itself is counted by transformers, not by Megatron
+    theirs, ours = (_window(one, length) for one in both)
+    if theirs is None or ours is None or theirs != ours + 1:  # transformers counts the token itself, Megatron does not
         put("window_size", lambda args: _window(args, length))
-    if all(windows):
+    if theirs and ours:
         put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
     if all(_positions(one) in _ROTATING for one in both):
         put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
