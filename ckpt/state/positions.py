@@ -48,11 +48,19 @@ def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ..
     A script of torch's may save the model and the optimizer alone, which is all that `load_state_dict` asks for.
     """
     counts = set(checkpoint.state.scalars.get("step", {}).values())
-    step: Any = counts.pop() if len(counts) == 1 else None
-    if checkpoint.state.step is not None or type(step) not in (int, float) or not 0 < step < 2**53 or step % 1:
+    if checkpoint.state.step is not None or not counts or not all(map(_is_count, counts)):
         return checkpoint, ()
-    note = f"no step is recorded: it is taken for {int(step)}, which the optimizer has counted for each parameter"
-    return replace(checkpoint, state=replace(checkpoint.state, step=int(step))), (note,)
+    step, *others = sorted(map(int, counts))
+    if others:
+        return checkpoint, (f"no step is recorded, and the optimizer's counts differ: {step} to {others[-1]}",)
+    if not step:
+        return checkpoint, ()
+    note = f"no step is recorded: it is taken for {step}, which the optimizer has counted for each parameter"
+    return replace(checkpoint, state=replace(checkpoint.state, step=step)), (note,)
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int | float) and type(value) is not bool and 0 <= value < 2**53 and value % 1 == 0
 
 
 def megatron_schedule(sequences: int) -> dict[str, Any]:

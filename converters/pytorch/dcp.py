@@ -295,7 +295,9 @@ class _DcpReading:
             items["extra_state"] = found.extra
         if odd:
             items["optimizer"] = {**items.get("optimizer", {}), "state": odd}
-        lost = next((name for name in spread if name.partition(".")[0] in (*MODEL_NAMES, *OPTIMIZER_NAMES)), None)
+        others = tuple(f"{name}." for name in found.others)
+        own = (name for name in spread if not name.startswith(others))
+        lost = next((name for name in own if name.partition(".")[0] in (*MODEL_NAMES, *OPTIMIZER_NAMES)), None)
         if lost is not None:
             raise CorruptError(
                 "nothing is known of a tensor of the model or the optimizer", path=self.metadata, fqn=lost

@@ -66,7 +66,7 @@ class Leaf:
 class Understood:
     """A state dict, sorted.  Names of parameters are those of the model itself, without what wrappers add.
 
-    `states` has the optimizer's states by fqn and name: tensors, or plain values.
+    `states` has the optimizer's states by fqn and name: tensors, or plain values.  `others` are models in `rest`.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)
@@ -74,6 +74,7 @@ class Understood:
     states: dict[tuple[str, str], Any] = field(default_factory=dict)
     groups: list[ParamGroup] = field(default_factory=list)
     rest: dict[str, Any] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -181,7 +182,8 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[st
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
     """Put the models that are not `meant` back into the training state, and say so."""
     for other in others:
-        found.notes.append(f"the model is {meant}: {other.called!r} is another one, kept as training state")
+        found.notes.append(f"the model is {meant}: {other.called!r} is another one, which is training state")
+        found.others.append(other.called)
         place = found.rest if other.within is None else found.rest.setdefault(other.within, {})
         place[other.name] = other.node
 

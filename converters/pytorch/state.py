@@ -22,6 +22,7 @@ from typing import Any
 from ckpt.base.errors import LossError
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, SourceTensor, flatten
+from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import number, one_element
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, OneElement
 from ckpt.plan.dtypes import FLOAT32, FLOAT64, INT64, DType
@@ -30,6 +31,7 @@ from ckpt.plan.precision import Choice, describe, kept_in_training
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.pytorch.facts import TorchFacts
+from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.carry import carried_tensor
 
 #: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
@@ -152,7 +154,8 @@ def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
             leaves += flatten(value, (name,))
         else:
             leaves.append(((name,), value))
-    for path, _ in leaves:
-        if path[0] == "model" or (path[0] == "optimizer" and not own):
+    for path, value in leaves:
+        is_model = path[0] == "model" or (path[0] in MODEL_NAMES and isinstance(value, StoredTensor))
+        if is_model or (path[0] == "optimizer" and not own):
             raise LossError("an entry of the training state has the name of the model or its optimizer", found=path[0])
     return leaves, [f"training state {', '.join(sorted(objects))}: objects of the framework's"] if objects else []

@@ -32,6 +32,8 @@ _OF_YARN: Mapping[str, Any] = {
     "mscale": 1,
     "mscale_all_dim": 0,
 }
+#: YaRN's numbers in a config.json; Megatron's names begin with `yarn_`.
+_IN_SCALING = ("original_max_position_embeddings", "beta_fast", "beta_slow")
 #: For a text the same.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of them.
@@ -51,6 +53,10 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
         return [f"the config is not held against the run's arguments: {error.what}"]
     for name, theirs, ours in differences(recorded, expected):
         raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    notes = []
+    theirs, ours = (_window(args, recorded.get("seq_length")) for args in (recorded, expected))
+    if theirs and ours and theirs != ours:
+        notes = [f"in the run tokens saw {theirs} before them, one more than with transformers, which counts their own"]
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
         raise _another(
@@ -59,12 +65,12 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             f"one of {sizes.dims['v']}: tokens would be left out",
             f"if the model has tokens that the config has not, set its vocab_size to {rows}",
         )
-    return []
+    return notes
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """The arguments that do not mean the same in both: each with what was recorded, and with what is expected."""
-    recorded = under_older_names(recorded)
+    recorded = _with_scaling(under_older_names(recorded))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
         if ours is not None and theirs is not None and not _is_same(ours, theirs):
@@ -77,6 +83,28 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
     """A run's arguments, those that Megatron-LM has renamed under both names."""
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
+
+
+def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """ms-swift's arguments with Megatron's for the scaled positions that it takes from transformers instead.
+
+    ms-swift 3.12, megatron/model/gpt_model.py: `rope_scaling` is that of config.json; Megatron's keep their defaults.
+    """
+    if not isinstance(scaling := args.get("rope_scaling"), Mapping):
+        return args
+    kind, factor = scaling.get("rope_type", scaling.get("type")), scaling.get("factor")
+    if kind == "llama3":
+        return {**args, "use_rope_scaling": True, "rope_scaling_factor": factor}
+    if kind == "linear":
+        return {**args, "rotary_seq_len_interpolation_factor": factor}
+    if kind != "yarn":
+        return args
+    own = {"rotary_scaling_factor": factor} | {name: scaling.get(name) for name in ("mscale", "mscale_all_dim")}
+    if args.get("multi_latent_attention"):
+        return {**args, **own, "rope_type": "yarn"}
+    own |= {f"yarn_{name}": scaling.get(name) for name in _IN_SCALING}
+    own |= {"yarn_correction_range_round_to_int": scaling.get("truncate"), "position_embedding_type": "yarn"}
+    return {**args, **own}
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
@@ -125,8 +153,10 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
         if name in recorded:
             found[name] = (means(recorded), means(expected))
 
-    put("window_size", lambda args: _window(args, length))
-    if all(_window(one, length) for one in both):
+    theirs, ours = (_window(one, length) for one in both)
+    if theirs is None or ours is None or theirs != ours + 1:  # transformers counts the token itself, Megatron does not
+        put("window_size", lambda args: _window(args, length))
+    if theirs and ours:
         put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
     if all(_positions(one) in _ROTATING for one in both):
         put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
@@ -170,7 +200,7 @@ def _latent_scaling(args: Mapping[str, Any]) -> tuple[Any, ...] | None:
     factor = args.get("rotary_scaling_factor")
     if args.get("rope_type") == "rope" or factor in (None, 1):
         return None
-    return factor, args.get("mscale", 1.0), args.get("mscale_all_dim", 0.0)
+    return factor, args.get("mscale") or 1.0, args.get("mscale_all_dim") or 0.0
 
 
 def _stated(name: str, usual: Any, args: Mapping[str, Any]) -> Any:

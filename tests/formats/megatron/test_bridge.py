@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ import pytest
 import yaml
 
 import ckpt
+from ckpt import api
 from ckpt.containers.torchfile.read import read as read_torch
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
 from converters.names.megatron.facts import BridgeRun
-from converters.names.megatron.held import compared, differences
+from converters.names.megatron.held import compared, differences, refuse_another_models
+from converters.names.megatron.relation import table_of_checkpoint
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.megatron_runs import check_read, truth
@@ -253,6 +256,22 @@ def test_a_window_as_wide_as_the_sequences_of_the_run_is_none(fixtures: Path, tm
     assert _hub_of_megatron_lm(fixtures, tmp_path, {"use_sliding_window": True, "sliding_window": 8}).code == 0
 
 
+def test_a_window_that_is_wider_by_the_token_itself_is_said(fixtures: Path, tmp_path: Path) -> None:
+    """ms-swift gives Megatron the number of the config, and transformers counts the token itself."""
+    checkpoint = api.open(fixtures / "megatron-llm-jp" / "run")
+    seen = {**(checkpoint.state.args or {}), "window_size": (5, 0)}
+    config = json.loads((fixtures / "megatron-llm-jp" / "llm-jp" / "llm-jp-4-moe" / "config.json").read_text())
+    table, sizes = table_of_checkpoint(
+        replace(checkpoint, config=config | {"use_sliding_window": True, "sliding_window": 5})
+    )
+    run = replace(checkpoint, state=replace(checkpoint.state, args=seen))
+    assert refuse_another_models(run, table, sizes) == [
+        "in the run tokens saw 5 before them, one more than with transformers, which counts their own"
+    ]
+    with pytest.raises(CorruptError, match="another model"):
+        refuse_another_models(replace(run, state=replace(run.state, args=seen | {"window_size": (6, 0)})), table, sizes)
+
+
 _LATENT, _SPARSE = {"multi_latent_attention": True}, {"num_experts": 4}
 _YARN = {"position_embedding_type": "yarn", "rotary_scaling_factor": 32.0}
 _SLIDING = {"window_size": (4, 0), "num_layers": 4}
@@ -268,6 +287,8 @@ _SLIDING = {"window_size": (4, 0), "num_layers": 4}
         ({"rotary_interleaved": True, **_LATENT}, {"rotary_interleaved": False, **_LATENT}, None),
         ({"window_size": [4, 0]}, {"window_size": (4, 0)}, None),
         ({"window_size": (-1, 0)}, {}, None),
+        ({"window_size": (5, 0)}, {"window_size": (4, 0)}, None),  # that of config.json itself, as ms-swift has it
+        ({"window_size": (6, 0)}, {"window_size": (4, 0)}, "window_size"),
         ({}, {"window_size": (4, 0)}, None),  # a version without windows
         (_SLIDING | {"window_attn_skip_freq": 2}, _SLIDING | {"window_attn_skip_freq": [1, 0, 1, 0]}, None),
         (_SLIDING | {"window_attn_skip_freq": None}, _SLIDING | {"window_attn_skip_freq": 2}, "window_attn_skip_freq"),
@@ -314,6 +335,31 @@ def test_what_changes_no_shape_is_compared_by_what_it_means(
     rotating = {"position_embedding_type": "rope"}
     found = [name for name, *_ in differences(rotating | recorded, rotating | told)]
     assert found == ([differs] if differs else [])
+
+
+def test_scaled_positions_that_ms_swift_takes_from_transformers_are_those_of_its_own_argument() -> None:
+    """Megatron's arguments have their defaults there, whatever the run computed."""
+    defaults = {"position_embedding_type": "rope", "use_rope_scaling": False, "rotary_scaling_factor": 1.0}
+    defaults |= {"rotary_seq_len_interpolation_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0, "rope_type": None}
+    rotating = {"position_embedding_type": "rope"}
+    for scaling, more, told in (
+        (
+            {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0},
+            _LATENT,
+            rotating | {"rotary_scaling_factor": 40, "rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
+        ),
+        (
+            {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "truncate": False},
+            {},
+            _YARN | {"yarn_correction_range_round_to_int": False, "mscale": None},
+        ),
+        ({"rope_type": "llama3", "factor": 8.0}, {}, rotating | {"use_rope_scaling": True, "rope_scaling_factor": 8.0}),
+        ({"rope_type": "linear", "factor": 2.0}, {}, rotating | {"rotary_seq_len_interpolation_factor": 2}),
+        ({"rope_type": "default"}, {}, rotating | {"use_rope_scaling": False}),
+    ):
+        assert not list(differences(defaults | {"rope_scaling": scaling} | more, told | more)), scaling
+        other = defaults | {"rope_scaling": scaling | {"factor": 3.0}} | more
+        assert bool(list(differences(other, told | more))) == ("factor" in scaling)
 
 
 def test_the_config_that_the_run_carries_is_used(run: Path, tmp_path: Path) -> None:

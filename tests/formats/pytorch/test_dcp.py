@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.state.positions import with_counted_step
 from converters.pytorch.dcp import DCP
-from tests.support.dcp_folders import check_replicas, nested, read, save, trained, write
+from tests.support.dcp_folders import check_replicas, edit, nested, read, save, trained, write
 from tests.support.engines import Truth, launch, launch_in_turn, raw
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -163,6 +164,11 @@ def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path
         assert any("'ema.model' is another one" in note for note in checkpoint.notes)
         kept = checkpoint.state.entries()["ema"]["model"]
         assert kept.keys() == states["model"].keys()
+    beside = read(save({"app": states, "module": average["ema"]["model"]}, tmp_path / "beside"))
+    assert_true(beside, expected(model, optimizer))
+    with pytest.raises(LossError, match="has the name of the model") as caught:  # two models again for whoever reads it
+        write(beside, tmp_path / "out")
+    assert caught.value.found == "module"
 
 
 def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
@@ -187,6 +193,37 @@ def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
     ):
         checkpoint = read(save(held, tmp_path / f"one-{number}"))
         assert_true(checkpoint, expected(model, optimizer))
+
+
+@pytest.mark.parametrize("average", ["ema.model", "model"])
+def test_an_average_that_is_spread_over_ranks_is_said_to_be_left(fixtures: Path, tmp_path: Path, average: str) -> None:
+    """The files are those of the fixture, and each tensor of its model is there a second time under another name."""
+    step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "step-2"))
+    own = "model" if average != "model" else "app.model"
+
+    def change(metadata: Any) -> None:
+        def names(fqn: str) -> list[str]:
+            section, _, rest = fqn.partition(".")
+            moved = fqn if own == "model" or section not in ("model", "optimizer") else f"app.{fqn}"
+            return [moved, f"{average}.{rest}"] if section == "model" else [moved]
+
+        for fqn, kind in list(metadata.state_dict_metadata.items()):
+            del metadata.state_dict_metadata[fqn]
+            path = metadata.planner_data.pop(fqn)
+            for name in names(fqn):
+                metadata.state_dict_metadata[name] = kind
+                before = tuple(name.removesuffix(fqn.partition(".")[2]).strip(".").split("."))
+                metadata.planner_data[name] = (*before, *path[1:])
+        for index, info in list(metadata.storage_data.items()):
+            del metadata.storage_data[index]
+            metadata.storage_data |= {replace(index, fqn=name): info for name in names(index.fqn)}
+
+    truth = read(step)
+    edit(step, change)
+    checkpoint = read(step)
+    assert checkpoint.tensors.keys() == truth.tensors.keys()
+    assert f"the model is {own!r}: {average!r} is another one, which is training state" in checkpoint.notes
+    assert any("spread over ranks and not carried" in note and f"{average}." in note for note in checkpoint.notes)
 
 
 def test_a_model_at_the_top_is_not_left_for_an_average_in_a_dict(tmp_path: Path) -> None:
@@ -231,7 +268,7 @@ def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str)
     assert ckpt.open(tmp_path / "out").state.step == 1 and ckpt.check(tmp_path / "out").whole
     next(iter(optimizer.state.values()))["step"] += 1
     uneven = read(save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "uneven"))
-    assert with_counted_step(uneven) == (uneven, ())
+    assert with_counted_step(uneven) == (uneven, ("no step is recorded, and the optimizer's counts differ: 1 to 2",))
 
 
 def test_a_root_without_prefix_keeps_names_that_begin_with_model(tmp_path: Path) -> None:
