@@ -148,13 +148,13 @@ def _sort(
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[str, Any]:
-    """The one model, or that of several beside which an optimizer stands, or else the one at the top.
+    """The one model, or that of several beside which an optimizer stands; without optimizers the one at the top.
 
     The others are training state again.  LossError where nothing tells which one is meant.
     """
-    likely = [model for model in models if model.is_trained] or models
-    if len(likely) > 1:
-        likely = [model for model in likely if model.within is None]
+    likely = [model for model in models if model.is_trained]
+    if not likely:
+        likely = models if len(models) == 1 else [model for model in models if model.within is None]
     if len(likely) != 1:
         raise _several([model.called for model in models], path)
     for other in (model for model in models if model is not likely[0]):
