@@ -48,11 +48,12 @@ def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ..
     A script of torch's may save the model and the optimizer alone, which is all that `load_state_dict` asks for.
     """
     counts = set(checkpoint.state.scalars.get("step", {}).values())
-    step = counts.pop() if len(counts) == 1 else None
-    if checkpoint.state.step is not None or type(step) not in (int, float) or not 0 < step < 2**53 or step % 1:
+    count = counts.pop() if len(counts) == 1 else 0
+    step = int(count) if type(count) in (int, float) and 0 < count < 2**53 else 0
+    if checkpoint.state.step is not None or not step or step != count:
         return checkpoint, ()
-    note = f"no step is recorded: it is taken for {int(step)}, which the optimizer has counted for each parameter"
-    return replace(checkpoint, state=replace(checkpoint.state, step=int(step))), (note,)
+    note = f"no step is recorded: it is taken for {step}, which the optimizer has counted for each parameter"
+    return replace(checkpoint, state=replace(checkpoint.state, step=step)), (note,)
 
 
 def megatron_schedule(sequences: int) -> dict[str, Any]:

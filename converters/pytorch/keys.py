@@ -197,6 +197,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return model
+    named: dict[str, Mapping[str, Any]]
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
     if len(named) > 1:
         named = {name: value for name, value in named.items() if not value.keys().isdisjoint(trained)}
