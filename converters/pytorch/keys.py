@@ -166,13 +166,13 @@ def _sort(
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[str, Any]:
-    """The one model, or that of several beside which an optimizer stands, or else the one at the top.
+    """The one model, or that of several beside which an optimizer stands; without optimizers the one at the top.
 
     The others are training state again.  LossError where nothing tells which one is meant.
     """
-    likely = [model for model in models if model.is_trained] or models
-    if len(likely) > 1:
-        likely = [model for model in likely if model.within is None]
+    likely = [model for model in models if model.is_trained]
+    if not likely:
+        likely = models if len(models) == 1 else [model for model in models if model.within is None]
     if len(likely) != 1:
         raise _several([model.called for model in models], path)
     _keep((model for model in models if model is not likely[0]), found, repr(likely[0].called))
@@ -248,6 +248,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return model
+    named: dict[str, Mapping[str, Any]]
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
     if len(named) > 1:
         named = {name: value for name, value in named.items() if _has_some(value, trained)}
@@ -255,7 +256,6 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         raise _several(sorted(named), path)
     if not named:
         return {}
-    node: Mapping[str, Any]
     ((name, node),) = named.items()
     del found.rest[name]
     found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")

@@ -181,6 +181,8 @@ def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
         with pytest.raises(LossError, match="several models") as caught:
             read(save({"actor": held, "critic": held}, tmp_path / str(number)))
         assert caught.value.found == "actor.model, critic.model"
+    with pytest.raises(LossError, match="several models"):
+        read(save({**states, "critic": states}, tmp_path / "critic"))
     two = {"generator": states["model"], "discriminator": states["model"], "optimizer": states["optimizer"]}
     with pytest.raises(LossError, match="several models") as caught:
         read(save(two, tmp_path / "two"))
