@@ -256,8 +256,8 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
         raise _several(sorted(named), path)
     if not named:
         return {}
-    ((name, node),) = named.items()
-    del found.rest[name]
+    (name,) = named
+    node: Mapping[str, Any] = found.rest.pop(name)
     found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")
     return node
 
