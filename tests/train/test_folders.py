@@ -8,7 +8,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.places import FIXTURES
-from train import folders
+from train import folders, launch
 from train.config import Config, UserError
 from train.operations.beside import require_free
 
@@ -18,7 +18,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the only rank."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(dist, "broadcast_object_list", lambda *_: None)
+    monkeypatch.setattr(launch, "of_all_ranks", lambda mine: [mine])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "hsdp", "tp-fsdp"])
