@@ -246,8 +246,9 @@ def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
 
 
 def _read_on(file: io.BufferedReader, count: ComparedBytes) -> None:
-    while block := file.read(_BLOCK):
-        count.without += len(block)
+    buffer = bytearray(_BLOCK)
+    while size := file.readinto(buffer):
+        count.without += size
 
 
 def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> None:
