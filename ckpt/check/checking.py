@@ -38,7 +38,7 @@ from ckpt.check.files import (
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import OWN, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.not_read import STATE, not_read
@@ -435,7 +435,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
     """What a trainer writes last, HF Trainer's where the run's others have it: the save was interrupted before."""
-    if name := missing_last_of_megatron(place, checkpoint.format if checkpoint is not None else None):
+    if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
     if (other := one_with_state(place)) is not None:
         yield Problem(INCOMPLETE, TRAINER_STATE, f"missing; HF Trainer writes it last, and {other.name} has it")

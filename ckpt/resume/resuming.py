@@ -33,7 +33,7 @@ from ckpt.base.typed import typed
 from ckpt.move.files import Staging, staging_folder, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import AXES, Checkpoint, Format, Layout, SourceFile
+from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.resume.caller import caller
@@ -452,7 +452,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
         asked, written = layout.options.get(name), args.get(argument) or 1
         if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
             return f"it was written with {argument} {written}, and {asked} is asked for"
-    if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.format):
+    if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.namespace == OWN):
         return f"{missing} is missing, which megatron-core writes last, and without which it loads nothing"
     form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
     if asked is not None and asked != form:

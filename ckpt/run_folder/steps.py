@@ -127,13 +127,13 @@ def of_another_step(place: Path, step: int | None) -> str | None:
     return None
 
 
-def missing_last_of_megatron(step: Path, format: str | None) -> str | None:
+def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
     """The file that a step of Megatron's lacks which was not saved, or copied, to its end; it loads no such step.
 
-    Newer versions leave DCP's files alone beside it, so that `format`, as which the folder is read, is DCP's then.
+    Newer versions leave DCP's files alone beside it, so that the folder is read as DCP, whose names are its own.
     """
     is_named = MEGATRON_STEP.fullmatch(step.name) is not None and (step.parent / TRACKER).is_file()
-    is_megatrons = (step / _MEGATRONS_COMMON).is_file() or (is_named and format == "dcp")
+    is_megatrons = (step / _MEGATRONS_COMMON).is_file() or (is_named and has_own_names)
     if not is_megatrons or not (step / _OF_DCP).is_file() or (step / _MEGATRONS_LAST).exists():
         return None
     return _MEGATRONS_LAST

@@ -125,7 +125,8 @@ def test_checkpoint_numbers_are_numbers(fixtures: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-1", run / "checkpoint-9")
     shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-2", run / "checkpoint-10")
-    assert api.open(run).notes == ("taking checkpoint-10/global_step2",)
+    taken, renamed = api.open(run).notes
+    assert taken == "taking checkpoint-10/global_step2" and "its files are of step 2: was it renamed" in renamed
 
 
 def without_a_rank(checkpoint: Path) -> None:
