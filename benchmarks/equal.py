@@ -23,6 +23,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -56,17 +57,9 @@ def _load(path: Path) -> Any:
 def _safetensors(folder: Path) -> Tensors:
     found: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        with safe_open(path, "pt") as file:
-            found |= {name: _reading(path, name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        file = safe_open(path, "pt")  # it stays open: each opening reads the names of all tensors
+        found |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 - it is no dict
     return found
-
-
-def _reading(path: Path, name: str) -> Callable[[], torch.Tensor]:
-    def read() -> torch.Tensor:
-        with safe_open(path, "pt") as file:
-            return file.get_tensor(name)
-
-    return read
 
 
 def _flat(tree: Any, prefix: str = "") -> Tensors:
