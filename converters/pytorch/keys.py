@@ -188,12 +188,17 @@ def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
         place[other.name] = other.node
 
 
+def _at_the_top(rest: Mapping[str, Any]) -> dict[str, Leaf]:
+    """The tensors that stand in no dict."""
+    return {name: value for name, value in rest.items() if isinstance(value, Leaf)}
+
+
 def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
     """Whether the model is the tensors at the top, and those in dicts are others: `{**model, "ema": {"model": ...}}`.
 
     LossError where both may be meant.
     """
-    top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
+    top = _at_the_top(found.rest)
     if any(model.within is None or model.is_trained for model in models):
         return False
     if _has_some(top, trained):
@@ -242,13 +247,12 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
 
     Of several it is the one with the parameters that are `trained`.  LossError where several have some of them.
     """
-    top = {name: value for name, value in found.rest.items() if isinstance(value, Leaf)}
+    top = _at_the_top(found.rest)
     if top:
         extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return model
-    named: dict[str, Mapping[str, Any]]
     named = {name: value for name, value in found.rest.items() if _is_all_tensors(value)}
     if len(named) > 1:
         named = {name: value for name, value in named.items() if _has_some(value, trained)}
