@@ -19,7 +19,7 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 #: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
 #: What megatron-core writes last into the folder of a step, and what stands beside it since before.
-_MEGATRONS_LAST, _MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
+MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
 #: Files that record which step is meant.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
 _MAX_RECORDED = 4096
@@ -133,7 +133,7 @@ def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
     Newer versions leave DCP's files alone beside it, so that the folder is read as DCP, whose names are its own.
     """
     is_named = MEGATRON_STEP.fullmatch(step.name) is not None and (step.parent / TRACKER).is_file()
-    is_megatrons = (step / _MEGATRONS_COMMON).is_file() or (is_named and has_own_names)
-    if not is_megatrons or not (step / _OF_DCP).is_file() or (step / _MEGATRONS_LAST).exists():
+    is_megatrons = (step / MEGATRONS_COMMON).is_file() or (is_named and has_own_names)
+    if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
         return None
-    return _MEGATRONS_LAST
+    return MEGATRONS_LAST

@@ -19,7 +19,7 @@ from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.steps import TITAN_STEP
+from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, TITAN_STEP
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
@@ -27,7 +27,6 @@ LOCAL = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
-_MEGATRON = ("metadata.json", "common.pt")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ def is_dcp(folder: Path) -> bool:
 
 
 def _is_dcp(names: list[str]) -> bool:
-    if any(name in _MEGATRON for name in names):
+    if any(name in (MEGATRONS_LAST, MEGATRONS_COMMON) for name in names):
         return False
     return METADATA in names or any(
         DATA_FILE.fullmatch(n) or PER_RANK.fullmatch(n) or SHARD.fullmatch(n) for n in names

@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ckpt.containers.dcp.metadata import METADATA
 from ckpt.move.source import read_file
+from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
-COMMON, BACKENDS = "common.pt", "metadata.json"
+COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
 #: What Megatron-Bridge writes in place of arguments: the run's config, how far it has come, a copy of that beside all
 #: iterations, which says which one is the last, a folder with the tokenizer, and, if asked to, the model as of the Hub.
 RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
