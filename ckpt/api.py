@@ -36,6 +36,7 @@ from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.run_folder.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_counted_step
 from ckpt.state.wrapped import without_wrappers
@@ -194,8 +195,9 @@ class Conversion(Returned):
         return f"<{shown(self.plan.checkpoint.path)} to {self.format}: {counted(len(self.files), 'file')}, {size}>"
 
     def check_destination(self, destination: Path) -> None:
-        """Raise UsageError where `destination` is, holds or lies in anything that the conversion reads."""
+        """Raise UsageError if `destination` overlaps an input, or if a trainer would take it for one of its steps."""
         check_apart(destination, self.plan.checkpoint)
+        check_place(destination)
 
     @property
     def peak_buffers(self) -> int:
@@ -258,6 +260,8 @@ class Conversion(Returned):
 
         place = Path(destination) if scheme_of(destination) is None else standins.place(str(destination))
         self.check_destination(place)
+        for note in place_notes(place):
+            say(note)
         if verify and self.plan.target.is_rearranged:
             raise UsageError(
                 "--verify compares tensors by their names, and this layout has others than the source",

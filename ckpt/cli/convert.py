@@ -82,7 +82,7 @@ def convert(
         typer.Option(metavar="TO", help="The format to write, instead of TO.", autocompletion=complete.targets),
     ] = None,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, beside PATH]")
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, next to the run]")
     ] = None,
     read: Read,
     precision: opt.Precision,
@@ -102,6 +102,7 @@ def convert(
     from ckpt.move.files import check_destination, translate_os_errors
     from ckpt.processes.group import check_alike
     from ckpt.processes.launch import joined, launch
+    from ckpt.run_folder.output_place import check_place, default_output
 
     start = launch()
     if start is not None and not quiet:
@@ -111,6 +112,7 @@ def convert(
         source, target, path, config = _meant(source, target, path, to, read, quiet)
         destination = output or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
+        check_place(destination)
         with progress(0, "plan", quiet=quiet):
             conversion = api.plan(
                 path,
@@ -211,18 +213,3 @@ def _in_order(words: list[str], place: str) -> str:
 def is_interactive() -> bool:
     """Whether there is somebody to be asked."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
-
-
-def default_output(path: Path, target: str) -> Path:
-    """`./outputs` becomes `./outputs-hf`, beside it, and what is at a URL comes here.  UsageError without a name."""
-    from ckpt.stores import standins
-
-    if standins.url_of(path) is not None:
-        return Path(f"{path.name.partition('@')[0]}-{target}")
-    if not path.absolute().name:
-        raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
-    if path.is_absolute():
-        return path.with_name(f"{path.name}-{target}")
-    # a relative sibling, so that what is printed is what the user would type; `.` and `..` need the real name
-    named = Path(path.resolve()) if path.name in ("", "..") else path
-    return named.with_name(f"{named.name}-{target}")

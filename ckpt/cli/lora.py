@@ -15,7 +15,6 @@ import typer
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
-from ckpt.cli.convert import default_output
 from ckpt.cli.text import carry_out, say_notes, say_source
 
 if TYPE_CHECKING:
@@ -90,7 +89,7 @@ def merge_lora(
     ] = None,
     parts: MergeOptions,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, beside it]")
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, next to its run]")
     ] = None,
     combining: Combining,
     merged: Merged,
@@ -103,6 +102,7 @@ def merge_lora(
     from ckpt.lora import light
     from ckpt.lora.find import open_adapter
     from ckpt.lora.merging import planned
+    from ckpt.run_folder.output_place import default_output
     from ckpt.stores import places
 
     if not outcome.dry_run:

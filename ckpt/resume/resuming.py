@@ -41,6 +41,7 @@ from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
+from ckpt.run_folder.output_place import run_root
 from ckpt.run_folder.steps import (
     ANY_STEP,
     LATEST,
@@ -462,8 +463,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
 
 def _kept_folder(path: Path) -> Path:
     """Where conversions for the run of `path` are kept: hidden, so that no search for runs or steps meets them."""
-    run = Path(os.path.abspath(path))
-    run = run.parent if ANY_STEP.fullmatch(run.name) else run
+    run = run_root(Path(os.path.abspath(path)))
     if not run.name:
         raise UsageError("there is no place beside the root folder", path=path, hint="give a folder in it")
     return run.with_name(f".{run.name}.ckpt-resume")

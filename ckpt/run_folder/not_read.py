@@ -132,6 +132,11 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
                 yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
 
 
+def is_named_like_state(name: str) -> bool:
+    """Return True if a file or folder has the name of a part of a training state: an optimizer, a rank, a shard."""
+    return _STATE.search(name.lower()) is not None
+
+
 def lines(found: Sequence[Mapping[str, str]]) -> list[str]:
     """What a conversion tells the user of what was not read, as JSON has it; a long list is cut."""
     told = [f"not read: {one['name']}: {one['why']}" for one in found[:_MAX_SHOWN]]
@@ -155,7 +160,7 @@ def _fits(base: str, patterns: Iterable[str]) -> bool:
 def _unread_folder(name: str) -> NotRead | None:
     """A folder without a file that was read: another step, or pictures, say, are no part of the checkpoint."""
     base = _base(name)
-    if _STATE.search(base.lower()) and not ANY_STEP.fullmatch(base):
+    if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
         return NotRead(f"{name}/", STATE, "a folder that is named like training state")
     return NotRead(f"{name}/", OTHER, "a folder among those that were read") if "/" in name else None
 
@@ -175,7 +180,7 @@ def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> No
 def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
     if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
         return OTHER, known
-    if _STATE.search(base.lower()):
+    if is_named_like_state(base):
         return STATE, "it is named like training state"
     if base.endswith(_OF_TENSORS):
         return STATE, "it holds tensors"

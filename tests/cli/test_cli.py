@@ -62,7 +62,7 @@ def test_the_command_of_the_readme(run: Path) -> None:
     [
         ("outputs", ".", "outputs-hf"),
         ("./outputs/", ".", "outputs-hf"),
-        ("outputs/global_step2", ".", "outputs/global_step2-hf"),
+        ("outputs/global_step2", ".", "outputs-global_step2-hf"),
         (".", "outputs", "../outputs-hf"),
         ("./", "outputs", "../outputs-hf"),
         ("..", "outputs/global_step2", "../../outputs-hf"),
