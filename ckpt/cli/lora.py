@@ -89,7 +89,8 @@ def merge_lora(
     ] = None,
     parts: MergeOptions,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, next to its run]")
+        Path | None,
+        typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, next to the run]"),
     ] = None,
     combining: Combining,
     merged: Merged,
