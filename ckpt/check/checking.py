@@ -322,7 +322,7 @@ def _check_one(
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
     if checkpoint is not None:
-        problems += _not_read(checkpoint, place)
+        problems += _not_read(checkpoint, place, of_run=place == every[0])
         problems += _against_config(checkpoint)
         problems += _lacking(checkpoint)
     told: dict[str, Problem] = {}
@@ -364,11 +364,14 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
             yield name if registry.get(name).carries_optimizer else f"{name}, without an optimizer"
 
 
-def _not_read(checkpoint: Checkpoint, place: Path) -> Iterator[Problem]:
-    """Files in the checkpoint's folder that no reader opened."""
+def _not_read(checkpoint: Checkpoint, place: Path, *, of_run: bool) -> Iterator[Problem]:
+    """Yield files in and next to the checkpoint's folder that no reader opened; those of its run only if `of_run`."""
     for one in not_read(checkpoint):
-        where = relative(Path(checkpoint.path) / one.name, place)
-        yield Problem(NOT_READ if one.kind == STATE else LEFT, where, f"not read: {one.why}")
+        path = Path(os.path.normpath(Path(checkpoint.path) / one.name))
+        is_within = path.is_relative_to(place)
+        if is_within or of_run:
+            where = relative(path, place) if is_within else os.path.relpath(path, place)
+            yield Problem(NOT_READ if one.kind == STATE else LEFT, where, f"not read: {one.why}")
 
 
 def _differing_from_manifest(place: Path) -> list[Problem]:

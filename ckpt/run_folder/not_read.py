@@ -1,7 +1,8 @@
-"""Files in a checkpoint's folder that no reader opened: what they look like, by their names and first bytes.
+"""Files that no reader opened, in a checkpoint's folder and next to it: what they look like, by name and first bytes.
 
-The checkpoint's own folder and its subfolders are looked at, never what stands beside it.  A subfolder without any file
-that was read is named as a whole, if its files look like training state: it may be another checkpoint.
+A subfolder without any file that was read is named as a whole if its files look like training state: it may be another
+checkpoint.  The folders around a checkpoint hold files too, such as those of HF Trainer's step around DeepSpeed's tag.
+Files that hold tensors are named there as well.  Other steps, other models and files of the run are not.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ _BY_PRODUCTS = (
     "events.out.tfevents.*",  # torch/utils/tensorboard
 )
 _HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
+#: Positions in data that verl and EasyR1 save next to the models of a step.
+_DATA_POSITION = ("data.pt", "dataloader*.pt")
 #: The optimizer's file of HF Trainer and Accelerate, which formats of weights alone have no place for.
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin")
 #: Whole models as transformers, PEFT, Accelerate and Mistral name them; shards have numbers.
@@ -94,23 +97,73 @@ class ListedName:
 
 
 def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
-    """What in the folder of `checkpoint` no reader opened and is not known as harmless, by name."""
+    """Return the files and folders of `checkpoint` that no reader opened and that are not known to be harmless.
+
+    Names next to the checkpoint's folder begin with `../`.
+    """
     root = Path(checkpoint.path)
     if not root.is_dir():
         return ()
-    within = "" if str(root) == "." else f"{root}/"
-    opened = {file.path.removeprefix(within) for file in checkpoint.files if file.path.startswith(within)}
+    files = {
+        os.path.relpath(file.path, root) for file in checkpoint.files if os.path.isabs(file.path) == root.is_absolute()
+    }
+    opened = {name for name in files if not name.startswith("../")}
     folders = {name.partition("/")[0] for name in opened if "/" in name}
     own = list(_listed(root, ""))
     listing = [*own, *(entry for folder in sorted(folders) for entry in _listed(root, folder))]
-    found = list(judged(listing, opened, lambda name: _ends(root / name)))
-    named = {one.name for one in found}
-    for name in (entry.name for entry in own if entry.size is None):
-        if name in folders or f"{name}/" in named or name.startswith(".") or ANY_STEP.fullmatch(name):
+    found = list(judged(listing, opened, partial(_ends_in, root)))
+    return (
+        *found,
+        *_unread_folders(root, own, {*folders, *(one.name.rstrip("/") for one in found)}),
+        *_next_to(checkpoint),
+    )
+
+
+def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[NotRead]:
+    """Yield the folders among `entries` whose files hold tensors, except steps and those in `known`."""
+    for name in (entry.name for entry in entries if entry.size is None):
+        if name in known or name.startswith(".") or ANY_STEP.fullmatch(name):
             continue
-        if any(one.kind == STATE for one in judged(_listed(root, name), (), lambda name: _ends(root / name))):
-            found.append(NotRead(f"{name}/", OTHER, "a folder whose files hold tensors"))
-    return tuple(found)
+        if any(one.kind == STATE for one in judged(_listed(root, name), (), partial(_ends_in, root))):
+            yield NotRead(f"{name}/", OTHER, "a folder whose files hold tensors")
+
+
+def _next_to(checkpoint: Checkpoint) -> Iterator[NotRead]:
+    """Yield files with tensors in the folders around the checkpoint's own, the nearest first.
+
+    Files of the same step are its training state.  A run's folder may hold anything, and its other models are not
+    part of the step.
+    """
+    root = Path(checkpoint.path)
+    opened = {file.path for file in checkpoint.files}
+    for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
+        if folder == root or not root.is_relative_to(folder) or not folder.is_dir():
+            continue
+        is_step = _is_of_step(root, folder)
+        up, inner = os.path.relpath(folder, root), root.relative_to(folder).parts[0]
+        entries = [
+            entry for entry in _listed(folder, "") if entry.name != inner and str(folder / entry.name) not in opened
+        ]
+        files = [one for one in entries if one.size is not None and not _WEIGHTS.fullmatch(one.name)]
+        files = [one for one in files if not _fits(one.name, (*_DATA_POSITION, *_OPTIMIZER))]
+        for one in judged(files, (), partial(_ends_in, folder)):
+            if one.kind == STATE:
+                yield NotRead(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
+        if is_step:
+            used = {os.path.relpath(path, folder).partition("/")[0] for path in opened}
+            for one in _unread_folders(folder, entries, used):
+                yield NotRead(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
+
+
+def _is_of_step(root: Path, folder: Path) -> bool:
+    """Return True if `folder`, which lies around a checkpoint at `root`, holds one step alone."""
+    if ANY_STEP.fullmatch(folder.name):
+        return True
+    return (
+        folder == root.parent
+        and not ANY_STEP.fullmatch(root.name)
+        and not any((folder / one).exists() for one in RECORDS)
+    )
 
 
 def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
@@ -201,6 +254,10 @@ def _listed(root: Path, folder: str) -> Iterator[ListedName]:
             yield ListedName(name, None if entry.is_dir() else entry.stat().st_size)
         except OSError:  # a link to nothing, or a file that has just gone
             yield ListedName(name, 0)
+
+
+def _ends_in(folder: Path, name: str) -> bytes:
+    return _ends(folder / name)
 
 
 def _ends(path: Path) -> bytes:

@@ -116,11 +116,46 @@ def test_the_list_of_a_run_says_which_step_is_not_all_read(fixtures: Path, tmp_p
     assert run_ckpt("check", run).code == 4
 
 
-def test_what_stands_beside_a_checkpoint_is_no_part_of_it(fixtures: Path, tmp_path: Path) -> None:
-    """A model beside DeepSpeed's folder, and neighbours of a checkpoint of one file."""
-    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run")) / "checkpoint-2"
-    torch.save(TENSORS, run / "extra.bin")
-    assert not not_read(ckpt.open(run))
+def test_a_file_next_to_the_folder_of_a_step_is_named_by_every_command(fixtures: Path, tmp_path: Path) -> None:
+    """HF Trainer's step holds DeepSpeed's folder; a head that is saved next to it belongs to the step."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    assert run_ckpt("check", run).code == 0
+    torch.save(TENSORS, run / "checkpoint-2" / "value_head.bin")
+    line = "../value_head.bin: next to the checkpoint: a file of torch's"
+    assert line in run_ckpt("inspect", run).out
+    checked = run_ckpt("check", run)
+    assert checked.code == 4
+    assert "checkpoint-2: not all read" in checked.out and "every part of every tensor" not in checked.out
+    assert "  - value_head.bin: not read: next to the checkpoint: a file of torch's" in checked.out.splitlines()
+    assert f"not read: {line}" in run_ckpt("convert", "auto", "full", run, "-o", tmp_path / "out").err.splitlines()
+    said: list[str] = []
+    ckpt.resume(run, format="zero2", world_size=5, say=said.append)
+    assert f"not read: {line}" in said
+
+
+@pytest.mark.parametrize("fixture", ["toy-zero1", "dcp-fsdp2", "megatron-dist-flattened", "trainer-plain"])
+def test_tensors_next_to_the_steps_of_a_run_are_listed_once(fixtures: Path, tmp_path: Path, fixture: str) -> None:
+    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
+    before = run_ckpt("check", run)
+    torch.save(TENSORS, run / "ema_rank_0.dat")
+    assert [(one.name, one.kind) for one in not_read(ckpt.open(run))] == [("../ema_rank_0.dat", "other")]
+    after = run_ckpt("check", run)
+    assert (before.code, after.code) == (0, 0) and after.out.count("ema_rank_0.dat") == 1
+
+
+def test_what_a_trainer_leaves_next_to_a_checkpoint_is_not_listed(fixtures: Path, tmp_path: Path) -> None:
+    """A final model, its shards, an older save's adapter, the position in the data, logs, and other steps."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    for name in ("pytorch_model.bin", "model-00001-of-00002.safetensors", "adapter_model.bin", "data.pt"):
+        torch.save(TENSORS, run / name)
+        torch.save(TENSORS, run / "checkpoint-2" / name)
+    (run / "run.log").write_text("a log")
+    (run / "runs").mkdir()
+    torch.save(TENSORS, run / "runs" / "other.pt")
+    assert not not_read(ckpt.open(run / "checkpoint-2" / "global_step2"))
+
+
+def test_neighbours_of_a_checkpoint_of_one_file_are_not_listed(tmp_path: Path) -> None:
     one = tmp_path / "model.pt"
     torch.save(TENSORS, one)
     torch.save(TENSORS, tmp_path / "optimizer_0.pt")
@@ -239,7 +274,7 @@ def test_the_folder_and_those_of_its_files_are_listed_once(fixtures: Path, monke
     scandir = os.scandir
     monkeypatch.setattr(os, "scandir", lambda path: listed.append(Path(path).name) or scandir(path))
     assert not not_read(checkpoint)
-    assert listed == ["checkpoint-2", "optimizer_0", "pytorch_model_fsdp_0"]
+    assert listed == ["checkpoint-2", "optimizer_0", "pytorch_model_fsdp_0", "llama-sft"]
 
 
 @pytest.mark.parametrize("name", ["best.pth", ".hidden.pt", "model.pt"])
