@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -202,6 +202,9 @@ def push(
     ],
     at_hub: opt.HubTarget,
     names: opt.NamesOption = "hub",
+    whole_run: Annotated[
+        bool, typer.Option("--whole-run", help="Push a run's optimizer, random states and steps, too.")
+    ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
@@ -210,7 +213,7 @@ def push(
     from ckpt.stores import places
 
     path = places.local(path)
-    to = _target(at_hub, names, [path])
+    to = replace(_target(at_hub, names, [path]), whole_run=whole_run)
     pushed = push_model(path, to, ["ckpt", *sys.argv[1:]], note=say_notes, **_telling(quiet))
     print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
 

@@ -80,6 +80,8 @@ class Push:
     create_pr: bool = False
     message: str | None = None
     own_names: bool = False
+    #: Push training state of a run, too.
+    whole_run: bool = False
 
     def __post_init__(self) -> None:
         if not HUB_ID.fullmatch(self.repo_id):
@@ -98,6 +100,7 @@ class Push:
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
         words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
         words += ["--names", "own"] * self.own_names
+        words += ["--whole-run"] * self.whole_run
         return f"the local folder stays as it is; `{shlex.join(words)}` goes on"
 
 
@@ -169,7 +172,8 @@ def push(
         extra: dict[str, bytes] = {}
         if card is not None and CARD not in files and CARD not in remote:
             extra[CARD] = card().encode()
-        say(f"pushing {len(files)} files to {api.endpoint}/{to.repo_id}")
+        seen_by = "private" if api.repo_info(to.repo_id).private else "public"
+        say(f"pushing {counted(len(files), 'file')} to {api.endpoint}/{to.repo_id} ({seen_by})")
         commit = _upload(api, folder, files, hidden, message, to)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
         for name, content in extra.items():
@@ -310,6 +314,11 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
         if _checksum(opened, files[CARD], there.kind) == there.checksum:
             return False
     return not is_ours(Path(api.hf_hub_download(to.repo_id, CARD, revision=to.revision)).read_bytes())
+
+
+def files_to_push(folder: Path) -> list[str]:
+    """Return the names of the files that a push of `folder` uploads."""
+    return list(_local_files(folder, lambda _: None)[0])
 
 
 def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:

@@ -16,6 +16,7 @@ from ckpt.hub import push as hub
 from ckpt.hub.card import CARD, model_card
 from ckpt.hub.push import Push, Pushed
 from ckpt.hub.recorded import recorded_repo
+from ckpt.hub.run_state import check_no_run
 from ckpt.stores.places import local
 
 
@@ -29,16 +30,18 @@ def push(
     create_pr: bool = False,
     commit_message: str | None = None,
     names: Literal["hub", "own"] = "hub",
+    whole_run: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> Pushed:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived; called again it goes on.
 
     `repo_id` is `org/name`, failing that the `hub_model_id` that the run records.  `names="own"` pushes weights whose
-    names are not those of the config's architecture.  `say` is given what is done, a line each.
+    names are not those of the config's architecture.  `whole_run=True` pushes a run's training state, too, which raises
+    LossError otherwise.  `say` is given what is done, a line each.
     """
     place = local(path)
     repo_id = repo_id or recorded_repo([place])
-    to = Push(repo_id, private, revision, create_pr, commit_message, names == "own")
+    to = Push(repo_id, private, revision, create_pr, commit_message, names == "own", whole_run)
     script = f"import ckpt; ckpt.push({json.dumps(fspath(path))}, {json.dumps(repo_id)})"
     return push_model(place, to, ["python", "-c", script], say=say)
 
@@ -53,6 +56,8 @@ def push_model(
     progress: bool = False,
 ) -> Pushed:
     """Push a folder whose names are those of its architecture, with a card where it has none that names `command`."""
+    if not to.whole_run and folder.is_dir():
+        check_no_run(folder, hub.files_to_push(folder))
     if not to.own_names:
         api.prove_names(folder)
     card: Callable[[], str] | None = None

@@ -20,7 +20,7 @@ from ckpt.base.errors import CkptError, printable
 from ckpt.move.listing import entries_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.run_folder.companions import PATTERNS, SHARED_RUN_PATTERNS
+from ckpt.run_folder.companions import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
 from ckpt.run_folder.steps import ANY_STEP, RECORDS
 
 #: Kinds of files that hold no tensors: texts, tokenizers, pictures.
@@ -188,6 +188,19 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
 def is_named_like_state(name: str) -> bool:
     """Return True if a file or folder has the name of a part of a training state: an optimizer, a rank, a shard."""
     return _STATE.search(name.lower()) is not None
+
+
+def is_of_a_run(name: str, is_weights: bool) -> str | None:
+    """Return the step or file of a training run that the relative `name` belongs to, or None for a model's file."""
+    parts = name.split("/")
+    for depth, part in enumerate(parts[:-1], 1):
+        if ANY_STEP.fullmatch(part) or (is_named_like_state(part) and not is_weights):
+            return "/".join(parts[:depth]) + "/"
+    base = parts[-1]
+    if _fits(base, (*RUN_PATTERNS, *RECORDS)):
+        return name
+    is_models = is_weights or _WEIGHTS.fullmatch(base) or _fits(base, (*_NO_TENSORS, *_NAMED))
+    return name if not is_models and is_named_like_state(base) else None
 
 
 def lines(found: Sequence[Mapping[str, str]]) -> list[str]:

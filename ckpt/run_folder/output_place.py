@@ -42,7 +42,10 @@ def default_output(path: Path, target: str) -> Path:
 
 
 def next_to_run(path: Path, *suffix: str) -> Path:
-    """Return a place next to the run of `path`, named after `path` and `suffix`; relative if `path` is."""
+    """Return a place next to the run of `path`, named after `path` and `suffix`.
+
+    It is relative if `path` is, so that it reads like the user's input.
+    """
     absolute = Path(os.path.abspath(path))
     if not absolute.name:
         raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
@@ -50,7 +53,8 @@ def next_to_run(path: Path, *suffix: str) -> Path:
     if not run.name:
         raise UsageError("the run is the root folder, which has no neighbour", path=path, hint="give a folder with -o")
     name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
-    return run.with_name(name) if path.is_absolute() else Path(os.path.relpath(run.parent)) / name
+    is_named = bool(path.name) and path.name != ".."  # the user typed a name, not `.` or `..`
+    return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
 
 
 def run_root(path: Path) -> Path:

@@ -187,7 +187,7 @@ def test_a_folder_that_cannot_be_read_is_no_empty_one(folder: Path, monkeypatch:
 
 def test_the_metadata_of_dcp_is_pushed(server: HubServer, tmp_path: Path) -> None:
     api.plan(api.open(MODEL), "dcp").run(tmp_path / "dcp")
-    report = process("push", tmp_path / "dcp", "--repo-id", REPO)
+    report = process("push", tmp_path / "dcp", "--repo-id", REPO, "--whole-run")
     assert report.code == 0 and ".metadata" in server.tree(REPO), report.err
     assert "hidden" not in report.err
 

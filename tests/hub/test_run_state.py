@@ -1,0 +1,108 @@
+"""`ckpt/hub/run_state.py`: a push publishes no training state of a run, unless the user asks for it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import ckpt
+from ckpt.errors import LossError
+from ckpt.hub.push import files_to_push
+from ckpt.hub.run_state import check_no_run
+from tests.support.commands import process
+from tests.support.hub_server import HubServer
+from tests.support.places import FIXTURES
+
+#: Folders as a trainer leaves them.
+RUNS = ("trainer-zero2", "trainer-plain", "trl-zero3/outputs", "trl-lora-zero3/outputs", "axolotl-fsdp2", "dcp-fsdp2")
+#: A file or folder of a run next to a model, and the name in the refusal.
+STATE = {
+    "optimizer.pt": "optimizer.pt",
+    "scheduler.pt": "scheduler.pt",
+    "training_args.bin": "training_args.bin",
+    "trainer_state.json": "trainer_state.json",
+    "rng_state_0.pth": "rng_state_0.pth",
+    "random_states_0.pkl": "random_states_0.pkl",
+    "latest": "latest",
+    "checkpoint-4/model.safetensors": "checkpoint-4/",
+    "global_step4/mp_rank_00_model_states.pt": "global_step4/",
+    "optimizer_0/__0_0.distcp": "optimizer_0/",
+    "optimizer-00001-of-00002.safetensors": "optimizer-00001-of-00002.safetensors",
+}
+#: Files that belong to a model on the Hub.
+OF_A_MODEL = (
+    "README.md",
+    "pytorch_model-00001-of-00002.bin",
+    "data/train-00000-of-00001.parquet",
+    "model-00001-of-00002.gguf",
+    "onnx/model_optimized.onnx",
+    "1_Pooling/config.json",
+    "value_head.safetensors",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("push") / "model"
+    ckpt.plan(FIXTURES / "trainer-zero2", "hf").run(folder)
+    return folder
+
+
+def check(folder: Path) -> None:
+    check_no_run(folder, files_to_push(folder))
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_push_refuses_a_run(run: str) -> None:
+    with pytest.raises(LossError) as caught:
+        check(FIXTURES / run)
+    assert caught.value.code == "push-of-a-run" and "--whole-run" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("name", STATE)
+def test_push_refuses_training_state_next_to_a_model(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    check(folder)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    with pytest.raises(LossError) as caught:
+        check(folder)
+    assert caught.value.found == STATE[name]
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_push_takes_the_files_of_a_model(model: Path, tmp_path: Path, name: str) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_bytes(b"x")
+    check(folder)
+
+
+def test_push_refuses_an_optimizer_inside_a_torch_file(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    layer = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(2)).sum().backward()
+    optimizer.step()
+    torch.save(layer.state_dict(), folder / "last.ckpt")
+    check(folder)
+    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.ckpt")
+    with pytest.raises(LossError, match=r"last\.ckpt"):
+        check(folder)
+
+
+def test_push_of_a_whole_run_says_who_can_see_it(server: HubServer, tmp_path: Path) -> None:
+    run = shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run")
+    refused = process("push", run, "--repo-id", "me/run")
+    assert refused.code == 6 and "checkpoint-1/, checkpoint-2/" in refused.err, refused.err
+    assert "me/run" not in server.repos, "nothing was made"
+    for repo, options, seen_by in (("me/run", [], "public"), ("me/hidden", ["--private"], "private")):
+        pushed = process("push", run, "--repo-id", repo, "--whole-run", *options)
+        assert pushed.code == 0 and f"/{repo} ({seen_by})\n" in pushed.err, pushed.err
+        assert "checkpoint-2/trainer_state.json" in server.tree(repo)
+    hint = str(refused.err).partition("`ckpt ")[2].partition("`")[0]
+    written = process(*hint.split(), cwd=tmp_path)
+    assert written.code == 0 and process("push", written.out.strip(), "--repo-id", "me/model", cwd=tmp_path).code == 0
