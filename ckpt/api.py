@@ -35,6 +35,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
+from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.run_folder.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
@@ -390,6 +391,7 @@ def plan(
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
     checkpoint = opened(source, format, tag=tag, config=config, replica=replica, adapter_slot=adapter_slot)
+    check_holds_model(checkpoint)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     added: tuple[str, ...] = ()

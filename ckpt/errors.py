@@ -3,6 +3,7 @@
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
+    HalfError,
     IncompleteError,
     LossError,
     NotFoundError,
@@ -16,6 +17,7 @@ from ckpt.base.errors import (
 __all__ = [
     "CkptError",
     "CorruptError",
+    "HalfError",
     "IncompleteError",
     "LossError",
     "NotFoundError",

@@ -9,6 +9,7 @@
     |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
+    |  `- HalfError        optimizer states without their model
     `- StorageError     7  the disk: no space, no permission, an I/O error
 
 Exit code 1 is no error: `ckpt verify` found a difference.  70 is an error of ckpt itself,
@@ -166,6 +167,12 @@ class UnsafeError(CkptError):
 class LossError(CkptError):
     exit_code = 6
     code = "loss"
+
+
+class HalfError(LossError):
+    """A folder or file holds only optimizer states, without the model of the same save."""
+
+    code = "half"
 
 
 class StorageError(CkptError):

@@ -22,6 +22,7 @@ from ckpt.base.text import counted
 from ckpt.base.typed import typed
 from ckpt.check.files import (
     DAMAGED,
+    HALF,
     INCOMPLETE,
     LACKING,
     LEFT,
@@ -41,6 +42,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import OWN, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
+from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
@@ -98,7 +100,7 @@ class Checked:
     def state(self) -> str:
         """`whole`, or the worst of the problems' kinds."""
         kinds = {problem.kind for problem in self.problems}
-        return next((kind for kind in (DAMAGED, INCOMPLETE, UNKNOWN, NOT_READ) if kind in kinds), WHOLE)
+        return next((kind for kind in (DAMAGED, INCOMPLETE, HALF, UNKNOWN, NOT_READ) if kind in kinds), WHOLE)
 
     def row(self) -> tuple[str, ...]:
         """The cells under `HEADS`."""
@@ -141,7 +143,7 @@ class CheckReport(Returned):
     def exit_code(self) -> int:
         """0 where all is whole, 4 where something is not; otherwise that of what cannot be told."""
         problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
-        if any(problem.kind in (INCOMPLETE, DAMAGED, NOT_READ) for problem in problems):
+        if any(problem.kind in (INCOMPLETE, DAMAGED, HALF, NOT_READ) for problem in problems):
             return CorruptError.exit_code
         return next((one.exit_code for one in self.checkpoints if one.exit_code), 0)
 
@@ -309,6 +311,7 @@ def _check_one(
         if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
             confined(root, str(place.relative_to(root)))
         checkpoint = open_checkpoint(place, next(own, format))
+        check_holds_model(checkpoint)
         problems += _damaged_tensors(checkpoint)
         problems += _of_two_saves(checkpoint)
     except CkptError as error:

@@ -20,6 +20,7 @@ from typing import IO
 from ckpt.base.errors import (
     CkptError,
     CorruptError,
+    HalfError,
     IncompleteError,
     NotFoundError,
     StorageError,
@@ -37,6 +38,8 @@ from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
+#: Optimizer states without the model of the same save.
+HALF = "half a checkpoint"
 #: What no reader opened looks like a part of the training state.
 NOT_READ = "not all read"
 #: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
@@ -126,6 +129,8 @@ def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
 
 
 def _kind_of_problem(error: CkptError) -> str:
+    if isinstance(error, HalfError):
+        return HALF
     if not isinstance(error, CorruptError):
         return UNKNOWN
     is_incomplete = isinstance(error, IncompleteError) or any(word in error.what for word in _WORDS)

@@ -40,6 +40,7 @@ from ckpt.resume.caller import caller
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.run_folder.output_place import run_root
 from ckpt.run_folder.steps import (
@@ -287,6 +288,7 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
     if checkpoint is not None:
         return checkpoint
     checkpoint = api.open(path, tag=tag, config=config)
+    check_holds_model(checkpoint)
     if not model_only:
         raise LossError(
             "there is no checkpoint with an optimizer here: its states would begin anew",
@@ -314,6 +316,12 @@ def _way(
     target = registry.get(format or checkpoint.format)
     wanted = target.name
     registry.check_options(wanted, layout.options, "resume")
+    if has_optimizer(checkpoint) and not target.carries_optimizer and not model_only:
+        raise LossError(
+            f"the format {wanted} can't hold the optimizer of this checkpoint",
+            path=checkpoint.path,
+            hint=f"leave --format out to keep the optimizer; or {_MODEL_ONLY}",
+        )
     if not (has_optimizer(checkpoint) and target.carries_optimizer):
         what = wanted if has_optimizer(checkpoint) else checkpoint.path
         say(f"note: {what} holds no optimizer: its states begin anew")

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UsageError
+from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
@@ -24,6 +24,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.halves import check_optimizer_files, holds_model, with_hint
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
@@ -69,6 +70,8 @@ def open_checkpoint(
     checkpoint = _opened(path, formats, tag, config, unfinished=unfinished, slot=slot)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
+            if checkpoint is None:
+                check_optimizer_files(path if tag is None else confined(path, tag))
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
     if slot is not None and checkpoint.adapter_slot is None:
         raise UsageError(
@@ -125,7 +128,10 @@ def _opened(
             )
             raise IncompleteError(what, path=path, hint=hint)
         request = ReadRequest(tag, None if config is None else find_config(config), slot)
-        checkpoint = _open_first(path, formats, request, training)
+        try:
+            checkpoint = _open_first(path, formats, request, training)
+        except HalfError as error:
+            raise with_hint(error) from None
         return checkpoint and _with_number_held(_with_config(checkpoint, path, request))
 
 
@@ -179,7 +185,7 @@ def _open_first(path: Path, formats: list[Format], request: ReadRequest, trainin
             if request.tag is None:
                 check_ended(folder)
             inside = _open_here(folder, path, formats, request, inner, training)
-        except IncompleteError as error:
+        except (IncompleteError, HalfError) as error:
             failure = failure if isinstance(failure, CorruptError) else error
             skipped.append(f"{folder.name} is skipped, it is not complete: {error.what}")
             continue
@@ -303,7 +309,7 @@ def _open_here(
         if found is None or (tag is None and _is_for_the_step(found, path)):
             continue
         checkpoint = one.read(found, request)
-        if training and not has_optimizer(checkpoint):
+        if training and not (has_optimizer(checkpoint) and holds_model(checkpoint)):
             continue
         if request.tag is None:
             checkpoint = _with_newer_named(checkpoint, found, path, one, formats)

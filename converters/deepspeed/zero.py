@@ -68,6 +68,8 @@ from converters.deepspeed.states import flat_group_states, group_states
 from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
+#: Prefix of errors about a step without any model file.
+_HALF = "this folder holds only optimizer states: "
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
 #: The ranks whose numbers of a parameter are compared here: those that share a buffer have been by then.
@@ -198,9 +200,11 @@ def _understand(reading: _ZeroReading) -> RankSlice:
             )
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
     if stage == 3:
-        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
+        _check_ranks(
+            folder.model_per_rank, world_size, path, "model_states", _HALF if not folder.model_per_rank else ""
+        )
     elif folder.model is None:
-        raise IncompleteError("the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+        raise IncompleteError(f"{_HALF}the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
     inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
@@ -217,8 +221,8 @@ def _listed(counts: tuple[int, ...]) -> str:
     return ", ".join(map(str, dict.fromkeys(counts)))
 
 
-def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
-    what = f"{kind} files are missing: every parameter has a part in each of them"
+def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str, half: str = "") -> None:
+    what = f"{half}{kind} files are missing: every parameter has a part in each of them"
     absent = next((rank for rank in range(world_size) if rank not in files), 0)
     check_all_there(what, files, world_size, path, _name_for_rank(files, absent, kind))
     extra = [rank for rank in files if rank >= world_size]

@@ -47,6 +47,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.halves import optimizer_alone
 from ckpt.run_folder.steps import ANY_STEP, TRACKER
 from ckpt.state.wrapped import clean_names
 from converters.optimizers.ranks import check_same, check_same_options, different_numbers
@@ -89,6 +90,8 @@ class FsdpRanks(Format):
             return [reading.sources.of_rank(file, rank, "state dict") for rank, file in sorted(files[kind].items())]
 
         models = of("model")
+        if not models:
+            raise optimizer_alone(path)
         _refuse_flat(models)
         folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
         config = read_config(folders)
@@ -139,7 +142,7 @@ FSDP_RANKS = FsdpRanks()
 def _inside(folder: Path) -> Path | None:
     """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
     for one in (folder, folder / "actor", folder / "critic"):
-        if one.is_dir() and any(_kind(name) == "model" for name in names_in(one)):
+        if one.is_dir() and any(_kind(name) in ("model", "optim") for name in names_in(one)):
             return one
     return None
 

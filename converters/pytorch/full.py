@@ -59,6 +59,7 @@ from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.halves import optimizer_alone
 from ckpt.run_folder.steps import ANY_STEP, enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
@@ -263,6 +264,8 @@ def _read_bundle(reading: _Reading, name: str) -> None:
         key = others[0]
         reading.notes.append(f"the model is taken from {key!r}, the only state dict in {name}")
     if key is None and not is_state_dict(root):
+        if is_optimizer(root) or any(is_optimizer(_only(root.get(name))) for name in _OPTIMIZER_KEYS):
+            raise optimizer_alone(Path(path))
         raise NotFoundError(
             "this torch file holds no state dict",
             path=path,

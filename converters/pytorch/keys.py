@@ -143,7 +143,7 @@ def _sort(
     own: dict[str, Mapping[str, Any]] = {}
     before = len(optimizers)
     for name, child in node.items():
-        if is_optimizer(child, is_called_so=name in OPTIMIZER_NAMES):
+        if _is_optimizer(name, child):
             optimizers.append(child)
         elif (
             name in OPTIMIZER_NAMES
@@ -158,7 +158,10 @@ def _sort(
     is_trained = len(optimizers) > before
     models += [_Model(within, name, child, is_trained) for name, child in own.items()]
     for name, child in rest.copy().items() if within is None else ():
-        if isinstance(child, Mapping) and any(_is_model(*item) for item in child.items()):
+        if not isinstance(child, Mapping):
+            continue
+        is_alone = not (optimizers or models)  # an optimizer saved without its model
+        if any(_is_model(*item) or (is_alone and _is_optimizer(*item)) for item in child.items()):
             inner_rest = _sort(child, optimizers, models, name)
             del rest[name]
             rest |= {name: inner_rest} if inner_rest else {}
@@ -228,6 +231,10 @@ def _several(names: Sequence[str], path: str) -> LossError:
         found=", ".join(names),
         hint="load it with torch.distributed.checkpoint, and save each model with its optimizer by itself",
     )
+
+
+def _is_optimizer(name: Any, node: Any) -> bool:
+    return is_optimizer(node, is_called_so=name in OPTIMIZER_NAMES)
 
 
 def _is_model(name: Any, node: Any) -> bool:

@@ -1,0 +1,85 @@
+"""Half checkpoints: optimizer states without the model of the same save.
+
+No engine can resume from one, and a conversion would write a model without tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from ckpt.base.errors import CkptError, CorruptError, HalfError
+from ckpt.move.listing import folders_in, names_in
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
+from ckpt.run_folder.steps import ANY_STEP
+
+#: Torch files that hold an optimizer alone, as HF Trainer, Accelerate and Megatron-LM name them.
+_OPTIMIZER_FILE = re.compile(r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)")
+_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$")
+_MAX_FOLDERS = 50  # to search for the model
+
+
+def check_holds_model(checkpoint: Checkpoint) -> None:
+    """Raise HalfError for optimizer states without a model, CorruptError for a checkpoint without tensors."""
+    if holds_model(checkpoint):
+        return
+    if not (checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread):
+        raise CorruptError("the checkpoint holds no tensors", path=checkpoint.path)
+    raise with_hint(optimizer_alone(Path(checkpoint.path)), {fqn for fqn, _ in checkpoint.tensors})
+
+
+def holds_model(checkpoint: Checkpoint) -> bool:
+    """Return True if `checkpoint` has at least one tensor of a model."""
+    return any(role in MODEL_ROLES for _, role in checkpoint.tensors)
+
+
+def check_optimizer_files(path: Path) -> None:
+    """Raise HalfError if `path` is an optimizer's torch file, or a folder with one and no model that can be read."""
+    names = names_in(path) if path.is_dir() else [path.name]
+    if any(map(_OPTIMIZER_FILE.fullmatch, names)):
+        raise with_hint(optimizer_alone(path))
+
+
+def optimizer_alone(path: Path) -> HalfError:
+    """Return the error for a file or folder with nothing but optimizer states."""
+    what = "folder" if path.is_dir() else "file"
+    return HalfError(f"this {what} holds only optimizer states", path=path, expected="a model")
+
+
+def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
+    """Add the place of the model to `error`; `trained` are the names of the optimizer's parameters, if known."""
+    model = next(_models_around(Path(error.path or ""), {*trained}), None)
+    if model is None:
+        error.hint = "give the folder that holds the model of this save, or a whole step of the run"
+    else:
+        error.hint = f"the model is in {model}: give that folder"
+    return error
+
+
+def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
+    """Yield folders with the model of `path`: around a file, in a folder, and next to a folder named as an optimizer.
+
+    Other folders next to it, as other steps of the run, hold other models.
+    """
+    if path.is_file():
+        places = [path.parent]
+    else:
+        beside = folders_in(path.parent) if _OPTIMIZER_FOLDER.search(path.name) else []
+        places = [one for one in (*folders_in(path), *beside) if one != path and not ANY_STEP.fullmatch(one.name)]
+    for place in islice(places, _MAX_FOLDERS):
+        with suppress(CkptError):
+            found = _read(place)
+            if found and holds_model(found) and trained <= {fqn for fqn, _ in found.tensors}:
+                yield place
+
+
+def _read(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that `folder` itself is."""
+    for one in registry.all_formats():
+        if one.reads and one.find(folder, None) == folder:
+            return one.read(folder, ReadRequest())
+    return None

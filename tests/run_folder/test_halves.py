@@ -1,0 +1,124 @@
+"""`ckpt/run_folder/halves.py`: optimizer states without their model are half a checkpoint, for every command."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt import api
+from ckpt.errors import CorruptError, HalfError
+from tests.support.commands import ckpt
+from tests.support.dcp_folders import save
+
+FIXTURES = Path("fixtures")
+STATE = {"exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2), "step": torch.tensor(1.0)}
+OPTIMIZER = {"state": {"w": STATE}, "param_groups": [{"params": ["w"], "lr": 0.1}]}
+FLAT = {**{f"state.w.{name}": value for name, value in STATE.items()}, "param_groups.w.lr": 0.1}
+
+
+def _without(fixture: str, pattern: str) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        shutil.copytree(FIXTURES / fixture, folder)
+        for gone in list(folder.rglob(pattern)):
+            shutil.rmtree(gone) if gone.is_dir() else gone.unlink()
+        return folder
+
+    return make
+
+
+def _torch_file(name: str, root: object) -> Callable[[Path], Path]:
+    def make(folder: Path) -> Path:
+        folder.mkdir()
+        torch.save(root, folder / name)
+        return folder if name.startswith("optimizer") else folder / name
+
+    return make
+
+
+HALVES: dict[str, Callable[[Path], Path]] = {
+    "Accelerate's pair": lambda folder: save({"optimizer": OPTIMIZER}, folder / "optimizer_0").parent,
+    "Accelerate's folder": lambda folder: save({"optimizer": OPTIMIZER}, folder / "optimizer_0"),
+    "DCP": lambda folder: save({"optim": FLAT}, folder),
+    "DCP in a folder": lambda folder: save({"app": {"optimizer": OPTIMIZER}}, folder / "inner").parent,
+    "verl": _without("verl-fsdp2", "model_world_size*"),
+    "HF Trainer": _without("trainer-plain/checkpoint-2", "model.safetensors"),
+    "Axolotl": _without("axolotl-fsdp2/outputs/gpt-oss-out/checkpoint-2", "pytorch_model_fsdp_0"),
+    "Accelerate's torch file": _torch_file("optimizer.bin", OPTIMIZER),
+    "a torch file": _torch_file("state.pt", OPTIMIZER),
+    "a bundle": _torch_file("state.pt", {"epoch": 3, "optimizer": OPTIMIZER}),
+    "a bundle with an empty model": _torch_file("state.pt", {"model": {}, "optimizer": OPTIMIZER}),
+}
+
+
+@pytest.mark.parametrize("kind", HALVES)
+def test_no_command_makes_a_checkpoint_from_optimizer_states_alone(kind: str, tmp_path: Path) -> None:
+    place, out = HALVES[kind](tmp_path / "source"), tmp_path / "out"
+    for to in ("hf", "full", "dcp", "zero2", "universal", "fsdp-ranks"):
+        done = ckpt("convert", "auto", to, place, "-o", out)
+        assert done.code == HalfError.exit_code, done.err
+        assert "holds only optimizer states" in done.err
+        assert not out.exists()
+    for extra in ((), ("--model-only",), ("--format", "hf")):
+        done = ckpt("resume", place, *extra)
+        assert (done.code, done.out) == (HalfError.exit_code, "")
+        assert "holds only optimizer states" in done.err
+    checked = ckpt("check", place)
+    assert checked.code == CorruptError.exit_code
+    assert "half a checkpoint" in checked.out and "every part of every tensor" not in checked.out
+
+
+def test_the_hint_names_the_model_of_the_same_save(tmp_path: Path) -> None:
+    save({"model": {"w": torch.ones(2)}}, tmp_path / "model")
+    save({"optimizer": OPTIMIZER}, tmp_path / "optimizer")
+    with pytest.raises(HalfError) as caught:
+        api.plan(tmp_path / "optimizer", "hf")
+    assert caught.value.hint == f"the model is in {tmp_path / 'model'}: give that folder"
+    assert ckpt("convert", "auto", "hf", tmp_path / "model", "-o", tmp_path / "out").code == 0
+
+
+def test_the_hint_names_no_model_of_another_save(tmp_path: Path) -> None:
+    save({"model": {"v": torch.ones(2)}}, tmp_path / "model")
+    save({"optimizer": OPTIMIZER}, tmp_path / "optimizer")
+    with pytest.raises(HalfError) as caught:
+        api.plan(tmp_path / "optimizer", "hf")
+    assert str(tmp_path) not in (caught.value.hint or "")
+
+
+def test_an_optimizers_file_next_to_its_model_is_half(tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
+    done = ckpt("convert", "auto", "hf", step / "optimizer.pt", "-o", tmp_path / "out")
+    assert done.code == HalfError.exit_code
+    assert f"the model is in {step}: give that folder" in done.err
+    assert ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out").code == 0
+
+
+def test_a_half_step_is_passed_over_with_a_note(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
+    save({"optimizer": OPTIMIZER}, tmp_path / "checkpoint-4" / "optimizer_0")
+    done = ckpt("resume", tmp_path)
+    assert done.code == 0
+    assert done.out.strip() == str(tmp_path / "checkpoint-2")
+    assert "checkpoint-4 is skipped" in done.err
+
+
+def test_a_checkpoint_without_tensors_is_never_converted(tmp_path: Path) -> None:
+    (model := tmp_path / "model").mkdir()
+    save_file({}, model / "model.safetensors")
+    (model / "config.json").write_text("{}")
+    done = ckpt("convert", "auto", "hf", model, "-o", tmp_path / "out")
+    assert done.code == CorruptError.exit_code and "holds no tensors" in done.err
+    assert ckpt("check", model).code == CorruptError.exit_code
+
+
+def test_resume_refuses_a_format_without_optimizer(tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
+    done = ckpt("resume", step, "--format", "hf")
+    assert done.code == 6 and "can't hold the optimizer" in done.err
+    assert "--model-only" in done.err
+    assert ckpt("resume", step, "--format", "hf", "--model-only").code == 0
+    assert ckpt("resume", step).out.strip() == str(step)
