@@ -72,12 +72,12 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
         places = [one for one in (*folders_in(path), *beside) if one != path and not ANY_STEP.fullmatch(one.name)]
     for place in islice(places, _MAX_FOLDERS):
         with suppress(CkptError):
-            found = _read(place)
+            found = _checkpoint_of(place)
             if found and holds_model(found) and trained <= {fqn for fqn, _ in found.tensors}:
                 yield place
 
 
-def _read(folder: Path) -> Checkpoint | None:
+def _checkpoint_of(folder: Path) -> Checkpoint | None:
     """Return the checkpoint that `folder` itself is."""
     for one in registry.all_formats():
         if one.reads and one.find(folder, None) == folder:
