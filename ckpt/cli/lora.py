@@ -44,6 +44,7 @@ class MergeOptions:
     ] = False
     expert_layout: opt.ExpertLayoutOption = None
     adapter_slot: opt.AdapterSlotOption = None
+    ignore_file: opt.IgnoreFileOption = None
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def merge_lora(
         seed=combining.seed,
         **vars(merged),
         workers=workers,
+        ignored=parts.ignore_file or (),
     )
     if to is not None and not outcome.dry_run:
         from ckpt.hub.push import check_room

@@ -78,6 +78,14 @@ ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size
 WorkersOption = Annotated[
     int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
 ]
+IgnoreFileOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--ignore-file",
+        metavar="NAME",
+        help="Leave out this file next to the adapter, though it holds trained weights. Can be given several times.",
+    ),
+]
 ExpertLayoutOption = Annotated[
     ExpertLayout | None,
     typer.Option(

@@ -50,6 +50,7 @@ class Claimed:
         ),
     ] = None
     expert_layout: opt.ExpertLayoutOption = None
+    ignore_file: opt.IgnoreFileOption = None
 
 
 def verify(
@@ -81,7 +82,7 @@ def verify(
     from ckpt import api
 
     api.check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **vars(sides))
-    if claimed.adapter or claimed.expert_layout:
+    if claimed.adapter or claimed.expert_layout or claimed.ignore_file:
         others = {"--only": only != "all", "--cast": cast, "--run": run, "--loads": loads, "--html": bool(page.html)}
         _verify_merge(
             a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
@@ -139,6 +140,7 @@ def _verify_merge(
             merged,
             claimed.adapter,
             expert_layout=claimed.expert_layout,
+            ignore_files=claimed.ignore_file or (),
             format=sides.from_b,
             tag=sides.tag_b,
             config=sides.config,

@@ -16,6 +16,8 @@ import numpy as np
 from ckpt import api
 from ckpt.base.errors import printable
 from ckpt.base.text import counted
+from ckpt.lora.neighbours import unread
+from ckpt.plan.checkpoint import Checkpoint
 
 if TYPE_CHECKING:
     import torch
@@ -177,9 +179,16 @@ class MergedModel(api.Converted):
 
 @dataclass(frozen=True, repr=False)
 class Merge(api.Conversion):
-    """A conversion that merges adapters; `noted` has what it did to the weights that it has computed."""
+    """A conversion that merges `adapters`; `noted` has what it did to the weights that it has computed."""
 
     noted: Noted = field(default_factory=lambda: Noted(0))
+    adapters: tuple[Checkpoint, ...] = ()
+
+    def to_json(self, destination: str | None = None) -> dict[str, Any]:
+        """Return the report of the conversion, with the unread files of the adapters' folders."""
+        report = super().to_json(destination)
+        found = [one.to_json() for adapter in self.adapters for one in unread(adapter)]
+        return {**report, "not_read": [*report["not_read"], *found]}
 
     def write(self, output: Any, **options: Any) -> MergedModel:
         """Run it, as any conversion, and say what it did."""

@@ -65,6 +65,12 @@ class Factor:
     def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
         return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of, choice=choice)
 
+    @property
+    def file(self) -> str | None:
+        """The file that stores the tensor, or None if it is computed."""
+        fragments = self.choice.tensor.fragments() if self.choice else ()
+        return next((one.extent.path for one in fragments), None)
+
     def rounded(self, dtype: DType) -> Factor:
         """The same in another dtype."""
 

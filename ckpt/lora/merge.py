@@ -151,8 +151,9 @@ def _plan(
     notes = (*notes, *merge.notes(), *target.notes)
     left_out = dict.fromkeys(line for one in given for line in training_left_out(one.checkpoint))
     target = replace(target, notes=notes, dropped=(*left_out, *target.dropped))
-    merged = _with_sources(merged, [c for one in given for c in (one.checkpoint, *one.others)])
-    return Merge(make_plan(merged, target, carries_optimizer=False), resources, "hf", base, merge.noted)
+    sources = [checkpoint for one in given for checkpoint in (one.checkpoint, *one.others)]
+    conversion = make_plan(_with_sources(merged, sources), target, carries_optimizer=False)
+    return Merge(conversion, resources, "hf", base, merge.noted, tuple(sources))
 
 
 def is_merged(tensor: Tensor) -> bool:
@@ -385,7 +386,9 @@ class _Merge:
         target = f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
         owner = self.base.ties.get(target, target)
         if owner not in self.chosen:
-            raise _misfit(adapter, fqn, "a parameter of the base", "none of this name")
+            raise _misfit(
+                replace(adapter, path=factor.file or adapter.path), fqn, "a parameter of the base", "none of this name"
+            )
         is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
         if ".base_layer." not in fqn and is_copied and not _ties_copies(adapter.config):
             # the module is a copy of the base's, which no longer shares its weight with another

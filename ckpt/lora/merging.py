@@ -14,6 +14,7 @@ from ckpt.lora import light
 from ckpt.lora.effect import Merge, MergedModel
 from ckpt.lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
 from ckpt.lora.merge import plan
+from ckpt.lora.neighbours import without_ignored
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
@@ -34,6 +35,7 @@ def planned(
     max_shard_size: str,
     names: str,
     workers: int,
+    ignored: Sequence[str] = (),
 ) -> tuple[Merge, Sequence[Adapter]]:
     """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
     if adapter_weights is None and any(one is not None for one in (combination, density, seed)):
@@ -46,6 +48,7 @@ def planned(
     model, cast = open_base(adapters[0], base, accept=accept_base, config=config), CASTABLE.get(dtype)
     if dequantize:
         model = api.dequantized(model, cast)
+    adapters = without_ignored(adapters, model, ignored)
     if adapter_weights is not None:
         from ckpt.lora.combine import combine
 
@@ -65,6 +68,7 @@ def merge_lora(
     accept_base: bool = False,
     expert_layout: ExpertLayout | None = None,
     adapter_slot: str | None = None,
+    ignore_files: Sequence[str] = (),
     adapter_weights: Sequence[float] | None = None,
     combination: str | None = None,
     density: float | None = None,
@@ -87,6 +91,9 @@ def merge_lora(
     the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
     not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
     Unsloth before 2026.9.6, where nothing records it.  `adapter_slot` is for `ckpt.open`.
+
+    Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head;
+    `ignore_files` names files to leave out.
     """
     api.WORKERS.check(workers)
     light.load_ahead()
@@ -110,6 +117,7 @@ def merge_lora(
         max_shard_size=max_shard_size,
         names=names,
         workers=workers,
+        ignored=ignore_files,
     )
     how = {"overwrite": overwrite, "restart": restart, "progress": progress}
     return conversion.write(output, manifest=manifest, verify=verify, **how)

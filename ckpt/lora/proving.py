@@ -22,8 +22,10 @@ from ckpt.base.typed import typed
 from ckpt.lora.effect import Effects
 from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.lora.merge import is_merged, plan
+from ckpt.lora.neighbours import unread, without_ignored
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.run_folder import not_read
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import stated_otherwise
 
@@ -147,6 +149,7 @@ def verify_merge(
     adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     expert_layout: ExpertLayout | None = None,
+    ignore_files: Sequence[str] = (),
     format: str = "auto",
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
@@ -158,7 +161,8 @@ def verify_merge(
     Both models may be of any format; `format`, `tag` and `config` are for the merged one, and `config` for a base that
     has none too.  Adapters are given as for `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a
     note says so, and where the configs of the two models differ.  `expected` is told first of how many bytes `progress`
-    will be told.  Raises LossError where an adapter does not fit the base.
+    will be told.  Raises LossError where an adapter does not fit the base, or if a file in its folder holds trained
+    weights that are not merged; `ignore_files` names files to leave out.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     known = {"base": fspath(base), "base_config": None if config is None else fspath(config)}
@@ -167,12 +171,14 @@ def verify_merge(
         raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
     model, notes = _base(found[0], fspath(base), known["base_config"])
     other = api.open(merged, format, tag=tag, config=config)
+    found = without_ignored(found, model, ignore_files)
     dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
     if api.quantized_parts(model) and not api.quantized_parts(other):
         model = api.dequantized(model, dtype)
         notes.append("the quantized weights of the base are compared by their plain values")
     if dtype is not None:
         notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
+    notes += not_read.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
     for entry, a, b in stated_otherwise(model.config, other.config):
         notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
     merge = plan(found, model, Layout(dtype, names="own"))

@@ -20,6 +20,7 @@ from ckpt.base.errors import CkptError, printable
 from ckpt.move.listing import entries_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER
 from ckpt.run_folder.companions import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
 from ckpt.run_folder.steps import ANY_STEP, RECORDS
 
@@ -103,7 +104,9 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
     """
     root = Path(checkpoint.path)
     if not root.is_dir():
-        return ()
+        if not checkpoint.is_adapter:
+            return ()
+        root = root.parent
     files = {
         os.path.relpath(file.path, root) for file in checkpoint.files if os.path.isabs(file.path) == root.is_absolute()
     }
@@ -115,7 +118,7 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
     return (
         *found,
         *_unread_folders(root, own, {*folders, *(one.name.rstrip("/") for one in found)}),
-        *_next_to(checkpoint),
+        *_next_to(checkpoint, root),
     )
 
 
@@ -124,17 +127,18 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
     for name in (entry.name for entry in entries if entry.size is None):
         if name in known or name.startswith(".") or ANY_STEP.fullmatch(name):
             continue
-        if any(one.kind == STATE for one in judged(_listed(root, name), (), partial(_ends_in, root))):
+        if (root / name / ADAPTER).is_file():
+            yield NotRead(f"{name}/", OTHER, "another adapter")
+        elif any(one.kind == STATE for one in judged(_listed(root, name), (), partial(_ends_in, root))):
             yield NotRead(f"{name}/", OTHER, "a folder whose files hold tensors")
 
 
-def _next_to(checkpoint: Checkpoint) -> Iterator[NotRead]:
-    """Yield files with tensors in the folders around the checkpoint's own, the nearest first.
+def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
+    """Yield files with tensors in the folders around `root`, the checkpoint's own, the nearest first.
 
     Files of the same step are its training state.  A run's folder may hold anything, and its other models are not
     part of the step.
     """
-    root = Path(checkpoint.path)
     opened = {file.path for file in checkpoint.files}
     for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
         if folder == root or not root.is_relative_to(folder) or not folder.is_dir():

@@ -24,7 +24,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import weight_files
 from ckpt.move.files import confined
-from ckpt.move.source import read_file
+from ckpt.move.source import open_stream, read_file
 from ckpt.plan.checkpoint import (
     MODEL_ROLES,
     OWN,
@@ -36,8 +36,9 @@ from ckpt.plan.checkpoint import (
     Target,
     TargetFile,
 )
+from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import describe
-from ckpt.plan.tensors import Extent, Tensor, Whole
+from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.run_folder.adapter_config import is_of_mlx, parse_config, settings_of
 from ckpt.run_folder.companions import CONFIG, companions, dump_config, read_object
@@ -53,6 +54,9 @@ TORCH = "adapter_model.bin"
 #: mlx-lm's: lora_a [in, r] and lora_b [r, out], PEFT's factors with rows and columns exchanged.
 MLX = "adapters.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
+#: Parameters that LLaVA's scripts, and those for Qwen2-VL after them, train in full next to an adapter. Their names
+#: are PEFT's names in training.
+TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
 #: Axolotl 0.19 writes such names under FSDP2 with `activation_checkpointing`.
 _WRAPPED = (
@@ -85,6 +89,10 @@ class Peft(Format):
         sources.add(file)
         extents, wrapped = _stored(file)
         _check_pairs(extents, file)
+        beside = [confined(folder, one) for one in TRAINED_IN_FULL if (folder / one).is_file()]
+        for one in beside:
+            sources.add(one)
+            extents |= _trained_in_full(one, extents)
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -94,7 +102,10 @@ class Peft(Format):
             is_adapter=True,
             namespace=OWN,
             folders=tuple(str(p) for p in (request.config, folder) if p is not None),
-            notes=(_WRAPPED.format(name, len(wrapped), wrapped[0]),) if wrapped else (),
+            notes=(
+                *([_WRAPPED.format(name, len(wrapped), wrapped[0])] if wrapped else ()),
+                *(f"{one.name} belongs to the adapter: parameters that were trained in full" for one in beside),
+            ),
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -177,6 +188,27 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
         stored = dict(_as_peft_names(fqn, extent, file) for fqn, extent in stored.items())
     names = clean_names(stored, str(file))
     return {names[fqn]: extent for fqn, extent in stored.items()}, [fqn for fqn in stored if names[fqn] != fqn]
+
+
+def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Extent]:
+    """Return the tensors of a file next to an adapter under the names of PEFT's files, without those in `known`.
+
+    Raise CorruptError if a tensor is in both files with other values.
+    """
+    parsed = ((fqn, adapter.parse_name(fqn), extent) for fqn, extent in _torch(file).items())
+    found = {fqn if name.kind == adapter.BASE else name.in_file: extent for fqn, name, extent in parsed}
+    for fqn in found.keys() & known.keys():
+        if _content(found[fqn]) != _content(known[fqn]):
+            raise CorruptError(
+                "the adapter's file and the file next to it hold different values of this tensor", path=file, fqn=fqn
+            )
+    return {fqn: extent for fqn, extent in found.items() if fqn not in known}
+
+
+def _content(extent: Extent) -> tuple[DType, Shape, bytes]:
+    with open_stream(Path(extent.path)) as stream:
+        stream.seek(extent.offset)
+        return extent.dtype, extent.shape, stream.read(extent.nbytes)
 
 
 def _safetensors(path: Path) -> dict[str, Extent]:
