@@ -44,19 +44,21 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
     names = {Path(one.name).name for _, files in found for one in files}
     names |= {_file_name(factor) for adapter in adapters for factor in adapter.factors.values()}
     if unknown := sorted(set(ignored) - names):
-        raise UsageError("no file of this name is in an adapter's folder", found=unknown[0], expected=_listed(names))
+        raise UsageError(
+            "no file of this name is in an adapter's folder", found=unknown[0], expected=_first_names(names)
+        )
     for adapter, files in found if any(files for _, files in found) else ():
         for one in files:
             path = Path(one.name)
             if path.parent == Path(os.path.normpath(adapter.folder)):
-                _check(adapter, base, path, one.kind, ignored)
+                _check_neighbour(adapter, base, path, one.kind, ignored)
     return [
         replace(one, factors={fqn: factor for fqn, factor in one.factors.items() if _file_name(factor) not in ignored})
         for one in adapters
     ]
 
 
-def _check(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
+def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
     """Raise LossError if the file holds trained weights that are in neither the adapter nor `ignored`."""
     if path.name in ignored or not path.is_file():
         return
@@ -76,7 +78,7 @@ def _check(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: C
         "a file next to the adapter holds trained weights that are not merged",
         path=path,
         expected="trained weights in the adapter's own file",
-        found=f"{counted(len(names), 'tensor')}: {_listed(names)}" if names else "tensors that no reader knows",
+        found=f"{counted(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
         hint=f"--ignore-file {path.name} leaves it out{where}",
     )
 
@@ -95,6 +97,6 @@ def _file_name(factor: Factor) -> str:
     return Path(factor.file or "").name
 
 
-def _listed(names: Iterable[str]) -> str:
+def _first_names(names: Iterable[str]) -> str:
     shown = sorted(names)
     return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")
