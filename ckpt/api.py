@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -78,17 +78,20 @@ def open(
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
     adapter_slot: str | None = None,
+    accept_settings: Sequence[str] | None = None,
 ) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
 
     `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
     Hub id; `replica` is the rank whose copy of replicated tensors is taken; `adapter_slot` is one of the adapters of a
-    run of MultiLoRA, `"1:8:16"`: its slot, and the rank and alpha that it was claimed with.  How the checkpoint was
-    found is in its `notes`.  Raises the errors of `ckpt.errors`.
+    run of MultiLoRA, `"1:8:16"`: its slot, and the rank and alpha that it was claimed with.  `accept_settings` names
+    recorded settings to ignore, though the target cannot hold them.  How the checkpoint was found is in its `notes`.
+    Raises the errors of `ckpt.errors`.
     """
     place = None if config is None else fspath(config)
     asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "adapter_slot": adapter_slot}
+    asked["accept_settings"] = accept_settings
     return OpenCheckpoint.of(open_checkpoint(fspath(path), format, **asked))
 
 
@@ -358,6 +361,7 @@ def plan(
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
     adapter_slot: str | None = None,
+    accept_settings: Sequence[str] | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
@@ -390,8 +394,13 @@ def plan(
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
+<<<<<<< HEAD
     checkpoint = opened(source, format, tag=tag, config=config, replica=replica, adapter_slot=adapter_slot)
     check_holds_model(checkpoint)
+=======
+    reading: dict[str, Any] = {"tag": tag, "config": config, "replica": replica, "adapter_slot": adapter_slot}
+    checkpoint = opened(source, format, accept_settings=accept_settings, **reading)
+>>>>>>> d037a4b5 (Read and write alternating gate and up rows of Megatron's experts)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     added: tuple[str, ...] = ()
@@ -484,6 +493,7 @@ def convert(
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
     adapter_slot: str | None = None,
+    accept_settings: Sequence[str] | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
@@ -514,6 +524,7 @@ def convert(
         config=config,
         replica=replica,
         adapter_slot=adapter_slot,
+        accept_settings=accept_settings,
         complete_from=complete_from,
         dtype=dtype,
         dequantize=dequantize,
@@ -596,6 +607,7 @@ def mount(
     format: str = AUTO,
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
+    accept_settings: Sequence[str] | None = None,
     dtype: Cast = "keep",
     dequantize: bool = False,
     max_shard_size: str = "5GB",
@@ -612,11 +624,12 @@ def mount(
     library()
     given: dict[str, Any] = {"format": format, "tag": tag, "config": config, "dtype": dtype, "dequantize": dequantize}
     given |= {"max_shard_size": max_shard_size, "world_size": world_size, **options}
-    conversion = plan(source, to, **given)
+    conversion = plan(source, to, accept_settings=accept_settings, **given)
     if view is not None:
         check_free(conversion, Path(view))
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in asked.items()]
+    flags += [f"--accept-setting={name}" for name in accept_settings or ()]
     return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
 
 
@@ -627,6 +640,7 @@ def hash(
     *,
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
+    accept_settings: Sequence[str] | None = None,
     dtype: Cast = "keep",
     workers: int = 0,
     progress: Progress | None = None,
@@ -637,7 +651,7 @@ def hash(
     bytes.
     """
     WORKERS.check(workers)
-    checkpoint = opened(source, format, tag=tag, config=config)
+    checkpoint = opened(source, format, tag=tag, config=config, accept_settings=accept_settings)
     return digests(checkpoint, dtype=CASTABLE.get(dtype), workers=workers, progress=progress)
 
 
@@ -655,6 +669,7 @@ def verify(
     tag_a: str | None = ...,
     tag_b: str | None = ...,
     config: str | PathLike[str] | None = ...,
+    accept_settings: Sequence[str] | None = ...,
     progress: Progress | None = ...,
     expected: Progress | None = ...,
 ) -> Report: ...
@@ -669,6 +684,7 @@ def verify(
     tag_a: str | None = ...,
     tag_b: str | None = ...,
     config: str | PathLike[str] | None = ...,
+    accept_settings: Sequence[str] | None = ...,
 ) -> RunReport: ...
 @overload
 def verify(a: str | PathLike[str], *, progress: Progress | None = ...) -> ManifestCheck: ...
@@ -689,6 +705,7 @@ def verify(
     tag_a: str | None = None,
     tag_b: str | None = None,
     config: str | PathLike[str] | None = None,
+    accept_settings: Sequence[str] | None = None,
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> Report | RunReport | ManifestCheck | Loading:
@@ -700,14 +717,16 @@ def verify(
     transformers loads the folder `a`, without data.  Of two checkpoints `expected` is told first of how many bytes
     `progress` will be told.
     """
-    sides = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
+    sides: dict[str, Any] = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
+    sides["accept_setting"] = accept_settings
     check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **sides)
     if b is None:
         place = local(a.path if isinstance(a, Checkpoint) else a)
         from ckpt.verify.manifest import check
 
         return check_loads(place) if loads else check(place, progress)
-    one, other = opened(a, from_a, tag=tag_a, config=config), opened(b, from_b, tag=tag_b, config=config)
+    both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
+    one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
     if run:
         return verify_runs(one, other)
     from ckpt.verify.pairs import verify as verify_same_names
@@ -732,6 +751,7 @@ def diff(
     tag_a: str | None = None,
     tag_b: str | None = None,
     config: str | PathLike[str] | None = None,
+    accept_settings: Sequence[str] | None = None,
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> Diff:
@@ -743,7 +763,8 @@ def diff(
     from ckpt.verify.changes import Tolerance
     from ckpt.verify.diff import diff as diff_same_names
 
-    one, other = opened(a, from_a, tag=tag_a, config=config), opened(b, from_b, tag=tag_b, config=config)
+    both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
+    one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
     one, other, notes = _as_pair(one, other)
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
     found = diff_same_names(one, other, only=only, tolerance=tolerance, progress=progress, expected=expected)

@@ -37,6 +37,7 @@ class Read:
         int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
     ] = None
     adapter_slot: opt.AdapterSlotOption = None
+    accept_setting: opt.AcceptSettingOption = None
     complete_from: Annotated[
         str | None,
         typer.Option(
@@ -122,6 +123,7 @@ def convert(
                 config=config,
                 replica=read.replica,
                 adapter_slot=read.adapter_slot,
+                accept_settings=read.accept_setting,
                 complete_from=read.complete_from,
                 **vars(precision),
                 **vars(sharding),

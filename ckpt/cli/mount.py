@@ -26,9 +26,7 @@ def mount(
     ],
     path: opt.PathArgument,
     view: Annotated[Path, typer.Argument(metavar="VIEW", help="An empty folder, or the name of a new one.")],
-    format: opt.FormatOption = "auto",
-    tag: opt.TagOption = None,
-    config: opt.ConfigOption = None,
+    reading: opt.ReadOptions,
     precision: opt.Precision,
     sharding: opt.Sharding,
     foreground: Annotated[
@@ -53,7 +51,15 @@ def mount(
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
     conversion = api.plan(
-        path, target, format=format, tag=tag, config=config, **vars(precision), **vars(sharding), **options
+        path,
+        target,
+        format=reading.format,
+        tag=reading.tag,
+        config=reading.config,
+        accept_settings=reading.accept_setting,
+        **vars(precision),
+        **vars(sharding),
+        **options,
     )
     check_free(conversion, view)  # from here on the messages hold: another process will serve the files
     say_source(conversion.source, quiet=quiet)

@@ -31,7 +31,7 @@ DIFFERENT = 1
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
     "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
-    "expert_layout adapter_slot model_only",
+    "expert_layout adapter_slot accept_setting model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast rtol atol loads every_byte "
     "weights combination density seed",
@@ -101,6 +101,14 @@ AdapterSlotOption = Annotated[
         help="The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
     ),
 ]
+AcceptSettingOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-setting",
+        metavar="NAME",
+        help="Ignore this recorded setting, though it changes the model and the target cannot hold it. Repeatable.",
+    ),
+]
 DequantizeOption = Annotated[
     bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
 ]
@@ -114,6 +122,16 @@ VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print ever
 
 
 # Groups of options, which a command takes as one argument each (`with_options`).
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for the checkpoint that is read."""
+
+    format: FormatOption = "auto"
+    tag: TagOption = None
+    config: ConfigOption = None
+    accept_setting: AcceptSettingOption = None
 
 
 @dataclass(frozen=True)

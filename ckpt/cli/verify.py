@@ -35,6 +35,7 @@ class Sides:
     tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None
     tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None
     config: opt.ConfigOption = None
+    accept_setting: opt.AcceptSettingOption = None
 
 
 @dataclass(frozen=True)
@@ -182,8 +183,8 @@ def _opened(a: Path, b: Path, sides: Sides, quiet: bool) -> tuple[Checkpoint, Ch
     """Both checkpoints, after saying what they are."""
     from ckpt import api
 
-    one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config)
-    other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config)
+    one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config, accept_settings=sides.accept_setting)
+    other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config, accept_settings=sides.accept_setting)
     say_source(one, "A: ", quiet=quiet)
     say_source(other, "B: ", quiet=quiet)
     return one, other
@@ -233,6 +234,7 @@ def hash_(
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
+    accept_setting: opt.AcceptSettingOption = None,
     dtype: Annotated[
         opt.DType,
         typer.Option(
@@ -249,7 +251,7 @@ def hash_(
     """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
     from ckpt import api
 
-    checkpoint = api.open(path, format, tag=tag, config=config)
+    checkpoint = api.open(path, format, tag=tag, config=config, accept_settings=accept_setting)
     say_source(checkpoint, quiet=quiet)
     with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
         found = api.hash(checkpoint, dtype=dtype, workers=workers, progress=meter)

@@ -260,6 +260,8 @@ class Checkpoint:
     adapter_config: Mapping[str, Any] | None = None
     #: Which one it is of the adapters that a run holds beside each other.
     adapter_slot: AdapterSlot | None = None
+    #: Recorded settings that the user has accepted, though the target cannot hold them.
+    accepted: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
     #: The places in which the run's other files (config, tokenizer) may stand, nearest first.
     folders: tuple[str, ...] = ()
@@ -351,12 +353,14 @@ class AdapterSlot:
 class ReadRequest:
     """What the user said about the source: `tag` of the step folder, and the folder or file of the model's config.
 
-    `adapter_slot` is which adapter is meant of a run that holds several.
+    `adapter_slot` is which adapter is meant of a run that holds several.  `accepted` are names of recorded settings to
+    ignore.
     """
 
     tag: str | None = None
     config: Path | None = None
     adapter_slot: AdapterSlot | None = None
+    accepted: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise, zip_longest
@@ -55,6 +56,7 @@ def open_checkpoint(
     config: str | None = None,
     replica: int | None = None,
     adapter_slot: str | None = None,
+    accept_settings: Sequence[str] | None = None,
     unfinished: bool = False,
 ) -> Checkpoint:
     """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
@@ -67,7 +69,8 @@ def open_checkpoint(
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
     slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
-    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished, slot=slot)
+    accepted = frozenset(accept_settings or ())
+    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished, slot=slot, accepted=accepted)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             if checkpoint is None:
@@ -115,6 +118,7 @@ def _opened(
     training: bool = False,
     unfinished: bool = False,
     slot: AdapterSlot | None = None,
+    accepted: frozenset[str] = frozenset(),
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
@@ -127,11 +131,12 @@ def _opened(
                 "when it has, what it wrote is at its destination",
             )
             raise IncompleteError(what, path=path, hint=hint)
-        request = ReadRequest(tag, None if config is None else find_config(config), slot)
+        request = ReadRequest(tag, None if config is None else find_config(config), slot, accepted)
         try:
             checkpoint = _open_first(path, formats, request, training)
         except HalfError as error:
             raise with_hint(error) from None
+        checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
         return checkpoint and _with_number_held(_with_config(checkpoint, path, request))
 
 

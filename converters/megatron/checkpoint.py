@@ -23,7 +23,7 @@ from converters.names.megatron.told import check_args
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     """Describe the checkpoint of one iteration."""
-    reading = MegatronReading(path)
+    reading = MegatronReading(path, accepted=request.accepted)
     files = read_ranks(reading)
     optimizers = read_optimizers(reading, files)
     tensors = reading.tensors()
@@ -44,7 +44,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         config=read_config(folders),
         folders=tuple(str(p) for p in folders if p.is_dir()),
         notes=(*reading.notes, *reading.sources.notes),
-        facts=MegatronFacts(reading.own_module_order),
+        facts=MegatronFacts(reading.own_module_order, blocks=reading.blocks),
     )
     check_args(reading.args, checkpoint.shapes, path)
     return checkpoint

@@ -10,12 +10,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
+from ckpt.containers.torchfile.write import FromSource
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key, Layout
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, contiguous_strides
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Rank, Stages, expert_range
 from converters.names.megatron.model.spelling import (
     EMBEDDING,
@@ -32,7 +35,16 @@ from converters.names.megatron.model.spelling import (
     registered,
     split_layer,
 )
-from converters.names.megatron.model.splits import Split, known_split, packed, rank_boxes, rank_shape, sections_of
+from converters.names.megatron.model.splits import (
+    GateBlocks,
+    Split,
+    in_model_order,
+    known_split,
+    packed,
+    rank_boxes,
+    rank_shape,
+    sections_of,
+)
 from converters.names.megatron.options import MegatronOptions
 
 #: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
@@ -138,6 +150,11 @@ class MegatronModel:
     @property
     def tied(self) -> bool:
         return OUTPUT not in self.chosen
+
+    @property
+    def blocks(self) -> GateBlocks:
+        """GateBlocks in which the ranks keep gate and up rows."""
+        return self.checkpoint.facts_of(MegatronFacts).blocks
 
     @cached_property
     def sees(self) -> bool:
@@ -259,8 +276,19 @@ class MegatronModel:
             yield OUTPUT, EMBEDDING, not self.stages.has_mtp(pp, vp)
 
     def _listed(self, own: str, fqn: str, shared: bool) -> _Listed:
-        split = known_split(fqn, sections=self.sections(fqn), local_spec=self.spelling.local_spec)
+        block = self.blocks.of(fqn)
+        split = known_split(fqn, sections=self.sections(fqn), local_spec=self.spelling.local_spec, block=block)
         return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
+
+    def fill(self, key: Key, box: Box) -> tuple[FromSource, ...]:
+        """Return the source of `box` of a tensor that is stored whole, with its ranks' gate and up rows in blocks."""
+        fqn, shape = key[0], self.checkpoint.tensors[key].shape
+        block = self.blocks.of(fqn)
+        if block is None:
+            return (FromSource(key, box),)
+        each, size = prod(box.sizes[1:]), self.grid.etp if is_expert(fqn) else self.grid.tp
+        parts = in_model_order(box, shape[0], size, block)
+        return tuple(FromSource(key, inner, own.offsets[0] * each) for own, inner in parts)
 
     def sections(self, fqn: str) -> tuple[int, ...]:
         """The sections of a tensor's rows: see `splits.sections_of`."""

@@ -44,6 +44,7 @@ from converters.names.megatron.model.spelling import (
 from converters.names.megatron.model.splits import (
     COLUMNS,
     GATED,
+    GateBlocks,
     Split,
     full_shape,
     has_qkv_in_blocks,
@@ -126,12 +127,18 @@ class MegatronReading:
     notes: list[str] = field(default_factory=list)
     own_module_order: bool = False
     in_larger: bool = False
+    accepted: Collection[str] = ()
     raw_names: set[str] = field(default_factory=set)
 
     @property
     def tied(self) -> bool:
         """Whether the output layer is the embedding."""
         return not self.args.get("untie_embeddings_and_output_weights")
+
+    @cached_property
+    def blocks(self) -> GateBlocks:
+        """GateBlocks in which the ranks keep gate and up rows; read it after the arguments."""
+        return GateBlocks.of_args(self.args, self.accepted)
 
     def load(self, path: Path) -> Mapping[Any, Any]:
         root = self.sources.root(path)
@@ -513,7 +520,8 @@ class _Chunk:
         grid, rank = self.reading.grid, self.rank
         sections = sections_of(name, self._shape, gated=bool(self.reading.args.get("swiglu")))
         where = {"path": self.path, "rank": rank.number, "fqn": name}
-        split = known_split(canonical, sections=sections, local_spec=self.spelling.local_spec, **where)
+        block = self.reading.blocks.of(canonical)
+        split = known_split(canonical, sections=sections, local_spec=self.spelling.local_spec, block=block, **where)
         size, number = (grid.etp, rank.etp) if is_expert(canonical) else (grid.tp, rank.tp)
         full = full_shape(split, shape, size)
         return Held(canonical, full, pieces_of(split, full, size, number))
@@ -535,7 +543,8 @@ class _Chunk:
                 "grouped experts do not divide by their number", fqn=match[0], found=f"{list(value.shape)}"
             )
         gated = first and width * count == 2 * other.shape[0]
-        split = Split(0, GATED if gated else (1,)) if first else COLUMNS
+        block = self.reading.blocks.routed if gated else None
+        split = Split(0, GATED if gated else (1,), block) if first else COLUMNS
         shape = full_shape(split, (width, hidden) if first else (hidden, width), self.reading.grid.etp)
         strides = (1, width) if first else (1, hidden)
         for expert in range(count):

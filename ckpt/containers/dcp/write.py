@@ -162,14 +162,16 @@ class Writing:
             rank = number if len(boxes) > 1 else self._emptiest(tensor.dtype.itemsize * box.numel)
             self.pieces.append((rank, _Item(key, box, new)))
 
-    def add_tiles(self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, FromSource]]) -> None:
+    def add_tiles(
+        self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, tuple[FromSource, ...]]]
+    ) -> None:
         """Add a tensor whose boxes come from several tensors of the source."""
         self.paths[key] = (key,)
         boxes = []
-        for box, source in tiles:
+        for box, fill in tiles:
             boxes.append(box)
             rank = self._emptiest(dtype.itemsize * box.numel)
-            self.pieces.append((rank, _Item(key, box, NewTensor(dtype, box.sizes, (source,)))))
+            self.pieces.append((rank, _Item(key, box, NewTensor(dtype, box.sizes, fill))))
         self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:

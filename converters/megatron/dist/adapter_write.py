@@ -145,7 +145,7 @@ def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choi
     tiles = [
         (
             Box((*index, first, *(0,) * len(tail)), ((1,) * len(index)) + (number, *tail)),
-            FromSource(chosen[fqn].key, Box((place, *(0,) * len(tail)), (number, *tail))),
+            (FromSource(chosen[fqn].key, Box((place, *(0,) * len(tail)), (number, *tail))),),
         )
         for index, fqn in sorted(of.fqns.items())
         for first, place, number in stored_rows(name, kind, of.shape[0], run)

@@ -35,6 +35,7 @@ from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import BridgeRun, MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
+from converters.names.megatron.model.splits import GateBlocks
 from converters.names.megatron.told import check_args
 
 
@@ -42,7 +43,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
     """Describe the checkpoint of one iteration."""
     is_adapter, bridge = False, None
     if is_iteration(path):
-        reading = read_folder(path)
+        reading = read_folder(path, request.accepted)
         is_adapter = has_adapter(fqn for fqn, _ in reading.placed)
         if not is_adapter and (path / NEMOS_BASE).is_file():
             raise NotFoundError(
@@ -54,9 +55,9 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         bridge = None if is_adapter or reading.args or is_nemo(path) else _read_bridges(reading)
         optimizers = without_optimizer(reading) if is_adapter else read_optimizer(reading)
     elif is_torch_dcp_iteration(path):
-        reading, optimizers = torch_dcp.read_folder(path)
+        reading, optimizers = torch_dcp.read_folder(path, request.accepted)
     else:
-        reading, optimizers = megatron_fsdp.read_folder(path)
+        reading, optimizers = megatron_fsdp.read_folder(path, request.accepted)
     tensors, computed = with_masters(reading.tensors(), path)
     parameters = [fqn for fqn, role in tensors if role in (WEIGHT, MASTER)]
     beside = [path / RUN_TOKENIZER, path / RUN_HF] if bridge else []
@@ -74,7 +75,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         files=tuple(reading.data.files.values()),
         framework="Megatron-Bridge" if bridge else "Megatron-LM" if reading.args else "megatron-core",
         world_size=world_size if type(world_size) is int and world_size > 0 else reading.data.ranks,
-        bound_to_ranks=reading.sharding in OF_BUFFERS,
+        bound_to_ranks=reading.sharding in OF_BUFFERS or reading.blocks != GateBlocks(),
         namespace=NAMESPACE,
         ties={OUTPUT: EMBEDDING} if EMBEDDING in parameters and OUTPUT not in parameters else {},
         state=read_state({**reading.common, **scales}, reading.args, optimizers, parameters, _per_rank(reading)),
@@ -90,6 +91,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         facts=MegatronFacts(
             own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are in no order
             bridge=bridge,
+            blocks=reading.blocks,
         ),
     )
     if is_adapter:

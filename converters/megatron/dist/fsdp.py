@@ -26,7 +26,7 @@ optimizer/distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`), distributed
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +63,13 @@ _LEGACY_EXPERTS = re.compile(r"\.mlp\.experts\.weight[12]$")
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
+def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
     """The folder of one iteration.
 
     Raises CorruptError for one that contradicts itself, LossError for one that does not hold all that was saved,
     NotFoundError for states that are stored in a way that is not read.
     """
-    stored = _SavedState.of(folder)
+    stored = _SavedState.of(folder, accepted)
     reading = stored.reading
     _note_model(stored)
     check_layers(reading)
@@ -105,8 +105,8 @@ class _SavedState:
     masters: set[str] = field(default_factory=set)
 
     @classmethod
-    def of(cls, folder: Path) -> _SavedState:
-        reading, metadata = DistReading(folder), read_metadata(folder)
+    def of(cls, folder: Path, accepted: Collection[str]) -> _SavedState:
+        reading, metadata = DistReading(folder, accepted=accepted), read_metadata(folder)
         _refuse_flat(metadata)
         found, steps = reading.data.read(metadata), metadata.steps
         reading.data.count_ranks(folder)
@@ -227,7 +227,7 @@ def _note(stored: _SavedState, name: TensorKey, role: str, tensor: FoundTensor, 
     if name.half is None and (size := _tensor_ranks(stored, name.name, shape)) > 1:
         placed = list(_by_halves(stored, tensor, size))
     parts = [(inner, place) for box, extent in placed for _, inner, place in name.parts(shape, box, extent)]
-    stored.reading.add((name.name, role), name.shape(shape), tensor.entry.dtype, parts, copy)
+    stored.reading.add_stored((name.name, role), name.shape(shape), tensor.entry.dtype, parts, copy)
 
 
 def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:

@@ -53,6 +53,7 @@ from converters.megatron.optimizer import (
     stepped_by,
 )
 from converters.megatron.remainders import are_gathered, refuse_gathered
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid, Rank
 from converters.names.megatron.model.spelling import Spelling, is_beside, is_expert, layer_kinds, split_layer
 
@@ -269,7 +270,8 @@ def _megatron_model(reading: DistReading) -> MegatronModel:
     """The model as its ranks held it."""
     tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
     state = TrainingState(args=dict(reading.args))
-    found = Checkpoint(str(reading.folder), "megatron-dist", tensors, (), namespace=MEGATRON, state=state)
+    facts = MegatronFacts(blocks=reading.blocks)
+    found = Checkpoint(str(reading.folder), "megatron-dist", tensors, (), namespace=MEGATRON, state=state, facts=facts)
     return describe_model(found, Layout())
 
 

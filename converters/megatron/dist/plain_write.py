@@ -20,10 +20,10 @@ from ckpt.base.errors import LossError, UsageError
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import SourceTensor, Writing, flatten
 from ckpt.containers.torchfile.values import Record
-from ckpt.containers.torchfile.write import FromSource, NewTensor, state_number
+from ckpt.containers.torchfile.write import NewTensor, state_number
 from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
-from ckpt.plan.tensors import Box
+from ckpt.plan.tensors import Box, Shape
 from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.steps import TRACKER
 from ckpt.state import adam
@@ -115,7 +115,7 @@ class _WholeOptimizer(RankOptimizers):
     """The optimizer of the only rank of a model, with tensors that are cut among those that share it."""
 
     def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
-        return SourceTensor(key, dtype, one.shape)
+        return _source(self.model, key, dtype, one.shape)
 
     def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
         return super()._state_of(one, step_in_group=False)  # torch's Adam asks for it here, whatever is in the group
@@ -148,7 +148,7 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
         )
     for one in chunk.tensors:
         choice = model.chosen[one.fqn]
-        yield ("model", one.name), SourceTensor(choice.key, choice.dtype, one.shape, choice.tensor.role != BUFFER)
+        yield ("model", one.name), _source(model, choice.key, choice.dtype, one.shape, choice.tensor.role != BUFFER)
     yield from ((("model", name), None) for name in chunk.extra)
     yield from flatten(_WholeOptimizer(model).of_rank([chunk]), ("optimizer",))
     yield from flatten(random, (RANDOM,))
@@ -177,11 +177,13 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
             )
         kept = (one.fqn, MASTER)  # there without an optimizer's states too: of SGD, or before the first step
         master = kept if kept in model.checkpoint.tensors else choice.key
-        yield from _halves(model, one, ("model", f"module.{one.name}"), {(): SourceTensor(master, FLOAT32, one.shape)})
+        yield from _halves(
+            model, one, ("model", f"module.{one.name}"), {(): _source(model, master, FLOAT32, one.shape)}
+        )
         if optimizer is None:
             continue
         states: dict[Path_, Any] = {
-            (role,): SourceTensor((one.fqn, role), optimizer.states[one.fqn][role].dtype, one.shape) for role in ADAM
+            (role,): _source(model, (one.fqn, role), optimizer.states[one.fqn][role].dtype, one.shape) for role in ADAM
         }
         if one.fqn in steps:
             states["step",] = state_number("step", steps[one.fqn])
@@ -202,16 +204,23 @@ def _halves(
     is_gated = model.args.get("swiglu") and (_FC1.fullmatch(one.name) or _GROUPED_FC1.fullmatch(one.name))
     for half, ending in enumerate(_HALF if is_gated else ("",)):
         for rest, leaf in leaves.items():
-            mine = _half(leaf, half) if is_gated and isinstance(leaf, SourceTensor) else leaf
+            mine = _half(model, leaf, half) if is_gated and isinstance(leaf, SourceTensor) else leaf
             yield (*path[:-1], f"{path[-1]}{ending}", *rest), mine
 
 
-def _half(tensor: SourceTensor, half: int) -> SourceTensor:
-    """The first or the second half of the rows."""
+def _source(model: MegatronModel, key: Key, dtype: DType, shape: Shape, cut: bool = True) -> SourceTensor:
+    """Return all of a tensor, with its rows as the ranks keep them."""
+    in_blocks = model.blocks.of(key[0]) is not None
+    return SourceTensor(key, dtype, shape, cut, partial(_rows, model, key, dtype, 0) if in_blocks else None)
+
+
+def _half(model: MegatronModel, tensor: SourceTensor, half: int) -> SourceTensor:
+    """Return the first or the second half of the rows."""
     rows = tensor.shape[0] // 2
-    return replace(tensor, shape=(rows, *tensor.shape[1:]), part=partial(_rows, tensor.key, tensor.dtype, half * rows))
+    part = partial(_rows, model, tensor.key, tensor.dtype, half * rows)
+    return replace(tensor, shape=(rows, *tensor.shape[1:]), part=part)
 
 
-def _rows(key: Key, dtype: DType, first: int, box: Box) -> NewTensor:
+def _rows(model: MegatronModel, key: Key, dtype: DType, first: int, box: Box) -> NewTensor:
     start, *others = box.offsets
-    return NewTensor(dtype, box.sizes, (FromSource(key, Box((start + first, *others), box.sizes)),))
+    return NewTensor(dtype, box.sizes, model.fill(key, Box((start + first, *others), box.sizes)))

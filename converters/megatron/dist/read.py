@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from math import prod
 from pathlib import Path
@@ -27,7 +28,9 @@ from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, is_nemo
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_encoder, check_larger, refuse_two_blocks
-from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, registered
+from converters.names.megatron.model.axes import Grid
+from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, is_expert, registered
+from converters.names.megatron.model.splits import GateBlocks, in_model_order
 
 #: Where megatron-core since 0.19 keeps what `common.pt` had.
 _COMMON_STATE = "common_state"
@@ -60,7 +63,16 @@ class DistReading:
     scales: dict[str, Any] = field(default_factory=dict)
     native: DType | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    accepted: Collection[str] = ()
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def blocks(self) -> GateBlocks:
+        """GateBlocks in which the ranks kept gate and up rows; read it after the common state.
+
+        Megatron-Bridge, which records no arguments there, saves all gate rows first.
+        """
+        return GateBlocks.of_args(plain_args(self.common), self.accepted)
 
     @property
     def args(self) -> Mapping[str, Any]:
@@ -90,6 +102,18 @@ class DistReading:
             self.copies.setdefault(key, []).append(placed)
         else:
             self.placed.setdefault(key, []).extend(placed)
+
+    def add_stored(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
+        """Take note of boxes of a tensor whose ranks may keep gate and up rows in alternating blocks."""
+        if block := self.blocks.of(key[0]):
+            grid = Grid.recorded(self.args, self.folder)
+            size = grid.etp if is_expert(key[0]) else grid.tp
+            placed = [
+                (inner, extent.narrow(own))
+                for box, extent in placed
+                for own, inner in in_model_order(box, shape[0], size, block)
+            ]
+        self.add(key, shape, dtype, placed, copy)
 
     def tensors(self) -> dict[Key, Tensor]:
         """A tensor for every name and role, in the model's order."""
@@ -174,7 +198,7 @@ class DistReading:
                         )
                     by_name[name].append((inner, place))
             for name, parts in by_name.items():
-                self.add((names[name], role), one.shape(shape), found.entry.dtype, parts)
+                self.add_stored((names[name], role), one.shape(shape), found.entry.dtype, parts)
 
     def _check_dims(self, key: str, parsed: TensorKey, shape: Shape) -> None:
         count = parsed.num_dims
@@ -220,13 +244,13 @@ class DistReading:
                 yield from flat_pieces(part, corner, box.offsets[-1], extent.flat(skip, skip + box.sizes[-1]))
 
 
-def read_folder(folder: Path) -> DistReading:
+def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
     """The folder of one iteration.
 
     Raises CorruptError where a file is missing or contradicts another, NotFoundError for another backend's files.
     """
     _check_backends(folder)
-    reading = DistReading(folder)
+    reading = DistReading(folder, accepted=accepted)
     metadata = read_metadata(folder, _CLASSES)
     found, nemo = dict(zip(metadata.keys, reading.data.read(metadata), strict=True)), is_nemo(folder)
     if nemo:

@@ -17,7 +17,7 @@ Format facts: megatron-core 0.19.2, training/checkpointing.py (`generate_state_d
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,12 +40,12 @@ _RANDOM = "rng_state"  # the ranks' under the same names; all of them load the o
 _MASTERS = "fp32_from_fp16_params"
 
 
-def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
+def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
     """The folder of one iteration.
 
     Raises CorruptError for one that contradicts itself, LossError for one that does not hold all of the model.
     """
-    reading, metadata = DistReading(folder), read_metadata(folder)
+    reading, metadata = DistReading(folder, accepted=accepted), read_metadata(folder)
     found, steps = reading.data.read(metadata), metadata.steps
     reading.data.count_ranks(folder)
     rest = ((path, leaf) for path, leaf in zip(steps, found, strict=True) if path[0] not in (_MODEL, _OPTIMIZER))
@@ -78,7 +78,7 @@ def read_folder(folder: Path) -> tuple[DistReading, Optimizers]:
 
 
 def _add_tensor(reading: DistReading, fqn: str, role: str, tensor: FoundTensor) -> None:
-    reading.add((fqn, role), tensor.entry.shape, tensor.entry.dtype, tensor.placed)
+    reading.add_stored((fqn, role), tensor.entry.shape, tensor.entry.dtype, tensor.placed)
 
 
 def _read_optimizer(

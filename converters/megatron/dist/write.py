@@ -21,7 +21,7 @@ from typing import Any
 from ckpt.base.errors import LossError
 from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.values import Record
-from ckpt.containers.torchfile.write import FromSource, number, torch_file
+from ckpt.containers.torchfile.write import number, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
@@ -170,7 +170,7 @@ class ModelTensors:
                 (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut
             ]
             tiles = (
-                (Box(index + offsets, inner), FromSource(members[index], box))
+                (Box(index + offsets, inner), self.model.fill(members[index], box))
                 for index in sorted(members)
                 for offsets, inner, box in boxes
             )
@@ -310,6 +310,9 @@ def _dist_notes(
 ) -> Iterator[str]:
     form = "layers in one tensor" if keys.stacked else "layers one by one"
     yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
+    if any(map(model.blocks.of, model.chosen)):
+        sizes = f"expert TP {model.grid.etp}, TP {model.grid.tp}"
+        yield f"gate and up rows of experts alternate in blocks: Megatron-LM loads them right with {sizes} alone"
     if are_gathered(model.args) and optimizer is not None:
         yield (
             "megatron-core loads these masters without --use-precision-aware-optimizer alone: with it, it asks for 16 "

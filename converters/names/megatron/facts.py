@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
+
+from converters.names.megatron.model.splits import GateBlocks
 
 #: The kind of an adapter that is PEFT's LoRA on Megatron's modules, as ms-swift trains it.
 SWIFT = "ms-swift"
@@ -63,3 +65,5 @@ class MegatronFacts:
     adapter: AdapterRun | None = None
     #: Of a whole run, what Megatron-Bridge recorded in place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
+    #: GateBlocks in which the run's ranks keep gate and up rows.  Here all gate rows come first.
+    blocks: GateBlocks = field(default_factory=GateBlocks)

@@ -6,7 +6,7 @@ A table is found by the config's `model_type`, which is the name of its module i
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from importlib import import_module
@@ -34,10 +34,17 @@ from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.centred import shifted, shifting_notes
+from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.held import refuse_another_models, under_older_names
 from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-from converters.names.megatron.model.splits import padded_vocab_size
+from converters.names.megatron.model.splits import (
+    GROUPED,
+    ROUTED_BLOCK,
+    SHARED_BLOCK,
+    SHARED_GROUPED,
+    padded_vocab_size,
+)
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.rows import EVERY
 from converters.names.megatron.table import Table
@@ -156,7 +163,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
-    notes += shifting_notes(centred)
+    notes += (*shifting_notes(centred), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
         notes.append(
             f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
@@ -473,6 +480,20 @@ def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
         role = BUFFER if role == WEIGHT and fqn.endswith(BUFFERS) else role
         found[fqn, role] = replace(tensor, role=role) if role != tensor.role else tensor
     return found
+
+
+def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yield a note on the settings that order gate and up rows in blocks, and on an engine that ignores them."""
+    args, blocks = checkpoint.state.args or {}, checkpoint.facts_of(MegatronFacts).blocks
+    sizes = ((ROUTED_BLOCK, blocks.routed, GROUPED), (SHARED_BLOCK, blocks.shared, SHARED_GROUPED))
+    found = [(name, size, needed) for name, size, needed in sizes if size]
+    if not found:
+        return
+    stated = ", ".join(f"{name} {size}" for name, size, _ in found)
+    yield f"gate and up rows of experts alternate in blocks ({stated}); written with all gate rows first"
+    for name, _, needed in found:
+        if args.get(needed) is False:
+            yield f"megatron-core ignores {name} without {needed}: --accept-setting {name} leaves its rows as they are"
 
 
 def _padding_notes(vocabulary: int, padded: int) -> list[str]:

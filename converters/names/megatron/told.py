@@ -18,11 +18,10 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
+from converters.names.megatron.model.splits import GATED_ARGS
 
 #: Sizes without which nothing is told.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-#: The last as Megatron-Bridge records it.
-_GATED = ("swiglu", "quick_geglu", "gated_linear_unit")
 #: Sizes that may be left out.
 _MAY_LACK = (
     *("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
@@ -180,7 +179,7 @@ def _norm(args: Mapping[str, Any], prefix: str, size: int) -> Iterator[tuple[str
 
 
 def _mlp(args: Mapping[str, Any], prefix: str, width: int, *, biases: bool) -> Iterator[tuple[str, Shape]]:
-    rows = 2 * width if any(args.get(name) for name in _GATED) else width
+    rows = 2 * width if any(args.get(name) for name in GATED_ARGS) else width
     yield from _linear(f"{prefix}linear_fc1.", (rows, args["hidden_size"]), biases=biases)
     yield from _linear(f"{prefix}linear_fc2.", (args["hidden_size"], width), biases=biases)
 

@@ -3,25 +3,27 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.plan.tensors import Box, Shape, whole
-from converters.names.megatron.model.spelling import is_beside
+from converters.names.megatron.model.spelling import is_beside, is_expert
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """How tensor parallel ranks share a tensor: along `dim`, or not at all where it is None.
 
-    `sections` stand one behind the other along it, in these proportions; each rank has its part of each.
+    `sections` stand one behind the other along it, in these proportions; each rank has its part of each.  With `block`
+    the sections alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
     """
 
     dim: int | None = None
     sections: tuple[int, ...] = (1,)
+    block: int | None = None
 
 
 WHOLE, ROWS, COLUMNS = Split(), Split(0), Split(1)
@@ -52,16 +54,50 @@ _WHOLE = re.compile(
 _FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 
 
-def split_of(name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False) -> Split | None:
+#: Settings that make gate and up rows alternate in blocks, by the experts that they are for.
+ROUTED_BLOCK, SHARED_BLOCK = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
+#: Settings without which megatron-core ignores these.
+GROUPED, SHARED_GROUPED = "moe_grouped_gemm", "use_grouped_gemm_for_shared_expert"
+#: Arguments that give an MLP gate and up rows; Megatron-Bridge records the last one.
+GATED_ARGS = ("swiglu", "quick_geglu", "gated_linear_unit")
+
+
+@dataclass(frozen=True, slots=True)
+class GateBlocks:
+    """Rows per block in which gate and up of a rank's experts alternate; None if all gate rows come first.
+
+    megatron-core 0.18.2, transformer/moe/experts.py (`_remove_glu_interleaving`); 0.19.2, moe/shared_experts.py.
+    """
+
+    routed: int | None = None
+    shared: int | None = None
+
+    @classmethod
+    def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
+        """Return the blocks that `args` record, without the settings that the user has `accepted`."""
+        if not any(args.get(name) for name in GATED_ARGS):
+            return cls()
+        return cls(*(args.get(name) if name not in accepted else None for name in (ROUTED_BLOCK, SHARED_BLOCK)))
+
+    def of(self, name: str) -> int | None:
+        """Return the block size of the first layer of an expert; None for any other tensor."""
+        if not (self.routed or self.shared) or not _FIRST_LINEAR.fullmatch(name):
+            return None
+        return self.routed if is_expert(name) else self.shared if ".mlp.shared_experts." in name else None
+
+
+def split_of(
+    name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None
+) -> Split | None:
     """How `name` is shared; None for a name without a rule.
 
-    `sections` are those of its rows, where it has any.  `local_spec`: the model is made of megatron-core's own layers,
-    in which the down projections of latent attention are sharded.
+    `sections` are those of its rows, where it has any, which may alternate in blocks.  `local_spec`: the model is made
+    of megatron-core's own layers, in which the down projections of latent attention are sharded.
     """
     if is_beside(name):
         return WHOLE
     if _ROWS.fullmatch(name):
-        return Split(0, sections) if sections else ROWS
+        return Split(0, sections, block) if sections else ROWS
     if _COLUMNS.fullmatch(name):
         return COLUMNS
     if _DOWN.fullmatch(name):
@@ -69,9 +105,11 @@ def split_of(name: str, *, sections: tuple[int, ...] = (), local_spec: bool = Fa
     return WHOLE if _WHOLE.fullmatch(name) else None
 
 
-def known_split(name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, **where: Any) -> Split:
+def known_split(
+    name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None, **where: Any
+) -> Split:
     """Same as `split_of`; LossError for a name without a rule, with the place that is known (`where`)."""
-    split = split_of(name, sections=sections, local_spec=local_spec)
+    split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
         raise LossError(what, **{"fqn": name, **where})
@@ -137,7 +175,7 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
 
     UsageError where the tensor does not divide.
     """
-    if split.dim is None or size == 1:
+    if split.dim is None or (size == 1 and not split.block):
         return (whole(shape),)
     dim, parts = split.dim, sum(split.sections)
     unit = shape[dim] // parts if len(shape) > dim else 0
@@ -155,7 +193,50 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
         offsets[dim], sizes[dim] = start + rank * each, each
         boxes.append(Box(tuple(offsets), tuple(sizes)))
         start += unit * section
-    return tuple(boxes)
+    return tuple(boxes) if split.block is None else tuple(_alternating(boxes, split.block))
+
+
+def _alternating(sections: Sequence[Box], block: int) -> Iterator[Box]:
+    """Yield blocks of rows of each section in turn.  Raise UsageError if the rows do not divide into blocks."""
+    rows = sections[0].sizes[0]
+    if type(block) is not int or block < 1 or rows % block:
+        raise UsageError(
+            "gate and up rows of a rank do not divide into alternating blocks",
+            expected=f"gate rows on each tensor parallel rank to be a multiple of {block}",
+            found=f"{rows} gate rows",
+            hint="another --etp (experts) or --tp (shared experts)",
+        )
+    for start in range(0, rows, block):
+        for section in sections:
+            offsets, sizes = section.offsets, section.sizes
+            yield Box((offsets[0] + start, *offsets[1:]), (block, *sizes[1:]))
+
+
+@lru_cache(64)
+def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
+    """Return the model's first row of each block of `block` rows of a stored tensor.
+
+    Distributed formats store the first half of each of `size` ranks' rows as gate and the second half as up, also if
+    the ranks keep both in alternating blocks (megatron-core, transformer/mlp.py, `apply_swiglu_sharded_factory`).
+    """
+    found: dict[int, int] = {}
+    for rank in range(size):
+        halves = rank_boxes(Split(0, GATED), (rows,), size, rank)
+        stored = (row for half in halves for row in range(half.offsets[0], half.offsets[0] + half.sizes[0], block))
+        kept = rank_boxes(Split(0, GATED, block), (rows,), size, rank)
+        found.update(zip(stored, (box.offsets[0] for box in kept), strict=True))
+    return tuple(found[row] for row in sorted(found))
+
+
+def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple[Box, Box]]:
+    """Yield the parts of `box` of a stored tensor of `rows` rows: in its own coordinates, and in the model's tensor."""
+    first, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
+    places = model_rows(rows, size, block)
+    for number in range(first // block, -(-stop // block)):
+        start, end = max(first, number * block), min(stop, (number + 1) * block)
+        sizes = (end - start, *box.sizes[1:])
+        own = Box((start - first, *(0 for _ in sizes[1:])), sizes)
+        yield own, Box((places[number] + start - number * block, *box.offsets[1:]), sizes)
 
 
 @lru_cache(8192)
