@@ -10,13 +10,13 @@ _FLAGS = (
     "restart run tensors verify"
 )
 _OPTIONS = (
-    "adapter-slot adapter-weights atol base batch-size combination commit-message config density dtype ep ep-size etp "
-    "expert-layout from-a from-b fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by master-dtype "
-    "max-memory max-shard-size names only optimizer optimizer-dtype output picture pp recompute-modules replica "
-    "repo-id revision rtol run-config seed seq-len tag tag-a tag-b tp vpp workers world-size"
+    "accept-setting adapter-slot adapter-weights atol base batch-size combination commit-message config density dtype "
+    "ep ep-size etp expert-layout from-a from-b fsdp-version lora-r lora-target-modules make-vocab-size-divisible-by "
+    "master-dtype max-memory max-shard-size names only optimizer optimizer-dtype output picture pp recompute-modules "
+    "replica repo-id revision rtol run-config seed seq-len tag tag-a tag-b tp vpp workers world-size"
 )
 #: Where a function's parameter has another name.
-_OTHERWISE = {"all": "everything", "bytes": "every_byte"}
+_OTHERWISE = {"accept-setting": "accept_settings", "all": "everything", "bytes": "every_byte"}
 _VALUE = r"\d+:\w+:[\w.]+|own|hub|peft|unsloth|keep|fp32|bf16|fp16|weights|[\w.-]*\d[\w.-]*"
 _NAMED = re.compile(
     rf"`ckpt (?P<command>[\w-]+) --help`|`[^`]*`|(?<![\w-])(?:(?P<place>-o\b)"
@@ -37,7 +37,8 @@ def _keyword(found: re.Match[str]) -> str:
         return "output"
     if flag := found["flag"]:
         return f"{_OTHERWISE.get(flag, flag).replace('-', '_')}=True"
-    if not (name := (found["name"] or "").replace("-", "_")):
+    if not (option := found["name"]):
         return found[0]  # a command in backticks
+    name = _OTHERWISE.get(option, option).replace("-", "_")
     value = found["value"]
     return name if value is None else f"{name}={value if value.isdecimal() else repr(value)}"

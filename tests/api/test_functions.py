@@ -167,6 +167,7 @@ def test_options_are_said_as_keywords() -> None:
         ),
         ("--names own writes every tensor", "names='own' writes"),
         ("hint: --tp 1", "hint: tp=1"),
+        ("--accept-setting NAME ignores it", "accept_settings NAME ignores"),
         ("--adapter-slot 1:8:ALPHA takes slot 1: read on", "adapter_slot='1:8:ALPHA' takes slot 1: read"),
         ("the newest is step-9: --tag step-9", "step-9: tag='step-9'"),
         ("--world-size says how many there are", "world_size says how"),
