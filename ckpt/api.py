@@ -394,13 +394,9 @@ def plan(
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
-<<<<<<< HEAD
-    checkpoint = opened(source, format, tag=tag, config=config, replica=replica, adapter_slot=adapter_slot)
-    check_holds_model(checkpoint)
-=======
     reading: dict[str, Any] = {"tag": tag, "config": config, "replica": replica, "adapter_slot": adapter_slot}
     checkpoint = opened(source, format, accept_settings=accept_settings, **reading)
->>>>>>> d037a4b5 (Read and write alternating gate and up rows of Megatron's experts)
+    check_holds_model(checkpoint)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     added: tuple[str, ...] = ()
