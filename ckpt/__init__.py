@@ -10,6 +10,7 @@
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
+    ckpt.clean("outputs").remove()                        # staging folders and copies that are not needed any more
     ckpt.StorageReader("outputs")                         # for torch's dcp.load, from any format into FSDP2
     Trainer(..., callbacks=[ckpt.TrainerCallback()])      # each checkpoint checked, converted and verified meanwhile
     except ckpt.CkptError as error: ...                   # the base of all errors of `ckpt.base.errors`
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from ckpt.hub.pushing import push
     from ckpt.lora.merging import merge_lora
     from ckpt.lora.proving import verify_merge
+    from ckpt.resume.cleaning import clean
     from ckpt.resume.resuming import resume
     from ckpt.show.formats import formats
     from ckpt.training.callback import TrainerCallback
@@ -55,6 +57,7 @@ _FROM = {
         "ckpt.hub.pushing": "push",
         "ckpt.lora.merging": "merge_lora",
         "ckpt.lora.proving": "verify_merge",
+        "ckpt.resume.cleaning": "clean",
         "ckpt.resume.resuming": "resume",
         "ckpt.show.formats": "formats",
         "ckpt.training.callback": "TrainerCallback",
@@ -69,6 +72,7 @@ __all__ = [
     "TrainerCallback",
     "__version__",
     "check",
+    "clean",
     "convert",
     "diff",
     "estimate",

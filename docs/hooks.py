@@ -38,6 +38,7 @@ GUIDES = {
     "mount": "views.md",
     "merge-lora": "merge-lora.md",
     "push": "merge-lora.md",
+    "clean": "clean.md",
     "inspect": "command-line.md",
     "check": "check.md",
     "verify": "verify.md",

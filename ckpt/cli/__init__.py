@@ -23,6 +23,7 @@ import typer
 
 from ckpt.base.version import __version__
 from ckpt.cli import complete, quick
+from ckpt.cli.clean import clean
 from ckpt.cli.convert import convert
 from ckpt.cli.doctor import doctor
 from ckpt.cli.look import estimate_, formats, inspect
@@ -54,6 +55,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
         "mount": with_options(mount),
         "merge-lora": with_options(merge_lora),
         "push": with_options(push),
+        "clean": clean,
     },
     "Look and compare": {
         "inspect": with_options(inspect),

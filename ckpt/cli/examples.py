@@ -27,6 +27,10 @@ EXAMPLES: dict[str, tuple[tuple[str, str], ...]] = {
         ("ckpt push outputs-hf --repo-id org/name --private", "to a repository of its own, made where it is missing"),
         ("ckpt push outputs-hf --repo-id org/name --create-pr", "as a pull request"),
     ),
+    "clean": (
+        ("ckpt clean outputs", "list folders that are not needed any more, and ask before they are removed"),
+        ("ckpt clean outputs --yes --json", "the same in a script, without the question"),
+    ),
     "verify": (
         ("ckpt verify outputs outputs-hf --only weights --cast", "two checkpoints of any formats, bit by bit"),
         ("ckpt verify outputs-hf", "a folder that ckpt wrote, with its manifest"),

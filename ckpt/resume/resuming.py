@@ -30,19 +30,19 @@ from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.base.typed import typed
-from ckpt.move.files import Staging, staging_folder, translate_os_errors
+from ckpt.move.files import destination_of, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.resume.caller import caller
+from ckpt.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
-from ckpt.run_folder.output_place import run_root
 from ckpt.run_folder.steps import (
     ANY_STEP,
     LATEST,
@@ -54,9 +54,6 @@ from ckpt.run_folder.steps import (
 )
 
 T = TypeVar("T")
-
-#: In each converted folder, what it was made of.
-RECORD = "ckpt-resume.json"
 
 _MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
 #: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
@@ -340,7 +337,7 @@ def _way(
         )
     size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
     layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
-    destination = _kept_folder(path) / _name(checkpoint, wanted, layout)
+    destination = kept_folder(path) / _name(checkpoint, wanted, layout)
     if destination.is_dir():
         try:
             _check_kept(destination, checkpoint)
@@ -417,12 +414,6 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
         raise
 
 
-def _remove_staging(destination: Path) -> None:
-    """Remove the staging folder for `destination`.  StorageError where a living process is writing it."""
-    with Staging(destination, overwrite=True, total_bytes=0) as staging:
-        staging.clear()
-
-
 def _check_whole(checkpoint: Checkpoint) -> None:
     """Raise CorruptError where a part of a tensor is nowhere: torch's DCP would leave what is in memory there."""
     from ckpt.plan.planner import check_source  # it takes numpy
@@ -469,14 +460,6 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     return None
 
 
-def _kept_folder(path: Path) -> Path:
-    """Where conversions for the run of `path` are kept: hidden, so that no search for runs or steps meets them."""
-    run = run_root(Path(os.path.abspath(path)))
-    if not run.name:
-        raise UsageError("there is no place beside the root folder", path=path, hint="give a folder in it")
-    return run.with_name(f".{run.name}.ckpt-resume")
-
-
 def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
     """A name for the kept conversion that depends on its source, the state of the source's files, and its target."""
     from xxhash import xxh3_64
@@ -495,40 +478,30 @@ def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
 
 
 def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
-    """Remove conversions of a source that has gone or changed, or that is older than step `newest`.
+    """Remove copies and staging folders of a source that has gone or changed, and copies older than step `newest`.
 
-    What killed ones left of such a source, too.  How large the one is that is `used` now is said, and when it goes.
+    `say` is given the size of the copy `used` now, and when it goes.
     """
-    from ckpt.move.journal import sources_of
-
-    kept = _kept_folder(path)
-    for record in sorted(kept.glob(f"*/{RECORD}")):
-        with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
-            content, place = read_json(record), record.parent
-            step = content.get("step") if isinstance(content, dict) else None
-            if str(place) == used.place:
-                size = show_size(sum(file.stat().st_size for file in place.rglob("*") if file.is_file()))
+    kept = kept_folder(path)
+    for copy in copies_in(kept):
+        with contextlib.suppress(CkptError), translate_os_errors(copy.place):
+            if str(copy.place) == used.place:
+                size = show_size(sum(file.stat().st_size for file in copy.place.rglob("*") if file.is_file()))
                 goes = (
                     "the next resume that takes a newer step removes it, or one that finds its source gone or changed"
                 )
-                say(f"{place} takes {size}: {goes}")
-            elif not all(_is_as_it_was(SourceFile(*facts)) for facts in content["source"]):
-                shutil.rmtree(place)
-                say(f"removed {place}, whose source has gone or changed")
-            elif newest is not None and type(step) is int and step < newest:
-                shutil.rmtree(place)
-                say(f"removed {place}: it is of step {step}, and step {newest} is there")
-    for left_over in sorted(kept.glob(staging_folder(kept / "*").name)):
-        with contextlib.suppress(CkptError), translate_os_errors(left_over):
-            if not all(map(_is_as_it_was, sources_of(left_over))):
-                _remove_staging(kept / left_over.name.removeprefix(".").removesuffix(".ckpt-staging"))
-                say(f"removed {left_over}, which a resume left that was killed: its source has gone or changed")
+                say(f"{copy.place} takes {size}: {goes}")
+            elif not copy.is_current:
+                shutil.rmtree(copy.place)
+                say(f"removed {copy.place}, whose source has gone or changed")
+            elif newest is not None and copy.step is not None and copy.step < newest:
+                shutil.rmtree(copy.place)
+                say(f"removed {copy.place}: it is of step {copy.step}, and step {newest} is there")
+    for left_over in unfinished_in(kept):
+        with contextlib.suppress(CkptError):
+            place = left_over.place
+            if not left_over.is_current:
+                remove_staging(destination_of(place))
+                say(f"removed {place}, which a resume left that was killed: its source has gone or changed")
             else:
-                say(f"note: {left_over} belongs to another resume, which was killed or is still running")
-
-
-def _is_as_it_was(file: SourceFile) -> bool:
-    try:
-        return SourceFile.stat(file.path) == file
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last where no file can have the name
-        return False
+                say(f"note: {place} belongs to another resume, which was killed or is still running")

@@ -40,6 +40,7 @@ def test_the_table_of_formats_is_the_registry() -> None:
         "mount",
         "merge-lora",
         "push",
+        "clean",
         "verify",
         "diff",
         "check",

@@ -28,6 +28,7 @@ RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
 #: that the page has for them.
 PLACES: dict[str, dict[str, dict[str, str]]] = {
     "check": {"": {"trainer-zero2": "outputs"}},
+    "clean": {"": {"trainer-zero2": "outputs"}},
     "command-line": {"": {"toy-zero3": "outputs"}},
     "diff": {"": {"trainer-zero2": "outputs"}},
     "doctor": {"": {"trl-lora-zero3/outputs/qwen3-lora": "outputs"}},

@@ -1,0 +1,34 @@
+"""`ckpt clean`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt.base.errors import shown
+from ckpt.cli import options as opt
+
+
+def clean(
+    path: Annotated[Path, typer.Argument(metavar="[RUN]", help="The folder of a run.", readable=False)] = Path("."),
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Remove what ckpt left around a run: staging folders, resume copies, replaced conversions. Asks first."""
+    from ckpt.cli.convert import is_interactive
+    from ckpt.resume.cleaning import clean as look
+
+    found = look(path)
+    if found.removable:
+        if not yes and is_interactive():
+            print(found, file=sys.stderr)
+            yes = typer.confirm("remove?", err=True)
+        if yes:
+            found = found.remove()
+    print(shown(json.dumps(found.to_json(), indent=2)) if as_json else found)
+    if found.removable and not found.removed:
+        print("nothing was removed; use --yes to remove without being asked", file=sys.stderr)
