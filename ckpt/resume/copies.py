@@ -20,7 +20,7 @@ RECORD = "ckpt-resume.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
+class KeptCopy:
     """A copy in `place`; `is_current` is False if a source file has gone or changed."""
 
     place: Path
@@ -36,21 +36,21 @@ def kept_folder(path: Path) -> Path:
     return run.with_name(f".{run.name}.ckpt-resume")
 
 
-def copies_in(kept: Path) -> Iterator[Copy]:
+def copies_in(kept: Path) -> Iterator[KeptCopy]:
     """Yield the copies in the folder `kept`; damaged records are skipped."""
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
             content = read_json(record)
             is_current = all(_is_unchanged(SourceFile(*facts)) for facts in content["source"])
             step = content.get("step")
-            yield Copy(record.parent, step if type(step) is int else None, is_current)
+            yield KeptCopy(record.parent, step if type(step) is int else None, is_current)
 
 
-def unfinished_in(kept: Path) -> Iterator[Copy]:
+def unfinished_in(kept: Path) -> Iterator[KeptCopy]:
     """Yield the staging folders of copies in `kept`, left by a resume that was killed or is still running."""
     for place in sorted(kept.glob(staging_folder(kept / "*").name)):
         with contextlib.suppress(CkptError), translate_os_errors(place):
-            yield Copy(place, None, all(map(_is_unchanged, sources_of(place))))
+            yield KeptCopy(place, None, all(map(_is_unchanged, sources_of(place))))
 
 
 def remove_staging(destination: Path) -> None:
