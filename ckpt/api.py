@@ -470,12 +470,18 @@ class Converted(Returned):
     def to_json(self) -> dict[str, Any]:
         return self.conversion.to_json(self.path)
 
-    def lines(self) -> list[str]:
+    def lines(self, verbose: bool = False) -> list[str]:
+        from ckpt.show.planned import loads_lines
+
+        return [*self.outcome(verbose), *loads_lines(self.to_json())]
+
+    def outcome(self, verbose: bool = False) -> list[str]:
+        """Return what was lost, what was not read and what was written, a line each; all of it if `verbose`."""
         from ckpt.show.planned import model_dtypes, written_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
-        dtypes = model_dtypes(self.conversion.plan)
-        return written_lines(self.to_json(), dtypes, has_manifest=self.has_manifest, **how)
+        how |= {"has_manifest": self.has_manifest, "verbose": verbose}
+        return written_lines(self.to_json(), model_dtypes(self.conversion.plan), **how)
 
 
 @typed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from ckpt.base.errors import printable
 
@@ -19,6 +19,24 @@ def scheme_of(where: object) -> str | None:
     """`s3` of `s3://bucket/run`, and of the `s3:/bucket/run` that `Path` makes of it; None where this is no URL."""
     found = _URL.match(str(where))
     return found[1] if found else None
+
+
+class Brief(str):
+    """A sentence with a short form, which is printed unless the user asks for details; empty: only with details."""
+
+    short: str
+
+    def __new__(cls, text: str, short: str = "") -> Brief:
+        made = super().__new__(cls, text)
+        made.short = short
+        return made
+
+
+def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
+    """Return the short forms of `sentences`, or all of them in full if `verbose`."""
+    if verbose:
+        return list(sentences)
+    return [short for one in sentences if (short := getattr(one, "short", one))]
 
 
 def one_line(text: str, limit: int = 400) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -20,7 +19,7 @@ from ckpt.base.version import __version__
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_and_config
-from ckpt.cli.text import carry_out, say_source
+from ckpt.cli.text import carry_out, say_result, say_source
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
 #: Options that may differ in several processes.
@@ -132,7 +131,7 @@ def convert(
                 workers=work.workers,
                 **options,
             )
-        say_source(conversion.source, quiet=quiet)
+        say_source(conversion.source, quiet=quiet, verbose=outcome.verbose)
         report = carry_out(
             conversion,
             destination,
@@ -141,7 +140,7 @@ def convert(
             group=group,
         )
     if report is not None:
-        print(shown(json.dumps(report, indent=2)) if outcome.as_json else printable(str(destination)))
+        say_result(report, outcome)
 
 
 def _meant(

@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.text import in_short
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
-from ckpt.cli.text import carry_out, say_notes, say_source
+from ckpt.cli.text import carry_out, say_notes, say_result, say_source
 
 if TYPE_CHECKING:
     from ckpt.hub.push import Push
@@ -139,8 +140,11 @@ def merge_lora(
 
         check_room(set(conversion.files), to)
     for one in opened if quiet else found:
-        say_notes(one.checkpoint.passed_over if quiet else one.notes)
-    say_source(conversion.source, "merging into ", quiet=quiet)
+        say_notes(one.checkpoint.passed_over if quiet else in_short(one.notes, outcome.verbose))
+    path = Path(conversion.source.path)
+    others = [one.path for one in opened if not path.is_relative_to(one.path)]  # the base is in a run's checkpoint
+    what = f"merging {', '.join(others)} into " if others else "merging into "
+    say_source(conversion.source, what, quiet=quiet, verbose=outcome.verbose)
     facts = {"base": shown(base or found[0].config.base or conversion.source.path)}
     facts["adapters"] = shown(", ".join(one.path for one in opened))
     report = carry_out(
@@ -159,7 +163,7 @@ def merge_lora(
         from ckpt.hub.pushing import push_files
 
         report["pushed"] = push_files(places.local(destination), to, None, **_telling(quiet)).to_json()
-    print(json.dumps(report, indent=2) if outcome.as_json else printable(str(destination)))
+    say_result(report, outcome)
     if to is not None and not outcome.as_json:
         print(printable(report["pushed"]["url"]))
 

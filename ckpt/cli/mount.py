@@ -13,7 +13,7 @@ import typer
 from ckpt.base.errors import UsageError, printable, shown
 from ckpt.cli import complete
 from ckpt.cli import options as opt
-from ckpt.cli.text import say_source
+from ckpt.cli.text import say, say_source
 
 
 def mount(
@@ -64,8 +64,7 @@ def mount(
     check_free(conversion, view)  # from here on the messages hold: another process will serve the files
     say_source(conversion.source, quiet=quiet)
     if not quiet:
-        for line in lost_lines(conversion.to_json()):
-            print(line, file=sys.stderr)
+        say(*lost_lines(conversion.to_json()))
         print(printable(f"reads as {target} at {view}; `fusermount3 -u {view}` ends it"), file=sys.stderr, flush=True)
     if as_json:
         print(shown(json.dumps(conversion.to_json(str(view)), indent=2)), flush=True)

@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.streams import coloured
-from ckpt.base.text import aligned
+from ckpt.base.text import aligned, in_short
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
@@ -48,7 +51,7 @@ def carry_out(
     outcome: Outcome,
     **options: Any,
 ) -> dict[str, Any] | None:
-    """Run a conversion and say on stderr what was written; its report for stdout.
+    """Run a conversion and say on stderr what was written; its report for stdout, which `say_result` prints.
 
     A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
     """
@@ -71,20 +74,61 @@ def carry_out(
         written = conversion.write(destination, **options)
     if outcome.quiet:  # what may be lost is reported even then
         state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
-        for line in not_read.lines(state):
-            print(line, file=sys.stderr)
+        say(*not_read.lines(state, verbose=outcome.verbose))
     else:
-        for line in written.lines():
-            print(line, file=sys.stderr)
+        say(*written.outcome(outcome.verbose))
     return report
 
 
+def say_result(report: dict[str, Any], outcome: Outcome) -> None:
+    """Print on stdout where the result is, or the report as JSON; then say what can load it."""
+    from ckpt.show.planned import loads_lines
+
+    where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
+    print(where, flush=True)
+    if not outcome.quiet:
+        say(*loads_lines(report))
+
+
+#: How lines begin, and the style of this beginning on a terminal.
+_STYLES = {
+    "note:": {"fg": "yellow"},
+    "not in the target:": {"fg": "yellow"},
+    "not read:": {"fg": "yellow", "bold": True},
+    "not checked:": {"fg": "yellow", "bold": True},
+    "from_pretrained cannot load this folder:": {"fg": "yellow", "bold": True},
+    "SentenceTransformer cannot load this folder:": {"fg": "yellow", "bold": True},
+    "wrote": {"fg": "green"},
+    "from_pretrained can load this folder": {"fg": "green"},
+    "SentenceTransformer can load this folder": {"fg": "green"},
+}
+
+
+def say(*lines: str) -> None:
+    """Print lines on stderr: on a terminal folded to its width between words, and what matters in colour."""
+    for line in lines:
+        print(in_colour(folded(line)), file=sys.stderr)
+
+
+def folded(line: str) -> str:
+    """Return `line` folded between words to the width of the terminal, if stderr is one."""
+    if not sys.stderr.isatty():
+        return line
+    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ", **how) or line
+
+
+def in_colour(text: str) -> str:
+    """Return `text` with its beginning in colour, if stderr takes colours."""
+    start = next((one for one in _STYLES if text.startswith(one)), "") if coloured(sys.stderr) else ""
+    return typer.style(start, **_STYLES[start]) + text.removeprefix(start) if start else text
+
+
 def say_notes(notes: Sequence[str]) -> None:
-    for note in notes:
-        print(f"note: {printable(note)}", file=sys.stderr)
+    say(*(f"note: {printable(note)}" for note in notes))
 
 
-def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False) -> None:
+def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False, verbose: bool = False) -> None:
     """Print on stderr what was opened, and what is to be known about it; if `quiet`, only what was passed over."""
     if quiet:
         say_notes(checkpoint.passed_over)
@@ -92,5 +136,5 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False)
     ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size else ""
     step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
-    print(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"), file=sys.stderr)
-    say_notes(checkpoint.notes)
+    say(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"))
+    say_notes(in_short(checkpoint.notes, verbose))

@@ -94,7 +94,7 @@ def verify(
     if b is None:
         _verify_one(a, loads, as_json, quiet)
         return
-    one, other = _opened(a, b, sides, quiet)
+    one, other = _opened(a, b, sides, quiet, verbose)
     page.check(one, other)
     with progress(0, "compare", quiet=quiet or run) as meter:
         report = (
@@ -171,7 +171,7 @@ def diff(
     """Show what changed from A to B, by layer and tensor. Exit code 0, or 1 where --rtol or --atol is exceeded."""
     from ckpt import api
 
-    one, other = _opened(a, b, sides, quiet)
+    one, other = _opened(a, b, sides, quiet, verbose)
     page.check(one, other)
     with progress(0, "measure", quiet=quiet) as meter:
         report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter, expected=meter.expect)
@@ -179,14 +179,14 @@ def diff(
     _conclude(report, report.lines(verbose), as_json, quiet)
 
 
-def _opened(a: Path, b: Path, sides: Sides, quiet: bool) -> tuple[Checkpoint, Checkpoint]:
+def _opened(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple[Checkpoint, Checkpoint]:
     """Both checkpoints, after saying what they are."""
     from ckpt import api
 
     one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config, accept_settings=sides.accept_setting)
     other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config, accept_settings=sides.accept_setting)
-    say_source(one, "A: ", quiet=quiet)
-    say_source(other, "B: ", quiet=quiet)
+    say_source(one, "A: ", quiet=quiet, verbose=verbose)
+    say_source(other, "B: ", quiet=quiet, verbose=verbose)
     return one, other
 
 

@@ -87,6 +87,11 @@ class Effects:
         """Targets that have something to add, and whose weight is what it was."""
         return tuple(one for one in self.targets if one.is_lost)
 
+    @property
+    def is_plain(self) -> bool:
+        """True if every target was changed."""
+        return bool(self.targets) and self.num_changed == len(self.targets)
+
     def to_json(self) -> dict[str, Any]:
         named = [{"adapter": printable(one.adapter), "target": printable(one.target)} for one in self.lost]
         return {"changed": self.num_changed, "zero": self.num_zero, "unchanged": named}
@@ -172,8 +177,10 @@ class MergedModel(api.Converted):
     def to_json(self) -> dict[str, Any]:
         return {**super().to_json(), "targets": self.effects.to_json()}
 
-    def lines(self) -> list[str]:
-        *lines, wrote = super().lines()
+    def outcome(self, verbose: bool = False) -> list[str]:
+        *lines, wrote = super().outcome(verbose)
+        if self.effects.is_plain and not verbose:
+            return [*lines, f"{wrote}; {next(self.effects.lines())}"]
         return [*lines, *self.effects.lines(), wrote]
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal
 
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID
+from ckpt.base.text import HUB_ID, Brief
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
@@ -267,7 +267,7 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
         return None
     ties = {parse_name(alias).module: parse_name(owner).module for alias, owner in checkpoint.ties.items()}
     kept = {alias: owner for alias, owner in ties.items() if (owner, WEIGHT) in tensors or (owner, MASTER) in tensors}
-    notes = ("the base is the model that the checkpoint itself holds",)
+    notes = (Brief("the base is the model that the checkpoint itself holds"),)
     return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
 
 

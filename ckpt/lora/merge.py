@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import Brief, counted
 from ckpt.lora import light, targets
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
@@ -732,7 +732,7 @@ class _Merge:
         return replace(self.base, tensors=tensors, computed=computed, ties=ties, config=config)
 
     def notes(self) -> Iterator[str]:
-        yield f"merged into {counted(len(self.updates), 'tensor')}"
+        yield Brief(f"merged into {counted(len(self.updates), 'tensor')}")
         if whole := self.replaced.keys() - self.updates.keys():
             yield f"{counted(len(whole), 'tensor')} taken from the adapter as a whole"
         if self.by_expert:
@@ -863,4 +863,4 @@ def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
         return target
     files = [file for file in target.files if not _is_tokenizer(file.name)]
     files += [TargetFile.of_bytes(name, content) for name, content in found.items()]
-    return replace(target, files=tuple(files), notes=(*target.notes, "the tokenizer is the adapter's"))
+    return replace(target, files=tuple(files), notes=(*target.notes, Brief("the tokenizer is the adapter's")))

@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
 from ckpt.plan.dtypes import DType
+from ckpt.plan.loads import Loads
 from ckpt.plan.options import OF_FILES
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
@@ -445,6 +446,7 @@ class Target:
     the plan cannot prove to be placed stops the conversion.  `dropped` names what is no tensor and has no place in this
     format; `notes` is what the user should know about the choice that was made (which precision, which names).
     `is_rearranged` says that its tensors are parts of the source's, so that read back they are not compared with these.
+    `loads` is the proved answer to: can a library load the folder?  None for formats that have no such library.
     """
 
     files: tuple[TargetFile, ...]
@@ -452,6 +454,7 @@ class Target:
     dropped: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     is_rearranged: bool = False
+    loads: Loads | None = None
 
     @property
     def not_written(self) -> tuple[str, ...]:

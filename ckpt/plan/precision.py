@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
+from ckpt.base.text import Brief, counted
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
@@ -103,29 +104,25 @@ def describe(
     exact = [c for c in parameters if c.tensor.role == MASTER and not c.is_cast]
     beside = [c for c in parameters if c.tensor.role == WEIGHT and c.tensor.fqn in has_master]
     cast = [c for c in parameters if c.tensor.role == WEIGHT and c.is_cast]
-    notes = []
+    notes: list[str] = []
     if rounded:
         names = _dtypes(rounded)
         whose = "the model's dtype, " if asked is None else ""
-        notes.append(
-            f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters; "
-            "--dtype fp32 writes the masters as they are"
-        )
+        what = f"{_count(rounded)} written in {names}, {whose}rounded from the {_stored(rounded)} masters"
+        notes.append(Brief(f"{what}; --dtype fp32 writes the masters as they are"))
     if exact:
         native = sorted({c.tensor.native.name for c in exact if c.tensor.native and c.tensor.native != c.dtype})
         other = f"; --dtype keep writes the model's own dtype, {' and '.join(native)}" if native and asked else ""
-        notes.append(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}")
+        notes.append(Brief(f"{_count(exact)} written as the {_stored(exact)} masters are, bit for bit{other}"))
     if beside:
         differ = any(checkpoint.tensors[c.tensor.fqn, MASTER].dtype != c.dtype for c in beside)
         other = "; --dtype fp32 writes the fp32 masters" if differ else ""
-        notes.append(f"{_count(beside)} written as the model's {_stored(beside)} weights are{other}")
+        notes.append(Brief(f"{_count(beside)} written as the model's {_stored(beside)} weights are{other}"))
     if cast and record:
-        notes.append(
-            f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({record}), rounded from "
-            f"its {_stored(cast)} weights; --dtype fp32 writes these as they are"
-        )
+        what = f"{_count(cast)} written in {_dtypes(cast)}, which the run computes in ({record}), rounded from "
+        notes.append(Brief(f"{what}its {_stored(cast)} weights; --dtype fp32 writes these as they are"))
     elif cast:
-        notes.append(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks")
+        notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
     kept = [c for c in parameters if asked is not None and c.dtype != asked]
     if kept:
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
@@ -133,7 +130,7 @@ def describe(
 
 
 def _count(chosen: list[Choice]) -> str:
-    return f"{len(chosen)} parameter" + ("s" if len(chosen) != 1 else "")
+    return counted(len(chosen), "parameter")
 
 
 def _dtypes(chosen: list[Choice]) -> str:

@@ -70,6 +70,7 @@ _OF_TENSORS = (".safetensors", ".distcp")
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
+_MAX_NAMED = 6
 
 STATE, OTHER = "state", "other"
 
@@ -207,8 +208,15 @@ def is_of_a_run(name: str, is_weights: bool) -> str | None:
     return name if not is_models and is_named_like_state(base) else None
 
 
-def lines(found: Sequence[Mapping[str, str]]) -> list[str]:
-    """What a conversion tells the user of what was not read, as JSON has it; a long list is cut."""
+def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
+    """What a conversion tells the user of what was not read, as JSON has it; a long list is cut.
+
+    Without `verbose` several files have one line, without the reasons.
+    """
+    if not verbose and len(found) > 1:
+        names = [one["name"] for one in found]
+        more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+        return [f"not read: {', '.join([*names[:_MAX_NAMED], *more])} (-v says why)"]
     told = [f"not read: {one['name']}: {one['why']}" for one in found[:_MAX_SHOWN]]
     return [*told, *([f"not read: {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else [])]
 

@@ -10,7 +10,7 @@ from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID, did_you_mean
+from ckpt.base.text import HUB_ID, Brief, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry
@@ -319,7 +319,7 @@ def _open_here(
         if request.tag is None:
             checkpoint = _with_newer_named(checkpoint, found, path, one, formats)
         taken = found.relative_to(asked) if found.is_relative_to(asked) else found
-        return checkpoint, [] if found == asked else [f"taking {taken}"]
+        return checkpoint, [] if found == asked else [Brief(f"taking {taken}")]
     return None
 
 

@@ -8,12 +8,16 @@ from typing import Any
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted
+from ckpt.base.text import counted, in_short
 from ckpt.plan.checkpoint import MASTER, WEIGHT
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.loads import Loads
 from ckpt.plan.planner import Plan
 from ckpt.run_folder import not_read
 from ckpt.run_folder.runs import MANIFEST
 from ckpt.run_folder.steps import TRAINER_STATE
+
+_MAX_LEFT_OUT = 8  # kinds of things that one line names
 
 
 def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[str, Any]:
@@ -35,6 +39,7 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
         "notes": list(plan.target.notes),
         "left_out": list(plan.target.not_written),
         "not_read": [one.to_json() for one in not_read.not_read(plan.checkpoint)],
+        "loads": plan.target.loads and plan.target.loads.to_json(),
     }
 
 
@@ -55,21 +60,43 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
     lines += [
         f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
     ]
-    return lines + lost_lines(report)
+    return [*lines, *lost_lines(report, verbose=True), *loads_lines(report)]
 
 
-def lost_lines(report: dict[str, Any]) -> list[str]:
-    """What a plan's report has to say about precision, about what is not in the target, and what was not read."""
-    notes = [f"note: {printable(note)}" for note in report["notes"]]
-    notes += [f"not in the target: {printable(one)}" for one in report["left_out"]]
-    return notes + not_read.lines(report["not_read"])
+def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
+    """What a plan's report has to say about precision, about what is not in the target, and what was not read.
+
+    Without `verbose` there is one line for all that is not in the target, and one for all that was not read.
+    """
+    notes = [f"note: {printable(note)}" for note in in_short(report["notes"], verbose)]
+    left_out = report["left_out"]
+    if verbose or len(left_out) < 2:
+        notes += [f"not in the target: {printable(one)}" for one in left_out]
+    else:
+        some = [printable(one) for one in in_short(left_out)[:_MAX_LEFT_OUT]]
+        more = len(left_out) - len(some)
+        notes.append(f"not in the target: {'; '.join([*some, *([f'{more} more'] if more else [])])} (-v: all of it)")
+    return notes + not_read.lines(report["not_read"], verbose=verbose)
+
+
+def loads_lines(report: dict[str, Any]) -> list[str]:
+    """The line, if any, that says whether a library can load the folder."""
+    loads = report["loads"] and Loads(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
+    return [printable(loads.sentence(report["destination"] or "FOLDER"))] if loads else []
 
 
 def written_lines(
-    report: dict[str, Any], dtypes: Sequence[str], *, has_manifest: bool, seconds: float, num_done: int, verified: bool
+    report: dict[str, Any],
+    dtypes: Sequence[str],
+    *,
+    has_manifest: bool,
+    seconds: float,
+    num_done: int,
+    verified: bool,
+    verbose: bool = False,
 ) -> list[str]:
     """The report of a conversion that took so many `seconds`, as text; `num_done` bytes were there already."""
-    lines = lost_lines(report)
+    lines = lost_lines(report, verbose=verbose)
     if num_done:
         lines.append(f"{show_size(num_done)} were there already, and are as they were written")
     if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
@@ -78,8 +105,16 @@ def written_lines(
     wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
     how = f"{seconds:.1f} s, {show_size(rate)}/s, {'verified' if verified else 'not verified'}"
-    of = f" (model in {' and '.join(dtypes)})" if dtypes else ""
+    casts = {c["from"] for c in report["casts"] if c["to"] in dtypes and _is_lossy(c["from"], c["to"])}
+    rounded = f", rounded from {' and '.join(sorted(casts))}" if casts else ""
+    keep = "; --dtype fp32 keeps it" if casts == {"float32"} else ""
+    of = f" (model in {' and '.join(dtypes)}{rounded}{keep})" if dtypes else ""
     return [*lines, f"{wrote}{of}, {f'and {MANIFEST}, ' if has_manifest else ''}in {how}"]
+
+
+def _is_lossy(source: str, target: str) -> bool:
+    """Return True if values of the dtype `source` may be rounded in `target`."""
+    return BY_NAME[source].itemsize >= BY_NAME[target].itemsize
 
 
 def model_dtypes(plan: Plan) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.text import Brief
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
@@ -92,7 +93,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
         )
     _check_distinct(slices, sharing, sources)
     client = {**(first.state.client_state or {}), **sharing.client} or None
-    note = f"parts of {len(slices)} tensor parallel ranks are put together {sharing.how}"
+    note = Brief(f"parts of {len(slices)} tensor parallel ranks are put together {sharing.how}")
     return replace(
         first,
         tensors=tensors,

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import (
@@ -104,11 +105,14 @@ def step_folder(checkpoint: Checkpoint) -> str:
 def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int) -> Iterator[str]:
     checkpoint = model.checkpoint
     before = checkpoint.world_size
-    yield f"ZeRO-{stage} for {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
+    yield Brief(
+        f"ZeRO-{stage} for {counted(num_ranks, 'rank')}"
+        + (f", from {before}" if before not in (None, num_ranks) else "")
+    )
     yield from master_notes(model)
     left = [fqn for fqn, master in model.masters.items() if master.role == MASTER and checkpoint.get(fqn, WEIGHT)]
     if stage == 3 and left:
-        yield f"weights of {len(left)} parameters are not stored: ZeRO-3 rounds the masters"
+        yield Brief(f"weights of {counted(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
     if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
         yield (
             f"{len(model.frozen)} tensors that the optimizer does not own are taken for frozen parameters: the source "
@@ -121,7 +125,8 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
     """Notes on masters that are made of weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
-        yield f"{len(upcast)} parameters have no master in the source: their weights are the masters"
+        what = "have no master in the source: their weights are the masters"
+        yield Brief(f"{len(upcast)} parameters {what}")
 
 
 def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:

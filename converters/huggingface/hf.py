@@ -14,15 +14,17 @@ from functools import cache
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
+from ckpt.base.text import Brief
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
-from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target
+from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
+from ckpt.plan.loads import Loads
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import CONFIG, read_config, read_json
+from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from converters.names.options import OWN as OWN_NAMES
@@ -33,7 +35,7 @@ from converters.quantized import parts
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 
-_MAY_COMPUTE_IN_LESS = (
+_MAY_COMPUTE_IN_LESS = Brief(
     "written in float32, as the run keeps its weights; nothing here records whether it computes in 16 bits, which "
     "--dtype bf16 or fp16 rounds them to"
 )
@@ -93,22 +95,19 @@ class HuggingFace(Format):
         quantized = parts(chosen)
         plain = [choice for name, choice in chosen.items() if name not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
-        if all(file.name != CONFIG for file in beside):
-            notes = [
-                "no config.json was found, so none is written and the names, which are the checkpoint's own, are not "
-                "checked; from_pretrained does not load a folder without it: --config names one that has it"
-            ]
+        wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
+        told, loads = _proof(checkpoint, chosen, layout, beside)
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])
             + _tie_notes(checkpoint, names)
-            + _adapter_notes(chosen, checkpoint, layout)
-            + _name_notes(checkpoint, chosen, layout)
+            + wrapped
+            + told
             + _promises(checkpoint, chosen)
             + notes
         )
         dropped = (*training_left_out(checkpoint), *run_files_left_out(checkpoint))
-        return Target(files=(*files, *beside), dropped=dropped, notes=tuple(notes))
+        return Target(files=(*files, *beside), dropped=dropped, notes=tuple(notes), loads=loads)
 
 
 HF = HuggingFace()
@@ -209,21 +208,28 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
     for alias, owner in checkpoint.ties.items():
         kept = names.get(owner, owner)
         groups.setdefault(kept, []).append(owner if alias == kept else alias)
-    return [f"tied: written once as {kept}, not again as {', '.join(sorted(g))}" for kept, g in groups.items()]
+    return [Brief(f"tied: written once as {kept}, not again as {', '.join(sorted(g))}") for kept, g in groups.items()]
 
 
-def _name_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout) -> list[str]:
-    """Notes on how the names were checked.  LossError or UsageError if the config's architecture has other names."""
-    from converters.names.hub.proof import names_architecture, prove
+def _proof(
+    checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout, beside: Iterable[TargetFile]
+) -> tuple[list[str], Loads]:
+    """Return notes on how the names were checked, and if `from_pretrained` can load the folder.
 
-    config = checkpoint.config
-    if config is None or checkpoint.namespace not in OF_THE_MODEL:
-        return []
-    if not names_architecture(config):
-        return ["the config names no architecture, so the names are not checked: they are the checkpoint's own"]
+    Raises LossError or UsageError if the config's architecture has other names.
+    """
+    from converters.names.hub import loading
+    from converters.names.hub.proof import names_architecture, proof_notes, prove
+
+    config, shapes = checkpoint.config, {name: choice.tensor.shape for name, choice in chosen.items()}
+    if config is None or checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
+        return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
-        return ["the names are not compared with those of the config's architecture, as --names own asks"]
-    return prove(config, {name: choice.tensor.shape for name, choice in chosen.items()}, checkpoint.path)
+        told = "the names are not compared with those of the config's architecture, as --names own asks"
+        return [told], loading.unproved(config, shapes)
+    saved = prove(config, shapes, checkpoint.path)
+    files = {file.name: file.literals[0][1] for file in beside}
+    return [*proof_notes(saved, shapes, config)], loading.with_files(loading.proved(config, saved.cls), files)
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:

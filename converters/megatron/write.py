@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import Brief
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
@@ -117,11 +118,13 @@ def _per_rank(model: MegatronModel) -> Mapping[str, Mapping[str, Any]]:
 def _megatron_notes(model: MegatronModel, layout: Layout, optimizer: RankOptimizers | None) -> Iterator[str]:
     grid = model.grid
     sizes = f"TP {grid.tp}, PP {grid.pp}, EP {grid.ep}, VPP {grid.vpp}"
-    yield f"Megatron for {sizes}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else "")
+    yield Brief(f"Megatron for {sizes}" + (f", expert TP {grid.etp}" if grid.etp != grid.tp else ""))
     if optimizer is None:
         yield from describe(model.chosen, model.checkpoint, layout.dtype)
     elif optimizer.distributed and next(bucket_sizes(model.args, 0, 0, 1)) is not None:
-        yield "the distributed optimizer's buckets are those of the recorded --ddp-bucket-size and data parallel size"
+        yield Brief(
+            "the distributed optimizer's buckets are those of the recorded --ddp-bucket-size and data parallel size"
+        )
     wide = [c for c in model.chosen.values() if c.dtype not in CAST_SOURCES]
     if wide:
         yield f"{len(wide)} tensors have a dtype that Megatron does not train: {wide[0].dtype}"

@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, LossError, NeverWholeError, NotFoundError, UsageError
+from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
@@ -475,7 +476,8 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout,
     if not trained:
         return describe(chosen, checkpoint, layout.dtype)
     masters = sum(choice.tensor.role == MASTER and not choice.is_cast for choice in chosen.values())
-    notes = [f"{masters} parameters written as their masters are, which the optimizer updates"] if masters else []
+    what = "written as their masters are, which the optimizer updates"
+    notes = [Brief(f"{counted(masters, 'parameter')} {what}")] if masters else []
     if not checkpoint.state.param_groups:
         notes.append("the source records no param groups: a live optimizer's own have to be kept when this is loaded")
     return notes

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import Brief, counted
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.write import AliasOf, SourceTensor, flatten
 from ckpt.containers.torchfile.values import StoredTensor
@@ -71,10 +72,8 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
 def _dcp_notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtype: DType | None) -> Iterator[str]:
     exact = [choice for choice in chosen.values() if choice.tensor.role == MASTER and not choice.is_cast]
     if exact and dtype is None:
-        yield (
-            f"{len(exact)} parameters written as the fp32 masters are, bit for bit, which is how FSDP keeps them; "
-            "--dtype bf16 writes weights of that precision instead"
-        )
+        what = f"{counted(len(exact), 'parameter')} written as the fp32 masters are, bit for bit"
+        yield Brief(f"{what}, which is how FSDP keeps them; --dtype bf16 writes weights of that precision instead")
     else:
         yield from describe(chosen, checkpoint, dtype)
     if added := [name for group in checkpoint.state.param_groups for name in _missing(checkpoint, group.options)]:

@@ -79,7 +79,7 @@ def converted(source: Path, *options: str | Path, format: str = "auto") -> tuple
     """The tensors written and what was said; the source is as before."""
     before = snapshot(source)
     destination = source.parent / f"{source.name}-converted"
-    result = run_ckpt("convert", format, "hf", source, "-o", destination, *options)
+    result = run_ckpt("convert", format, "hf", source, "-o", destination, "-v", *options)
     assert result.code == 0, result.err
     assert snapshot(source) == before
     tensors: dict[str, torch.Tensor] = {}

@@ -96,7 +96,7 @@ def test_targets_of_every_kind_are_counted(
         any(not same(base[name], found[name]) for name in base if name.startswith(one.target.rpartition(".")[0]))
         for one in effects.targets
     )
-    assert f"\nchanged the weights of {len(effects.targets)} of" in str(done)
+    assert f"; changed the weights of {len(effects.targets)} of" in str(done)
 
 
 def test_tokens_that_were_not_trained_count_as_nothing_to_add(bases: dict[str, Path], tmp_path: Path) -> None:

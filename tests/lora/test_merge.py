@@ -293,7 +293,7 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
         expected, found = get_peft_model_state_dict(model), load_file(adapter / "adapter_model.safetensors")
         assert found.keys() == expected.keys()
         assert all(same(found[name], expected[name]) for name in expected)
-        result = ckpt("merge-lora", run)
+        result = ckpt("merge-lora", run, "-v")
         assert result.code == 0, result.err
         assert "the base is the model that the checkpoint itself holds" in result.err
         folder = run.with_name(f"{run.name}-merged")

@@ -187,11 +187,11 @@ def test_a_class_of_another_architecture(tmp_path: Path) -> None:
 def test_a_model_without_a_config_keeps_its_names_unchecked(tmp_path: Path) -> None:
     folder = run(tmp_path / "run", prefixed)
     (folder / "config.json").unlink()
-    notes = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.notes
-    assert any("are not checked" in note for note in notes)
+    loads = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.loads
+    assert loads is not None and loads.can is False and loads.why == "config.json is missing"
     (folder / "config.json").write_text('{"train_batch_size": 4}')
-    notes = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.notes
-    assert any("are not checked" in note for note in notes)
+    loads = ckpt.plan(ckpt.open(folder, "full"), "hf").plan.target.loads
+    assert loads is not None and loads.can is False and "no model_type" in loads.why
 
 
 # -- what is right is not refused ------------------------------------------------------------------------------

@@ -106,8 +106,8 @@ def test_names_that_a_format_does_not_write(fixtures: Path) -> None:
 def test_without_a_config_names_stay(fixtures: Path, tmp_path: Path) -> None:
     """Nothing tells the number of heads, without which queries cannot be turned."""
     shutil.copytree(fixtures / "torchtitan-llama3" / "step-2", tmp_path / "step-2")
-    notes = ckpt.plan(ckpt.open(tmp_path / "step-2"), "hf").plan.target.notes
-    assert any("are not checked" in note for note in notes)
+    loads = ckpt.plan(ckpt.open(tmp_path / "step-2"), "hf").plan.target.loads
+    assert loads is not None and loads.can is False and loads.why == "config.json is missing"
 
 
 def test_a_config_of_another_model_is_refused(fixtures: Path, tmp_path: Path) -> None:

@@ -220,7 +220,7 @@ def test_verify_compares_plain_values(tmp_path: Path) -> None:
 def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     """FSDP2's full state dict of torchao's states: torch saves memory that a collective is still to fill."""
     source = FIXTURES / "quantized-gathered/ao8.pt"
-    done = ckpt("convert", "full", "full", source, "-o", tmp_path / "out")
+    done = ckpt("convert", "full", "full", source, "-o", tmp_path / "out", "-v")
     assert done.code == 0, done.err
     for state in ("exp_avg", "exp_avg_sq"):
         line = (
@@ -324,7 +324,7 @@ def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
     run = zero_with(
         tmp_path / "run", lambda states, rank: states.update(RMS=torch.tensor(0.5 + rank), rows=torch.ones(7))
     )
-    done = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out", "--optimizer-dtype", "fp32")
+    done = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out", "--optimizer-dtype", "fp32", "-v")
     assert done.code == 0, done.err
     for state, what in (("RMS", "a number of its own on each rank"), ("rows", "a tensor of shape [7] on each rank")):
         assert f"not in the target: optimizer state {state} of 3 parameters (gain, ...): it is {what}" in done.err
@@ -339,7 +339,7 @@ def test_what_each_rank_of_fsdp_has_for_itself_is_listed(tmp_path: Path) -> None
         group = {"lr": 0.1, "params": [0], "param_names": ["w"]}
         torch.save({"w": weights}, tmp_path / f"model_{suffix}")
         torch.save({"state": {0: states}, "param_groups": [group]}, tmp_path / f"optim_{suffix}")
-    done = ckpt("convert", "fsdp-ranks", "full", tmp_path, "-o", tmp_path.with_name("out"))
+    done = ckpt("convert", "fsdp-ranks", "full", tmp_path, "-o", tmp_path.with_name("out"), "-v")
     assert done.code == 0, done.err
     assert f"not in the target: optimizer state {NESTED} of w: each rank has a dict of its own" in done.err
     assert "not in the target: optimizer state RMS of w: each rank has a number of its own" in done.err

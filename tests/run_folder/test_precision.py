@@ -45,7 +45,7 @@ def run_of(model: LlamaForCausalLM, folder: Path, kind: str, dtype: str | None, 
 
 
 def check(run: Path, out: Path, model: LlamaForCausalLM, expected: DType, options: list[str]) -> str:
-    report = process("convert", "auto", "hf", run, "-o", out, *options)
+    report = process("convert", "auto", "hf", run, "-o", out, "-v", *options)
     assert report.code == 0, report.err
     written = load_file(out / "model.safetensors")
     truth = model.to(BY_DTYPE[expected]).state_dict()

@@ -296,7 +296,7 @@ def test_trl_goes_on_with_the_nodes_that_are_there(cluster: Cluster, tmp_path: P
         "2 on one: 1 ranks",
     ], said()
     assert [re.sub(r"^\d+: pre", "pre", end) for end in ends] == ["75: time limit", "preempted", "143"], said()
-    assert "ZeRO-3 for 1 ranks, from 2" in said()
+    assert "ZeRO-3 for 1 rank, from 2" in said()
     last = newest()
     state = json.loads((run / f"checkpoint-{last}/trainer_state.json").read_text())
     assert [row["step"] for row in state["log_history"] if "loss" in row] == list(range(1, last + 1))

@@ -19,6 +19,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import Brief
 from ckpt.containers.dcp.write import Writing, dim0_boxes
 from ckpt.containers.torchfile.values import Record
 from ckpt.containers.torchfile.write import number, torch_file
@@ -309,7 +310,9 @@ def _dist_notes(
     model: MegatronModel, layout: Layout, keys: KeyWriter, optimizer: MegatronOptimizer | None
 ) -> Iterator[str]:
     form = "layers in one tensor" if keys.stacked else "layers one by one"
-    yield f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
+    yield Brief(
+        f"Megatron for any sizes of its parallel axes, {form}; recorded: TP {model.grid.tp}, PP {model.grid.pp}"
+    )
     if any(map(model.blocks.of, model.chosen)):
         sizes = f"expert TP {model.grid.etp}, TP {model.grid.tp}"
         yield f"gate and up rows of experts alternate in blocks: Megatron-LM loads them right with {sizes} alone"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+from ckpt.base.text import Brief
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
@@ -37,7 +38,7 @@ def as_in_transformers(checkpoint: Checkpoint) -> Checkpoint:
     kept = {alias: owner for alias, owner in copies.items() if owner in shapes}
     named = translate(checkpoint, Relation(tuple(links), shapes, after, a_copies=kept), checkpoint.namespace)
     ties = {alias: owner for alias, owner in named.ties.items() if not alias.endswith((_AGAIN, _ROUTER))}
-    note = "the experts have DeepSpeed's AutoEP's names, which are related to those of transformers' modules"
+    note = Brief("the experts have DeepSpeed's AutoEP's names, which are related to those of transformers' modules")
     return replace(named, ties=ties, notes=(*named.notes, note))
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import Brief
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.megatron import relation as megatron
@@ -39,7 +40,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     relation = Relation.renaming(canonical, shapes)
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in left}
     named = translate(replace(checkpoint, tensors=tensors), relation, MEGATRON)
-    notes = ["the names are GPT-NeoX's without a pipeline, which are related to those of its layers"]
+    notes = [Brief("the names are GPT-NeoX's without a pipeline, which are related to those of its layers")]
     if left:
         notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
     return megatron.to_hub(replace(named, ties={}, notes=(*checkpoint.notes, *notes)))

@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import Brief, counted
 from ckpt.plan.tensors import Shape
 from converters.names.families import composites
 from converters.names.families import tables as families
@@ -63,11 +63,11 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
     return bool(config.get("model_type") or config.get("architectures"))
 
 
-def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> list[str]:
-    """Prove that tensors of `shapes`, by name, are what the files of the config's architecture hold; notes on it.
+def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved:
+    """Return what the config's class saves, after proving that it is exactly the tensors of `shapes`.
 
-    `path` is of the checkpoint, for messages.  Raises LossError where they are not, UsageError where nothing here knows
-    the architecture.
+    `path` is of the checkpoint, for messages.  Raises LossError if it is not, UsageError if nothing here knows the
+    architecture.
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [asked.saved]):
@@ -78,8 +78,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
                 raise
             continue
         if saved is not None and not compare(saved, shapes, config):
-            loads = f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has"
-            return [*_proof_notes(saved, shapes, config), loads]
+            return saved
         known = saved or known
     if known is None:
         raise _unknown(config, path)
@@ -229,13 +228,15 @@ def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
     return None
 
 
-def _proof_notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+def proof_notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what the user should know about names that are proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
     elif _compare(saved, shapes, config):
         yield f"names are those of an earlier release, which {saved.cls} renames as it loads them"
     if twice := [name for name in saved.optional if name in shapes]:
         yield f"written though save_pretrained leaves it out: {_some(twice)}"
+    yield Brief(f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has")
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:

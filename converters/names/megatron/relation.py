@@ -14,7 +14,7 @@ from pkgutil import iter_modules
 from typing import Any, cast
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import Brief, counted
 from ckpt.plan.checkpoint import (
     BUFFER,
     HUB,
@@ -166,7 +166,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     notes += (*shifting_notes(centred), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
         notes.append(
-            f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
+            Brief(
+                f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
+            )
         )
     ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
@@ -248,7 +250,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
+    note = Brief(f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks")
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
     return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
@@ -499,4 +501,4 @@ def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
 def _padding_notes(vocabulary: int, padded: int) -> list[str]:
     if padded == vocabulary:
         return []
-    return [f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero"]
+    return [Brief(f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero")]

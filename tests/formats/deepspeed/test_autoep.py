@@ -32,7 +32,7 @@ NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 @pytest.fixture
 def converted(fixtures: Path, tmp_path: Path) -> Path:
-    done = commands.ckpt("convert", "full", "hf", fixtures / NAME / "pytorch_model.bin", "-o", tmp_path / "out")
+    done = commands.ckpt("convert", "full", "hf", fixtures / NAME / "pytorch_model.bin", "-o", tmp_path / "out", "-v")
     assert done.code == 0 and "AutoEP's names" in done.err and "from_pretrained finds every tensor" in done.err
     return tmp_path / "out"
 

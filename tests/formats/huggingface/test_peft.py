@@ -60,7 +60,7 @@ def test_verify_compares_a_runs_adapter_with_the_folder_made_of_it(fixtures: Pat
 
 def test_what_of_a_training_run_is_left_out_is_said(fixtures: Path, tmp_path: Path) -> None:
     for command in (("merge-lora",), ("convert", "zero3", "peft")):
-        told = ckpt(*command, fixtures / "lora-zero3", "-o", tmp_path / command[0]).err
+        told = ckpt(*command, fixtures / "lora-zero3", "-o", tmp_path / command[0], "-v").err
         assert "not in the target: optimizer states exp_avg, exp_avg_sq, step (56 tensors, 2.53 kB)" in told
         assert "not in the target: hyperparameters of 1 param group" in told
         assert "not in the target: training state step 2, ds_config" in told

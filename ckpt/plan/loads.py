@@ -1,0 +1,41 @@
+"""The answer to: can the library that a folder is written for load it?"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ckpt.base.text import scheme_of
+
+
+@dataclass(frozen=True, slots=True)
+class Loads:
+    """A proved answer.
+
+    `can` is None if nothing here knows it, `call` is the Python call that loads the folder, `why` says what is missing
+    and `hint` what to do.  `lacks` are files without which it still loads, such as a tokenizer.
+    """
+
+    can: bool | None
+    call: str = "AutoModel.from_pretrained"
+    why: str = ""
+    hint: str = ""
+    lacks: tuple[str, ...] = ()
+
+    def without(self, *lacks: str) -> Loads:
+        """Return the answer for a folder that lacks these files too."""
+        return replace(self, lacks=(*self.lacks, *lacks))
+
+    def sentence(self, folder: str) -> str:
+        """Return the answer for the user, about `folder`."""
+        name = self.call.rpartition(".")[2]
+        if self.can:
+            call = "" if scheme_of(folder) else f": {self.call}({folder!r})"
+            return f"{name} can load this folder{call}" + (f"; it has no {', no '.join(self.lacks)}" * bool(self.lacks))
+        start = "" if self.can is False else "not checked: "
+        said = f"{name} cannot load this folder" if self.can is False else f"if {name} can load this folder"
+        return f"{start}{said}: {self.why}" + (f". {self.hint}" if self.hint else "")
+
+    def to_json(self) -> dict[str, Any]:
+        """Return plain values for JSON."""
+        return {**asdict(self), "lacks": list(self.lacks)}

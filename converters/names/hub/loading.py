@@ -1,0 +1,76 @@
+"""The proved answer to: can transformers, diffusers or sentence-transformers load a folder that is written?
+
+Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.35 (`utils/constants.py`), and
+sentence-transformers 5 (`SentenceTransformer.py`, `_load_sbert_model`).
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+from ckpt.containers.weights import SINGLE
+from ckpt.plan.loads import Loads
+from ckpt.plan.tensors import Shape
+from converters.names.families.config import architectures
+from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
+
+CONFIG, MODULES = "config.json", "modules.json"
+NO_CONFIG = Loads(
+    False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
+)
+#: Files that turn text, pictures or sound into a model's input.
+_INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
+_DIFFUSERS = "diffusion_pytorch_model.safetensors"
+
+
+def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> Loads:
+    """Return the answer for weights whose names were not proved: no config, no architecture, or `--names own`."""
+    if config is None:
+        return NO_CONFIG
+    if not names_architecture(config):
+        if "_class_name" in config:
+            call = f"{config['_class_name']}.from_pretrained"
+            return Loads(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {SINGLE} to {_DIFFUSERS}")
+        why = "config.json has no model_type and no architectures"
+        return Loads(False, why=why, hint="--config ORG/NAME takes the config of the model that was trained")
+    if any(name.startswith(PEFT) for name in shapes):
+        return Loads(False, why="the names are those of a model with PEFT adapters")
+    if differ := tables_differ(config, shapes):
+        return Loads(False, why=differ[0])
+    return Loads(None, why=OWN_NAMES)
+
+
+def proved(config: Mapping[str, Any], cls: str) -> Loads:
+    """Return the answer for weights whose names and shapes are proved to be those of the class `cls`."""
+    if not architectures(config):
+        return Loads(True, why=cls)
+    return Loads(True, f"{cls}.from_pretrained")
+
+
+def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> Loads:
+    """Return the answer given the other files of the folder: small ones with their content.
+
+    `folders` are further folders in it.
+    """
+    if loads.can and MODULES in files:
+        return _of_modules(loads, files, folders)
+    if loads.can and not any(fnmatch.fnmatchcase(name, one) for name in files for one in _INPUTS):
+        return loads.without("tokenizer or processor")
+    return loads
+
+
+def _of_modules(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
+    """Return the answer for a folder of sentence-transformers: each of its modules has files in a folder of its own."""
+    try:
+        modules = json.loads(files[MODULES] or b"")
+        places = [str(one["path"]) for one in modules if not str(one["type"]).endswith("Normalize")]
+    except (ValueError, TypeError, KeyError):
+        return Loads(False, "SentenceTransformer", f"{MODULES} is damaged")
+    there = {*folders, *(name.partition("/")[0] for name in files if "/" in name)}
+    missing = [place for place in places if place and place not in there]
+    if missing:
+        return Loads(False, "SentenceTransformer", f"{MODULES} names {', '.join(missing)}, which is missing")
+    return Loads(True, "SentenceTransformer", lacks=loads.lacks)

@@ -1,0 +1,106 @@
+"""`ckpt/cli/text.py`, `ckpt/show/planned.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import ckpt
+from ckpt.cli import text
+from ckpt.plan.loads import Loads
+from converters.names.hub import loading
+from tests.support.commands import ckpt as run_ckpt
+
+#: A sample of each framework: ZeRO, FSDP, Megatron, GPT-NeoX, HF Trainer, a LoRA run.
+PLAIN = ("moe-zero3", "toy-zero1", "local-flat", "megatron-0.17-dp", "neox-zero1", "trainer-zero2", "autotp-zero0")
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_success_has_at_most_five_lines(fixtures: Path, tmp_path: Path, name: str) -> None:
+    out = tmp_path / "out"
+    done = run_ckpt("convert", "auto", "hf", fixtures / name, "-o", out)
+    lines = [*done.err.splitlines(), *done.out.splitlines()]
+    assert done.code == 0 and len(lines) <= 5, done.err
+    report = json.loads(run_ckpt("convert", "auto", "hf", fixtures / name, "--dry-run", "--json", "-o", out / "x").out)
+    long = run_ckpt("convert", "auto", "hf", fixtures / name, "-o", tmp_path / "long", "-v").err
+    for one in report["left_out"]:
+        assert f"not in the target: {one}" in long, "with -v nothing is shortened"
+    assert all(f"note: {note}" in long for note in report["notes"])
+    assert len(report["left_out"]) < 2 or "(-v: all of it)" in done.err
+
+
+def test_last_line_is_proved_by_transformers(fixtures: Path, tmp_path: Path) -> None:
+    """The last line's promise and denial, both held against transformers itself."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeForCausalLM
+
+    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
+    done = run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "good")
+    call = f"Qwen3MoeForCausalLM.from_pretrained('{tmp_path}/good')"
+    assert done.err.splitlines()[-1] == f"from_pretrained can load this folder: {call}"
+    _, told = Qwen3MoeForCausalLM.from_pretrained(tmp_path / "good", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    (run / "config.json").unlink()
+    done = run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "bad")
+    assert done.err.splitlines()[-1].startswith("from_pretrained cannot load this folder: config.json is missing. Run")
+    with pytest.raises(ValueError, match="model_type"):
+        AutoModelForCausalLM.from_pretrained(tmp_path / "bad")
+
+
+def test_hint_of_missing_config_works_when_typed(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
+    config = Path(shutil.move(run / "config.json", tmp_path / "config.json"))
+    words = ("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert "--config ORG/NAME --overwrite" in run_ckpt(*words).err
+    assert "can load this folder" in run_ckpt(*words, "--config", config, "--overwrite").err.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (None, "config.json is missing"),
+        ({}, "no model_type"),
+        ({"hidden_size": 8}, "no model_type"),
+        ({"_class_name": "UNet2DModel"}, "diffusers looks for"),
+        ({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 8}, "not those that"),
+    ],
+)
+def test_what_cannot_be_loaded_is_never_promised(config: dict[str, object] | None, why: str) -> None:
+    sizes = {"hidden_size": 4, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    loads = loading.unproved(config if not config or "model_type" not in config else sizes | config, {"w": (1,)})
+    assert loads.can is False and why in loads.sentence("out")
+
+
+def test_names_that_were_not_compared_are_not_promised() -> None:
+    loads = loading.unproved({"model_type": "nobodys"}, {"w": (1,)})
+    assert loads.can is None and loads.sentence("out").startswith("not checked: if from_pretrained can load")
+
+
+def test_modules_of_sentence_transformers() -> None:
+    module = {"type": "sentence_transformers.models.Pooling", "path": "1_Pooling"}
+    files = {"modules.json": json.dumps([module]).encode(), "tokenizer.json": b"{}"}
+    good = Loads(True, "BertModel.from_pretrained")
+    assert "SentenceTransformer cannot load this folder: modules.json names 1_Pooling" in loading.with_files(
+        good, files
+    ).sentence("out")
+    whole = loading.with_files(good, {**files, "1_Pooling/config.json": b"{}"})
+    assert whole.sentence("out") == "SentenceTransformer can load this folder: SentenceTransformer('out')"
+    assert loading.with_files(good, {**files, "modules.json": b"{"}).can is False
+    assert loading.with_files(good, {}).sentence("out").endswith("; it has no tokenizer or processor")
+
+
+def test_printed_result_in_python_is_the_same(fixtures: Path, tmp_path: Path) -> None:
+    done = ckpt.convert(fixtures / "moe-zero3", "hf", tmp_path / "out")
+    assert "from_pretrained can load this folder" in str(done).splitlines()[-1] and len(str(done).splitlines()) <= 4
+    assert "optimizer states exp_avg" in "\n".join(done.lines(verbose=True))
+
+
+def test_what_matters_is_in_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "coloured", lambda stream: True)
+    assert text.in_colour("wrote 1 file").startswith("\x1b[32m") and "\x1b[1m" in text.in_colour("not read: a.pt")
+    assert text.in_colour("from_pretrained cannot load this folder: x").startswith("\x1b[33m\x1b[1m")
+    assert text.in_colour("anything else") == "anything else"
+    monkeypatch.setattr(text, "coloured", lambda stream: False)
+    assert text.in_colour("wrote 1 file") == "wrote 1 file"
