@@ -91,7 +91,7 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
 
 
 #: How lines begin, and the style of this beginning on a terminal.
-_STYLES = {
+_STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
     "not in the target:": {"fg": "yellow"},
     "not read:": {"fg": "yellow", "bold": True},

@@ -477,7 +477,7 @@ def _notes(checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout,
         return describe(chosen, checkpoint, layout.dtype)
     masters = sum(choice.tensor.role == MASTER and not choice.is_cast for choice in chosen.values())
     what = "written as their masters are, which the optimizer updates"
-    notes = [Brief(f"{counted(masters, 'parameter')} {what}")] if masters else []
+    notes: list[str] = [Brief(f"{counted(masters, 'parameter')} {what}")] if masters else []
     if not checkpoint.state.param_groups:
         notes.append("the source records no param groups: a live optimizer's own have to be kept when this is loaded")
     return notes

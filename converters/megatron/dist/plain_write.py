@@ -92,7 +92,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
         *model_files(checkpoint, layout.dtype)[0],
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    notes = [Brief(f"Megatron, {form}: for any number of ranks")]
+    notes: list[str] = [Brief(f"Megatron, {form}: for any number of ranks")]
     if form == FSDP_DTENSOR and not model.args.get("swiglu") and GATED in map(model.sections, model.chosen):
         notes.append(
             "only for TP 1: Megatron-FSDP has the rows of a gated MLP that is no SwiGLU by tensor parallel rank"

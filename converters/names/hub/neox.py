@@ -40,7 +40,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     relation = Relation.renaming(canonical, shapes)
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in left}
     named = translate(replace(checkpoint, tensors=tensors), relation, MEGATRON)
-    notes = [Brief("the names are GPT-NeoX's without a pipeline, which are related to those of its layers")]
+    notes: list[str] = [Brief("the names are GPT-NeoX's without a pipeline, which are related to those of its layers")]
     if left:
         notes.append("rotary frequencies (rotary_emb.inv_freq) are left out: every model computes them")
     return megatron.to_hub(replace(named, ties={}, notes=(*checkpoint.notes, *notes)))

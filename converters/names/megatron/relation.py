@@ -250,7 +250,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    note = Brief(f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks")
+    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
     return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
