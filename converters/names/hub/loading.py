@@ -11,13 +11,12 @@ import json
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from ckpt.containers.weights import SINGLE
 from ckpt.plan.loads import Loads
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
 
-CONFIG, MODULES = "config.json", "modules.json"
+MODULES, WEIGHTS = "modules.json", "model.safetensors"
 NO_CONFIG = Loads(
     False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
 )
@@ -33,7 +32,7 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
     if not names_architecture(config):
         if "_class_name" in config:
             call = f"{config['_class_name']}.from_pretrained"
-            return Loads(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {SINGLE} to {_DIFFUSERS}")
+            return Loads(False, call, f"diffusers looks for {_DIFFUSERS}", f"Rename {WEIGHTS} to {_DIFFUSERS}")
         why = "config.json has no model_type and no architectures"
         return Loads(False, why=why, hint="--config ORG/NAME takes the config of the model that was trained")
     if any(name.startswith(PEFT) for name in shapes):
