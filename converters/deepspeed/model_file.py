@@ -5,7 +5,7 @@ Facts: see `converters.deepspeed.zero`; entries: `converters.deepspeed.keys`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from math import prod
 from typing import Any
@@ -14,15 +14,48 @@ from ckpt.base.errors import CorruptError, NotFoundError
 from ckpt.containers.sources import RankFile
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
+from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Shape, Tensor, Whole
 from converters.deepspeed.config import is_bf16_optimizer
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OPTIMIZER_FILE
 from converters.deepspeed.partitions import InSlots, slot_size
 from converters.deepspeed.rank_files import check_lengths, flat_extent
+from converters.deepspeed.state_dict_names import StateDictNames, match
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """The tensors of the module's state dict.  What is no tensor (`_extra_state`) is `training_state`."""
+    """Return the tensors of the module's state dict, by the names of parameters and buffers.
+
+    Entries without a tensor (`_extra_state`) belong to `training_state`.
+    """
+    return module_and_names(model, num_tensor_parallel)[0]
+
+
+def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dict[str, StoredTensor], StateDictNames]:
+    """Return `module`, and how names of the state dict relate to names of parameters and buffers."""
+    tensors = _state_dict(model, num_tensor_parallel)
+    names = _match(model, tensors)
+    return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
+
+
+def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> dict[str, DType]:
+    """Return the dtype of each entry of `module`, and of trained parameters without an entry the engine's dtype."""
+    found = {fqn: stored.dtype for fqn, stored in module.items()}
+    lacking = [fqn for shapes in param_shapes(model) for fqn in shapes if fqn not in found]
+    dtypes = {dtype for fqn, dtype in found.items() if fqn not in buffers}
+    return found | dict.fromkeys(lacking, *dtypes) if len(dtypes) == 1 else found
+
+
+def _match(model: RankFile, tensors: Mapping[str, StoredTensor]) -> StateDictNames:
+    if model.content.get("param_shapes") is None:  # nothing is recorded without ZeRO
+        return match(tensors, dict.fromkeys(buffer_names(model)))
+    shapes: dict[str, Shape | None] = {fqn: shape for group in param_shapes(model) for fqn, shape in group.items()}
+    shapes |= shape_dict(model.content.get("frozen_param_shapes") or {}, model, "frozen_param_shapes")
+    shapes |= {alias: shapes.get(owner) for alias, owner in ties(model).items()}
+    return match(tensors, shapes | dict.fromkeys(buffer_names(model)))
+
+
+def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTensor]:
     module, num_model_parallel = model.need("module"), model.content.get("mp_world_size")
     if isinstance(num_model_parallel, int) and num_model_parallel not in (0, 1, num_tensor_parallel):
         raise NotFoundError(

@@ -39,6 +39,7 @@ from ckpt.plan.checkpoint import (
     Target,
     TargetFile,
 )
+from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.finding import Steps, find_step
@@ -123,20 +124,22 @@ def _read_folder(path: Path) -> Checkpoint:
             path=model.path,
             hint="give the checkpoint that it was made from",
         )
-    module, ties, buffers = model_file.module(model), model_file.ties(model), model_file.buffer_names(model)
+    (module, names), ties = model_file.module_and_names(model), model_file.ties(model)
+    buffers = model_file.buffer_names(model)
     state = reading.load(path / "zero" / _OPTIMIZER_STATE)
     groups = model_file.param_shapes(model)
     trained = {fqn for group in groups for fqn in group}
+    copies, natives = names.copies(trained), model_file.natives(model, module, buffers)
     # The copies of weights in fp32 under `zero/` are of these.
     for fqn, stored in module.items():
-        if fqn not in ties and (fqn in buffers or fqn not in trained or stored.extent.numel):
+        if fqn not in ties and fqn not in copies and (fqn in buffers or fqn not in trained or stored.extent.numel):
             # under stage 3, parameters are empty placeholders
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored)
     reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
     for group in groups:
         for fqn, shape in group.items():
-            _add_parameter(reading, fqn, shape, module.get(fqn))
+            _add_parameter(reading, fqn, shape, natives.get(fqn))
     _add_stage3_steps(reading, state.content, groups)
     _check_complete(reading, groups)
     world_size, version = (model.content.get(key) for key in ("dp_world_size", "ds_version"))
@@ -159,7 +162,7 @@ def _read_folder(path: Path) -> Checkpoint:
             frozen_saved=saved,
         ),
         folders=(str(path.parent),),
-        notes=(model_file.FROZEN_LEFT_OUT,) if saved is False else (),
+        notes=(*((model_file.FROZEN_LEFT_OUT,) if saved is False else ()), *names.notes()),
     )
 
 
@@ -194,7 +197,7 @@ def _model_files(reading: _UniversalReading) -> list[RankFile]:
     return single or models
 
 
-def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: StoredTensor | None) -> None:
+def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: DType | None) -> None:
     """Add the tensors in `zero/<fqn>/`: master, states, step."""
     folder = confined(reading.path / "zero", fqn)
     names = names_in(folder) if folder.is_dir() else []
@@ -215,9 +218,8 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: S
                 expected=f"{prod(shape)} elements, for shape {list(shape)}",
                 found=f"shape {list(extent.shape)}",
             )
-        dtype = native.extent.dtype if native is not None else None
         role = MASTER if role == FP32 else role
-        reading.tensors[fqn, role] = Tensor(fqn, role, extent.dtype, shape, Whole(extent.reshape(shape)), dtype)
+        reading.tensors[fqn, role] = Tensor(fqn, role, extent.dtype, shape, Whole(extent.reshape(shape)), native)
 
 
 def _param(value: Any, path: Path) -> StoredTensor:

@@ -7,7 +7,7 @@ runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
@@ -126,6 +126,7 @@ class _ZeroReading:
     states: OptimizerStates = field(default_factory=OptimizerStates)
     models: list[RankFile] = field(default_factory=list)  # rank 0's first
     ties: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
     own_order: bool = False  # ranks have experts in another order than the model's
 
     def load(self, path: str, rank: int) -> RankFile:
@@ -252,13 +253,16 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
     file = reading.load(reading.folder.model, 0)
     reading.models = [file]
     sharing, experts = experts_of(reading.folder.experts, file, reading.sources)
-    module = model_file.module(file, reading.num_tensor_parallel)
+    module, names = model_file.module_and_names(file, reading.num_tensor_parallel)
     again, buffers = routers(file, module), model_file.buffer_names(file)
     reading.ties = model_file.ties(file) | again
+    reading.notes = tuple(names.notes())
     groups, num_ranks = model_file.param_shapes(file), len(inners)
+    natives = model_file.natives(file, module, buffers)
+    copies = names.copies({fqn for group in groups for fqn in group})
     frozen = file.content.get("frozen_param_fragments") or {}
-    for fqn, stored in {**frozen, **module}.items():
-        if isinstance(stored, StoredTensor) and fqn not in reading.ties:
+    for fqn, stored in {**frozen, **module, **frozen}.items():
+        if isinstance(stored, StoredTensor) and fqn not in reading.ties and fqn not in copies:
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
@@ -276,14 +280,19 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
             own = before_dealing(list(shapes), count) if dealt else list(shapes)
             reading.own_order |= sharing.in_order(own) != tuple(own)
             order += own
-            parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes))
+            parts.append(_read_flat_group(reading, number, [inners[rank] for rank in ranks], ranks, shapes, natives))
         reading.tensors |= {t.key: t for t in sharing.together(parts, [range(num_ranks)] * len(parts))}
         group = ParamGroup(sharing.in_order(order), options[number] if number < len(options) else {})
         reading.states.groups += (group,)
 
 
 def _read_flat_group(
-    reading: _ZeroReading, number: int, inners: list[RankFile], ranks: range, shapes: Mapping[str, Shape]
+    reading: _ZeroReading,
+    number: int,
+    inners: list[RankFile],
+    ranks: range,
+    shapes: Mapping[str, Shape],
+    natives: Mapping[str, DType],
 ) -> dict[Key, Tensor]:
     """Masters and states of the parameters that lie in a flat buffer of a param group, which `ranks` share."""
     partition = partition_size(inners, number)
@@ -296,8 +305,9 @@ def _read_flat_group(
         group = FlatGroup(extents, partition, ranks)
         for fqn, shape in shapes.items():
             weight = reading.tensors.get((fqn, WEIGHT))
+            native = weight.dtype if weight else natives.get(fqn)
             source = states.in_blocks(InFlatGroup(group, starts[fqn], nexts[fqn] - starts[fqn] - prod(shape)), role)
-            found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, weight.dtype if weight else None)
+            found[fqn, role] = Tensor(fqn, role, extents[0].dtype, shape, source, native)
     states.add_to(reading.states, shapes, inners[0], _EXPERT_RANKS)
     return found
 
@@ -308,7 +318,8 @@ def _read_flat_group(
 def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     models = reading.models = [_light(reading, rank) for rank in range(len(inners))]
     file = models[0]
-    module = model_file.module(file, reading.num_tensor_parallel)
+    module, names = model_file.module_and_names(file, reading.num_tensor_parallel)
+    reading.notes = tuple(names.notes())
     buffer_names = model_file.buffer_names(file)
     sub_groups = model_file.param_shapes(file)
     if len(set(partition_counts(inners[0]))) > 1:
@@ -324,15 +335,12 @@ def _read_stage3(reading: _ZeroReading, inners: list[RankFile]) -> None:
     _add_buffers(reading, models, buffer_names)
     expect_groups(inners, "fp32_flat_groups", len(sub_groups))
 
-    natives = {fqn: stored.extent.dtype for fqn, stored in module.items()}
-    if sharing.cuts:  # without placeholders: in the dtype to which the engine casts all parameters
-        dtypes = {dtype for fqn, dtype in natives.items() if fqn not in buffer_names}
-        natives |= dict.fromkeys(sharing.cuts, *dtypes) if len(dtypes) == 1 else {}
+    natives = model_file.natives(file, module, buffer_names)
     for number, shapes in enumerate(sub_groups):
         groups = sharers_under_stage3(sharing, models, inners, number, shapes)
         parts = [_read_sub_group(reading, number, [inners[r] for r in ranks], shapes, natives) for ranks in groups]
         reading.tensors |= {tensor.key: tensor for tensor in sharing.together(parts, groups)}
-    _check_placeholders(reading, module)
+    _add_unrecorded(reading, {fqn: stored for fqn, stored in module.items() if fqn not in names.unmatched})
     reading.states.groups = _stage3_groups(inners[0], sub_groups)
 
 
@@ -391,14 +399,22 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
         reading.tensors[fqn, BUFFER] = replace(tensor, replicas=tuple(replicas))
 
 
-def _check_placeholders(reading: _ZeroReading, module: Iterable[str]) -> None:
-    """Every parameter of the module dict, an empty placeholder there, must have been found elsewhere."""
-    found = {fqn for fqn, _ in reading.tensors}
-    for fqn in module:
-        if fqn not in found and fqn not in reading.ties:
+def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:
+    """Add whole tensors of the module dict that are no recorded parameters and no buffers.
+
+    CorruptError for an empty placeholder of a parameter that is stored nowhere.
+    """
+    found = {fqn for fqn, _ in reading.tensors} | reading.ties.keys()
+    file = reading.models[0]
+    for fqn, stored in module.items():
+        if fqn in found:
+            continue
+        if stored.extent.numel:
+            reading.tensors[fqn, WEIGHT] = model_file.whole(fqn, WEIGHT, stored, 0)
+        elif model_file.frozen_saved(file, 3) is not False:
             raise CorruptError(
                 "the elements of a parameter are stored nowhere",
-                path=reading.models[0].path,
+                path=file.path,
                 fqn=fqn,
                 expected="its shape in param_shapes or frozen_param_shapes",
                 found="a placeholder",
@@ -515,7 +531,7 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
         facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
-        notes=(*_step_note(reading), *left_out, *reading.sources.notes),
+        notes=(*_step_note(reading), *left_out, *reading.notes, *reading.sources.notes),
         computed=reading.states.computed,
         quantized=QuantizedStates(reading.states.quantized),
         unread=reading.states.left_out(),

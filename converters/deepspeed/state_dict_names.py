@@ -1,0 +1,108 @@
+"""Names in a module's state dict that differ from the names of its parameters and buffers.
+
+A wrapper may override `state_dict()` and drop, add or change parts of the names, as TRL's models with a value head do.
+DeepSpeed writes such a dict as it is.  It records parameters in `param_shapes`, `frozen_param_shapes` and
+`shared_params`, and buffers in `buffer_names`, by the names of the module tree (deepspeed 0.19.8, runtime/engine.py).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from ckpt.containers.torchfile.values import StoredTensor
+from ckpt.plan.tensors import Shape
+from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT
+
+_Parts = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StateDictNames:
+    """Names of a state dict next to the recorded names.
+
+    `renamed` maps a name of the dict to the recorded name.  `unmatched` are entries that may be recorded parameters
+    under names without a visible relation.
+    """
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    unmatched: frozenset[str] = frozenset()
+
+    def copies(self, trained: Container[str]) -> frozenset[str]:
+        """Return the names of second copies of `trained` parameters; the masters have their values."""
+        return self.unmatched.union(fqn for fqn in self.renamed.values() if fqn in trained)
+
+    def notes(self) -> Iterator[str]:
+        """Yield a sentence for each kind of entry."""
+        if self.renamed:
+            name, recorded = next(iter(self.renamed.items()))
+            yield (
+                f"the model's state_dict() renames {len(self.renamed)} tensors ({recorded} to {name}); parameters and "
+                "buffers have the names of the module tree here, and values of trained parameters are the masters"
+            )
+        if self.unmatched:
+            shown = ", ".join(sorted(self.unmatched)[:4])
+            yield (
+                f"{len(self.unmatched)} entries of the model's state_dict() are no parameters by name and as large as "
+                f"trained parameters without an entry ({shown}); they are left out, and the masters are taken"
+            )
+
+
+def match(module: Mapping[str, StoredTensor], recorded: Mapping[str, Shape | None]) -> StateDictNames:
+    """Match entries of `module` with `recorded` names without an entry; a shape of None fits every shape.
+
+    Two names match if one has further parts in one place and the last part is the same.  The place most names agree
+    on comes first.
+    """
+    lacking = {fqn for fqn in recorded if fqn not in module and not _is_expert(fqn)}
+    unknown = {tuple(fqn.split(".")): fqn for fqn in module if fqn not in recorded}
+    if not lacking or not unknown:
+        return StateDictNames()
+    by_parts = {tuple(fqn.split(".")): fqn for fqn in recorded if fqn in lacking}
+    found = [
+        (block, name, fqn)
+        for longer, shorter in ((by_parts, unknown), (unknown, by_parts))
+        for parts, one in longer.items()
+        for block, rest in _without_a_block(parts)
+        if (other := shorter.get(rest)) is not None
+        for name, fqn in ([(other, one)] if longer is by_parts else [(one, other)])
+        if _fits(module[name].shape, recorded[fqn])
+    ]
+    votes = Counter(block for block, _, _ in found)
+    renamed: dict[str, str] = {}
+    for _, name, fqn in sorted(found, key=lambda one: (-votes[one[0]], len(one[0]))):
+        if name not in renamed and fqn in lacking:
+            renamed[name] = fqn
+            lacking.discard(fqn)
+    shapes = Counter(recorded[fqn] for fqn in lacking)
+    unmatched = (fqn for fqn in unknown.values() if fqn not in renamed)
+    return StateDictNames(renamed, frozenset(_as_large(unmatched, module, shapes)))
+
+
+def _as_large(fqns: Iterable[str], module: Mapping[str, StoredTensor], shapes: Counter[Shape | None]) -> Iterator[str]:
+    """Yield each of `fqns` with a shape left in `shapes`; an empty placeholder takes any."""
+    left = shapes - Counter({None: shapes[None]})
+    for fqn in fqns:
+        shape: Shape | None = module[fqn].shape
+        if shape == (0,):
+            shape = next(iter(left), None)
+        if shape in left:
+            left = left - Counter([shape])
+            yield fqn
+
+
+def _without_a_block(parts: _Parts) -> Iterator[tuple[_Parts, _Parts]]:
+    """Yield each run of parts before the last one, and the parts without it."""
+    for start in range(len(parts) - 1):
+        for stop in range(start + 1, len(parts)):
+            yield parts[start:stop], parts[:start] + parts[stop:]
+
+
+def _fits(shape: Shape, recorded: Shape | None) -> bool:
+    return recorded is None or shape in (recorded, (0,))
+
+
+def _is_expert(fqn: str) -> bool:
+    """Return True for a parameter in a file of its own."""
+    return bool(EXPERT.fullmatch(fqn) or AUTOEP_EXPERTS.fullmatch(fqn))
