@@ -378,12 +378,12 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
     """`checkpoint` with replicated tensors taken from `rank`, and no others compared with it."""
 
     def chosen(tensor: Tensor) -> Tensor:
-        for source in (tensor.source, *tensor.replicas):
+        for source in (tensor.source, *tensor.replicas, *tensor.rank_copies):
             if any(fragment.rank == rank for fragment in source.fragments(tensor.shape)):
-                return replace(tensor, source=source, replicas=())
+                return replace(tensor, source=source, replicas=(), rank_copies=())
         raise LossError(f"rank {rank} holds no replica of this tensor", fqn=tensor.fqn)
 
-    tensors = {key: chosen(t) if t.replicas else t for key, t in checkpoint.tensors.items()}
+    tensors = {key: chosen(t) if t.replicas or t.rank_copies else t for key, t in checkpoint.tensors.items()}
     return replace(checkpoint, tensors=tensors)
 
 

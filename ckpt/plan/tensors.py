@@ -9,7 +9,7 @@ overlap (`ckpt.plan.tiling`).
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 from operator import add
@@ -406,6 +406,7 @@ class Tensor:
 
     `native` is the dtype the model itself uses for this fqn, where the tensor's own is another one: an fp32
     master of a bf16 model has `dtype` float32 and `native` bfloat16.  `replicas` hold the same elements again.
+    `rank_copies` are values of other ranks that may differ, as BatchNorm's running statistics do.
     """
 
     fqn: str
@@ -415,6 +416,7 @@ class Tensor:
     source: Source
     native: DType | None = None
     replicas: tuple[Source, ...] = ()
+    rank_copies: tuple[Source, ...] = ()
 
     @property
     def key(self) -> tuple[str, str]:
@@ -436,7 +438,11 @@ class Tensor:
         return runs_of(self.source, self.shape, 0, self.numel)
 
     def renamed(self, fqn: str) -> Tensor:
-        return Tensor(fqn, self.role, self.dtype, self.shape, self.source, self.native, self.replicas)
+        return Tensor(fqn, self.role, self.dtype, self.shape, self.source, self.native, self.replicas, self.rank_copies)
+
+    def rank_local(self) -> Tensor:
+        """Return the first rank's values; those of other ranks need not be equal."""
+        return replace(self, replicas=(), rank_copies=self.replicas)
 
 
 @dataclass(frozen=True, slots=True)

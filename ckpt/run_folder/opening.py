@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise, zip_longest
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID, Brief, did_you_mean
+from ckpt.base.text import HUB_ID, Brief, counted, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry
@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import (
     Given,
     ReadRequest,
 )
+from ckpt.plan.tensors import Tensor
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.halves import check_optimizer_files, holds_model, with_hint
@@ -70,7 +71,9 @@ def open_checkpoint(
     path = places.local(path)
     slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
     accepted = frozenset(accept_settings or ())
-    checkpoint = _opened(path, formats, tag, config, unfinished=unfinished, slot=slot, accepted=accepted)
+    checkpoint = _opened(
+        path, formats, tag, config, unfinished=unfinished, slot=slot, accepted=accepted, replica=replica
+    )
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             if checkpoint is None:
@@ -84,10 +87,6 @@ def open_checkpoint(
             found=checkpoint.framework or checkpoint.format,
             hint="leave --adapter-slot out",
         )
-    if replica is not None:
-        from ckpt.plan.planner import choose_replica
-
-        checkpoint = choose_replica(checkpoint, replica)
     return checkpoint
 
 
@@ -119,6 +118,7 @@ def _opened(
     unfinished: bool = False,
     slot: AdapterSlot | None = None,
     accepted: frozenset[str] = frozenset(),
+    replica: int | None = None,
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
@@ -137,13 +137,32 @@ def _opened(
         except HalfError as error:
             raise with_hint(error) from None
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
-        return checkpoint and _with_number_held(_with_config(checkpoint, path, request))
+        return checkpoint and _noted(_of_rank(_with_config(checkpoint, path, request), replica))
 
 
-def _with_number_held(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint`, with a note where its files are of another step than its folder is named for."""
+def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
+    if replica is None:
+        return checkpoint
+    from ckpt.plan.planner import choose_replica
+
+    return choose_replica(checkpoint, replica)
+
+
+def _noted(checkpoint: Checkpoint) -> Checkpoint:
+    """Add notes on a folder named for another step, and on values of one rank."""
     told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
-    return replace(checkpoint, notes=(*checkpoint.notes, told)) if told else checkpoint
+    notes = [note for note in (told, rank_copies_note(checkpoint.tensors.values())) if note]
+    return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
+
+
+def rank_copies_note(tensors: Iterable[Tensor]) -> str:
+    """Return a note on tensors whose ranks each have values of their own; empty without any."""
+    own = [tensor.fqn for tensor in tensors if tensor.rank_copies]
+    if not own:
+        return ""
+    names = f"{own[0]}, ..." if len(own) > 1 else own[0]
+    what = f"every rank saved its own values of {counted(len(own), 'buffer')} ({names})"
+    return f"{what}; ckpt reads rank 0's, as DeepSpeed and torch do"
 
 
 def _neighbour(path: Path) -> str | None:

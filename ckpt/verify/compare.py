@@ -435,7 +435,7 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
                 expected=f"what {f'rank {one.rank}' if of_ranks else f'byte {one.offset}'} holds, {one.path}",
                 found=f"element {list(difference.index)} at byte {other.offset} is {other} instead of {one} "
                 f"(bits {other.bits} instead of {one.bits}); {difference.num_different} differ",
-                hint="--replica RANK takes one rank's copy"
+                hint="`ckpt convert --replica RANK` takes one rank's copy"
                 if of_ranks
                 else "the config ties these tensors, and the files hold two: does it belong to them?",
             )

@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS,
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.run_folder.opening import AUTO, open_checkpoint, rank_copies_note
 from ckpt.state.naming import to_namespace
 from ckpt.views.lazy import LazyTensor
 from ckpt.views.without_torch import needs_torch
@@ -64,6 +64,8 @@ def load_into(
         what = f"{_some(untied)}: tied to {named.ties[untied[0]]} in the checkpoint, and a copy of it in the model"
         warnings.warn(f"{shown(checkpoint.path)}: {what}", stacklevel=2)
     filled = {fqn: _checked(named, fqn, tensor) for fqn, tensor in wanted.items() if fqn not in missing}
+    if note := rank_copies_note(filled.values()):
+        warnings.warn(f"{shown(checkpoint.path)}: {note}", stacklevel=2)
     with torch.no_grad():
         for fqn, stored in filled.items():
             wanted[fqn].copy_(LazyTensor(stored, named.computed)[...])

@@ -82,7 +82,8 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
             tensors[key], found = added_up(held, slices[0].file.path)
             computed |= found
         else:
-            tensors[key] = cut.joined(held, ranks)
+            joined = cut.joined(held, ranks)
+            tensors[key] = joined.rank_local() if role == BUFFER else joined
     config = dict(first.state.ds_config or {})
     config.pop("tensor_parallel", None)  # what is read are whole tensors
     quantized = next((method for each in slices for method in each.checkpoint.quantized.methods.values()), None)

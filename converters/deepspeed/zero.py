@@ -384,7 +384,7 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
-        replicas = []
+        copies_of_ranks = []
         for model, module in zip(models[1:], copies[1:], strict=True):
             stored = module.get(fqn)
             if stored is None or (stored.extent.shape, stored.extent.dtype) != (tensor.shape, tensor.dtype):
@@ -395,8 +395,8 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
                     expected=f"{tensor.dtype} {list(tensor.shape)}",
                     found="none" if stored is None else f"{stored.extent.dtype} {list(stored.extent.shape)}",
                 )
-            replicas.append(Whole(stored.extent, model.rank))
-        reading.tensors[fqn, BUFFER] = replace(tensor, replicas=tuple(replicas))
+            copies_of_ranks.append(Whole(stored.extent, model.rank))
+        reading.tensors[fqn, BUFFER] = replace(tensor, rank_copies=tuple(copies_of_ranks))
 
 
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:

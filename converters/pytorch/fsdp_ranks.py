@@ -370,6 +370,9 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
         reading.tensors[fqn, WEIGHT] = assemble(fqn, WEIGHT, parts)
         if all(map(is_part, values)):
             parameters.append(fqn)
+    for key, tensor in reading.tensors.items():
+        if parameters and tensor.fqn not in parameters:  # not sharded, so FSDP does not keep ranks equal
+            reading.tensors[key] = tensor.rank_local()
     if extra:
         reading.items["extra_state"] = extra
     return {fqn: reading.tensors[fqn, WEIGHT].shape for fqn in parameters}

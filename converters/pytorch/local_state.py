@@ -89,7 +89,8 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
     for fqn, values in plain.items():
         if all(isinstance(value, StoredTensor) for value in values):
             copies = [(v.shape, Fragment(whole(v.shape), v.extent, f.rank)) for f, v in zip(files, values, strict=True)]
-            found.tensors[fqn] = assemble(fqn, WEIGHT, copies)
+            one = assemble(fqn, WEIGHT, copies)
+            found.tensors[fqn] = one.rank_local() if flats else one  # FSDP keeps only flat parameters equal
         else:
             found.values[fqn] = values[0]
     return found

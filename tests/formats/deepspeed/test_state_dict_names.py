@@ -18,11 +18,9 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT
 from ckpt.plan.dtypes import BFLOAT16
 from ckpt.plan.tensors import Extent
 from converters.deepspeed.state_dict_names import match
-from tests.support.building import Groups, assert_holds, groups_of, write_stage2, write_stage3
+from tests.support.building import assert_holds, groups_of, write_stage2, write_stage3
 
-GROUPS = groups_of(
-    {"inner.a.weight": (5, 7), "inner.b.weight": (3,), "v_head.weight": (1, 4)}, {"inner.a.bias": (2,)}
-)
+GROUPS = groups_of({"inner.a.weight": (5, 7), "inner.b.weight": (3,), "v_head.weight": (1, 4)}, {"inner.a.bias": (2,)})
 WRITERS = pytest.mark.parametrize("write", [write_stage2, write_stage3])
 
 

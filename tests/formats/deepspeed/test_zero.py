@@ -16,10 +16,12 @@ import pytest
 import torch
 
 from ckpt import api
+from ckpt.check.checking import check
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32
+from ckpt.views.loading import load_into
 from tests.support import commands
 from tests.support.building import (
     MODEL_NAME,
@@ -470,6 +472,36 @@ def test_equal_values_are_no_tie(tmp_path: Path) -> None:
     checkpoint = api.open(write_stage2(tmp_path / "run", groups, 2))
     assert checkpoint.ties == {}
     assert_holds(checkpoint, groups)
+
+
+def test_buffers_that_each_rank_keeps_for_itself(tmp_path: Path) -> None:
+    """BatchNorm's statistics differ by rank: rank 0's are read by every command, with a note."""
+
+    def change(model: dict[str, Any], rank: int) -> None:
+        model["module"]["bn.running_mean"] = torch.full((3,), float(rank))
+        model["buffer_names"] = ["bn.running_mean"]
+
+    run, key = write_stage3(tmp_path / "run", GROUPS, 2, change_model=change), ("bn.running_mean", BUFFER)
+    checkpoint = api.open(run)
+    assert any("every rank saved its own values of 1 buffer" in note for note in checkpoint.notes)
+    for replica, value in ((None, 0.0), (0, 0.0), (1, 1.0)):
+        assert content(api.open(run, replica=replica).tensors[key]) == raw(torch.full((3,), value))
+    assert not any("every rank" in note for note in api.open(run, replica=1).notes)
+    api.convert(run, "zero3", tmp_path / "one", world_size=1)
+    assert api.verify(run, tmp_path / "one").equal
+    assert check(run).whole
+    module = torch.nn.Module()
+    for group in GROUPS:
+        for fqn, tensor in group.items():
+            owner, _, name = fqn.rpartition(".")
+            if owner and not hasattr(module, owner):
+                module.add_module(owner, torch.nn.Module())
+            module.get_submodule(owner).register_parameter(name, torch.nn.Parameter(torch.zeros_like(tensor)))
+    module.add_module("bn", torch.nn.Module())
+    module.bn.register_buffer("running_mean", torch.full((3,), 7.0))
+    with pytest.warns(UserWarning, match="every rank saved its own values"):
+        assert load_into(module, run) == []
+    assert module.bn.running_mean.tolist() == [0, 0, 0]
 
 
 def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> None:

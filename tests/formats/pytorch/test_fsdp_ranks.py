@@ -252,3 +252,17 @@ def test_nothing_here(tmp_path: Path) -> None:
     torch.save([1], tmp_path / "model_world_size_1_rank_0.pt")
     with pytest.raises(CorruptError, match="no state dict"):
         FSDP_RANKS.read(tmp_path, ReadRequest())
+
+
+@pytest.mark.slow
+def test_a_buffer_that_each_rank_keeps_for_itself(runs: Callable[[str], Path], tmp_path: Path) -> None:
+    """FSDP keeps parameters equal and no buffers: rank 0's values are read, with a note."""
+    run = shutil.copytree(runs("fsdp2-2"), tmp_path / "run")
+    for file in run.rglob("model_world_size_2_rank_*.pt"):
+        model = torch.load(file, weights_only=False)
+        model["norm.running_mean"] = torch.full((3,), float(file.stem[-1]))
+        torch.save(model, file)
+    checkpoint = api.open(run, "fsdp-ranks")
+    assert content(checkpoint.tensors["norm.running_mean", "weight"]) == raw(torch.zeros(3))
+    assert any("every rank saved its own values of 1 buffer" in note for note in checkpoint.notes)
+    assert api.verify(checkpoint, checkpoint).equal
