@@ -121,11 +121,11 @@ class UsageError(CkptError):
 
 
 class SeveralRunsError(UsageError):
-    """A folder holds several run folders, `runs`, the newest first; the user has to name one."""
+    """A folder holds several run folders, `runs`, sorted by name; the user has to name one."""
 
     code = "several-runs"
 
-    def __init__(self, path: os.PathLike[str], runs: Sequence[os.PathLike[str]]) -> None:
+    def __init__(self, path: os.PathLike[str], runs: Sequence[str | os.PathLike[str]]) -> None:
         found = ", ".join(os.path.relpath(run, path) for run in runs[:8]) + (", ..." if len(runs) > 8 else "")
         super().__init__("which run? there are several here", path=path, found=found, hint="give the folder of one")
         self.runs = tuple(os.fspath(run) for run in runs)

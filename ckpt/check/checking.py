@@ -56,7 +56,7 @@ from ckpt.run_folder.steps import (
     of_another_step,
     one_with_state,
     recorded_step,
-    step_folders,
+    run_at,
     trainer_step,
 )
 from ckpt.show.rows import picture
@@ -231,7 +231,7 @@ def checkpoints_of(path: Path) -> list[Path]:
     for the folder of several runs.
     """
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
-    inside = list(dict.fromkeys([*step_folders(path), *recorded]))
+    inside = list(dict.fromkeys([*(step.path for step in run_at(path).steps), *recorded]))
     if TRAINER_STEP.fullmatch(path.absolute().name):
         return [path]
     if _is_checkpoint(path):
@@ -252,9 +252,12 @@ def _is_checkpoint(path: Path) -> bool:
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    """The folder that `tag` names in `path`; or what it names in a step or a run there, as for every command."""
-    folder = confined(path, tag) if path.is_dir() and tag else path
-    return folder if folder != path and folder.is_dir() else Path(open_checkpoint(path, format, tag=tag).path)
+    """Return the folder of the step `tag` in `path`, or in a step or a run there, as for every command."""
+    if path.is_dir() and tag:
+        named, steps = confined(path, tag), run_at(path).tagged(tag)
+        if named != path and (named.is_dir() or steps):
+            return named if named.is_dir() else steps[0].path
+    return Path(open_checkpoint(path, format, tag=tag).path)
 
 
 def _recorded(path: Path) -> dict[str, str]:

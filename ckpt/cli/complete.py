@@ -43,10 +43,10 @@ def _formats() -> list[str]:
 
 def tags(ctx: Any, incomplete: str) -> list[str]:
     """Step folders of the run that was typed."""
-    from ckpt.run_folder.steps import step_folders
+    from ckpt.run_folder.steps import run_at
 
     path = _path(ctx)
-    return _beginning(lambda: [folder.name for folder in step_folders(path)] if path else [], incomplete)
+    return _beginning(lambda: [step.path.name for step in run_at(path).steps] if path else [], incomplete)
 
 
 def tensors(ctx: Any, incomplete: str) -> list[str]:

@@ -279,7 +279,7 @@ def guarded(function: Function) -> Function:
 
 
 def _commands(error: CkptError) -> list[str]:
-    """Where there are several runs to choose from, the command for each, the newest first."""
+    """Return the command for each run if there are several to choose from."""
     if not isinstance(error, SeveralRunsError):
         return []
     path, normal = shown(str(error.path)), os.path.normpath  # of a URL it makes something else, and of both alike

@@ -11,7 +11,7 @@ from ckpt.base.text import HUB_ID
 from ckpt.hub.card import CARD
 from ckpt.move.source import read_file
 from ckpt.run_folder.precision import TRAINING_ARGS, read_training_args
-from ckpt.run_folder.steps import enclosing_folders, trainer_steps
+from ckpt.run_folder.steps import enclosing_folders, run_at
 
 _MAX_CARD = 4 << 20
 #: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
@@ -25,7 +25,7 @@ def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
     """
     places: list[Path] = []
     for folder in folders:
-        places += [*enclosing_folders(folder.resolve()), *trainer_steps(folder)]
+        places += [*enclosing_folders(folder.resolve()), *(step.path for step in run_at(folder).steps)]
     looked_at, without_owner = [], None
     for place in dict.fromkeys(places):
         for path, read in ((place / TRAINING_ARGS, _in_arguments), (place / CARD, _in_card)):

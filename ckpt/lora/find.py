@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from ckpt import api
-from ckpt.base.errors import CkptError, CorruptError, NotFoundError, UsageError
+from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief
 from ckpt.move.files import translate_os_errors
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
-from ckpt.run_folder.opening import is_run
-from ckpt.run_folder.runs import run_below
-from ckpt.run_folder.steps import trainer_steps
+from ckpt.run_folder.choosing import Want
+from ckpt.run_folder.opening import open_wanted
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
@@ -175,77 +173,52 @@ def _model(path: Path, config: str | None) -> Checkpoint:
 
 
 def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
-    place = path / tag if tag else path
-    saved = [] if tag is not None and not place.is_dir() else list(_saved_adapters(place))
-    if saved:
-        newest = saved[0]
-        checkpoint = api.open(newest, PEFT, adapter_slot=slot)
-        empty = [fqn for (fqn, _), tensor in checkpoint.tensors.items() if tensor.numel == 0]
+    """Return the adapter that `ckpt.open` would choose, or the adapter's own file in the same place."""
+    empty: list[tuple[str, str, int, int]] = []
+
+    def holds(checkpoint: Checkpoint) -> bool:
+        if checkpoint.format == PEFT and (found := _empty_tensors(checkpoint)):
+            empty.append((checkpoint.path, found[0], len(found), len(checkpoint.tensors)))
+            return False
+        return checkpoint.is_adapter or names.is_adapter(fqn for fqn, _ in checkpoint.tensors)
+
+    want = Want("adapter", holds, prefers=PEFT)
+    try:
+        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot)
+    except CorruptError:
         if not empty:
-            others = [f"{p} is older" for p in saved[1:2]]
-            taken = [f"taking the adapter {newest}"] if newest != path else []
-            steps = trainer_steps(place)
-            newer = [folder.name for folder in steps[: steps.index(newest)]] if newest in steps else []
-            passed = (f"skipped, as there is no adapter in it: {', '.join(newer[:8])}",) if newer else ()
-            return replace(checkpoint, notes=(*taken, *passed, *others, *checkpoint.notes), passed_over=passed)
-        sharded = _open_sharded(newest, path, config, tag)
-        if sharded is None:
-            raise CorruptError(
-                "the adapter was saved without its partitions: its tensors are empty",
-                path=newest,
-                fqn=empty[0],
-                found=f"{len(empty)} of {len(checkpoint.tensors)} tensors of shape [0]",
-                hint="the sharded checkpoint that it was saved from still has them; give that",
-            )
-        note = f"the adapter file in {newest} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
-        return replace(sharded, notes=(note, *sharded.notes))
-
-    if tag is None and path.is_dir() and (alone := sorted(path.glob("adapter_model.*"))):
-        # without its config, which is missed by name; beside a torch file PEFT takes the other
-        path = next((one for one in alone if one.suffix == ".safetensors"), alone[0])
-
-    def has_saved(run: Path) -> bool:
-        return any(True for _ in _saved_adapters(run / tag if tag else run))
-
-    if path.is_dir() and not is_run(path, tag=tag) and (run := run_below(path, has_saved)) is not None:
-        inside = _open(run, config, tag, slot)
-        return replace(inside, notes=(f"taking the run {run.relative_to(path)}", *inside.notes))
-    checkpoint = api.open(path, tag=tag, config=config, adapter_slot=slot)
-    names.check_is_no_others(checkpoint)
-    if not checkpoint.is_adapter and not names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
+            raise
+        checkpoint = None  # the sharded checkpoint beside the empty adapter is damaged
+    if checkpoint is None and tag is None and not empty:
+        # a file without its config, whose absence is reported later; PEFT prefers safetensors to a torch file
+        alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
+        path = alone[0] if alone else path
+        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot) if alone else None
+    if checkpoint is None and empty:
+        place, fqn, count, of = empty[0]
+        raise CorruptError(
+            "the adapter was saved without its partitions: its tensors are empty",
+            path=place,
+            fqn=fqn,
+            found=f"{count} of {of} tensors of shape [0]",
+            hint="the sharded checkpoint that it was saved from still has them; give that",
+        )
+    if checkpoint is None:
+        checkpoint = api.open(path, tag=tag, config=config, adapter_slot=slot)
+        names.check_is_no_others(checkpoint)
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
         )
-    return checkpoint
+    names.check_is_no_others(checkpoint)
+    notes = [
+        f"the adapter file in {place} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
+        for place, *_ in empty
+    ]
+    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
 
 
-def _saved_adapters(path: Path) -> Iterator[Path]:
-    """PEFT folders in a run folder, newest first: its own, which is saved at the end, and its checkpoints'."""
-    find = registry.get(PEFT).find
-    steps = [folder for folder in trainer_steps(path) if find(folder, None) is not None]
-    own = [path] if find(path, None) is not None else []
-    if own and steps and _mtime(steps[0]) > _mtime(path):
-        own, steps = steps[:1], [*own, *steps[1:]]  # training went on after the run folder's was saved
-    yield from [*own, *steps]
-
-
-def _mtime(folder: Path) -> int:
-    return max((p.stat().st_mtime_ns for p in folder.glob("adapter_model.*")), default=0)
-
-
-def _open_sharded(folder: Path, run: Path, config: str | None, tag: str | None) -> Checkpoint | None:
-    """The sharded checkpoint beside an adapter file, if there is one with an adapter."""
-    for place in dict.fromkeys((folder, run)):
-        for one in registry.names():
-            if one in (PEFT, "hf"):
-                continue
-            try:
-                checkpoint = api.open(place, one, tag=tag, config=config)
-            except CkptError:
-                continue
-            if names.is_adapter(fqn for fqn, _ in checkpoint.tensors):
-                return checkpoint
-    return None
+def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
+    return [fqn for (fqn, _), tensor in checkpoint.tensors.items() if tensor.numel == 0]
 
 
 # -- bases ---------------------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.run_folder.adapter_config import BY_MODEL, LORA, AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
-from ckpt.run_folder.steps import trainer_steps
+from ckpt.run_folder.steps import run_at
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterName, parse_name
 from ckpt.state.naming import to_namespace
@@ -125,10 +125,10 @@ def plan(
 
 def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> Path | None:
     """The newest checkpoint whose adapter can be merged, in the run folder that the one adapter was saved in."""
-    for step in trainer_steps(adapters[0].folder)[:_MAX_STEPS] if len(adapters) == 1 else ():
+    for step in run_at(adapters[0].folder).steps[:_MAX_STEPS] if len(adapters) == 1 else ():
         with suppress(CkptError):
-            _plan([open_adapter(str(step))], base, layout, Resources(), ())
-            return step
+            _plan([open_adapter(str(step.path))], base, layout, Resources(), ())
+            return step.path
     return None
 
 

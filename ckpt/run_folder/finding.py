@@ -1,4 +1,4 @@
-"""Find a format's checkpoint: a folder itself, or in it the step that a tag names, that is recorded, or the newest."""
+"""Find a format's checkpoint: a folder itself, or the step in it that a tag or the format's own record names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
-from ckpt.run_folder.steps import recorded_step, step_folders
+from ckpt.run_folder.steps import recorded_step
 
 
 def _as_said(said: str) -> Sequence[str]:
@@ -23,7 +23,7 @@ def _never(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """How a format keeps steps in a run's folder: how one is known, and which one is meant."""
+    """Rules of a format for steps in a run's folder: what is a step, and which file records one."""
 
     #: Whether a folder is a step of this format, from names and small files.
     is_step: Callable[[Path], bool]
@@ -38,18 +38,14 @@ class Steps:
     #: folder that may be another format's, where there is no step of this one.
     owns_record: bool = False
     may_be_others: Callable[[Path], bool] = _never
-    #: The names of steps, if the newest is meant where nothing is recorded; and of folders in the run's with steps.
-    newest: re.Pattern[str] | None = None
-    places: Sequence[str] = ("",)
     #: Whether a step was written to its end, where that is told by names.
     is_finished: Callable[[Path], bool] | None = None
 
 
 def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
-    """The step that `path` is or that its record means; with a tag, the step of that name.  None without such a step.
+    """Return the step that `path` is or that its record names; with a tag, the step of that name.  None without one.
 
-    Raises CorruptError where the record names what is not there, IncompleteError where it is missing or the newest step
-    was not written to its end.
+    Raise CorruptError if the record names a missing step, IncompleteError if the record is missing.
     """
     if not path.is_dir():
         return None
@@ -62,8 +58,7 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
     said = recorded_step(path / steps.record) if steps.record is not None else None
     if said is not None or steps.needs_record:
         _check_record(path, said, folders, steps)
-        return None
-    return _newest(path, steps)
+    return None
 
 
 def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
@@ -109,17 +104,3 @@ def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
 def newest_first(steps: Iterable[Path]) -> list[Path]:
     """Folders of steps by the last number in their names, the largest first."""
     return sorted(steps, key=lambda step: (int([-1, *re.findall(r"\d+", step.name)][-1]), step.name), reverse=True)
-
-
-def _newest(path: Path, steps: Steps) -> Path | None:
-    """The newest step in a run's folder; IncompleteError where it was not written to its end."""
-    if steps.newest is None:
-        return None
-    for place in steps.places:
-        found = [step for step in step_folders(path / place, steps.newest) if steps.is_step(step)]
-        if found and steps.is_finished is not None and not steps.is_finished(found[0]):
-            hint = _newest_whole(found, steps)
-            raise IncompleteError("the newest step was not written to its end", path=found[0], hint=hint)
-        if found:
-            return found[0]
-    return None

@@ -6,24 +6,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, SeveralRunsError
-from ckpt.move.listing import folders_in, names_in
-from ckpt.run_folder.steps import RECORDS, step_folders
+from ckpt.move.listing import folders_in
+from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.steps import has_record, run_at
 
 #: The digests of what a conversion wrote, which it writes last.
 MANIFEST = "ckpt-manifest.json"
-_LAST = 10  # seconds that a conversion may take to end behind it
 _LEVELS = 2
 _MAX_FOLDERS = 2000  # looked into on each level
 
 
 def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
-    """The one run folder below `path` that `holds` what is looked for; None where there is none.
+    """Return the one run folder below `path` that `holds` a checkpoint, or None without one.
 
-    It is on the first two levels.  What has steps, or a record of them, is a run itself: nothing inside is taken in its
-    place.  What a conversion made is taken only where nothing else is there.  Raises SeveralRunsError where there are
-    several, the newest first.
+    It is on the first two levels.  A folder with steps, or with a record of one, is a run itself: nothing inside
+    replaces it.  The output of a conversion counts only if nothing else is there.  Raise SeveralRunsError for several
+    runs.
     """
-    if not path.is_dir() or step_folders(path) or any((path / name).is_file() for name in RECORDS):
+    if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
     runs: list[Path] = []
     level = [path]
@@ -31,19 +31,19 @@ def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
         inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
         level = [folder for folder in inside if not _holds(folder, holds)]
         runs += [folder for folder in inside if folder not in level]
-    runs = [run for run in runs if not _is_converted(run)] or runs
     if len(runs) > 1:
-        newest_first = sorted(runs, key=_time, reverse=True)
-        raise SeveralRunsError(path, newest_first)
+        runs = [run for run in runs if not _is_converted(run)] or runs
+    if len(runs) > 1:
+        raise SeveralRunsError(path, sorted(runs))
     return runs[0] if runs else None
 
 
 def _folders(folder: Path) -> list[Path]:
     try:
-        steps = set(step_folders(folder))
+        steps = {step.path for step in run_at(folder).steps}
         inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
         return [p for p in inside if p not in steps]
-    except (OSError, CkptError):  # what cannot be looked into holds nothing that could be read
+    except (OSError, CkptError):  # a folder that cannot be listed holds nothing that can be read
         return []
 
 
@@ -55,14 +55,12 @@ def _holds(folder: Path, holds: Callable[[Path], bool]) -> bool:
 
 
 def _is_converted(folder: Path) -> bool:
-    """Whether a folder is as a conversion left it: no run has saved anything there since."""
+    """Return True if a folder is as a conversion left it, by its manifest: no run has saved anything there since."""
     try:
-        written = (folder / MANIFEST).stat().st_mtime
-        return all((folder / name).stat().st_mtime <= written + _LAST for name in names_in(folder))
-    except OSError:
+        files = read_json(folder / MANIFEST)["files"] if (folder / MANIFEST).is_file() else {}
+        sizes = {folder / name: file["bytes"] for name, file in files.items()}
+        written = {place for name in sizes for place in (name, *name.parents)}
+        is_same = all(file.stat().st_size == size for file, size in sizes.items())
+        return bool(sizes) and is_same and all(step.path in written for step in run_at(folder).steps)
+    except (OSError, CkptError, AttributeError, KeyError, TypeError):
         return False
-
-
-def _time(run: Path) -> int:
-    """When the run last saved, in ns."""
-    return max(place.stat().st_mtime_ns for place in (run, *step_folders(run)))

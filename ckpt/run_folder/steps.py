@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError
@@ -26,12 +28,116 @@ _MAX_RECORDED = 4096
 
 #: A step's folder as HF Trainer, TRL and Axolotl name it (transformers/trainer_utils.py).
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
-#: As torchtitan does (components/checkpoint.py).
-TITAN_STEP = re.compile(r"step-(\d+)")
-#: As Megatron does (megatron/training/checkpointing.py).
+#: Megatron's name of a step (megatron/training/checkpointing.py).
 MEGATRON_STEP = re.compile(r"iter_(\d{7,})")
-#: As any of these, verl, Megatron and many scripts do.
-ANY_STEP = re.compile(r"(?:checkpoint|step|global_step|iter|epoch)[-_]?(\d+)")
+#: Beginnings of the names of steps, each before the step's number, by the savers that write them.
+STEP_NAMES = {
+    r"checkpoint[-_]?": "HF Trainer, TRL, Axolotl, ms-swift, diffusers; Accelerate's own naming; Ray Train",
+    r"(?:global[-_]?)?step[-_=]?": "DeepSpeed, NeoX, verl, SkyRL, VeOmni; torchtitan, Levanter, prime-rl, OLMo-core",
+    r"iter(?:ation)?[-_]?": "Megatron, slime, Megatron-Bridge, MMEngine",
+    r"epoch[-_=]?\d+[-_]step[-_=]?": "Lightning, NeMo Automodel, ColossalAI",
+    r"(?:.+-)?step=": "Lightning and NeMo with a metric in the name",
+    r"epoch\d+epochstep\d+globalstep": "AReaL",
+    r"ep\d+-ba": "Composer",
+    r"epoch[-_=]?": "Accelerate's examples, torchtune",
+}
+#: Endings that Lightning and NeMo put after the number.
+_ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth))?"
+ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
+#: Folders in a run's folder that hold its steps: torchtitan's, Lightning's and LeRobot's.
+_HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
+#: Suffixes of steps that are one file.
+_FILES = (".ckpt", ".pt", ".pth")
+_COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
+#: Parts of a step that hold the model, if the step's folder is no checkpoint itself: OLMo-core's, prime-rl's,
+#: LeRobot's, NeMo-RL's, SkyRL's, NeMo's.
+STEP_PARTS = ("model_and_optim", "trainer", "pretrained_model", "policy/weights", "policy", "weights", "model")
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A step of a run, a folder or a file, by the number in its name."""
+
+    path: Path
+    number: int
+    counts_epochs: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """The steps of a run's folder, newest first.
+
+    At equal numbers a step with HF Trainer's record comes first.  File times are never compared.
+    """
+
+    path: Path
+    steps: tuple[Step, ...]
+
+    def name(self, place: Path) -> str:
+        """Return the name of a place in the run for messages, which `--tag` takes if it is a step."""
+        return str(place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
+
+    def holder(self, place: Path) -> Step | None:
+        """Return the step that `place` is or lies in."""
+        return next((step for step in self.steps if place.is_relative_to(step.path)), None)
+
+    def tagged(self, tag: str) -> list[Step]:
+        """Return the steps of the name `tag`, or of that number."""
+        named = [step for step in self.steps if tag in (step.path.name, self.name(step.path))]
+        return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
+
+    def record_of(self, place: Path) -> str | None:
+        """Return the name of the file in the run's folder that names the step `place` is or lies in."""
+        top = place.relative_to(self.path).parts[0] if place != self.path and place.is_relative_to(self.path) else ""
+        for name in RECORDS if top else ():
+            said = recorded_step(self.path / name)
+            if said and (said == top or (said.isdecimal() and step_number(top) == int(said))):
+                return name
+        return None
+
+
+def run_at(path: Path) -> Run:
+    """Return the steps in the folder `path`, and in a folder of steps in it, by their names alone."""
+    found = [step for holder in _holders(path) for step in _steps_in(holder)]
+
+    def order(step: Step) -> tuple[int, bool, str]:
+        return step.number, has_trainer_state(step.path), step.path.name
+
+    return Run(path, tuple(sorted(found, key=order, reverse=True)))
+
+
+def has_record(path: Path) -> bool:
+    """Return True if a file in the folder records the step to take."""
+    return any((path / name).is_file() for name in RECORDS)
+
+
+def has_trainer_state(path: Path) -> bool:
+    """Return True if HF Trainer's record of a step is in the folder."""
+    return (path / TRAINER_STATE).is_file()
+
+
+def _holders(path: Path) -> list[Path]:
+    return [path, *(path / name for name in _HOLDERS if (path / name).is_dir())] if path.is_dir() else []
+
+
+def _steps_in(folder: Path) -> Iterator[Step]:
+    for name, entry in entries_in(folder).items():
+        number = step_number(name)
+        if name.isdecimal() and _is_bare_step(folder / name):
+            number = int(name)
+        if number is not None and (is_folder(entry) or (name.endswith(_FILES) and entry.is_file())):
+            yield Step(folder / name, number, _COUNTS_EPOCHS.fullmatch(name) is not None)
+
+
+def _is_bare_step(folder: Path) -> bool:
+    """Return True if a folder whose name is a number is a step: LeRobot's, Nanotron's, Orbax's."""
+    return folder.parent.name in _HOLDERS or any((folder / part).is_dir() for part in STEP_PARTS)
+
+
+def step_number(name: str) -> int | None:
+    """Return the number of the step in a name, or None if it is no step's name."""
+    match = ANY_STEP.fullmatch(name)
+    return None if match is None else int(match[1])
 
 
 def recorded_step(path: Path) -> str | None:
@@ -48,34 +154,9 @@ def recorded_step(path: Path) -> str | None:
     return read_file(confined(path.parent, path.name), _MAX_RECORDED).decode("utf-8", "replace").strip()
 
 
-def step_folders(path: Path, named: re.Pattern[str] = ANY_STEP) -> list[Path]:
-    """The folders in `path` that are named like a step, newest first."""
-    if not path.is_dir():
-        return []
-    found = [(m, entry) for name, entry in entries_in(path).items() if (m := named.fullmatch(name))]
-    return [path / name for _, name in sorted(((int(m[1]), m[0]) for m, e in found if is_folder(e)), reverse=True)]
-
-
-def step_number(step: Path) -> int:
-    """The number in the name of a step folder."""
-    return int(re.findall(r"\d+", step.name)[-1])
-
-
-def names_step(run: Path, place: Path) -> bool:
-    """Whether a record in `run` names the step folder that `place` is or lies in."""
-    said = [recorded_step(run / name) for name in RECORDS]
-    step = place.relative_to(run).parts[:1]
-    return any(step == (one,) or (one.isdecimal() and step and _is_number(step[0], int(one))) for one in said if one)
-
-
-def _is_number(name: str, number: int) -> bool:
-    match = ANY_STEP.fullmatch(name)
-    return match is not None and int(match[1]) == number
-
-
-def trainer_steps(path: Path, *, after: int = -1) -> list[Path]:
-    """The `checkpoint-N` folders in a run folder whose N is greater than `after`, newest first."""
-    return [folder for folder in step_folders(path, TRAINER_STEP) if step_number(folder) > after]
+def trainer_steps(path: Path) -> list[Path]:
+    """Return the `checkpoint-N` folders in a run folder, newest first."""
+    return [step.path for step in run_at(path).steps if TRAINER_STEP.fullmatch(step.path.name)]
 
 
 def one_with_state(step: Path) -> Path | None:
@@ -97,7 +178,9 @@ def check_ended(step: Path) -> None:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Where files of the run that a checkpoint belongs to may stand: its folder, and that around a step's."""
+    """Return the folders that may hold files of a checkpoint's run: its own, and the folders around its step."""
+    if path.name in STEP_PARTS and ANY_STEP.fullmatch(path.parent.name):
+        return [path, path.parent, path.parent.parent]
     return [path, path.parent] if ANY_STEP.fullmatch(path.name) else [path]
 
 
@@ -120,7 +203,7 @@ def of_another_step(place: Path, step: int | None) -> str | None:
         if TRAINER_STEP.fullmatch(folder.name):
             with suppress(CkptError):  # damage of the record is another matter
                 recorded = trainer_step(folder)
-        if recorded is not None and recorded != step_number(folder):
+        if recorded is not None and recorded != step_number(folder.name):
             return (
                 f"the folder is called {folder.name}, and its files are of step {recorded}: was it renamed, or copied?"
             )

@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundE
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.run_folder.finding import Steps, find_step, newest_first
-from ckpt.run_folder.steps import LATEST, recorded_step
+from ckpt.run_folder.steps import LATEST
 
 #: What users call any of the formats here.
 ALIASES = ("deepspeed", "ds")
@@ -74,14 +74,6 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
     with naming_a_complete_step(path, check_names):
         folder = find_step(path, tag, _STEPS)
     return folder if folder is not None and stage in list_step_folder(folder, 0).stages else None
-
-
-def newer_than_latest(folder: Path) -> list[str]:
-    """Names of the step folders that are newer than `folder`, if `folder` is what `latest` records."""
-    if recorded_step(folder.parent / LATEST) != folder.name:
-        return []
-    names = [other.name for other in zero_steps(folder.parent)]
-    return names[: names.index(folder.name)]
 
 
 def zero_steps(path: Path) -> list[Path]:

@@ -45,7 +45,6 @@ from converters.deepspeed.folder import (
     find_stage,
     list_step_folder,
     naming_a_complete_step,
-    newer_than_latest,
     tensor_parallel,
     tensor_parallel_ranks,
 )
@@ -98,12 +97,7 @@ class Zero(Format):
         """Describe a step of any stage, under the name of the stage that its optimizer files record."""
         read = partial(_read_step, config=request.config)
         with naming_a_complete_step(path.parent, read):
-            checkpoint = read(path)
-        ahead = newer_than_latest(path)
-        if ahead and request.tag is None:
-            note = f"{path.name} is what `latest` records; there is also {', '.join(ahead)} (--tag takes it)"
-            checkpoint = replace(checkpoint, notes=(*checkpoint.notes, note))
-        return checkpoint
+            return read(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         from converters.deepspeed.write import lay_out  # only here: what is only read starts sooner

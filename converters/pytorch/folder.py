@@ -19,7 +19,7 @@ from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, TITAN_STEP
+from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
@@ -56,10 +56,7 @@ def _is_dcp(names: list[str]) -> bool:
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:
-    """The checkpoint that `path` is, that `tag` names in it, or the newest `step-N` in it.
-
-    IncompleteError where the newest step was not written to its end: which one is meant is then the user's to say.
-    """
+    """Return the checkpoint that `path` is, or that `tag` names in it."""
     if path.name == METADATA and path.is_file():
         path = path.parent
     return find_step(path, tag, _STEPS)
@@ -77,18 +74,7 @@ def _local(folder: Path) -> tuple[tuple[int, str], ...]:
     return tuple(sorted((int(match[1]), name) for name in names_in(folder) if (match := LOCAL.fullmatch(name))))
 
 
-def _is_finished(folder: Path) -> bool:
-    names = names_in(folder)
-    return METADATA in names or not any(DATA_FILE.fullmatch(name) for name in names)
-
-
-_STEPS = Steps(
-    is_checkpoint,
-    of_tag=lambda tag: (tag, f"checkpoint/{tag}"),
-    newest=TITAN_STEP,
-    places=("", "checkpoint"),
-    is_finished=_is_finished,
-)
+_STEPS = Steps(is_checkpoint)
 
 
 def parts(path: Path) -> Parts:
@@ -110,6 +96,6 @@ def other_models(path: Path) -> list[str]:
 
 def run_folders(path: Path) -> tuple[str, ...]:
     """Where the run's other files may stand: the folder itself, and what is around one of Accelerate's or a step."""
-    if _ACCELERATE.fullmatch(path.name) or TITAN_STEP.fullmatch(path.name):
+    if _ACCELERATE.fullmatch(path.name):
         return str(path), str(path.parent)
-    return (str(path),)
+    return tuple(map(str, enclosing_folders(path)))

@@ -48,7 +48,7 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whol
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
-from ckpt.run_folder.steps import ANY_STEP, TRACKER
+from ckpt.run_folder.steps import TRACKER
 from ckpt.state.wrapped import clean_names
 from converters.optimizers.ranks import check_same, check_same_options, different_numbers
 from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
@@ -151,7 +151,6 @@ _STEPS = Steps(
     lambda folder: _inside(folder) is not None,
     record=TRACKER,
     of_record=lambda said: (f"global_step_{said}",),
-    newest=ANY_STEP,
 )
 
 

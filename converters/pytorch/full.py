@@ -61,7 +61,7 @@ from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
-from ckpt.run_folder.steps import ANY_STEP, enclosing_folders, trainer_step
+from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
 from converters.optimizers.state_dicts import is_optimizer
@@ -119,7 +119,7 @@ class Full(Format):
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A torch file, a folder with one (`tag` names one in it), or the newest step in a run folder.
+        """Return a torch file, or a folder with one (`tag` names one in it).
 
         Beside safetensors weights, `pytorch_model.bin` is another copy of these, and so it is not looked at.
         """
@@ -238,7 +238,7 @@ def _weights_in(folder: Path) -> str | None:
     return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
 
 
-_STEPS = Steps(lambda folder: _weights_in(folder) is not None, newest=ANY_STEP)
+_STEPS = Steps(lambda folder: _weights_in(folder) is not None)
 
 # -- reading -------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""`ckpt/run_folder/finding.py`: which step of a run a format takes, by a tag, a record or the names of steps."""
+"""`ckpt/run_folder/finding.py`: the step of a run that a format takes, by a tag or a record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import pytest
 
 from ckpt.base.errors import CorruptError, IncompleteError, UnsafeError
 from ckpt.run_folder.finding import Steps, find_step, meant, newest_first
-from ckpt.run_folder.steps import ANY_STEP
 
 
 def is_step(folder: Path) -> bool:
@@ -24,8 +23,8 @@ PLAIN = Steps(is_step)
 RECORDED = Steps(is_step, record="latest")
 NEEDED = replace(RECORDED, needs_record=True)
 OWNED = replace(NEEDED, owns_record=True, may_be_others=lambda folder: (folder / "other").exists())
-NEWEST = Steps(is_step, newest=ANY_STEP, places=("", "checkpoint"), is_finished=is_finished)
-EVERY = (PLAIN, RECORDED, NEEDED, OWNED, NEWEST)
+FINISHED = replace(NEEDED, is_finished=is_finished)
+EVERY = (PLAIN, RECORDED, NEEDED, OWNED, FINISHED)
 
 
 def write(run: Path, *names: str, latest: str | None = None) -> Path:
@@ -90,17 +89,11 @@ def test_what_a_record_means_that_names_no_step(case: str, number: int, tmp_path
     assert ("step-1" in str(caught.value.hint)) == (STEP in files)
 
 
-def test_the_newest_step_has_to_be_whole(tmp_path: Path) -> None:
-    run = write(tmp_path, "checkpoint/step-9/weights", "checkpoint/step-9/done", "checkpoint/step-10/weights")
+def test_without_a_record_the_newest_complete_step_is_named(tmp_path: Path) -> None:
+    run = write(tmp_path, "step-9/weights", "step-9/done", "step-10/weights")
     with pytest.raises(IncompleteError) as caught:
-        find_step(run, None, NEWEST)
+        find_step(run, None, FINISHED)
     assert caught.value.hint == "the newest complete step here is step-9: --tag step-9"
-    assert (
-        find_step(run, "step-9", replace(NEWEST, of_tag=lambda tag: (f"checkpoint/{tag}",)))
-        == run / "checkpoint/step-9"
-    )
-    write(run, "checkpoint/step-10/done", "step-11/x", "final/weights")
-    assert find_step(run, None, NEWEST) == run / "checkpoint/step-10"
 
 
 def test_the_newest_is_that_of_the_largest_number() -> None:

@@ -133,7 +133,7 @@ def test_steps_without_the_weights_that_are_looked_for(run: Path) -> None:
         file.unlink()
     result = ckpt("convert", "full", "hf", steps, "-o", run.with_name("out"), "-q")
     assert result.code == 0
-    assert result.err == "note: skipped, no full checkpoint was found in newer folders: step-2\n"
+    assert result.err == "note: step-2 is skipped, it holds no checkpoint of the format wanted\n"
 
 
 def test_a_newer_step_without_an_adapter(fixtures: Path, tmp_path: Path) -> None:
@@ -143,7 +143,7 @@ def test_a_newer_step_without_an_adapter(fixtures: Path, tmp_path: Path) -> None
     (run / "checkpoint-10").mkdir()
     result = ckpt("merge-lora", run, "--base", tmp_path / "base", "-o", tmp_path / "out", "-q")
     assert result.code == 0, result.err
-    assert result.err == "note: skipped, as there is no adapter in it: checkpoint-10\n"
+    assert result.err == "note: checkpoint-10 is skipped, it holds no adapter\n"
     (run / "checkpoint-10" / "adapter_config.json").write_bytes((run / "checkpoint-5/adapter_config.json").read_bytes())
     emptied_file = run / "checkpoint-10" / "adapter_model.safetensors"
     emptied_file.write_bytes((run / "checkpoint-5" / "adapter_model.safetensors").read_bytes()[:-1])

@@ -17,18 +17,14 @@ from ckpt.run_folder.runs import MANIFEST
 from tests.support.commands import process
 
 
-def make_run(fixtures: Path, outputs: Path, name: str, step: int, time: int, kind: str = "lora-zero3") -> Path:
-    """A run as HF Trainer under ZeRO-3 keeps it, saved last at `time` (ns)."""
-    saved = outputs / name / f"checkpoint-{step}"
-    shutil.copytree(fixtures / kind, saved)
-    for place in (saved, saved.parent):
-        os.utime(place, ns=(time, time))
-    return saved
+def make_run(fixtures: Path, outputs: Path, name: str, step: int) -> Path:
+    """Make a run as HF Trainer keeps it under ZeRO-3, and return its step."""
+    return Path(shutil.copytree(fixtures / "lora-zero3", outputs / name / f"checkpoint-{step}"))
 
 
 def test_one_run_is_taken_and_named(fixtures: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    make_run(fixtures, outputs, "llama-sft", 2, 10**9)
+    make_run(fixtures, outputs, "llama-sft", 2)
     (outputs / "logs").mkdir()
     (outputs / "notes.txt").write_text("mine")
     report = process("convert", "zero3", "peft", "outputs", cwd=tmp_path)
@@ -50,27 +46,27 @@ def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
     assert report.code == 0 and "taking the run project/run" in report.err, report.err
 
 
-def test_several_are_listed_newest_first_with_the_command_for_each(fixtures: Path, tmp_path: Path) -> None:
+def test_several_are_listed_by_name_with_the_command_for_each(fixtures: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    for name, time in {"old": 10**9, "new run": 3 * 10**9, "middle": 2 * 10**9}.items():
-        make_run(fixtures, outputs, name, 2, time)
-    newest_first = ["new run", "middle", "old"]
+    for name in ("old", "new run", "middle"):
+        make_run(fixtures, outputs, name, 2)
+    names = ["middle", "new run", "old"]
     for words in (["convert", "zero3", "peft", "./outputs", "--dry-run"], ["merge-lora", "./outputs"], ["merge-lora"]):
         report = process(*words, cwd=tmp_path if len(words) > 1 else outputs)
         assert report.code == 2 and "which run?" in report.err and "Traceback" not in report.err, report.err
         lines = [line.strip() for line in report.err.splitlines() if line.startswith("  ckpt ")]
         named = [Path(word).name for line in lines for word in shlex.split(line)]
-        assert [name for name in named if name in newest_first] == newest_first
+        assert [name for name in named if name in names] == names
     first = process("convert", "zero3", "peft", "outputs/new run", "--dry-run", cwd=tmp_path)
     assert first.code == 0, first.err
     with pytest.raises(SeveralRunsError) as error:
         ckpt.open(outputs)
-    assert [Path(run).name for run in error.value.runs] == newest_first
+    assert [Path(run).name for run in error.value.runs] == names
 
 
 def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    make_run(fixtures, outputs, "run", 2, 10**9)
+    make_run(fixtures, outputs, "run", 2)
     ckpt.plan(ckpt.open(outputs / "run"), "peft").run(outputs / "exported")
     assert ckpt.open(outputs, "zero3").path.endswith("checkpoint-2/global_step2")
     assert ckpt.open(outputs, "peft").path.endswith("exported")
@@ -82,7 +78,7 @@ def test_runs_of_other_formats_are_not_in_the_way(fixtures: Path, tmp_path: Path
 
 def test_runs_at_two_depths_are_several(fixtures: Path, tmp_path: Path) -> None:
     outputs = tmp_path / "outputs"
-    make_run(fixtures, outputs / "project", "run", 2, 2 * 10**9)
+    make_run(fixtures, outputs / "project", "run", 2)
     shutil.copytree(
         fixtures / "axolotl-fsdp2/outputs/gpt-oss-out", outputs / "final", ignore=lambda *_: {"checkpoint-2"}
     )
@@ -143,8 +139,7 @@ def test_what_ckpt_made_of_a_run_is_no_run(fixtures: Path, tmp_path: Path) -> No
     shutil.rmtree(outputs / "sft")
     asked = process("inspect", "outputs", cwd=tmp_path)
     assert asked.code == 2 and "sft-peft" in asked.err and "sft-zero3" in asked.err
-    make_run(fixtures, outputs, "other", 2, 10**9)
-    now = (outputs / "sft-zero3" / MANIFEST).stat().st_mtime_ns
-    make_run(fixtures, outputs, "sft-zero3", 4, now + 10**12)
+    make_run(fixtures, outputs, "other", 2)
+    make_run(fixtures, outputs, "sft-zero3", 4)
     asked = process("inspect", "outputs", cwd=tmp_path)
     assert asked.code == 2 and "sft-zero3" in asked.err and "other" in asked.err and "sft-peft" not in asked.err
