@@ -73,9 +73,10 @@ class Chooser:
         if found is not None:
             place = Path(found.path)
             return found if place == path else _with_notes(found, [f"taking {run.name(place)}"])
-        below = run_below(path, self._leads_to_one)
-        inside = below and self.open(below)
-        return inside and _with_notes(inside, [f"taking the run {run.name(below)}"])
+        if (below := run_below(path, self._leads_to_one)) is not None:
+            found = self.open(below)
+            return found and _with_notes(found, [f"taking the run {run.name(below)}"])
+        return None
 
     def _leads_to_one(self, folder: Path) -> bool:
         """Return True if a folder is a run; if only some checkpoints will do, a run that has one of these."""
@@ -91,11 +92,12 @@ class Chooser:
         own = self._open_own(run)
         candidates = run.steps if own is None else self._rivals(run, own) if self.want.is_newest else ()
         found, skipped = self._open_newest(run, candidates)
-        if found is None and own is None:
-            for error in filter(None, skipped.values()):
-                raise error
-            return None
-        return self._with_newer_named(run, found or own, skipped)
+        chosen = found or own
+        if chosen is not None:
+            return self._with_newer_named(run, chosen, skipped)
+        for error in filter(None, skipped.values()):
+            raise error
+        return None
 
     def _open_own(self, run: Run, tag: str | None = None) -> Checkpoint | None:
         """Return the checkpoint that the run's folder is, or that its record or `tag` names."""
@@ -134,7 +136,7 @@ class Chooser:
             if (found := self._open_in(run_at(part))) is not None:
                 return found
         below = run_below(step, lambda folder: is_run(folder, self.formats))
-        return below and self._open_in(run_at(below))
+        return None if below is None else self._open_in(run_at(below))
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
         """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
@@ -186,8 +188,8 @@ class Chooser:
         for one in self.formats:
             try:
                 recorded = one.find(run.path, None)
-                is_named = recorded is not None and run.record_of(recorded) is not None
-                if is_named and not recorded.is_relative_to(step.path) and _finds(one, step.path, None):
+                is_another = recorded is not None and not recorded.is_relative_to(step.path)
+                if recorded and is_another and run.record_of(recorded) and _finds(one, step.path, None):
                     return True
             except CkptError:  # opening it reports the error
                 continue
