@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError, NotFoundError, SeveralRunsError, UsageError
 from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.run_folder.runs import run_below
@@ -132,7 +133,7 @@ class Chooser:
         found = self._open_in(run_at(step))
         if found is not None or is_run(step, self.formats):
             return found
-        for part in _parts(step):
+        for part in _model_parts(step):
             if (found := self._open_in(run_at(part))) is not None:
                 return found
         below = run_below(step, lambda folder: is_run(folder, self.formats))
@@ -236,10 +237,12 @@ class Chooser:
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
 
     def _hint_at_another(self, error: CkptError, run: Run) -> None:
-        """Add a hint to an error about a run: the newest older step that can be opened, or why there is none."""
+        """Add a hint to an error about a run: another step that can be opened, or why each of them cannot."""
         damaged = run.holder(Path(error.path)) if error.path is not None else None
+        at = run.steps.index(damaged) if damaged is not None else -1
+        older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
         reasons, hints = [], [error.hint] if error.hint else []
-        for step in run.steps[run.steps.index(damaged) + 1 if damaged else 0 :][:_MAX_NAMES]:
+        for step in (*older, *newer)[:_MAX_NAMES]:
             name = shlex.quote(run.name(step.path))
             try:
                 check_ended(step.path)
@@ -250,11 +253,14 @@ class Chooser:
             if found is None:
                 continue
             if f"--tag {name}" not in (error.hint or ""):
-                before = f"the checkpoint before {run.name(damaged.path)}" if damaged else "that step instead"
-                error.hint = "; ".join([*hints, f"--tag {name} takes {before}"])
+                before = damaged if step in older else None
+                what = f"the checkpoint before {run.name(before.path)}" if before else "that step instead"
+                error.hint = "; ".join([*hints, f"--tag {name} takes {what}"])
             return
         if reasons:
-            all_of = f"no other step can be used: {'; '.join(reasons)}; `ckpt check` says what is wrong with each"
+            all_of = (
+                f"no other step can be used: {'; '.join(reasons)}; `ckpt check {shlex.quote(str(run.path))}` lists all"
+            )
             error.hint = "; ".join([*hints, all_of])
 
 
@@ -273,10 +279,11 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
 
 
 def _holds(step: Path, formats: Sequence[Format]) -> bool:
-    return any(is_run(place, formats) for place in (step, *_parts(step)))
+    inside = folders_in(step) if step.is_dir() else []
+    return any(is_run(place, formats) for place in (step, *_model_parts(step), *inside))
 
 
-def _parts(step: Path) -> list[Path]:
+def _model_parts(step: Path) -> list[Path]:
     return [confined(step, part) for part in STEP_PARTS if (step / part).is_dir()]
 
 

@@ -1,0 +1,152 @@
+"""`ckpt/run_folder/choosing.py`: the checkpoint that a folder stands for, chosen by numbers and never by file times."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt
+from ckpt.errors import CorruptError, UsageError
+from ckpt.lora.find import open_adapter
+from tests.support.commands import ckpt as run_ckpt
+
+
+@pytest.fixture
+def run(fixtures: Path, tmp_path: Path) -> Path:
+    """Two steps of HF Trainer under ZeRO-2."""
+    return Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run", ignore=lambda *_: {"truth"}))
+
+
+def model_file(path: Path, step: int | None = None, value: float = 1.0) -> Path:
+    """Write a torch file as Lightning does, with the number of its step."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = {"state_dict": {"layer.weight": torch.full((2, 2), value)}}
+    torch.save(content if step is None else {**content, "global_step": step}, path)
+    return path
+
+
+def test_resume_takes_the_step_with_the_trainers_files_at_equal_numbers(run: Path) -> None:
+    """`Trainer.save_model` under ZeRO-3 leaves `latest` and the last step's files in the run's folder."""
+    shutil.copytree(run / "checkpoint-2/global_step2", run / "global_step2")
+    shutil.copy(run / "checkpoint-2/latest", run)
+    assert ckpt.resume(run) == str(run / "checkpoint-2")
+    shutil.copytree(run / "global_step2", run / "global_step4")
+    (run / "latest").write_text("global_step4")
+    assert ckpt.resume(run) == str(run), "a newer step comes first"
+    (run / "latest").write_text("global_step2")
+    shutil.rmtree(run / "global_step4")
+    (run / "trainer_state.json").write_text(json.dumps({"global_step": 2}))
+    assert ckpt.resume(run) == str(run), "the run's folder has the trainer's files, too"
+
+
+@pytest.mark.parametrize("damage", ["cut", "missing"])
+def test_every_step_is_named_with_its_reason_if_all_are_damaged(run: Path, damage: str) -> None:
+    for number, step in enumerate(("checkpoint-1", "checkpoint-2")):
+        file = next((run / step).rglob("*rank_1*optim_states.pt"))
+        if damage == "missing" or number:
+            file.unlink()
+        else:
+            content = bytearray(file.read_bytes())
+            content[400] ^= 1
+            file.write_bytes(content)
+    for command in (("resume", run), ("convert", "auto", "hf", run, "-o", run.with_name("out"))):
+        result = run_ckpt(*command)
+        assert result.code == 4 and "no other step can be used" in result.err and f"`ckpt check {run}`" in result.err
+        assert "checkpoint-2" in result.err and "checkpoint-1" in result.err, result.err
+        assert "--tag" not in result.err, "no step would open"
+
+
+def test_a_hint_names_only_a_step_that_opens(run: Path) -> None:
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-4")
+    for step, optimizer in (("checkpoint-4", "*rank_0*optim_states.pt"), ("checkpoint-2", "*rank_1*optim_states.pt")):
+        file = next((run / step).rglob(optimizer))
+        content = bytearray(file.read_bytes())
+        content[400] ^= 1
+        file.write_bytes(content)
+    with pytest.raises(CorruptError) as caught:
+        ckpt.open(run)
+    assert "--tag checkpoint-1 takes the checkpoint before checkpoint-4" in str(caught.value.hint)
+
+
+def test_merge_lora_takes_the_adapter_that_other_commands_take(fixtures: Path, tmp_path: Path) -> None:
+    run, older = tmp_path / "run", tmp_path / "run/checkpoint-2"
+    ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(run)
+    shutil.copytree(run, tmp_path / "older")
+    (tmp_path / "older").rename(older)
+    for times in ((1, 2), (2, 1)):
+        for place, time in zip((run, older), times, strict=True):
+            for file in place.glob("*"):
+                os.utime(file, (time * 10**9, time * 10**9))
+        adapter = open_adapter(str(run))
+        assert adapter.path == str(run) and adapter.folder == run
+        assert adapter.checkpoint.path == ckpt.open(run).path == str(run)
+        assert adapter.notes == ckpt.open(run).notes
+        assert any("beside it: checkpoint-2 (--tag takes it)" in note for note in adapter.notes)
+        assert open_adapter(str(run), tag="checkpoint-2").checkpoint.path == str(older)
+
+
+LAYOUTS = {
+    "Accelerate": ("checkpoints/checkpoint_3/model.safetensors", "checkpoints/checkpoint_12/model.safetensors"),
+    "OLMo-core": ("step1000/model_and_optim/model.safetensors", "step2000/model_and_optim/model.safetensors"),
+    "prime-rl": ("checkpoints/step_9/trainer/model.safetensors", "checkpoints/step_10/trainer/model.safetensors"),
+    "LeRobot": (
+        "checkpoints/005000/pretrained_model/model.safetensors",
+        "checkpoints/010000/pretrained_model/model.safetensors",
+    ),
+    "NeMo-RL": ("step_5/policy/weights/model.safetensors", "step_50/policy/weights/model.safetensors"),
+    "Automodel": ("epoch_0_step_5/model/model.safetensors", "epoch_0_step_10/model/model.safetensors"),
+    "Lightning": ("version_0/checkpoints/epoch=0-step=2.ckpt", "version_0/checkpoints/epoch=1-step=10.ckpt"),
+    "Lightning's folder": ("epoch=0-step=2.ckpt/model.pt", "epoch=1-step=10.ckpt/model.pt"),
+    "a script": ("model/step_5.pt", "model/step_10.pt"),
+    "own folder": (
+        "runs/a/step_5/weights_of_mine/model.safetensors",
+        "runs/a/step_10/weights_of_mine/model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("trainer", LAYOUTS)
+def test_steps_of_every_trainer_are_found(trainer: str, tmp_path: Path) -> None:
+    for place in (files := [tmp_path / name for name in LAYOUTS[trainer]]):
+        if place.suffix == ".safetensors":
+            place.parent.mkdir(parents=True, exist_ok=True)
+            save_file({"layer.weight": torch.ones(2, 2)}, place)
+        else:
+            model_file(place)
+    for name in ("training_state", "train", "optim"):  # next to the model, and no model
+        (files[1].parent.with_name(name)).mkdir(exist_ok=True)
+    assert Path(ckpt.open(tmp_path).path) in (files[1], files[1].parent)
+    report = ckpt.check(tmp_path)
+    assert len(report.checkpoints) == 2 and all(one.format for one in report.checkpoints)
+
+
+def test_epochs_and_steps_are_not_compared(tmp_path: Path) -> None:
+    for name in ("epoch_1", "step_50"):
+        (tmp_path / name).mkdir()
+        save_file({"layer.weight": torch.ones(2, 2)}, tmp_path / name / "model.safetensors")
+    with pytest.raises(UsageError, match="which checkpoint") as caught:
+        ckpt.open(tmp_path)
+    hints = [shlex.split(hint) for hint in str(caught.value.hint).split(" or ")]
+    assert [words[0] for words in hints] == ["--tag", "--tag"]
+    assert {Path(ckpt.open(tmp_path, tag=words[1]).path).name for words in hints} == {"epoch_1", "step_50"}
+
+
+def test_resume_asks_if_the_folders_own_step_is_unknown(run: Path, tmp_path: Path) -> None:
+    """A full state dict with an optimizer and without a step's number, next to numbered steps."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    torch.save({"model": {"weight": parameter.data}, "optimizer": optimizer.state_dict()}, run / "model.pt")
+    assert ckpt.open(run).optimizer_states
+    with pytest.raises(UsageError, match="which checkpoint") as caught:
+        ckpt.resume(run)
+    for words in (shlex.split(hint) for hint in str(caught.value.hint).split(" or ")):
+        assert ckpt.open(run, tag=words[1]).optimizer_states
