@@ -11,7 +11,15 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError, NotFoundError, SeveralRunsError, UsageError
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    HalfError,
+    IncompleteError,
+    NotFoundError,
+    SeveralRunsError,
+    UsageError,
+)
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
