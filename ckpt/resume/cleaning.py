@@ -22,7 +22,7 @@ from ckpt.resume.copies import copies_in, kept_folder, remove_staging, unfinishe
 from ckpt.run_folder.opening import open_training
 from ckpt.run_folder.output_place import run_root
 from ckpt.run_folder.runs import MANIFEST
-from ckpt.run_folder.steps import step_folders, step_number
+from ckpt.run_folder.steps import run_at
 from ckpt.verify import manifest
 
 #: Kinds of leftovers.
@@ -145,7 +145,7 @@ def _remove(place: Path, kind: str) -> None:
 
 def _leftovers(run: Path) -> Iterator[Leftover]:
     yield from _staging(run)
-    steps = {step_number(step) for step in step_folders(run)}
+    steps = {step.number for step in run_at(run).steps}
     newest = _newest_step(run)
     kept = kept_folder(run)
     for copy in copies_in(kept):
