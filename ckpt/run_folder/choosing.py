@@ -20,6 +20,7 @@ from ckpt.base.errors import (
     SeveralRunsError,
     UsageError,
 )
+from ckpt.base.text import Brief
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
@@ -81,7 +82,7 @@ class Chooser:
             raise
         if found is not None:
             place = Path(found.path)
-            return found if place == path else _with_notes(found, [f"taking {run.name(place)}"])
+            return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
         if (below := run_below(path, self._leads_to_one)) is not None:
             found = self.open(below)
             return found and _with_notes(found, [f"taking the run {run.name(below)}"])
