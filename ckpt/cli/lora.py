@@ -142,11 +142,11 @@ def merge_lora(
     for one in opened if quiet else found:
         say_notes(one.checkpoint.passed_over if quiet else in_short(one.notes, outcome.verbose))
     path = Path(conversion.source.path)
-    others = [one.path for one in opened if not path.is_relative_to(one.path)]  # the base is in a run's checkpoint
+    others = [one.source for one in opened if not path.is_relative_to(one.path)]  # the base is in a run's checkpoint
     what = f"merging {', '.join(others)} into " if others else "merging into "
     say_source(conversion.source, what, quiet=quiet, verbose=outcome.verbose)
     facts = {"base": shown(base or found[0].config.base or conversion.source.path)}
-    facts["adapters"] = shown(", ".join(one.path for one in opened))
+    facts["adapters"] = shown(", ".join(one.source for one in opened))
     report = carry_out(
         conversion,
         destination,

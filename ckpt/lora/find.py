@@ -103,6 +103,11 @@ class Adapter:
     notes: tuple[str, ...] = ()
     others: tuple[Checkpoint, ...] = ()
 
+    @property
+    def source(self) -> str:
+        """The folder or file of the adapter, chosen in a run if a run was given; a URL or Hub id as it was given."""
+        return self.checkpoint.path if Path(self.path).exists() else self.path
+
 
 # -- adapters ------------------------------------------------------------------------------------------------
 

@@ -47,13 +47,13 @@ def test_bare_command_takes_the_newest_adapter_of_the_run(
     monkeypatch.chdir(run)
     result = ckpt("merge-lora", "--json")
     assert result.code == 0, result.err
-    assert "taking checkpoint-10" in result.err
+    assert "merging checkpoint-10 into " in result.err
     assert json.loads(result.out)["destination"] == str(Path("..") / "run-merged") or (tmp_path / "run-merged").is_dir()
     merged = tmp_path / "run-merged"
     assert (merged / "tokenizer_config.json").read_text() == '{"model_max_length": 5}'
     assert {"config.json", "generation_config.json", "model.safetensors"} <= {p.name for p in merged.iterdir()}
     shutil.copytree(linear, run, dirs_exist_ok=True)  # saved at the end of training
-    assert "taking " not in ckpt("merge-lora", "--dry-run").err
+    assert "checkpoint-10 into " not in ckpt("merge-lora", "--dry-run").err
 
 
 def test_the_base_may_be_of_any_format(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
