@@ -30,6 +30,7 @@ from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.lora.find import Adapter, Factor, open_adapter
+from ckpt.lora.head import as_trained
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.joint import JointModel
 from ckpt.lora.layer import merge_layer, updates
@@ -135,7 +136,12 @@ def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layou
 def _plan(
     adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, resources: Resources, notes: Sequence[str]
 ) -> Merge:
-    merge = _Merge(to_namespace(base, TRANSFORMERS), layout, Noted(len(adapters)))
+    model = to_namespace(base, TRANSFORMERS)
+    entries: dict[str, Any] = {}
+    for one in adapters:
+        trained = as_trained(model, one)
+        model, entries, notes = trained.base, {**entries, **trained.entries}, (*notes, *trained.notes)
+    merge = _Merge(model, layout, Noted(len(adapters)), entries)
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
@@ -144,7 +150,7 @@ def _plan(
     merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
-    if merge.untied or merge.resized:
+    if merge.untied or merge.resized or merge.entries:
         target = _with_config(target, merge.config)
     for one in adapters:
         target = _with_tokenizer(target, one)
@@ -202,6 +208,7 @@ class _Merge:
     base: Checkpoint
     layout: Layout
     noted: Noted
+    entries: Mapping[str, Any] = field(default_factory=dict)
     updates: dict[str, list[Update]] = field(default_factory=dict)
     replaced: dict[str, Factor] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
@@ -227,7 +234,7 @@ class _Merge:
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""
-        changed = {**config, **({_TIE: False} if self.untied else {})}
+        changed = {**config, **self.entries, **({_TIE: False} if self.untied else {})}
         if self.resized:
             rows = {_ROWS: next(iter(self.resized.values()))}
             text = changed.get("text_config")

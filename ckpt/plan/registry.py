@@ -83,6 +83,8 @@ SERVICES = {
     # what a model's modules are
     "build_model": "converters.names.transformers.relation:build_model",
     "describe_modules": "converters.names.transformers.modules:describe",
+    # the class of transformers that an adapter was trained on
+    "trained_class": "converters.names.hub.classes:trained_class",
     "has_conv1d": "converters.names.transformers.modules:has_conv1d",
     # the shapes of a model's parameters
     "parameters_in_memory": "converters.names.parameters:in_memory",

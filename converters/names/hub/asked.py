@@ -73,13 +73,13 @@ def _empty_model(config: Mapping[str, Any]) -> Any:
     from converters.names.transformers.relation import build_model
 
     named = architectures(config)
-    if named and not _belongs(named[0], config.get("model_type")):
+    if named and not belongs(named[0], config.get("model_type")):
         return None
     model = build_model(config, {})
     return None if model is None or (named and type(model).__name__ != named[0]) else model
 
 
-def _belongs(name: str, model_type: Any) -> bool:
+def belongs(name: str, model_type: Any) -> bool:
     """Whether the class of this name takes configs of this `model_type`: its own, or that of one which has its code."""
     import transformers
     from transformers.models.auto import modeling_auto as auto

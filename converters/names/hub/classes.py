@@ -1,0 +1,87 @@
+"""Classes of transformers models that share a base and differ in the head, such as a classifier's.
+
+An adapter records its model by task or by class (`task_type` and `auto_mapping` in PEFT's config).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ckpt.base.errors import CorruptError, UsageError
+from ckpt.plan.tensors import Shape
+from converters.names.families.config import architectures
+from converters.names.hub.asked import belongs, can_be_asked, in_memory
+from converters.names.transformers.relation import build_model
+
+#: Number of labels of a model that is built to see which tensors depend on it. It is a prime, and no real size.
+_LABELS = 7919
+#: Tables of transformers' auto classes by PEFT's `task_type`. A causal model's head is its base's.
+_TABLES = {
+    "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
+    "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
+    "QUESTION_ANS": "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES",
+    "FEATURE_EXTRACTION": "MODEL_MAPPING_NAMES",
+}
+_LABEL_ENTRIES = ("id2label", "label2id", "num_labels", "_num_labels")
+
+
+@dataclass(frozen=True)
+class ModelClass:
+    """A class with `_LABELS` labels: tensors that it saves, tensors that it ties, and the path of its inner model."""
+
+    name: str
+    required: Mapping[str, Shape]
+    optional: Mapping[str, Shape]
+    prefix: str
+
+    def num_labels(self, head: Mapping[str, Shape]) -> int | None:
+        """Return the number of labels of a model whose head has these shapes, or None if they do not show it."""
+        for name, shape in self.required.items():
+            if _LABELS in shape and len(head.get(name, ())) == len(shape):
+                return head[name][shape.index(_LABELS)]
+        return None
+
+    def shapes(self, num_labels: int | None) -> dict[str, Shape]:
+        """Return the shapes of the tensors that the class saves."""
+        if num_labels is None:
+            return dict(self.required)
+        return {
+            name: tuple(num_labels if size == _LABELS else size for size in shape)
+            for name, shape in self.required.items()
+        }
+
+
+def trained_class(config: Mapping[str, Any] | None, task: object, name: object) -> ModelClass | None:
+    """Return the class called `name`, or by default that of the task, if the config names another one.
+
+    None if there is no such class for the config's model. Raise UsageError if transformers is missing.
+    """
+    model_type = (config or {}).get("model_type")
+    if config is None or not model_type or (name is None and task not in _TABLES):
+        return None
+    if name is not None and name in architectures(config):
+        return None
+    if not can_be_asked():
+        raise UsageError(
+            "the adapter was trained on a class of transformers with another head than the base's",
+            expected=f"task {task}" if name is None else name,
+            found=", ".join(architectures(config)) or "no class in the base's config",
+            hint="pip install 'transformers>=5' torch",
+        )
+    from transformers.models.auto import modeling_auto
+
+    if name is None:
+        name = getattr(modeling_auto, _TABLES[str(task)]).get(model_type)
+        name = name[0] if isinstance(name, tuple) else name
+    if not isinstance(name, str) or name in architectures(config) or not belongs(name, model_type):
+        return None
+    plain = {key: value for key, value in config.items() if key not in _LABEL_ENTRIES} | {"architectures": [name]}
+    try:
+        model = build_model({**plain, "num_labels": _LABELS}, {})
+    except CorruptError:  # some classes have two labels, and no other number
+        model = build_model(plain, {})
+    if model is None or type(model).__name__ != name:
+        return None
+    return ModelClass(name, *in_memory(model), model.base_model_prefix)
