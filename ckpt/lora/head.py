@@ -30,7 +30,7 @@ _SHOWN = 4
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedBase:
     """A base under the class that an adapter was trained on, and the entries of its config that differ."""
 
     base: Checkpoint
@@ -38,7 +38,7 @@ class Trained:
     notes: tuple[str, ...] = ()
 
 
-def as_trained(base: Checkpoint, adapter: Adapter) -> Trained:
+def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
     """Return `base`, which has transformers' names, as the class that the adapter records.
 
     Raise LossError if that class has a tensor that neither the base nor the adapter holds.
@@ -48,10 +48,10 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> Trained:
     recorded = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
     task = raw.get("task_type")
     if not (task in _CLASSIFIERS or _has_other_names(base, adapter)):
-        return Trained(base)
+        return TrainedBase(base)
     cls = registry.service("trained_class")(base.config, task, recorded)
     if cls is None:
-        return Trained(base)
+        return TrainedBase(base)
     if api.quantized_parts(base):
         raise UsageError(
             f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
@@ -75,7 +75,7 @@ def _parameter(fqn: str) -> str:
     return name.module if name.kind == names.BASE else f"{name.module}.weight"
 
 
-def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> Trained:
+def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> TrainedBase:
     whole = {
         _parameter(fqn): factor
         for fqn, factor in adapter.factors.items()
@@ -120,7 +120,7 @@ def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> Trained:
     if left:
         note += f"; left out of the base: {_first_of(left)}"
     config = {**(base.config or {}), **entries}
-    return Trained(replace(base, tensors=tensors, ties=ties, config=config), entries, (note,))
+    return TrainedBase(replace(base, tensors=tensors, ties=ties, config=config), entries, (note,))
 
 
 def _first_of(fqns: Sequence[str]) -> str:
