@@ -664,6 +664,7 @@ def verify(
     *,
     only: Only = ...,
     cast: bool = ...,
+    exact: bool = ...,
     measured: bool = ...,
     run: Literal[False] = ...,
     from_a: str = ...,
@@ -699,6 +700,7 @@ def verify(
     *,
     only: Only = "all",
     cast: bool = False,
+    exact: bool = False,
     measured: bool = False,
     run: bool = False,
     loads: bool = False,
@@ -713,15 +715,16 @@ def verify(
 ) -> Report | RunReport | ManifestCheck | Loading:
     """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
-    `only` confines it to the model's tensors or to the optimizer's; with `cast` the wider of two floating dtypes is
-    rounded to the narrower one first; `measured` adds how far apart tensors are that differ.  With `run` the training
-    states are compared instead of the tensors: schedule, scaler, random states, data position.  With `loads`
-    transformers loads the folder `a`, without data.  Of two checkpoints `expected` is told first of how many bytes
-    `progress` will be told.
+    A float32 master or weight of a training checkpoint is rounded for a weight of 16 bits on the other side, as
+    `ckpt.convert` does; `exact` rounds nothing, and `cast` rounds the wider of any two floating dtypes to the narrower
+    one first.  `only` confines it to the model's tensors or to the optimizer's; `measured` adds how far apart tensors
+    are that differ.  With `run` the training states are compared instead of the tensors: schedule, scaler, random
+    states, data position.  With `loads` transformers loads the folder `a`, without data.  Of two checkpoints `expected`
+    is told first of how many bytes `progress` will be told.
     """
     sides: dict[str, Any] = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
     sides["accept_setting"] = accept_settings
-    check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **sides)
+    check_goes_together(a, b, only=only, cast=cast, exact=exact, run=run, loads=loads, **sides)
     if b is None:
         place = local(a.path if isinstance(a, Checkpoint) else a)
         from ckpt.verify.manifest import check
@@ -734,9 +737,8 @@ def verify(
     from ckpt.verify.pairs import verify as verify_same_names
 
     one, other, notes = _as_pair(one, other)
-    report = verify_same_names(
-        one, other, only=only, cast=cast, measured=measured, progress=progress, expected=expected
-    )
+    how: dict[str, Any] = {"only": only, "cast": cast, "exact": exact, "measured": measured}
+    report = verify_same_names(one, other, **how, progress=progress, expected=expected)
     return replace(report, notes=(*report.notes, *notes))
 
 
@@ -774,18 +776,22 @@ def diff(
 
 
 def check_goes_together(
-    a: Source, b: Source | None, *, only: Only, cast: bool, run: bool, loads: bool, **sides: Any
+    a: Source, b: Source | None, *, only: Only, cast: bool, exact: bool, run: bool, loads: bool, **sides: Any
 ) -> None:
     """Raise UsageError where `verify` is asked for things that do not go together."""
-    if run and (b is None or loads or cast or only != "all"):
-        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast nor --loads")
+    if cast and exact:
+        raise UsageError("--cast rounds, and --exact rounds nothing", hint="give one of the two")
+    if run and (b is None or loads or cast or exact or only != "all"):
+        raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast, --exact nor --loads")
     if loads and b is not None:
         raise UsageError("--loads takes one folder", found=f"{a} and {b}")
     path = a.path if isinstance(a, Checkpoint) else fspath(a)
     if loads and (scheme_of(path) is not None or standins.is_standin(path)):
         raise UsageError("transformers itself loads local folders only", path=path, hint="convert it to one first")
     if b is None and not loads:
-        asked = {"only": only != "all", "cast": cast} | {name: one not in (None, AUTO) for name, one in sides.items()}
+        asked = {"only": only != "all", "cast": cast, "exact": exact} | {
+            name: one not in (None, AUTO) for name, one in sides.items()
+        }
         if of_two := " ".join(f"--{name.replace('_', '-')}" for name, given in asked.items() if given):
             what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
             raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")

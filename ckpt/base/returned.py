@@ -1,17 +1,24 @@
-"""What the functions of `ckpt` return."""
+"""Results of the functions of `ckpt`."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar, NoReturn
 
 from ckpt.base.text import preformatted
 
 
 class Returned:
-    """What a function returns: printed, it is what the command prints, and `to_json()` what it prints with `--json`."""
+    """A result: printed, it is what the command prints, and `to_json()` what it prints with `--json`.
+
+    It has no truth value, or `if ckpt.verify(a, b): remove(a)` would always remove.  `verdict` names what to ask for.
+    """
 
     __slots__ = ()
+    verdict: ClassVar[str] = ".exit_code"
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(f"this {type(self).__name__} is neither true nor false: ask for its {self.verdict}")
 
     @property
     def exit_code(self) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
 from ckpt.base.returned import Returned
@@ -125,6 +125,8 @@ class Checked:
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport(Returned):
     """All checkpoints of a folder, the newest first, and what is wrong with the folder itself."""
+
+    verdict: ClassVar[str] = ".whole"
 
     path: str
     checkpoints: tuple[Checked, ...]

@@ -54,25 +54,35 @@ class Claimed:
     ignore_file: opt.IgnoreFileOption = None
 
 
-def verify(
-    *,
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
-    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
-    sides: Sides,
-    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = "all",
+@dataclass(frozen=True)
+class Compared:
+    """What is compared, and how."""
+
+    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.")] = "all"
     cast: Annotated[
         bool, typer.Option("--cast", help="Where dtypes differ, round the wider to the narrower, then compare.")
-    ] = False,
+    ] = False
+    exact: Annotated[
+        bool, typer.Option("--exact", help="Round nothing: float32 masters differ from weights of 16 bits.")
+    ] = False
     run: Annotated[
         bool,
         typer.Option(
             "--run",
             help="Compare the training states instead of the tensors: schedule, scaler, random states, data position.",
         ),
-    ] = False,
+    ] = False
     loads: Annotated[
         bool, typer.Option("--loads", help="Have transformers load A without data, and report what is wrong with it.")
-    ] = False,
+    ] = False
+
+
+def verify(
+    *,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
+    sides: Sides,
+    how: Compared,
     claimed: Claimed,
     page: HeatMap,
     as_json: opt.JsonOption = False,
@@ -82,29 +92,37 @@ def verify(
     """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
 
-    api.check_goes_together(a, b, only=only, cast=cast, run=run, loads=loads, **vars(sides))
+    api.check_goes_together(a, b, **vars(how), **vars(sides))
     if claimed.adapter or claimed.expert_layout or claimed.ignore_file:
-        others = {"--only": only != "all", "--cast": cast, "--run": run, "--loads": loads, "--html": bool(page.html)}
+        others = {
+            "--only": how.only != "all",
+            "--cast": how.cast,
+            "--exact": how.exact,
+            "--run": how.run,
+            "--loads": how.loads,
+            "--html": bool(page.html),
+        }
         _verify_merge(
             a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
         )
         return
-    if page.html and (b is None or run):
+    if page.html and (b is None or how.run):
         raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
     if b is None:
-        _verify_one(a, loads, as_json, quiet)
+        _verify_one(a, how.loads, as_json, quiet)
         return
     one, other = _opened(a, b, sides, quiet, verbose)
     page.check(one, other)
-    with progress(0, "compare", quiet=quiet or run) as meter:
+    with progress(0, "compare", quiet=quiet or how.run) as meter:
         report = (
             api.verify(one, other, run=True)
-            if run
+            if how.run
             else api.verify(
                 one,
                 other,
-                only=only,
-                cast=cast,
+                only=how.only,
+                cast=how.cast,
+                exact=how.exact,
                 measured=page.html is not None,
                 progress=meter,
                 expected=meter.expect,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import sqrt
 from os import PathLike, fspath
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt import api
 from ckpt.base.errors import UsageError, printable, shown
@@ -66,6 +66,8 @@ class Deviation:
 @dataclass(frozen=True, repr=False)
 class MergeReport(Returned):
     """Whether `merged` is `base` with the adapters merged into it, to the last bit."""
+
+    verdict: ClassVar[str] = ".equal"
 
     base: str
     merged: str

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt.base.errors import UsageError, shown
 from ckpt.base.sizes import show_size
@@ -43,6 +43,8 @@ _LAYER = re.compile(r".*?\.\d+(?=\.)")
 @dataclass(frozen=True, repr=False)
 class Diff(Report):
     """What changed from `a` to `b`; `tolerance` is what was allowed, None where nothing was."""
+
+    verdict: ClassVar[str] = ".equal or .within"
 
     tolerance: Tolerance | None = None
 

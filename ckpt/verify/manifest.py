@@ -15,7 +15,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from xxhash import xxh3_128
 
@@ -92,6 +92,8 @@ def own_digest(content: dict[str, Any]) -> str:
 @dataclass(frozen=True, slots=True, repr=False)
 class ManifestCheck(Returned):
     """The outcome of a check: `problems` with files and tensors, and files that the manifest does not know."""
+
+    verdict: ClassVar[str] = ".good"
 
     path: str
     num_files: int

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
 from ckpt.base.returned import Returned
@@ -21,7 +21,7 @@ from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
-from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Tensor
 from ckpt.state.summaries import summary_text
@@ -84,6 +84,8 @@ class NotCompared:
 @dataclass(frozen=True)
 class Report(Returned):
     """The outcome of a verification.  `num_bytes` counts those of side A that were compared."""
+
+    verdict: ClassVar[str] = ".equal"
 
     a: Checkpoint
     b: Checkpoint
@@ -187,21 +189,27 @@ def verify(
     *,
     only: Only = "all",
     cast: bool = False,
+    exact: bool = False,
     measured: bool = False,
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> Report:
     """Compare every tensor of two checkpoints under the same names, bit for bit.
 
-    `only` confines it to the model's tensors or to the optimizer's.  With `cast`, the wider of two floating dtypes is
-    cast to the narrower one first; a master is always rounded for a weight in the model's own recorded dtype.  With
-    `measured`, tensors that differ are read again for how far they do.  What cannot be read is a result of its own.
-    `expected` is told first of how many bytes `progress` will be told.
+    A float32 master is rounded for a weight of 16 bits before the comparison, and so is a float32 weight of a training
+    checkpoint: `ckpt convert` writes these roundings.  With `exact` nothing is rounded; with `cast`,
+    the wider of any two floating dtypes is cast to the narrower one.
+
+    `only` confines it to the model's tensors or to the optimizer's.  With `measured`, tensors that differ are read
+    again for how far they do.  What cannot be read is a result of its own.  `expected` is told first of how many bytes
+    `progress` will be told.
 
     Raises UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced
     meanwhile.
     """
-    judge = partial(_compare_tensors, cast=cast, measured=measured)
+    judge = partial(
+        _compare_tensors, cast=cast, exact=exact, trained=(_is_of_training(a), _is_of_training(b)), measured=measured
+    )
     return Report(a, b, *walk(a, b, only, judge, progress, expected))
 
 
@@ -228,6 +236,12 @@ def walk(
         if only != "weights":
             notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
     return tuple(results), tuple(not_compared), num_bytes, tuple(notes)
+
+
+def _is_of_training(checkpoint: Checkpoint) -> bool:
+    """Return True for a training checkpoint, which has ranks, a step or an optimizer, unlike a model's folder."""
+    state = checkpoint.state
+    return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
 
 
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
@@ -378,15 +392,15 @@ def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
     """The tensors that stand for the parameter or buffer itself on either side.
 
     A weight goes with a weight and a master with a master.  Where that leaves one side without a partner, its weight
-    goes with the other's master; so does a weight that has the dtype of the other's master and not of its weight.
+    goes with the other's master; so does a weight in another dtype than the other's weight.
     """
     x, y = a.get(WEIGHT) or a.get(BUFFER), b.get(WEIGHT) or b.get(BUFFER)
     x_master, y_master = a.get(MASTER), b.get(MASTER)
     if x is not None and y is not None:
         if _dtype(x) != _dtype(y):
-            if x_master is not None and y_master is None and _dtype(x_master) == _dtype(y):
+            if x_master is not None and y_master is None:
                 return x_master, y
-            if y_master is not None and x_master is None and _dtype(y_master) == _dtype(x):
+            if y_master is not None and x_master is None:
                 return x, y_master
         return x, y
     if x_master is not None and y_master is not None:
@@ -468,9 +482,11 @@ def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: Rea
         return _unreadable(names, error)
 
 
-def _compare_tensors(a: Tensor, b: Tensor, reader: Reader, *, cast: bool, measured: bool) -> Result:
+def _compare_tensors(
+    a: Tensor, b: Tensor, reader: Reader, *, cast: bool, exact: bool, trained: tuple[bool, bool], measured: bool
+) -> Result:
     names = a.fqn, a.role, b.fqn, b.role
-    rounds = cast or _is_rounded_master(a, b) or _is_rounded_master(b, a)
+    rounds = not exact and (cast or _is_rounded(a, b, trained[0]) or _is_rounded(b, a, trained[1]))
     common = narrower(a.dtype, b.dtype) if rounds else a.dtype
     if common is None or (not rounds and a.dtype != b.dtype):
         return differing_dtypes(a, b)
@@ -487,13 +503,16 @@ def differing_dtypes(a: Tensor, b: Tensor) -> Result:
     return Result(DIFFERENT, "dtype", a.fqn, a.role, b.fqn, b.role, a=a.dtype.name, b=b.dtype.name)
 
 
-def _is_rounded_master(master: Tensor, weight: Tensor) -> bool:
-    """Whether one side holds only the master of a weight that the other holds in the model's recorded dtype.
+def _is_rounded(wide: Tensor, weight: Tensor, is_trained: bool) -> bool:
+    """Return True if `weight` is to be the rounding of `wide`, which a trainer keeps in a wider dtype.
 
-    The engine's own weight is the master rounded to that dtype, so that is what the other side must equal.  The float32
-    weights of a run that computes in 16 bits are masters, too.
+    That is a master, or a weight in float32 of a training checkpoint: FSDP keeps its masters so.  The engine's own
+    weight is the rounding of the master to the model's dtype.
     """
-    return master.native == weight.dtype != master.dtype and weight.role == WEIGHT
+    if weight.role != WEIGHT or wide.dtype == weight.dtype:
+        return False
+    is_kept = wide.role == MASTER or (is_trained and wide.role == WEIGHT)
+    return wide.native == weight.dtype or (is_kept and wide.dtype == FLOAT32 and weight.dtype in (BFLOAT16, FLOAT16))
 
 
 def _unreadable(names: tuple[str, str, str, str], error: CkptError, is_scalar: bool = False) -> Result:
@@ -576,7 +595,7 @@ def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iter
         yield f"{counted(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
     casts = Counter(r.cast for r in results if r.cast is not None)
     for name, count in casts.items():
-        yield f"{counted(count, 'tensor')} compared in {name}, to which the wider side was rounded"
+        yield f"{counted(count, 'tensor')} compared in {name}, to which the wider side was rounded; --exact does not"
     crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
     for (role, b_role), count in crossed.items():
         if {role, b_role} != {WEIGHT, BUFFER}:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from xxhash import xxh3_64
 
@@ -58,6 +58,8 @@ class StateDifference:
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Returned):
     """The outcome: the values that differ, and how many are the same."""
+
+    verdict: ClassVar[str] = ".equal"
 
     a: Checkpoint
     b: Checkpoint

@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from ckpt.base.errors import NotFoundError, UsageError, printable, shown
 from ckpt.base.returned import Returned
@@ -32,6 +32,8 @@ _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token
 @dataclass(frozen=True, repr=False)
 class Loading(Returned):
     """What became of loading a folder: `problems` by part, and what was looked at."""
+
+    verdict: ClassVar[str] = ".good"
 
     path: str
     model: str

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import re
 import shutil
@@ -16,6 +17,7 @@ import torch
 
 import ckpt
 from ckpt import api
+from ckpt.base.returned import Returned
 from ckpt.base.words import in_python
 from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
@@ -40,6 +42,37 @@ def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -
     assert ckpt.verify(out).good
     assert ckpt.hash(run) == ckpt.hash(ckpt.open(out))
     assert ckpt.check(out).whole
+
+
+def test_no_result_is_true_or_false() -> None:
+    """`if ckpt.verify(a, b): rmtree(a)` must not remove what differs.  Every class of results is asked."""
+    for module in ("check.checking", "resume.cleaning", "check.inspecting", "show.formats", "hub.push", "lora.effect"):
+        importlib.import_module(f"ckpt.{module}")
+    for module in (
+        "lora.proving",
+        "estimate.estimating",
+        "verify.diff",
+        "verify.manifest",
+        "verify.transformers_loads",
+    ):
+        importlib.import_module(f"ckpt.{module}")
+    classes, found = [Returned], set()
+    while classes:
+        one = classes.pop()
+        classes += one.__subclasses__()
+        found |= {one} if one.__module__.startswith("ckpt.") and one is not Returned else set()
+    assert len(found) >= 15
+    for one in found:
+        with pytest.raises(TypeError, match=re.escape(one.verdict)):
+            bool(object.__new__(one))
+        assert all(hasattr(one, name.strip(" .")) for name in one.verdict.split(" or ")), one
+
+
+def test_result_in_a_condition_names_what_to_ask(run: str) -> None:
+    with pytest.raises(TypeError, match=r"Report is neither true nor false: ask for its \.equal$"):
+        assert ckpt.verify(run, run)
+    with pytest.raises(TypeError, match=r"\.whole$"):
+        assert not ckpt.check(run)
 
 
 def without_times(text: str) -> str:
