@@ -43,6 +43,7 @@ from ckpt.plan.checkpoint import OWN, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.halves import check_holds_model
+from ckpt.run_folder.models import missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
@@ -232,6 +233,8 @@ def checkpoints_of(path: Path) -> list[Path]:
     Steps are known by their names and not opened; a `checkpoint-N` is one, whatever is in it.  Raises SeveralRunsError
     for the folder of several runs.
     """
+    if models_of(path):
+        return [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     inside = list(dict.fromkeys([*(step.path for step in run_at(path).steps), *recorded]))
     if TRAINER_STEP.fullmatch(path.absolute().name):
@@ -310,29 +313,36 @@ def _check_one(
     others = [other for other in every if other != place]
     files = files_below(place, others)
     problems: list[Problem] = []
-    checkpoint = usable = None
-    own = _own_formats(place, format, others)
-    try:
-        if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
-            confined(root, str(place.relative_to(root)))
-        checkpoint = open_checkpoint(place, next(own, format))
-        check_holds_model(checkpoint)
-        problems += _damaged_tensors(checkpoint)
-        problems += _of_two_saves(checkpoint)
-    except CkptError as error:
-        problems.append(problem_of(error, place))
-        if isinstance(error, IncompleteError):
-            usable = next(_read_alone(place, own), None)
-    sound = {file.path for file in checkpoint.files} if checkpoint is not None else set()
-    problems += problems_of(place, files, sound)
+    usable = None
+    opened: list[Checkpoint] = []
+    models = list(models_of(place).values()) or [place]
+    for model in models:
+        own = _own_formats(model, format, others)
+        try:
+            if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
+                confined(root, str(place.relative_to(root)))
+            opened.append(checkpoint := open_checkpoint(model, next(own, format)))
+            check_holds_model(checkpoint)
+            problems += _damaged_tensors(checkpoint)
+            problems += _of_two_saves(checkpoint)
+        except CkptError as error:
+            problems.append(problem_of(error, place))
+            if isinstance(error, IncompleteError):
+                usable = next(_read_alone(model, own), None)
+    problems += [
+        Problem(INCOMPLETE, name, "missing; a later model of the save is here") for name in missing_models(place)
+    ]
+    checkpoint = _together(opened, place) if len(opened) == len(models) else None
+    problems += problems_of(place, files, {file.path for one in opened for file in one.files})
     problems += _lacking_beside(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
     if checkpoint is not None:
         problems += _not_read(checkpoint, place, of_run=place == every[0])
-        problems += _against_config(checkpoint)
-        problems += _lacking(checkpoint)
+    for one in opened:
+        problems += _against_config(one)
+        problems += _lacking(one)
     told: dict[str, Problem] = {}
     # the reader's own problem with a file comes before a second one about the same file
     for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
@@ -346,6 +356,14 @@ def _check_one(
         tuple(told.values()),
         usable,
     )
+
+
+def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
+    """Return the only model of a save, or the first of several with the files of all."""
+    if len(models) == 1:
+        return models[0]
+    files = {file.path: file for one in models for file in one.files}
+    return replace(models[0], path=str(place), files=tuple(files.values()))
 
 
 def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:

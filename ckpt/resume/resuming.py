@@ -42,6 +42,7 @@ from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.halves import check_holds_model
+from ckpt.run_folder.models import models_of, others_of_save, save_around
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.run_folder.steps import (
     ANY_STEP,
@@ -324,9 +325,13 @@ def _way(
         say(f"note: {what} holds no optimizer: its states begin anew")
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, target, layout)
+    every = [checkpoint, *map(api.open, others_of_save(checkpoint.path))]
     if as_it_is is not None and misfit is None:
-        _check_whole(checkpoint)
-        return _Way(str(as_it_is), "as it is", [file.path for file in checkpoint.files])
+        for one in every:
+            _check_whole(one)
+        return _Way(str(as_it_is), "as it is", [file.path for one in every for file in one.files])
+    if len(every) > 1:
+        _refuse_to_lose_models(Path(checkpoint.path), misfit, wanted)
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
     if not (model_only or knows_optimizer(checkpoint)):
         raise LossError(
@@ -348,6 +353,20 @@ def _way(
         return _Way(str(destination), "which was converted before")
     source = (checkpoint.path, checkpoint.format)
     return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout, source)
+
+
+def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:
+    """Raise LossError for a save of several models that would have to be converted, which loses all but one."""
+    save = save_around(place)
+    models = list(models_of(save).values())
+    others = "".join(f", then {one}" for one in models[1:])
+    raise LossError(
+        f"resume can't convert a save of {len(models)} models",
+        path=save,
+        expected="a save that fits as it is",
+        found=misfit,
+        hint=f"convert each model with the same options: `ckpt convert auto {wanted} {models[0]} -o FOLDER`{others}",
+    )
 
 
 def _models_in(path: Path) -> list[str]:
@@ -425,6 +444,8 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
     """The folder that the engine or Trainer is given for `checkpoint`; None where its record names another step."""
     place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
+    if (save := save_around(place)) != place:
+        return save
     around = [place, place.parent, *(p for p in place.parents[1:] if p.is_relative_to(path))]
     for folder in around:
         if (folder / TRAINER_STATE).is_file():

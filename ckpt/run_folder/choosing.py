@@ -25,6 +25,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
+from ckpt.run_folder.models import check_all_there, save_around, tagged
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     STEP_PARTS,
@@ -72,6 +73,8 @@ class Chooser:
     def open(self, path: Path) -> Checkpoint | None:
         """Return the checkpoint that `path` stands for: in it, or in the only run below it."""
         run, tag = run_at(path), self.request.tag
+        if tag is None:
+            check_all_there(path)
         try:
             found = self._open_in(run) if tag is None else self._open_tagged(run, tag)
         except SeveralRunsError as error:  # in a step
@@ -81,7 +84,8 @@ class Chooser:
                 self._hint_at_another(error, run)
             raise
         if found is not None:
-            place = Path(found.path)
+            # an engine that resumes is given all models of a save
+            place = save_around(Path(found.path)) if self.want.is_newest and tag is None else Path(found.path)
             return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
         if (below := run_below(path, self._leads_to_one)) is not None:
             found = self.open(below)
@@ -127,6 +131,7 @@ class Chooser:
         for step in steps:
             try:
                 check_ended(step.path)
+                check_all_there(step.path)
                 found = self._open_step(step.path)
             except (IncompleteError, HalfError) as error:
                 skipped[step] = error
@@ -152,8 +157,9 @@ class Chooser:
         """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
         if tag == OWN_TAG:
             return self._open_own(run)
-        named = confined(run.path, tag)
-        places = [*([named] if named.exists() else []), *(step.path for step in run.tagged(tag))]
+        named, model = confined(run.path, tag), tagged(run.path, tag)
+        places = [*([named] if named.exists() else []), *([model] if model else [])]
+        places += [step.path for step in run.tagged(tag)]
         for place in dict.fromkeys(places):
             if (found := self._open_step(place)) is not None:
                 return found

@@ -28,6 +28,7 @@ from ckpt.run_folder.choosing import ANY, Chooser, Want
 from ckpt.run_folder.choosing import is_run as is_run
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.halves import check_optimizer_files, holds_model, with_hint
+from ckpt.run_folder.models import check_one_is_meant
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
@@ -136,6 +137,8 @@ def _opened(
             checkpoint = Chooser(formats, request, want).open(path)
         except HalfError as error:
             raise with_hint(error) from None
+        if checkpoint is not None and not want.is_newest:
+            check_one_is_meant(Path(checkpoint.path), path, tag)
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
         return checkpoint and _noted(_of_rank(_with_config(checkpoint, path, request), replica))
 

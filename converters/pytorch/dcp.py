@@ -49,7 +49,7 @@ from converters.optimizers.ranks import check_same
 from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
-from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, other_models, parts, run_folders
+from converters.pytorch.folder import MODEL_0, OPTIMIZER_0, SHARD, find_folder, parts, run_folders
 from converters.pytorch.keys import MODEL_NAMES, OPTIMIZER_NAMES, Leaf, Understood, understand, without_tensors
 from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
@@ -82,8 +82,6 @@ class DistributedCheckpoint(Format):
             reading.shards(path, found.shards)
         if found.local:
             reading.local(path, found.local, _config(request, run_folders(path)))
-        if found.is_pair and (others := other_models(path)):
-            reading.notes.append(f"not read: {', '.join(others)}; give one of these folders to read it by itself")
         return reading.checkpoint(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

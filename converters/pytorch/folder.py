@@ -26,6 +26,7 @@ MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 LOCAL = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
+_MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
 _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 
@@ -39,7 +40,6 @@ class Parts:
     folders: tuple[Path, ...]
     shards: tuple[str, ...] = ()
     local: tuple[tuple[int, str], ...] = ()
-    is_pair: bool = False
 
 
 def is_dcp(folder: Path) -> bool:
@@ -83,15 +83,16 @@ def parts(path: Path) -> Parts:
     if _is_dcp(names):
         shards = tuple(name for name in names if SHARD.fullmatch(name))
         own = (path,) if not shards or METADATA in names else ()
-        return Parts(own, shards)
+        return Parts((*own, *_optimizer_of(path)), shards)
     pair = [confined(path, name) for name in (MODEL_0, OPTIMIZER_0) if is_dcp(path / name)]
-    return Parts(tuple(pair), local=_local(path), is_pair=True)
+    return Parts(tuple(pair), local=_local(path))
 
 
-def other_models(path: Path) -> list[str]:
-    """Accelerate's folders of further models and optimizers, which are checkpoints of their own."""
-    names = [name for name in names_in(path) if (m := _ACCELERATE.fullmatch(name)) and int(m[1]) > 0]
-    return [name for name in names if is_dcp(path / name)]
+def _optimizer_of(path: Path) -> list[Path]:
+    """Return the folder with the optimizer of the model in `path`, which Accelerate writes next to it."""
+    match = _MODEL.fullmatch(path.name)
+    beside = path.parent / f"optimizer_{match[1]}" if match else path
+    return [beside] if match and is_dcp(beside) else []
 
 
 def run_folders(path: Path) -> tuple[str, ...]:

@@ -61,6 +61,7 @@ from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
+from ckpt.run_folder.models import number_of, numbered, optimizers_fit
 from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
@@ -142,8 +143,9 @@ class Full(Format):
             _read_sharded(reading, name)
         else:
             _read_bundle(reading, name)
-        if path.is_dir() or name == FSDP_MODEL:
-            _read_beside(reading)
+        number = number_of(path)
+        if path.is_dir() or name == FSDP_MODEL or number is not None:
+            _read_beside(reading, number)
         folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
         config = read_config(folders)
         if reading.states.groups:
@@ -363,20 +365,34 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.tensors |= reading.states.tensors
 
 
-def _read_beside(reading: _Reading) -> None:
-    """What stands in files of its own beside the weights: optimizer, scheduler, our `training_state.pt`, the step."""
-    optimizer = first(reading.folder, OPTIMIZERS)
+def _read_beside(reading: _Reading, number: int | None) -> None:
+    """Read files next to the weights: optimizer, scheduler, our `training_state.pt`, the step.
+
+    `number` is the model's in a save of several.
+    """
+    optimizer = optimizer_name(reading, number)
     if optimizer is not None and not reading.has_optimizer:
         path, root = reading.load(optimizer)
         _add_optimizer(reading, root, path)
     own = own_state(reading)
     reading.step = own.pop("step", reading.step)
     reading.items |= own
-    scheduler = first(reading.folder, SCHEDULERS)
+    scheduler = first(reading.folder, tuple(numbered(name, number or 0) for name in SCHEDULERS))
     if scheduler is not None and "lr_scheduler" not in reading.items:
         reading.items["lr_scheduler"] = reading.load(scheduler)[1]
     if reading.step is None:
         reading.step = trainer_step(reading.folder)
+
+
+def optimizer_name(reading: Reading, number: int | None) -> str | None:
+    """Return the optimizer's file of a folder, or the one of the model with this number in a save of several."""
+    found = first(reading.folder, tuple(numbered(name, number or 0) for name in OPTIMIZERS))
+    if number is None or optimizers_fit(reading.folder):
+        return found
+    if first(reading.folder, OPTIMIZERS) is not None:
+        what = "the save has another number of models than optimizers, and does not record their pairs"
+        reading.notes.append(f"the optimizer's states are left out: {what}")
+    return None
 
 
 def own_state(reading: Reading) -> dict[str, Any]:

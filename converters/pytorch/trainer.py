@@ -36,11 +36,21 @@ from ckpt.plan.checkpoint import (
 from ckpt.run_folder.carried import run_companions
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.models import number_of, numbered
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.state.numbered import has_decay
 from ckpt.state.unread import listed
 from converters.names.transformers.ties import kept_names, tied_names
-from converters.pytorch.full import FSDP_MODEL, OPTIMIZERS, SCHEDULERS, first, own_state, state_files, trained_weights
+from converters.pytorch.full import (
+    FSDP_MODEL,
+    OPTIMIZERS,
+    SCHEDULERS,
+    first,
+    optimizer_name,
+    own_state,
+    state_files,
+    trained_weights,
+)
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading
 
@@ -66,19 +76,26 @@ class Trainer(Format):
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file."""
+        """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file.
+
+        Also one model's file in a save of several.
+        """
+        if path.is_file():
+            is_one = path.suffix == ".safetensors" and number_of(path) is not None
+            return path if is_one and first(path.parent, OPTIMIZERS) is not None else None
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the weights, and the optimizer's states where it is known whose they are."""
-        reading = Reading(path)
-        folders = tuple(p for p in (request.config, *enclosing_folders(path)) if p is not None)
+        number = number_of(path)
+        reading = Reading(path if path.is_dir() else path.parent)
+        folders = tuple(p for p in (request.config, *enclosing_folders(reading.folder)) if p is not None)
         config = read_config(folders)
-        _read_weights(reading)
+        _read_weights(reading, path.name if path.is_file() else SINGLE)
         is_hub = config is not None and "model_type" in config
         reading.items |= own_state(reading)
         step = reading.items.pop("step", None)
-        if scheduler := first(path, SCHEDULERS):
+        if scheduler := first(reading.folder, tuple(numbered(name, number or 0) for name in SCHEDULERS)):
             reading.items["lr_scheduler"] = reading.load(scheduler)[1]
         found = Checkpoint(
             path=str(path),
@@ -91,11 +108,11 @@ class Trainer(Format):
             config=config,
             folders=tuple(str(p) for p in folders),
         )
-        found = _with_optimizer(reading, found)
+        found = _with_optimizer(reading, found, number)
         return replace(
             found,
             files=reading.sources.files,
-            state=reading.state(step if (recorded := trainer_step(path)) is None else recorded),
+            state=reading.state(step if (recorded := trainer_step(reading.folder)) is None else recorded),
             notes=tuple(reading.notes),
             computed=reading.states.computed,
             quantized=QuantizedStates(reading.states.quantized),
@@ -139,16 +156,16 @@ class Trainer(Format):
 TRAINER = Trainer()
 
 
-def _read_weights(reading: Reading) -> None:
-    names, weight_map, folder = [SINGLE], None, reading.folder
-    if not (folder / SINGLE).is_file():
+def _read_weights(reading: Reading, single: str) -> None:
+    names, weight_map, folder = [single], None, reading.folder
+    if not (folder / single).is_file():
         path = confined(folder, INDEX)
         weight_map = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path).weight_map
         names = sorted(set(weight_map.values()))
     reading.tensors = read_weights(folder, names, weight_map, reading.sources)
 
 
-def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
+def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
     """The checkpoint of `weights` with the optimizer's states, under names of memory; as it is where these are unknown.
 
     A tensor that the optimizer takes for one may be several of the Hub's.
@@ -156,8 +173,9 @@ def _with_optimizer(reading: Reading, weights: Checkpoint) -> Checkpoint:
     from converters.names.registered import in_order
     from converters.names.transformers.relation import from_hub, to_hub
 
-    name = first(reading.folder, OPTIMIZERS)
-    assert name is not None
+    name = optimizer_name(reading, number)
+    if name is None:
+        return weights
     path, content = reading.load(name)
     try:
         memory = from_hub(weights) if weights.namespace == HUB else weights

@@ -1,0 +1,147 @@
+"""`ckpt/run_folder/models.py`: several models in one save of Accelerate's: commands ask, `check` looks at all."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from ckpt import api
+from ckpt.errors import IncompleteError, LossError, UsageError
+from tests.support.commands import ckpt
+from tests.support.dcp_folders import save
+from tests.support.places import REPOSITORY
+
+
+def _state(value: float) -> dict[str, object]:
+    states = {"exp_avg": torch.full((2, 3), value), "exp_avg_sq": torch.ones(2, 3), "step": torch.tensor(2.0)}
+    return {"state": {"w": states}, "param_groups": [{"params": ["w"], "lr": 0.1 * value}]}
+
+
+def _by_number(value: float) -> dict[str, object]:
+    return {"state": {0: _state(value)["state"]["w"]}, "param_groups": [{"params": [0], "lr": 0.1 * value}]}  # type: ignore[index]
+
+
+def deepspeed(folder: Path) -> tuple[str, str]:
+    for name in ("pytorch_model", "pytorch_model_1"):
+        shutil.copytree(REPOSITORY / "fixtures" / "toy-zero2" / "global_step2", folder / name)
+    (folder / "latest").write_text("pytorch_model_1")
+    return "pytorch_model", "pytorch_model_1"
+
+
+def fsdp(folder: Path) -> tuple[str, str]:
+    for number in (0, 1):
+        save({"model": {"w": torch.full((2, 3), float(number))}}, folder / f"pytorch_model_fsdp_{number}")
+        save({"optimizer": _state(number + 1.0)}, folder / f"optimizer_{number}")
+    return "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"
+
+
+def plain(folder: Path) -> tuple[str, str]:
+    folder.mkdir()
+    for number, end in enumerate(("", "_1")):
+        save_file({"w": torch.full((2, 3), float(number))}, folder / f"model{end}.safetensors")
+        torch.save(_by_number(number + 1.0), folder / f"optimizer{end}.bin")
+    return "model.safetensors", "model_1.safetensors"
+
+
+def full(folder: Path) -> tuple[str, str]:
+    folder.mkdir()
+    for number, end in enumerate(("", "_1")):
+        torch.save({"w": torch.full((2, 3), float(number))}, folder / f"pytorch_model_fsdp{end}.bin")
+        torch.save(_state(number + 1.0), folder / f"optimizer{end}.bin")
+    return "pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"
+
+
+SAVES: dict[str, Callable[[Path], tuple[str, str]]] = {one.__name__: one for one in (deepspeed, fsdp, plain, full)}
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_a_save_of_two_models_is_asked_about(kind: str, tmp_path: Path) -> None:
+    names = SAVES[kind](place := tmp_path / "save")
+    for command in (("inspect", place), ("convert", "auto", "hf", place, "-o", tmp_path / "out"), ("hash", place)):
+        done = ckpt(*command)
+        assert done.code == UsageError.exit_code, done.err
+        assert "this save holds 2 models" in done.err and ", ".join(names) in done.err
+        assert f"--tag {names[0]} or --tag {names[1]}" in done.err
+    assert not (tmp_path / "out").exists()
+    for tag in names:
+        done = ckpt("convert", "auto", "dcp", place, "-o", tmp_path / tag, "--tag", tag)
+        assert done.code == 0, done.err
+        written, given = api.open(tmp_path / tag), api.open(place / tag)
+        assert written.optimizer_states == given.optimizer_states
+        assert given.optimizer_states or kind == "plain"  # without a config its numbers prove nothing
+        assert any("optim" in Path(file.path).name or "optimizer" in file.path for file in given.files)
+
+
+@pytest.mark.parametrize("kind", ["fsdp", "full"])
+def test_each_model_keeps_its_own_optimizer(kind: str, tmp_path: Path) -> None:
+    names = SAVES[kind](place := tmp_path / "save")
+    for number, name in enumerate(names):
+        found = api.open(place, tag=name)
+        assert found.state.param_groups[0].options["lr"] == pytest.approx(0.1 * (number + 1))
+        out = tmp_path / f"full{number}"
+        assert ckpt("convert", "auto", "full", place, "--tag", name, "-o", out).code == 0
+        optimizer = torch.load(out / "optimizer.bin", weights_only=True)
+        assert torch.equal(optimizer["state"]["w"]["exp_avg"], torch.full((2, 3), number + 1.0))
+        out = tmp_path / f"hf{number}"
+        assert ckpt("convert", "auto", "hf", place / name, "-o", out).code == 0
+        assert torch.equal(load_file(out / "model.safetensors")["w"], torch.full((2, 3), float(number)))
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_check_looks_at_every_model_of_a_save(kind: str, tmp_path: Path) -> None:
+    names = SAVES[kind](place := tmp_path / "save")
+    assert ckpt("check", place).code == 0
+    for name in names:
+        again = shutil.copytree(place, tmp_path / f"cut-{name}")
+        inside = [one for one in (again / name, *(again / name).rglob("*")) if one.is_file()]
+        file = max(inside, key=lambda one: one.stat().st_size)
+        file.write_bytes(file.read_bytes()[:-20])
+        assert ckpt("check", again).code == IncompleteError.exit_code, name
+    first = place / names[0]
+    shutil.rmtree(first) if first.is_dir() else first.unlink()
+    done = ckpt("check", place)
+    assert done.code == IncompleteError.exit_code and names[0] in done.out
+    done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
+    assert done.code == IncompleteError.exit_code and "a model of the save is missing" in done.err
+    assert ckpt("resume", place).code == IncompleteError.exit_code
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_resume_carries_all_models_or_refuses(kind: str, tmp_path: Path) -> None:
+    names = SAVES[kind](place := tmp_path / "save")
+    done = ckpt("resume", place)
+    assert (done.code, done.out.strip()) == (0, str(place)), done.err
+    assert "taking" not in done.err
+    done = ckpt("resume", place, "--format", "universal")
+    assert done.code == LossError.exit_code and "a save of 2 models" in done.err
+    assert all(str(place / name) in done.err for name in names)
+    assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+def test_one_model_is_not_asked_about(tmp_path: Path) -> None:
+    deepspeed(tmp_path)
+    shutil.rmtree(tmp_path / "pytorch_model_1")
+    (tmp_path / "latest").write_text("pytorch_model")
+    assert ckpt("inspect", tmp_path).code == 0
+    assert ckpt("check", tmp_path).code == 0
+    assert ckpt("resume", tmp_path).out.strip() == str(tmp_path)
+
+
+def test_optimizers_without_recorded_models_are_not_guessed(tmp_path: Path) -> None:
+    plain(place := tmp_path / "save")
+    (place / "optimizer_1.bin").unlink()
+    found = api.open(place, tag="model_1")
+    assert not found.optimizer_states
+    assert "does not record their pairs" in " ".join(found.notes)
+
+
+def test_the_optimizer_next_to_a_model_of_fsdp_is_read(tmp_path: Path) -> None:
+    fsdp(tmp_path)
+    for number in (0, 1):
+        found = api.open(tmp_path / f"pytorch_model_fsdp_{number}")
+        assert found.state.param_groups[0].options["lr"] == pytest.approx(0.1 * (number + 1))
