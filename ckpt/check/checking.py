@@ -321,10 +321,10 @@ def _check_one(
         try:
             if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
                 confined(root, str(place.relative_to(root)))
-            opened.append(checkpoint := open_checkpoint(model, next(own, format)))
-            check_holds_model(checkpoint)
-            problems += _damaged_tensors(checkpoint)
-            problems += _of_two_saves(checkpoint)
+            opened.append(one := open_checkpoint(model, next(own, format)))
+            check_holds_model(one)
+            problems += _damaged_tensors(one)
+            problems += _of_two_saves(one)
         except CkptError as error:
             problems.append(problem_of(error, place))
             if isinstance(error, IncompleteError):
