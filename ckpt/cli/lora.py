@@ -77,6 +77,12 @@ class Merged:
     dequantize: opt.DequantizeOption = False
     max_shard_size: opt.ShardSizeOption = "5GB"
     names: opt.NamesOption = "hub"
+    as_peft: Annotated[
+        bool,
+        typer.Option(
+            "--as-peft", help="Add a change of one of several tied weights to all of them, as PEFT's merge_and_unload."
+        ),
+    ] = False
 
 
 def merge_lora(
@@ -101,7 +107,7 @@ def merge_lora(
     at_hub: opt.HubTarget,
     outcome: opt.Outcome,
 ) -> None:
-    """Merge a LoRA adapter into its base model, as PEFT does, without loading the model."""
+    """Merge a LoRA adapter into its base model without loading the model."""
     from ckpt.lora import light
     from ckpt.lora.find import open_adapter
     from ckpt.lora.merging import planned

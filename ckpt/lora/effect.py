@@ -132,12 +132,16 @@ class Noted:
     """What has been noted of the weights that were computed, by name, and how those that were not are computed.
 
     `made_anew` says what the adapters' files lack and was made of the base, and when that is not what training had.
+    `divided` has the layers by adapter whose tied weights other layers keep as they were; `untied` are aliases that
+    the result no longer ties.
     """
 
     num_adapters: int
     compute: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     found: dict[str, list[_Done]] = field(default_factory=dict)
     made_anew: list[str] = field(default_factory=list)
+    divided: dict[str, list[str]] = field(default_factory=dict)
+    untied: set[str] = field(default_factory=set)
 
     @cached_property
     def effects(self) -> Effects:

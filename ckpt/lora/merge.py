@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
-from ckpt.lora import light, targets
+from ckpt.lora import light, targets, tied
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
@@ -38,12 +38,12 @@ from ckpt.lora.light import PlainLora, RefusedError, is_stored, stored
 from ckpt.lora.order import FROD
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import HUB, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
+from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder.adapter_config import BY_MODEL, LORA, AdapterConfig
+from ckpt.run_folder.adapter_config import BY_MODEL, LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import run_at
@@ -56,10 +56,10 @@ if TYPE_CHECKING:
 
 #: How the places of tensors begin that are computed here.
 _MERGED = "merged:"
-#: The config's entry that says whether the output layer is the embedding.
-_TIE = "tie_word_embeddings"
 #: The config's entry that says how many rows the embeddings have.
 _ROWS = "vocab_size"
+#: Config key of tied embeddings.
+_TIE = "tie_word_embeddings"
 #: Further names under which PEFT saves a module's copies, where the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
 #: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
@@ -107,46 +107,55 @@ def plan(
     layout: Layout | None = None,
     resources: Resources | None = None,
     notes: Sequence[str] = (),
+    *,
+    as_peft: bool = False,
 ) -> Merge:
     """The conversion of `base` with `adapters` merged into it, one after the other, to a Hugging Face folder.
 
-    `base` may be of any format, with the names of the Hub or of transformers.  Raises LossError where an adapter does
-    not fit the base, and UsageError for what is not merged, or where torch is not installed.
+    `base` may be of any format, with the names of the Hub or of transformers.  `as_peft` keeps tied weights tied, as
+    PEFT's merge does.  Raises LossError where an adapter does not fit the base, and UsageError for what is not merged,
+    or where torch is not installed.
     """
     if find_spec("torch") is None:
         raise UsageError("merging needs torch, which does the arithmetic", hint="pip install torch")
     layout = layout or Layout()
     try:
-        return _plan(adapters, base, layout, resources or Resources(), notes)
+        return _plan(adapters, base, layout, resources or Resources(), notes, as_peft)
     except LossError as error:
-        if (step := _step_that_fits(adapters, base, layout)) is not None:
+        if (step := _step_that_fits(adapters, base, layout, as_peft)) is not None:
             error.hint = f"the adapter of {step.name} in this run fits: ckpt merge-lora {step}"
         raise
 
 
-def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> Path | None:
+def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, as_peft: bool) -> Path | None:
     """The newest checkpoint whose adapter can be merged, in the run folder that the one adapter was saved in."""
     for step in run_at(adapters[0].folder).steps[:_MAX_STEPS] if len(adapters) == 1 else ():
         with suppress(CkptError):
-            _plan([open_adapter(str(step.path))], base, layout, Resources(), ())
+            _plan([open_adapter(str(step.path))], base, layout, Resources(), (), as_peft)
             return step.path
     return None
 
 
 def _plan(
-    adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, resources: Resources, notes: Sequence[str]
+    adapters: Sequence[Adapter],
+    base: Checkpoint,
+    layout: Layout,
+    resources: Resources,
+    notes: Sequence[str],
+    as_peft: bool,
 ) -> Merge:
-    model = to_namespace(base, TRANSFORMERS)
+    model = tied.in_memory(base)
     entries: dict[str, Any] = {}
     for one in adapters:
         trained = as_trained(model, one)
         model, entries, notes = trained.base, {**entries, **trained.entries}, (*notes, *trained.notes)
-    merge = _Merge(model, layout, Noted(len(adapters)), entries)
+    merge = _Merge(model, layout, Noted(len(adapters)), as_peft, entries)
     given, adapters = adapters, [_stacked(one, merge) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
         merge.check_vocabulary(one)
         notes = (*notes, *one.notes[len(before.notes) :])
+    merge.check_ties()
     merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
     target = registry.get("hf").lay_out(merged, layout)
     api.check_casts(merged, target, layout)
@@ -208,6 +217,7 @@ class _Merge:
     base: Checkpoint
     layout: Layout
     noted: Noted
+    as_peft: bool
     entries: Mapping[str, Any] = field(default_factory=dict)
     updates: dict[str, list[Update]] = field(default_factory=dict)
     replaced: dict[str, Factor] = field(default_factory=dict)
@@ -234,7 +244,9 @@ class _Merge:
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""
-        changed = {**config, **self.entries, **({_TIE: False} if self.untied else {})}
+        changed = {**config, **self.entries}
+        if self.untied:
+            changed = registry.service("untied_config")(changed, self.untied) or {**changed, _TIE: False}
         if self.resized:
             rows = {_ROWS: next(iter(self.resized.values()))}
             text = changed.get("text_config")
@@ -255,23 +267,28 @@ class _Merge:
             self._add_by_layer(adapter)
             return
         modules: dict[str, dict[str, Factor]] = {}
+        whole: dict[str, Factor] = {}
         for fqn, factor in adapter.factors.items():
             name = parse_name(fqn)
             if name.kind in (names.BASE, names.SAVED):
-                self._replace(adapter, fqn, name, factor)
+                whole[fqn] = factor
             else:
                 kind = f"{name.kind}.{name.rest}" if name.kind == names.SAMPLER else name.kind
                 modules.setdefault(name.module, {})[kind] = factor
+        self._replace_all(adapter, whole, modules)
         self._check_targets(adapter, modules)
         self._check_saved(adapter)
         nested: dict[str, list[str]] = {}
-        # an embedding before its tied output head, as the model registers them
-        for module in sorted(modules, key=lambda m: names.EMBEDDING_A not in modules[m]):
+        for module in modules:
+            _check_complete(adapter, module, modules[module])
+        rows = {module: parts[names.TOKENS] for module, parts in modules.items() if names.TOKENS in parts}
+        for module, factor in rows.items():  # before the factors of a tied head, whose layer has these rows
+            for owner in self._weights_of_rows(adapter, module, rows.keys()):
+                self._place_tokens(adapter, module, owner, factor)
+        for module in self._in_order(modules):
             parts = modules[module]
-            _check_complete(adapter, module, parts)
-            shared = self.base.ties.get(f"{module}.weight", "").removesuffix(".weight")
-            if names.TOKENS in parts and names.TOKENS not in modules.get(shared, ()):  # a tied head has the same rows
-                self._place_tokens(adapter, module, parts[names.TOKENS])
+            if not self.as_peft and self._is_again(module, modules):  # PEFT adds what the layers share once for each
+                continue
             if names.EMBEDDING_A in parts:
                 self._place_embedding(adapter, module, parts)
             elif names.A in parts:
@@ -320,27 +337,33 @@ class _Merge:
             require_sklearn()
         layers: dict[str, dict[str, Factor]] = {}
         shared: dict[str, Factor] = {}
+        whole: dict[str, Factor] = {}
         for fqn, factor in adapter.factors.items():
             name = parse_name(fqn)
             if self.base.ties.get(name.module, name.module) in self.chosen:
-                self._replace(adapter, fqn, name, factor)
+                whole[fqn] = factor
             elif not fqn.startswith(names.PREFIX):
                 shared[fqn] = factor
             else:
                 layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
+        parts = {m: {fqn.rpartition(".")[2]: one for fqn, one in state.items()} for m, state in layers.items()}
+        self._replace_all(adapter, whole, parts)
         self._check_saved(adapter)
         if adapter.config.kind in BY_MODEL:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
             kind = JointModel if adapter.config.kind == FROD else WholeModel
-            whole = kind(adapter, self.base, self.chosen, factors, frozenset(layers), self._stored)
-            placed = {module: self._place_alone(adapter, module) for module in whole.layers}
-            self.noted.made_anew.extend(whole.notes)
+            model = kind(adapter, self.base, self.chosen, factors, frozenset(layers), self._stored)
+            self._divide(adapter, {layer: {} for layer in model.layers})
+            placed = {module: self._place_alone(adapter, module) for module in model.layers}
+            self.noted.made_anew.extend(model.notes)
             for module, owner in placed.items():
-                self._update(owner, whole.update(module))
+                self._update(owner, model.update(module))
             return
         if adapter.config.kind == ADAMSS:
             self.noted.made_anew.append(made_anew(len(layers)))
         for module, state in layers.items():
+            if self._is_again(module, layers):
+                continue
             self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
 
@@ -355,9 +378,13 @@ class _Merge:
     def _place_alone(self, adapter: Adapter, module: str) -> str:
         """The weight of a layer that nothing else changes, and no other layer has."""
         owner = self._weight(adapter, module)
-        if owner in self.base.ties.values() or owner in self.base.ties:
+        is_rows = adapter.config.kind == TRAINABLE_TOKENS and owner == f"{module}.weight"
+        if self._shared(owner) and not is_rows:
             raise UsageError(
-                "this kind of adapter is not merged into a weight that two layers share", path=adapter.path, fqn=owner
+                "this kind of adapter is not merged into a weight that two layers share",
+                path=adapter.path,
+                fqn=owner,
+                hint="leave out --as-peft: it is then merged into its layer alone" if self.as_peft else None,
             )
         if owner in self.updates:
             raise UsageError(
@@ -388,24 +415,144 @@ class _Merge:
             return "Conv1D" if adapter.config.raw.get("fan_in_fan_out") else "Linear"
         raise self._unknown_layer(adapter, module)
 
-    def _replace(self, adapter: Adapter, fqn: str, name: AdapterName, factor: Factor) -> None:
-        """A parameter that was trained as a whole (`modules_to_save`, biases), or saved beside its adapter."""
-        target = f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
+    def _replace_all(
+        self, adapter: Adapter, whole: Mapping[str, Factor], modules: Mapping[str, Mapping[str, Factor]]
+    ) -> None:
+        """Place the parameters that an adapter brings `whole`; its own copies decide first which weights stay tied."""
+        targets = {self._target(parse_name(fqn)) for fqn in whole}
+        self._tie_copies(targets.union(f"{_without_wrappers(module)}.weight" for module in modules))
+        for fqn in whole:
+            if not _is_beside(fqn):
+                self._part_copy(adapter, self._target(parse_name(fqn)))
+        beside = {fqn: factor for fqn, factor in whole.items() if _is_beside(fqn)}
+        for fqn, factor in beside.items():
+            self._replace(adapter, fqn, self._target(parse_name(fqn)), factor)
+        self._divide(adapter, modules)
+        for fqn, factor in whole.items():
+            if fqn not in beside:
+                self._replace(adapter, fqn, self._target(parse_name(fqn)), factor)
+
+    @staticmethod
+    def _target(name: AdapterName) -> str:
+        return f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
+
+    def _part_copy(self, adapter: Adapter, target: str) -> None:
+        """Untie a module that the adapter has its own copy of, unless PEFT ties the copies as well."""
         owner = self.base.ties.get(target, target)
+        is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
+        if is_copied and not _ties_copies(adapter.config):
+            for alias in [target] if target != owner else self._shared(owner):
+                self._untie(alias)
+
+    def _divide(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
+        """Untie the weights that the adapter changes in some of their layers only."""
+        changes = {_without_wrappers(module): parts for module, parts in modules.items()}
+        kept = registry.service("kept_names")(self.base)
+        for owner in dict.fromkeys(self.base.ties.values()):
+            shared = [owner, *self._shared(owner)]
+            members = [one.removesuffix(".weight") for one in sorted(shared, key=lambda one: one != kept.get(owner))]
+            found = {module: changes[module] for module in members if module in changes}
+            is_twice = self.as_peft and len(found) > 1 and not tied.are_rows(found)
+            if len(members) > 1 and (is_twice or tied.is_divided(members, found)):
+                self.noted.divided.setdefault(adapter.path, []).extend(found)
+                for alias in [] if self.as_peft else self._shared(owner):
+                    self._untie(alias)
+                if adapter.config.init_changes_base and not self.as_peft and not self._has_own_base(adapter, owner):
+                    raise UsageError(
+                        "the adapter's init changes the base weight, and a layer without this adapter shares it",
+                        path=adapter.config.path,
+                        fqn=owner,
+                        expected="the changed base weight in the adapter (save_embedding_layers=True)",
+                        found=f"init_lora_weights: {adapter.config.raw.get('init_lora_weights')!r}",
+                        hint="--as-peft writes what PEFT's merge_and_unload does",
+                    )
+
+    def _tie_copies(self, wanted: Set[str]) -> None:
+        """Tie what the config ties and the base stores twice, if one of the copies is `wanted` and they are equal."""
+        declared = registry.service("declared_ties")(self.base.config) if self.base.config else {}
+        for alias, owner in declared.items():
+            stored = {alias, owner} <= self.chosen.keys() and alias not in self.untied and owner not in self.untied
+            if (
+                stored
+                and (alias in wanted or owner in wanted)
+                and tied.is_equal(self._stored(alias), self._stored(owner))
+            ):
+                tensors = {key: one for key, one in self.base.tensors.items() if key[0] != alias}
+                self.base = replace(self.base, tensors=tensors, ties={**self.base.ties, alias: owner})
+                del self.chosen[alias], self.shapes[alias]
+
+    def _owner(self, fqn: str) -> str:
+        """The tensor that holds the parameter `fqn`."""
+        return fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
+
+    def _shared(self, owner: str) -> list[str]:
+        """The other names of a tensor."""
+        return [alias for alias, of in self.base.ties.items() if of == owner and alias not in self.untied]
+
+    def _untie(self, alias: str) -> None:
+        """Give `alias` a tensor of its own, with all that changed the tensor so far."""
+        if alias in self.untied:
+            return
+        owner = self.base.ties[alias]
+        self.untied.add(alias)
+        states: tuple[dict[str, Any], ...] = (self.chosen, self.shapes, self.replaced, self.resized)
+        for state in states:
+            if owner in state:
+                state[alias] = state[owner]
+        lists: tuple[dict[str, list[Any]], ...] = (self.updates, self.token_rows)
+        for changes in lists:
+            if owner in changes:
+                changes[alias] = list(changes[owner])
+        if owner in self.normed:
+            self.normed.add(alias)
+
+    def _in_order(self, modules: Mapping[str, Mapping[str, Factor]]) -> list[str]:
+        """The order in which PEFT merges: embeddings come before their tied output head."""
+        found = sorted(modules, key=lambda module: names.EMBEDDING_A not in modules[module])
+        if not self.as_peft or not self.noted.divided:
+            return found
+        described = registry.service("describe_modules")(self.base.config, self.shapes, None) or {}
+        order = {module: number for number, module in enumerate(described)}
+        return sorted(found, key=lambda module: order.get(module, len(order)))
+
+    def _has_own_base(self, adapter: Adapter, owner: str) -> bool:
+        """Return True if the adapter brings the base weight `owner` as its init left it."""
+        return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
+
+    def _is_again(self, module: str, modules: Iterable[str]) -> bool:
+        """Return True if another of `modules` brings the change of this one, as the two are tied and stay so."""
+        owner = self._owner(f"{module}.weight")
+        return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
+
+    def check_ties(self) -> None:
+        """Untie what the config of the result cannot tie; LossError if no config has the model that was trained."""
+        config = self.base.config
+        if config is not None and self.untied:
+            untied = registry.service("untied_config")(config, self.untied)
+            if untied is None and not self.as_peft:
+                raise LossError(
+                    f"the adapter changes one of several tied weights, and no config unties those of "
+                    f"{config.get('model_type')} and computes the same",
+                    path=self.base.path,
+                    fqn=next(iter(self.untied)),
+                    expected="a change of all tied weights",
+                    found=f"a change of one of {', '.join([self.base.ties[min(self.untied)], *sorted(self.untied)])}",
+                    hint="--as-peft adds the change to every tied weight, as PEFT's merge_and_unload does: that is not "
+                    "the model that was trained",
+                )
+            declared = registry.service("declared_ties")
+            for alias in declared(config).keys() - declared(untied or {**config, _TIE: False}).keys():
+                if alias in self.base.ties:
+                    self._untie(alias)
+        self.noted.untied |= self.untied
+
+    def _replace(self, adapter: Adapter, fqn: str, target: str, factor: Factor) -> None:
+        """A parameter that was trained as a whole (`modules_to_save`, biases), or saved beside its adapter."""
+        owner = self._owner(target)
         if owner not in self.chosen:
             raise _misfit(
                 replace(adapter, path=factor.file or adapter.path), fqn, "a parameter of the base", "none of this name"
             )
-        is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
-        if ".base_layer." not in fqn and is_copied and not _ties_copies(adapter.config):
-            # the module is a copy of the base's, which no longer shares its weight with another
-            if target != owner:
-                self.untied.add(target)
-                self.chosen[target] = self.chosen[owner]
-                self.shapes[target] = self.shapes[owner]
-                owner = target
-            else:
-                self.untied |= {alias for alias, o in self.base.ties.items() if o == owner}
         if factor.shape != self.shapes[owner]:
             if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
                 raise _misfit(adapter, fqn, f"shape {list(self.shapes[owner])}", f"shape {list(factor.shape)}")
@@ -413,6 +560,8 @@ class _Merge:
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner in self.updates:  # by an adapter before this one, whose own come behind all that it replaces
+            if _is_beside(fqn) and tied.is_equal(factor, self._stored(owner)):
+                return
             raise UsageError(
                 "an adapter brings its own copy of this parameter, and one before it changes it",
                 path=adapter.path,
@@ -438,8 +587,20 @@ class _Merge:
                     "train with both embeddings in modules_to_save, or save with save_embedding_layers=True",
                 )
 
-    def _place_tokens(self, adapter: Adapter, module: str, rows: Factor) -> None:
+    def _weights_of_rows(self, adapter: Adapter, module: str, modules: Collection[str]) -> list[str]:
+        """The tensors that get the trained rows of `module`: PEFT ties those of the input embedding."""
         owner = self._weight(adapter, module)
+        first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
+        if self._is_again(module, modules):
+            return []
+        if registry.service("kept_names")(self.base).get(first) != f"{module}.weight":
+            return [owner]
+        tied_to = [alias for alias, of in self.base.ties.items() if of == first]
+        others = [one for one in (first, *tied_to) if one.removesuffix(".weight") not in modules]
+        found = dict.fromkeys(self._owner(one) for one in (f"{module}.weight", *others))
+        return [one for one in found if self.replaced.get(one) is self.replaced.get(owner)]
+
+    def _place_tokens(self, adapter: Adapter, module: str, owner: str, rows: Factor) -> None:
         index = _token_index(adapter.config, module)
         num, dim = self.shapes[owner]
         if rows.shape != (len(index), dim):
@@ -474,7 +635,8 @@ class _Merge:
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
         """Add the update of a linear layer's or a convolution's weight."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
-        if adapter.config.is_of_peft:
+        has_base = adapter.config.init_changes_base and self._has_own_base(adapter, self._weight(adapter, module))
+        if adapter.config.is_of_peft and not has_base:
             self._place_by_peft(adapter, module, parts)
             return
         owner = self._weight(adapter, module)
@@ -589,7 +751,7 @@ class _Merge:
         by_expert = self._is_packed_by_expert(adapter, fqn, shape)
         apply = _arithmetic("merge_parameter", a, b, scaling=scaling, input_last=input_last, by_expert=by_expert)
         update = Update(adapter.path, fqn, apply, _is_zero(scaling, a, b))
-        self._update(self.base.ties.get(fqn, fqn), update)
+        self._update(self._owner(fqn), update)
 
     def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
         """Whether square experts lie as [out, in], which PEFT has seen in three ways; shapes do not tell."""
@@ -635,14 +797,14 @@ class _Merge:
     def _weight(self, adapter: Adapter, module: str) -> str:
         """The tensor that holds the weight of `module`."""
         fqn = f"{module}.weight"
-        owner = fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
+        owner = self._owner(fqn)
         inner = _without_wrappers(module)
         packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
         if owner not in self.shapes and packed is not None:
             raise self._quantized(packed)
         if attention := self._attention(module):
             name = "in_proj_weight" if attention == inner else "out_proj.weight"
-            owner = self.base.ties.get(f"{attention}.{name}", f"{attention}.{name}")
+            owner = self._owner(f"{attention}.{name}")
         if owner not in self.shapes:
             raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
         if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:
@@ -723,8 +885,8 @@ class _Merge:
         changed = {*self.updates, *self.replaced}
         tensors: dict[Key, Tensor] = {key: t for key, t in self.base.tensors.items() if key[0] not in changed}
         for alias in self.untied - changed:
-            owner = self.chosen[self.base.ties[alias]].tensor
-            tensors[alias, owner.role] = owner.renamed(alias)
+            tensor = self.chosen[alias].tensor
+            tensors[alias, tensor.role] = tensor.renamed(alias)
         computed, compute = dict(self.base.computed), dict[str, Callable[[], memoryview]]()
         for fqn in changed:
             choice = self.chosen[fqn]
@@ -756,6 +918,7 @@ class _Merge:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
+        yield from tied.notes(self.noted.divided, as_peft=self.as_peft)
         if self.resized:
             rows = next(iter(self.resized.values()))
             yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
@@ -780,6 +943,11 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
         return merged
 
     return update
+
+
+def _is_beside(fqn: str) -> bool:
+    """Return True for a base weight that is saved beside its adapter, as PEFT does for embeddings."""
+    return ".base_layer." in fqn
 
 
 def _without_wrappers(module: str) -> str:

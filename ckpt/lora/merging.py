@@ -34,6 +34,7 @@ def planned(
     dequantize: bool,
     max_shard_size: str,
     names: str,
+    as_peft: bool,
     workers: int,
     ignored: Sequence[str] = (),
 ) -> tuple[Merge, Sequence[Adapter]]:
@@ -54,7 +55,7 @@ def planned(
 
         adapters = [combine(adapters, adapter_weights, model, combination or "svd", density, seed)]
     layout = Layout(cast, parse_size(max_shard_size), names=names)
-    return plan(adapters, model, layout, Resources(workers=workers)), adapters
+    return plan(adapters, model, layout, Resources(workers=workers), as_peft=as_peft), adapters
 
 
 @typed
@@ -77,6 +78,7 @@ def merge_lora(
     dequantize: bool = False,
     max_shard_size: str = "5GB",
     names: Literal["hub", "own"] = "hub",
+    as_peft: bool = False,
     workers: int = 0,
     verify: bool = False,
     overwrite: bool = False,
@@ -84,7 +86,7 @@ def merge_lora(
     manifest: bool = True,
     progress: api.Progress | None = None,
 ) -> MergedModel:
-    """Merge a LoRA adapter into its base model, as PEFT does, without loading the model, and write it to `output`.
+    """Merge a LoRA adapter into its base model without loading the model, and write it to `output`.
 
     An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache; of
     several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
@@ -94,6 +96,9 @@ def merge_lora(
 
     Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head;
     `ignore_files` names files to leave out.
+
+    The bits are PEFT's.  A change of one of two tied weights is the exception: the default writes the model that was
+    trained, with both weights, and `as_peft` adds the change to both, as PEFT's `merge_and_unload` does.
     """
     api.WORKERS.check(workers)
     light.load_ahead()
@@ -116,6 +121,7 @@ def merge_lora(
         dequantize=dequantize,
         max_shard_size=max_shard_size,
         names=names,
+        as_peft=as_peft,
         workers=workers,
         ignored=ignore_files,
     )

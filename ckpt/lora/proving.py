@@ -8,21 +8,24 @@ order is off by a small part of what the adapter adds.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
 from os import PathLike, fspath
 from typing import Any, ClassVar
 
 from ckpt import api
-from ckpt.base.errors import UsageError, printable, shown
+from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
 from ckpt.base.typed import typed
-from ckpt.lora.effect import Effects
+from ckpt.lora import tied
+from ckpt.lora.effect import Effects, Merge
 from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.lora.merge import is_merged, plan
 from ckpt.lora.neighbours import unread, without_ignored
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.run_folder import not_read
@@ -183,9 +186,17 @@ def verify_merge(
     notes += not_read.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
     for entry, a, b in stated_otherwise(model.config, other.config):
         notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
-    merge = plan(found, model, Layout(dtype, names="own"))
+    layout = Layout(dtype, names="own")
+    merge, as_peft = _planned(found, model, layout)
     made = merge.as_written()
     report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)
+    if report.exit_code == 1 and not as_peft and (model.ties or merge.noted.divided):
+        # it may be what PEFT itself makes of tied weights
+        second = plan(found, model, layout, as_peft=True)
+        peft = api.verify(second.as_written(), other, only="weights", measured=True) if second.noted.divided else report
+        if not peft.exit_code:
+            merge, made, report, as_peft = second, second.as_written(), peft, True
+    notes += tied.notes(merge.noted.divided, as_peft=as_peft)
     targets = {fqn for (fqn, role), tensor in made.tensors.items() if role in MODEL_ROLES and is_merged(tensor)}
     wrong = [one for one in report.results if one.status != "="]
     apart = _from_base(model, other, [one.fqn for one in wrong if one.kind == "values" and one.fqn in targets])
@@ -202,6 +213,7 @@ def verify_merge(
                 sqrt(away / between) if away is not None and between else None,
             )
         )
+    deviations += _ties_otherwise(model, other, merge)
     num_compared = len([one for one in report.results if one.fqn in targets])
     return MergeReport(
         model.path,
@@ -212,8 +224,34 @@ def verify_merge(
         tuple(deviations),
         merge.noted.effects,
         (*notes, *merge.noted.made_anew),
-        report.exit_code,
+        report.exit_code or int(bool(deviations)),
     )
+
+
+def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> tuple[Merge, bool]:
+    """The merge as it was trained, or PEFT's, if no model has tied weights as they were trained; True for PEFT's."""
+    try:
+        return plan(adapters, base, layout), False
+    except LossError:
+        with suppress(CkptError):
+            merge = plan(adapters, base, layout, as_peft=True)
+            if merge.noted.divided:
+                return merge, True
+        raise
+
+
+def _ties_otherwise(base: Checkpoint, merged: Checkpoint, merge: Merge) -> Iterator[Deviation]:
+    """Yield tied weights that the config of `merged` ties and the merge does not, or the other way round."""
+    if merged.config is None or not base.ties:
+        return
+    declared = registry.service("declared_ties")(merged.config)
+    named = tied.in_memory(merged)
+    stored = {fqn for fqn, _ in named.tensors} | named.ties.keys()
+    for alias, owner in tied.in_memory(base).ties.items():
+        if alias in merge.noted.untied and alias in declared:
+            yield Deviation(alias, f"config.json ties it to {declared[alias]}, and the two differ", True)
+        elif alias not in merge.noted.untied and alias not in declared and alias not in stored:
+            yield Deviation(alias, f"it is missing, and config.json does not tie it to {owner}", True)
 
 
 def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint, list[str]]:
@@ -238,10 +276,10 @@ def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
 
 def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
     """The squared distance of each tensor of the merged model from that of the base; 0.0 where the bits are equal."""
-    if not fqns:
-        return {}
-    wanted = set(fqns)
     a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
+    wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
+    if not wanted:
+        return {}
     one, other = (
         replace(of, tensors={key: t for key, t in of.tensors.items() if key[0] in wanted}, ties={}) for of in (a, b)
     )

@@ -70,6 +70,9 @@ SERVICES = {
     "kept_names": "converters.names.transformers.ties:kept_names",
     # which names files of the config's architecture leave out, as they are tied to one that is stored
     "tied_names": "converters.names.transformers.ties:tied_names",
+    # aliases that a config ties, by their names in memory, and the config without these ties
+    "declared_ties": "converters.names.transformers.ties:declared_ties",
+    "untied_config": "converters.names.transformers.ties:untied_config",
     # the namespace of a run's own names, where these tell it
     "namespace_of": "converters.names.torchtitan:namespace_of",
     # how a model's files differ from what its architecture saves

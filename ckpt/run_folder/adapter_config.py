@@ -39,12 +39,14 @@ _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
 #: MonteCLoRA, KaSA, and inits that are made of the base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
-LORA = "LORA"
+#: Inits that take the adapter out of the base weight.
+_INITS_OF_BASE = ("pissa", "olora")
+LORA, TRAINABLE_TOKENS = "LORA", "TRAINABLE_TOKENS"
 #: Other kinds, which PEFT itself merges layer by layer: it takes a layer's weight and its tensors in the file.
 BY_LAYER = (
     *("ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
     *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
-    *("TRAINABLE_TOKENS", "VBLORA", "WAVEFT"),
+    *(TRAINABLE_TOKENS, "VBLORA", "WAVEFT"),
 )
 #: Kinds whose layers share tensors that go by the shapes, the order or the weights of all of them: PEFT merges them in
 #: a model without weights.
@@ -151,6 +153,11 @@ class AdapterConfig:
         """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
         is_variant = any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
         return self.kind != LORA or is_variant
+
+    @property
+    def init_changes_base(self) -> bool:
+        """True if the init took the adapter out of the base weight."""
+        return self.kind == LORA and self.raw.get("init_lora_weights") in _INITS_OF_BASE
 
     def _pattern(self, patterns: Iterable[str], key: str) -> str:
         """The first pattern that matches the end of `key` (peft `get_pattern_key`)."""

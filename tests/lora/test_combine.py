@@ -59,7 +59,7 @@ def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path
         found = [adapters.open_adapter(str(path)) for path in saved]
         base = adapters.open_base(found[0], str(bases[model]))
         one = combine(found, shares, base, combination, options.get("density"), options.get("seed"))
-        lora.plan([one], base).run(tmp_path / "ours", overwrite=True)
+        lora.plan([one], base, as_peft=True).run(tmp_path / "ours", overwrite=True)
         equal, total, changed = compare(tmp_path / "peft", tmp_path / "ours", bases[model])
         tables[TABLE][f"combination {combination}"][model] = f"{equal}/{total} ({changed})"
         if equal != total or not changed:

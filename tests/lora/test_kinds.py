@@ -309,17 +309,26 @@ def test_what_does_not_fit_the_base(loha: Path, own: Path, tmp_path: Path) -> No
 def test_layers_whose_class_nothing_tells_and_weights_that_two_share(
     own: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:
+    from peft import PeftModel
+
     trained(base(own), "OFT", case("bare", **OFT), tmp_path / "oft")
     done = ckpt("merge-lora", tmp_path / "oft", "--base", own, "-o", tmp_path / "out")
     assert done.code == 2 and "its class is not known" in done.err
     trained(load_base(bases["gpt2"]), "HIRA", case("wte"), tmp_path / "hira")
-    done = ckpt("merge-lora", tmp_path / "hira", "--base", bases["gpt2"], "-o", tmp_path / "out")
+    done = ckpt("merge-lora", tmp_path / "hira", "--base", bases["gpt2"], "-o", tmp_path / "out", "--as-peft")
     assert done.code == 2 and "a weight that two layers share" in done.err
     for kind, options in (("FROD", {"save_projection": False}), ("FROD", {}), ("TINYLORA", {}), ("UNILORA", {})):
         adapter = tmp_path / f"{kind}{len(options)}"
         trained(load_base(bases["gpt2"]), kind, case("lm_head", "c_attn", **options), adapter)
-        done = ckpt("merge-lora", adapter, "--base", bases["gpt2"], "-o", tmp_path / "out")
-        assert done.code == 2 and "a weight that two layers share" in done.err
+        done = ckpt("merge-lora", adapter, "--base", bases["gpt2"], "-o", tmp_path / "out", "--as-peft")
+        assert done.code == 2 and "a weight that two layers share" in done.err and "leave out --as-peft" in done.err
+        done = ckpt("merge-lora", adapter, "--base", bases["gpt2"], "-o", tmp_path / f"{adapter.name}-merged")
+        assert done.code == 0, done.err
+        apart = load_base(bases["gpt2"])
+        apart.lm_head.weight = torch.nn.Parameter(apart.lm_head.weight.detach().clone())
+        theirs = PeftModel.from_pretrained(apart, adapter).merge_and_unload().state_dict()
+        ours = weights(tmp_path / f"{adapter.name}-merged")
+        assert [name for name in ours if not same(ours[name], theirs[name])] == [] and "lm_head.weight" in ours
 
 
 #: Kinds whose layers share tensors, which go by the largest layer or by the order of all.

@@ -18,7 +18,7 @@ from torch import nn
 from ckpt.errors import CorruptError
 from ckpt.lora.order import is_registered
 from tests.lora.test_kinds import case, trained
-from tests.support.adapters import edited, merge, same
+from tests.support.adapters import edited, merge, same, weights
 from tests.support.commands import ckpt
 
 #: Adapters whose file does not tell the order.
@@ -249,18 +249,28 @@ class Tied(nn.Module):
 
 @pytest.mark.parametrize("options", [UNTOLD, TOLD], ids=["untold", "told"])
 @pytest.mark.parametrize("kind", UNTOLD)
-def test_a_weight_that_layers_share_is_refused_by_its_other_name_too(
+def test_a_weight_that_layers_share_is_changed_in_the_adapted_one(
     kind: str, options: dict[str, dict[str, Any]], tmp_path: Path
 ) -> None:
-    base, adapter, saved = tmp_path / "base", tmp_path / "adapter", tmp_path / "saved"
+    from peft import PeftModel
+
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
     base.mkdir()
+    torch.manual_seed(0)
     torch.save(Tied().state_dict(), base / "pytorch_model.bin")
+    torch.manual_seed(0)
     trained(Tied(), kind, case("head", "query", "key", **options[kind]), adapter)
-    trained(Tied(), "LORA", case("inner", modules_to_save=["head"]), saved)  # which makes the head a copy of its own
-    for adapters in ([adapter], [saved, adapter]):
-        done = ckpt("merge-lora", *adapters, "--base", base, "-o", tmp_path / "out")
-        assert (done.code, (tmp_path / "out").exists()) == (2, False)
-        assert "not merged into a weight that two layers share" in done.err
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out", "--as-peft")
+    assert (done.code, (tmp_path / "out").exists()) == (2, False)
+    assert "not merged into a weight that two layers share" in done.err
+    model = Tied()
+    model.load_state_dict(torch.load(base / "pytorch_model.bin"))
+    model.head.weight = torch.nn.Parameter(model.head.weight.detach().clone())
+    theirs = PeftModel.from_pretrained(model, adapter).merge_and_unload().state_dict()
+    assert ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out").code == 0
+    ours = weights(tmp_path / "out")
+    assert ours.keys() == theirs.keys()
+    assert [name for name in ours if not same(ours[name], theirs[name])] == []
 
 
 def test_a_name_of_a_layer_that_the_base_does_not_have_is_refused(tmp_path: Path) -> None:
@@ -291,7 +301,8 @@ def test_a_pattern_may_name_a_layer_that_no_safetensors_file_has(pattern: str, t
     done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out")
     assert (done.code, (tmp_path / "out").exists()) == (2, False)
     assert "names layers by a pattern" in done.err and "pytorch_model.bin" in done.err
-    done = ckpt("merge-lora", adapter, "--base", whole, "-o", tmp_path / "out")
+    as_peft = ["--as-peft"] if "head" in pattern else []
+    done = ckpt("merge-lora", adapter, "--base", whole, "-o", tmp_path / "out", *as_peft)
     if "head" in pattern:
         assert done.code == 2 and "a weight that two layers share" in done.err
         return

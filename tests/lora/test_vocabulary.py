@@ -70,7 +70,7 @@ def test_it_is_merged_as_peft_merges_it_into_the_resized_base(case: str, tied: b
     base = save_base(tmp_path / "base", tied=tied)
     adapter = train(base, tmp_path / "adapter", CASES[case])
     PeftModel.from_pretrained(resized(base, 2), adapter).merge_and_unload().save_pretrained(tmp_path / "peft")
-    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "ours")
+    done = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "ours", "--as-peft")
     assert done.code == 0, done.err
     assert f"the vocabulary has {AFTER} rows, as in training, and {BEFORE} in the base" in done.err
     theirs, ours = weights(tmp_path / "peft"), weights(tmp_path / "ours")

@@ -93,8 +93,9 @@ def merge_by_peft(base: Path, saved: list[Path], folder: Path) -> None:
 
 
 def merge(saved: list[Path], base: Path, output: Path) -> None:
+    """The same by us, with PEFT's bits on tied weights as well."""
     found = [adapters.open_adapter(str(path)) for path in saved]
-    lora.plan(found, adapters.open_base(found[0], str(base))).run(output)
+    lora.plan(found, adapters.open_base(found[0], str(base)), as_peft=True).run(output)
 
 
 def compare(expected: Path, merged: Path, base: Path) -> tuple[int, int, int]:

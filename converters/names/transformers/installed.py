@@ -35,6 +35,11 @@ _CHOICES = {
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
 #: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
 _BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
+#: Classes that compute something else if nothing is tied: T5 and its kin scale the decoder's outputs.
+_COMPUTES_BY_TIE = re.compile(
+    r"if self\.config\.tie_word_embeddings:(?:\n\s*#.*)*\n\s*(\w+) = \1 \*|^ {8}self\.tie_word_embeddings = True\b",
+    re.MULTILINE,
+)
 _TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)\b")
 
 
@@ -210,6 +215,11 @@ def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         if isinstance(inner, Mapping) and inner.get("model_type") in maps[kind]:
             inside.setdefault(attribute, {**inner, "architectures": [maps[kind][inner["model_type"]]]})
     return inside
+
+
+def computes_by_tie(model_type: str) -> bool:
+    """Return True if the architecture needs the tie: an untied config computes something else, or is overruled."""
+    return any(_COMPUTES_BY_TIE.search(_source(model_type, kind)) for kind in ("modeling", "configuration"))
 
 
 def ties_by_default(model_type: str) -> bool:

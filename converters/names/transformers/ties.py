@@ -14,15 +14,22 @@ from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.composites import COMPOSITES
-from converters.names.transformers.installed import all_tied_weights, chosen_inside, model_types, ties_by_default
+from converters.names.transformers.installed import (
+    all_tied_weights,
+    chosen_inside,
+    computes_by_tie,
+    model_types,
+    ties_by_default,
+)
 
 #: Output heads, by which the alias is told where transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
+_TIE = "tie_word_embeddings"
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
     """What the config says, or its class where the config is silent."""
-    stated = config.get("tie_word_embeddings")
+    stated = config.get(_TIE)
     if stated is None:
         model_type = config.get("model_type")
         return isinstance(model_type, str) and ties_by_default(model_type)
@@ -82,3 +89,24 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
         for alias, owner in declared.items()
         if owner is not None and owner in stored and alias not in stored and re.fullmatch(r"[\w.]+", alias)
     }
+
+
+def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[str, Any] | None:
+    """Return `config` with `aliases` untied; they are names in memory.
+
+    None if no config of this architecture computes the same without these ties.
+    """
+    tied = declared_ties(config)
+    if any(map(computes_by_tie, model_types(config))) and not tied.keys().isdisjoint(aliases):
+        return None
+    changed = {**config, _TIE: False}
+    apart = chosen_inside(config)
+    for key, part in config.items():  # transformers 4 reads the entry of the text model, and 5 forwards it
+        if not (isinstance(part, Mapping) and part.get("model_type") and (_TIE in part or "vocab_size" in part)):
+            continue
+        names = [name for name, inner in apart.items() if inner == {**part, "architectures": inner["architectures"]}]
+        inside = [alias.removeprefix(f"{name}.") for name in names for alias in aliases if alias.startswith(f"{name}.")]
+        if names and not inside:
+            continue  # a model with ties of its own
+        changed[key] = {**part, _TIE: False}
+    return None if not declared_ties(changed).keys().isdisjoint(aliases) else changed
