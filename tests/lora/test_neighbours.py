@@ -98,7 +98,7 @@ def test_copies_of_the_adapter_and_whole_models_are_listed(
     (adapter / "other").mkdir()
     for file in linear.iterdir():
         shutil.copy(file, adapter / "other")
-    done = ckpt("merge-lora", adapter, "--base", bases["llama"], "-o", tmp_path / "out")
+    done = ckpt("merge-lora", adapter, "--base", bases["llama"], "-o", tmp_path / "out", "-v")
     assert done.code == 0, done.err
     for name in ("adapter_model.bin", "pytorch_model_fsdp.bin", "model.safetensors", "other/"):
         assert f"not read: {adapter}/{name}: " in done.err
