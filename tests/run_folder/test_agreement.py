@@ -56,7 +56,7 @@ def finished_lora(run: Path) -> None:
 
 
 def unfinished_lora(run: Path) -> None:
-    """Steps with shards, of which the newest has the adapter's own file, too."""
+    """Steps with shards. The newest has the file of the adapter, too."""
     for step in (2, 10):
         copied("lora-zero3", run / f"checkpoint-{step}")
     written = run.with_name("adapter of a step")
