@@ -8,6 +8,7 @@
     ckpt.plan("outputs", "hf").run("outputs-hf")          # proved first, run later
     ckpt.mount("outputs", "hf")                           # a folder that is not there, while a `with` block runs
     ckpt.load_into(model, "outputs")                      # a plain torch module, from any format
+    ckpt.doctor("outputs").commands                       # which commands work on it
     ckpt.check("outputs").whole                           # nothing missing, cut off or damaged
     ckpt.resume("outputs")                                # the folder to go on from, on the ranks that there are now
     ckpt.clean("outputs").remove()                        # staging folders and copies that are not needed any more
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from ckpt.base.errors import CkptError
     from ckpt.check.checking import check
     from ckpt.check.inspecting import inspect
+    from ckpt.cli.diagnosis import doctor
     from ckpt.estimate.estimating import estimate
     from ckpt.hub.pushing import push
     from ckpt.lora.merging import merge_lora
@@ -42,9 +44,9 @@ if TYPE_CHECKING:
     from ckpt.views.storage_reader import StorageReader
 else:
     # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
-    from ckpt import check, estimate, plan, resume, verify
+    from ckpt import check, doctor, estimate, plan, resume, verify
 
-    del check, estimate, plan, resume, verify
+    del check, doctor, estimate, plan, resume, verify
 
 _FROM = {
     name: module
@@ -53,6 +55,7 @@ _FROM = {
         "ckpt.base.errors": "CkptError",
         "ckpt.check.checking": "check",
         "ckpt.check.inspecting": "inspect",
+        "ckpt.cli.diagnosis": "doctor",
         "ckpt.estimate.estimating": "estimate",
         "ckpt.hub.pushing": "push",
         "ckpt.lora.merging": "merge_lora",
@@ -75,6 +78,7 @@ __all__ = [
     "clean",
     "convert",
     "diff",
+    "doctor",
     "estimate",
     "formats",
     "hash",

@@ -816,7 +816,14 @@ def prove_names(path: Path) -> None:
     if registry.get("hf").find(path, None) is None:
         return
     checkpoint = open(path, "hf")
-    config = checkpoint.config or {}
+    if checkpoint.config is None:
+        raise LossError(
+            "from_pretrained cannot load this folder: config.json is missing",
+            path=path,
+            hint="copy the model's config.json into it, or convert again with --config ORG/NAME --overwrite; "
+            "--names own pushes it without",
+        )
+    config = checkpoint.config
     if config.get("model_type") or config.get("architectures"):
         registry.service("prove_names")(config, checkpoint.shapes, str(path))
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import difflib
 import re
+import textwrap
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 
 from ckpt.base.errors import printable
 
 #: A repository of the Hub.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+#: Least width of a folded column of a table.
+_MIN_COLUMN = 12
 
 #: A URL, also as what `Path` makes of one.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
@@ -56,13 +61,29 @@ def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
     return f"did you mean {' or '.join(near)}?" if near else None
 
 
-def aligned(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> Iterator[str]:
-    """A table in lines, the columns called `right` to the right."""
+def aligned(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), *, width: int | None = None
+) -> Iterator[str]:
+    """Yield a table in lines, with the columns called `right` to the right.
+
+    If it has more than `width` columns, its longest cells are folded between words.
+    """
     every = [heads, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(heads))]
+    while width is not None and sum(widths) + 2 * (len(widths) - 1) > width and max(widths) > _MIN_COLUMN:
+        widths[widths.index(max(widths))] -= 1
     for row in every:
-        cells = zip(row, widths, heads, strict=True)
-        yield "  ".join(t.rjust(width) if head in right else t.ljust(width) for t, width, head in cells).rstrip()
+        cells = [fold(text, size) for text, size in zip(row, widths, strict=True)]
+        for parts in zip_longest(*cells, fillvalue=""):
+            line = zip(parts, widths, heads, strict=True)
+            yield "  ".join(t.rjust(size) if head in right else t.ljust(size) for t, size, head in line).rstrip()
+
+
+def fold(text: str, width: int, indent: str = "") -> list[str]:
+    """Return `text` in lines of at most `width` columns, folded between words, or within a word that is longer."""
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [text]
 
 
 def preformatted(text: str) -> str:

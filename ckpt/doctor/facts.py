@@ -20,6 +20,8 @@ from ckpt.base.errors import CkptError
 from ckpt.base.version import __version__
 
 DISTRIBUTION = "ckpt-toolkit"
+#: Another project on PyPI, which installs a module and a command of the same name.
+NAMESAKE = "ckpt"
 #: What each extra is for.  Those that only developers take are not listed.
 UNLOCKS = {
     "transformers": "architectures whose names only transformers knows, and `ckpt verify --loads`",
@@ -90,16 +92,20 @@ class Cache:
 
 @dataclass(frozen=True)
 class Trial:
-    """A command, and what stands in its way; nothing does where `problem` is None."""
+    """A command, and what stands in its way; nothing does where `problem` is None.
+
+    `is_expected` says that users of such a checkpoint expect it to work.
+    """
 
     command: str
     problem: str | None = None
     hint: str | None = None
+    is_expected: bool = True
 
 
 @dataclass(frozen=True)
 class Facts:
-    """All that `ckpt doctor` finds out without a checkpoint."""
+    """All that `ckpt doctor` finds out without a checkpoint; `namesake` is the version of another project, `ckpt`."""
 
     version: str
     packages: tuple[Package, ...]
@@ -108,6 +114,7 @@ class Facts:
     disks: tuple[Disk, ...]
     cache: Cache
     mount: Trial
+    namesake: str | None = None
 
 
 def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
@@ -116,7 +123,9 @@ def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
     every = {package.name: package for packages in required.values() for package in packages}
     extras = tuple(Extra(name, UNLOCKS[name], required[name]) for name in UNLOCKS if name in required)
     packages = tuple(every[name] for name in sorted(every))
-    return Facts(__version__, packages, extras, system_of(cores), tuple(map(disk_of, places)), cache(), mount)
+    return Facts(
+        __version__, packages, extras, system_of(cores), tuple(map(disk_of, places)), cache(), mount, _version(NAMESAKE)
+    )
 
 
 def requirements() -> Mapping[str, tuple[Package, ...]]:
@@ -176,15 +185,16 @@ def cache() -> Cache:
     return Cache(str(folder), len(found), bool(constants.HF_HUB_OFFLINE))
 
 
-def attempt(command: str, proof: Callable[[], Any]) -> Trial:
+def attempt(command: str, proof: Callable[[], Any], is_expected: bool = True) -> Trial:
     """Whether `command` would work: whether `proof`, which does of it what writes nothing, raises no error."""
     try:
         proof()
     except CkptError as error:
-        return Trial(command, ": ".join(_parts(error)), error.hint)
+        return Trial(command, ": ".join(_parts(error)), error.hint, is_expected)
     except ImportError as error:
-        return Trial(command, f"a package cannot be imported: {error}", "`ckpt doctor` alone shows which extra has it")
-    return Trial(command)
+        hint = "`ckpt doctor` alone shows which extra has it"
+        return Trial(command, f"a package cannot be imported: {error}", hint, is_expected)
+    return Trial(command, is_expected=is_expected)
 
 
 def _parts(error: CkptError) -> Iterator[str]:

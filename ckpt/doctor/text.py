@@ -7,12 +7,15 @@ from collections.abc import Iterator, Sequence
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
 from ckpt.base.text import aligned, counted
-from ckpt.doctor.facts import DISTRIBUTION, Disk, Extra, Facts, Package, System, Trial
+from ckpt.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Facts, Package, System, Trial
 
 
-def lines(facts: Facts) -> Iterator[str]:
-    """Everything that was found out, a section for each kind."""
+def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
+    """Everything that was found out, a section for each kind, in tables of at most `width` columns."""
     yield f"ckpt {facts.version}"
+    if facts.namesake is not None:
+        yield f"warning: another project, {NAMESAKE} {facts.namesake}, is installed, with the same module and command"
+        yield f"  pip uninstall {NAMESAKE}, then pip install --force-reinstall {DISTRIBUTION}"
     yield from _system(facts.system)
     for disk in facts.disks:
         yield printable(f"{disk.path}: {_disk(disk)}")
@@ -21,11 +24,11 @@ def lines(facts: Facts) -> Iterator[str]:
     yield printable(f"Hugging Face cache: {cache.path}, repositories: {cache.num_repositories}{offline}")
     yield f"FUSE: {_why(facts.mount) if facts.mount.problem else 'found'}"
     yield ""
-    yield from aligned(
-        ("package", "version", ""), [(p.name, p.version or "missing", _takes(p)) for p in facts.packages]
-    )
+    packages = [(p.name, p.version or "missing", _takes(p)) for p in facts.packages]
+    yield from aligned(("package", "version", ""), packages, width=width)
     yield ""
-    yield from aligned(("extra", "what it is for", ""), [(e.name, e.unlocks, _found(e)) for e in facts.extras])
+    extras = [(e.name, e.unlocks, _found(e)) for e in facts.extras]
+    yield from aligned(("extra", "what it is for", ""), extras, width=width)
     if lacking := [extra.name for extra in facts.extras if extra.lacking]:
         yield ""
         yield f"hint: pip install '{DISTRIBUTION}[{lacking[0]}]' adds {lacking[0]}, and so on"
@@ -47,12 +50,20 @@ def report(facts: Facts) -> Iterator[str]:
 
 
 def trial_lines(trials: Sequence[Trial]) -> Iterator[str]:
-    """What works first, then what does not and why."""
+    """What works first, then what should work and does not, and why; the rest in one line."""
     yield from (printable(f"works: {one.command}") for one in trials if one.problem is None)
-    for one in trials:
-        if one.problem is not None:
-            yield printable(f"does not work: {one.command}")
-            yield f"  {_why(one)}"
+    failed = [one for one in trials if one.problem is not None]
+    for one in (one for one in failed if one.is_expected):
+        yield printable(f"does not work: {one.command}")
+        yield f"  {_why(one)}"
+    if others := [_in_short(one.command) for one in failed if not one.is_expected]:
+        yield printable(f"not for this checkpoint: {', '.join(others)} (--json says why)")
+
+
+def _in_short(command: str) -> str:
+    """`convert to peft` for `ckpt convert auto peft PATH`."""
+    words = command.split()
+    return f"convert to {words[3]}" if words[1] == "convert" else words[1]
 
 
 def _why(trial: Trial) -> str:

@@ -32,9 +32,13 @@ class Loads:
         if self.can:
             call = "" if scheme_of(folder) else f": {self.call}({folder!r})"
             return f"{name} can load this folder{call}" + (f"; it has no {', no '.join(self.lacks)}" * bool(self.lacks))
-        start = "" if self.can is False else "not checked: "
-        said = f"{name} cannot load this folder" if self.can is False else f"if {name} can load this folder"
-        return f"{start}{said}: {self.why}" + (f". {self.hint}" if self.hint else "")
+        said = self.denial if self.can is False else f"not checked: if {name} can load this folder: {self.why}"
+        return said + (f". {self.hint}" if self.hint else "")
+
+    @property
+    def denial(self) -> str:
+        """What stands against loading the folder."""
+        return f"{self.call.rpartition('.')[2]} cannot load this folder: {self.why}"
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values for JSON."""

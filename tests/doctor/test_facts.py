@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import ckpt as ckpt_in_python
 from ckpt.doctor import facts, text
 from ckpt.errors import LossError, NotFoundError
 from tests.support.commands import ckpt, process, snapshot
@@ -160,7 +161,42 @@ def test_a_converted_folder_is_verified_and_pushed(tmp_path: Path, fixtures: Pat
     assert ckpt("convert", "auto", "hf", fixtures / "trainer-zero2", "-o", out).code == 0
     shown = ckpt("doctor", out).out
     assert f"works: ckpt verify {out}\n" in shown and f"works: ckpt push {out} --repo-id ORG/NAME\n" in shown
-    assert f"does not work: ckpt resume {out}\n  there is no checkpoint with an optimizer here" in shown
+    assert "does not work" not in shown and "convert to peft, resume, merge-lora (--json says why)" in shown
+
+
+def test_folder_that_cannot_be_loaded_does_not_work(tmp_path: Path, fixtures: Path) -> None:
+    """toy-zero3 has no config.json: neither `doctor` nor `push` says that the model works."""
+    run, out = fixtures / "toy-zero3", tmp_path / "out"
+    cannot = "from_pretrained cannot load this folder: config.json is missing"
+    shown = ckpt("doctor", run).out
+    assert f"does not work: ckpt convert auto hf {run}\n  {cannot}" in shown
+    assert ckpt("convert", "auto", "hf", run, "-o", out).code == 0
+    refused = ckpt("push", out, "--repo-id", "me/model")
+    assert refused.code == 6 and f"error: {cannot}" in refused.err and "--names own" in refused.err
+    assert f"does not work: ckpt push {out} --repo-id ORG/NAME\n  {cannot}" in ckpt("doctor", out).out
+
+
+def test_diagnosis_in_python_is_what_the_command_prints(fixtures: Path) -> None:
+    run = fixtures / "toy-zero3"
+    found = ckpt_in_python.doctor(run)
+    assert found.to_json()["commands"] == json.loads(ckpt("doctor", run, "--json").out)["commands"]
+    assert str(found).splitlines()[-1] == ckpt("doctor", run).out.splitlines()[-1]
+    assert ckpt_in_python.doctor().checkpoint is None
+
+
+def test_another_project_of_this_name_is_noticed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    assert "another project" not in ckpt("doctor").out
+    folder = tmp_path / "ckpt-0.1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: ckpt\nVersion: 0.1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert "warning: another project, ckpt 0.1, is installed, with the same" in ckpt("doctor").out
+
+
+def test_tables_are_folded_to_the_terminal() -> None:
+    lines = list(ckpt_in_python.doctor().lines(60))
+    table = lines[lines.index("") + 1 : lines.index("to paste into a bug report")]
+    assert max(map(len, table)) <= 60
 
 
 @pytest.mark.parametrize("words", [(), ("--json",)])
