@@ -25,6 +25,11 @@ MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".meta
 #: Files that record which step is meant.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
 _MAX_RECORDED = 4096
+#: Keys of megatron-core's GPT models, and bytes of the metadata that hold the first keys.
+_MEGATRONS_KEYS = re.compile(
+    rb"embedding\.word_embeddings\.|decoder\.layers\.(?:\d+\.)?(?:self_attention\.linear_|mlp\.(?:linear_fc|experts\.))"
+)
+_MAX_METADATA = 1 << 20
 
 #: A step's folder as HF Trainer, TRL and Axolotl name it (transformers/trainer_utils.py).
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
@@ -211,12 +216,17 @@ def of_another_step(place: Path, step: int | None) -> str | None:
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
-    """The file that a step of Megatron's lacks which was not saved, or copied, to its end; it loads no such step.
+    """Return the file that Megatron writes last into a step, if it is missing: Megatron loads no such step.
 
-    Newer versions leave DCP's files alone beside it, so that the folder is read as DCP, whose names are its own.
+    Newer versions write no other file of their own, so that the folder is read as DCP, whose names are its own.
     """
-    is_named = MEGATRON_STEP.fullmatch(step.name) is not None and (step.parent / TRACKER).is_file()
-    is_megatrons = (step / MEGATRONS_COMMON).is_file() or (is_named and has_own_names)
+    is_megatrons = (step / MEGATRONS_COMMON).is_file() or (has_own_names and has_megatrons_keys(step))
     if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
         return None
     return MEGATRONS_LAST
+
+
+def has_megatrons_keys(step: Path) -> bool:
+    """Return True if the first keys in a folder's DCP metadata are megatron-core's; other trainers use DCP as well."""
+    path = step / _OF_DCP
+    return path.is_file() and _MEGATRONS_KEYS.search(read_file(path, _MAX_METADATA)) is not None

@@ -28,6 +28,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
+from ckpt.run_folder.steps import has_megatrons_keys
 from converters.megatron.dist.folder import (
     BACKENDS,
     COMMON,
@@ -58,7 +59,7 @@ class MegatronDist(Format):
             return weights
         found = find_iteration(path, tag, _is_read)
         if found is None:
-            other = find_iteration(path, tag, lambda folder: (folder / ".metadata").is_file())
+            other = find_iteration(path, tag, has_megatrons_keys)
             if other is not None and other != path and is_iterations_name(other.name):
                 raise NotFoundError(
                     "PyTorch's distributed checkpoint without megatron-core's files, and without names that "
