@@ -11,7 +11,7 @@ masters takes it as it is.  What is written holds the source's fp32 masters, bit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,8 +93,9 @@ class DistributedCheckpoint(Format):
         state = state_dict(checkpoint, layout.dtype, flat_optimizer=layout.read(NameOptions).flat_optimizer)
         beside = run_companions(checkpoint, num_ranks, layout.dtype, deepspeed=False)
         folders = [Writing(num_ranks, prefix) for prefix in _prefixes(checkpoint)]
-        folders[0].add_all(state.model)
-        folders[-1].add_all((*state.optimizer, *state.rest))
+        facts = checkpoint.facts_of(TorchFacts)
+        folders[0].add_all(_placed(state.model, facts.model_at))
+        folders[-1].add_all((*_placed(state.optimizer, facts.optimizer_at), *state.rest))
         files = [file for folder in folders if folder.paths for file in folder.files()]
         return Target(
             files=(*beside.files, *files),
@@ -104,6 +105,18 @@ class DistributedCheckpoint(Format):
 
 
 DCP = DistributedCheckpoint()
+
+
+def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
+    """Yield the model's or the optimizer's entries at the path that they have in the source's state dict.
+
+    torchtitan's model has no path of its own.
+    """
+    from ckpt.containers.dcp.write import AliasOf
+
+    for path, value in entries:
+        moved = (*at, *path[1:]) if path[0] in ("model", "optimizer") and len(path) > 1 else path
+        yield moved, AliasOf((*at, *value.path[1:])) if moved is not path and isinstance(value, AliasOf) else value
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
@@ -240,7 +253,7 @@ class _DcpReading:
             tensors=tensors,
             files=tuple(self.data.files.values()),
             framework="torch",
-            facts=TorchFacts(is_state_dict=True),
+            facts=TorchFacts(is_state_dict=True, model_at=found.model_at, optimizer_at=found.optimizer_at),
             world_size=self.data.ranks or None,
             namespace=OWN,
             ties=ties,

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError, LossError
+from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
@@ -29,6 +30,8 @@ from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_optimiz
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _MAX_DEPTH = 32
+#: Optimizers by their paths in the state dict.
+_Optimizers = dict[Path_, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
@@ -67,6 +70,7 @@ class Understood:
     """A state dict, sorted.  Names of parameters are those of the model itself, without what wrappers add.
 
     `states` has the optimizer's states by fqn and name: tensors, or plain values.  `others` are models in `rest`.
+    `model_at` and `optimizer_at` are the paths of the model and of the only optimizer in the state dict.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)
@@ -76,20 +80,25 @@ class Understood:
     rest: dict[str, Any] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    model_at: Path_ = ("model",)
+    optimizer_at: Path_ = ("optimizer",)
 
 
 def understand(root: Mapping[Any, Any], path: str) -> Understood:
     """Sort a nested state dict; `path` is its file, for messages."""
     found = Understood()
-    optimizers: list[Mapping[str, Any]] = []
+    optimizers: _Optimizers = {}
     models: list[_Model] = []
     if is_optimizer(root):
-        optimizers.append(root)
+        optimizers[()] = root
     else:
         found.rest = _sort(root, optimizers, models)
-    trained = [fqn for node in optimizers for fqn in _members(node)]
+    if len(optimizers) == 1:
+        (found.optimizer_at,) = optimizers
+    trained = [fqn for node in optimizers.values() for fqn in _members(node)]
     if models and not _is_at_the_top(models, found, trained, path):
-        model = _the_model(models, found, path)
+        the_model = _the_model(models, found, path)
+        model, found.model_at = the_model.node, the_model.path
     else:
         model = _model_without_name(found, trained, path)
         _keep(models, found, "the tensors at the top")
@@ -99,7 +108,7 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
         _add(found.weights, strip(fqn), leaf, fqn)
     for fqn, value in extra.items():
         _add(found.extra, strip(fqn), value, fqn)
-    for number, node in enumerate(optimizers):
+    for number, node in enumerate(optimizers.values()):
         _read_optimizer(node, number, found, strip, weights, path)
     return found
 
@@ -128,13 +137,17 @@ class _Model:
     is_trained: bool
 
     @property
+    def path(self) -> Path_:
+        return (self.name,) if self.within is None else (self.within, self.name)
+
+    @property
     def called(self) -> str:
         return self.name if self.within is None else f"{self.within}.{self.name}"
 
 
 def _sort(
     node: Mapping[Any, Any],
-    optimizers: list[Mapping[str, Any]],
+    optimizers: _Optimizers,
     models: list[_Model],
     within: str | None = None,
 ) -> dict[str, Any]:
@@ -142,15 +155,16 @@ def _sort(
     rest: dict[str, Any] = {}
     own: dict[str, Mapping[str, Any]] = {}
     before = len(optimizers)
+    around: Path_ = () if within is None else (within,)
     for name, child in node.items():
         if _is_optimizer(name, child):
-            optimizers.append(child)
+            optimizers[(*around, name)] = child
         elif (
             name in OPTIMIZER_NAMES
             and isinstance(child, list)
             and all(is_optimizer(c, is_called_so=True) for c in child)
         ):
-            optimizers += child
+            optimizers.update({(*around, name, index): one for index, one in enumerate(child)})
         elif _is_model(name, child):
             own[name] = child
         else:
@@ -168,7 +182,7 @@ def _sort(
     return rest
 
 
-def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[str, Any]:
+def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
     """The one model, or that of several beside which an optimizer stands; without optimizers the one at the top.
 
     The others are training state again.  LossError where nothing tells which one is meant.
@@ -179,7 +193,7 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> Mapping[st
     if len(likely) != 1:
         raise _several([model.called for model in models], path)
     _keep((model for model in models if model is not likely[0]), found, repr(likely[0].called))
-    return likely[0].node
+    return likely[0]
 
 
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
@@ -257,6 +271,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
     top = _at_the_top(found.rest)
     if top:
         extra = {name: value for name, value in found.rest.items() if name.endswith("_extra_state")}
+        found.model_at = ()
         model = top | extra
         found.rest = {name: value for name, value in found.rest.items() if name not in model}
         return model
@@ -268,6 +283,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
     if not named:
         return {}
     (name,) = named
+    found.model_at = (name,)
     node: Mapping[str, Any] = found.rest.pop(name)
     found.notes.append(f"the tensors under {name!r} are taken for the model: nothing is called 'model' here")
     return node
