@@ -38,6 +38,7 @@ _BY_PRODUCTS = (
     *SHARED_RUN_PATTERNS,  # HF Trainer, Accelerate, TRL and Axolotl
     *RECORDS,
     "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
+    "rng.pt",  # slime, `rng_state` of rank 0
     "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
     "events.out.tfevents.*",  # torch/utils/tensorboard
 )

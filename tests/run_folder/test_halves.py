@@ -122,3 +122,46 @@ def test_resume_refuses_a_format_without_optimizer(tmp_path: Path) -> None:
     assert "--model-only" in done.err
     assert ckpt("resume", step, "--format", "hf", "--model-only").code == 0
     assert ckpt("resume", step).out.strip() == str(step)
+
+
+def test_dcp_next_to_megatrons_tracker_is_dcp(tmp_path: Path) -> None:
+    """slime writes DCP into Megatron's folders, with Megatron's tracker."""
+    step = save({"app": {"model": {"w": torch.ones(2)}, "optim": OPTIMIZER}}, tmp_path / "iter_0000002")
+    torch.save({"torch": torch.get_rng_state(), "cuda": []}, step / "rng.pt")
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
+    assert ckpt("check", tmp_path).code == 0
+    for flags in ((), ("--world-size", "4")):
+        done = ckpt("resume", tmp_path, *flags)
+        assert (done.code, done.out.strip()) == (0, str(step))
+    assert ckpt("inspect", tmp_path, "--json").code == 0
+
+
+def test_an_unfinished_step_of_megatrons_is_still_incomplete(tmp_path: Path) -> None:
+    run = shutil.copytree(FIXTURES / "megatron-lm", tmp_path / "run")
+    (run / "iter_0000002" / "metadata.json").unlink()
+    done = ckpt("check", run)
+    assert done.code == CorruptError.exit_code and "metadata.json: missing" in done.out
+
+
+@pytest.mark.parametrize(
+    ("fixture", "by_product", "content"),
+    [
+        ("dcp-fsdp2/step-2", "trainer_state.json", '{"global_step": 2}'),
+        ("dcp-fsdp2/step-2", "latest", "global_step2"),
+        ("trainer-plain/checkpoint-2", "latest", "global_step2"),
+        ("trainer-plain/checkpoint-2", "latest_checkpointed_iteration.txt", "2"),
+        ("megatron-lm/iter_0000002", "trainer_state.json", '{"global_step": 2}'),
+        ("megatron-lm/iter_0000002", "latest", "global_step2"),
+        ("toy-zero2/global_step2", "latest_checkpointed_iteration.txt", "2"),
+        ("toy-zero2/global_step2", "trainer_state.json", '{"global_step": 2}'),
+        ("verl-fsdp2/global_step_3/actor", "latest", "global_step3"),
+        ("verl-fsdp2/global_step_3/actor", "trainer_state.json", '{"global_step": 3}'),
+    ],
+)
+def test_the_framework_comes_from_the_content(fixture: str, by_product: str, content: str, tmp_path: Path) -> None:
+    place = shutil.copytree(FIXTURES / fixture, tmp_path / Path(fixture).name)
+    alone = api.open(place)
+    (place / by_product).write_text(content)
+    found = api.open(place)
+    assert (found.format, found.path) == (alone.format, alone.path)
+    assert found.tensors.keys() == alone.tensors.keys()
