@@ -30,6 +30,8 @@ def current(args: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(groups, int):
         found.setdefault("num_query_groups", groups)
         found.setdefault("group_query_attention", groups != heads)
+    if "rope_theta" in args:
+        found.setdefault("rotary_base", args["rope_theta"])
     if "layernorm_epsilon" in args:
         found.setdefault("norm_epsilon", args["layernorm_epsilon"])
     norm = str(args.get("normalization", "")).lower()

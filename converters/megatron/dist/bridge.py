@@ -38,33 +38,18 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_o
 
 #: Fields of models whose layers are not all of one size.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-#: Fields by section, with the argument of Megatron-LM that means the same where its name is another one.
+#: Fields by section, with the argument of Megatron-LM that means the same.  Other fields of the model keep their names.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "model": {
         **{name: name for name in AXES.values()},
-        **{
-            name: name
-            for name in (
-                *("sequence_parallel", "num_layers", "hidden_size", "ffn_hidden_size"),
-                *("num_attention_heads", "num_query_groups", "kv_channels", "vocab_size", "max_position_embeddings"),
-                *("normalization", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "position_embedding_type"),
-                *("rotary_base", "rotary_percent", "rotary_interleaved", "softmax_type", "attention_dropout"),
-                *("hidden_dropout", "moe_ffn_hidden_size", "moe_layer_freq", "moe_router_topk", "moe_grouped_gemm"),
-                *("moe_router_pre_softmax", "moe_router_score_function", "moe_router_topk_scaling_factor"),
-                *("moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "mtp_num_layers"),
-                *("moe_use_legacy_grouped_gemm", "multi_latent_attention", "bf16", "fp16", "params_dtype"),
-                *("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-                *("linear_attention_freq", "hybrid_override_pattern", "hetereogenous_dist_checkpoint"),
-                *("linear_num_key_heads", "mamba_num_groups", "make_vocab_size_divisible_by"),
-                *("rope_scaling_factor", "gated_linear_unit", "qk_l2_norm", "attention_output_gate", "moe_latent_size"),
-                *("experimental_attention_variant", "hybrid_layer_pattern", "moe_shared_expert_gate"),
-                *_UNEQUAL,
-            )
-        },
         "num_moe_experts": "num_experts",
         "layernorm_epsilon": "norm_epsilon",
         "layernorm_zero_centered_gamma": "apply_layernorm_1p",
         "rope_scaling": "use_rope_scaling",
+        "seq_len_interpolation_factor": "rotary_seq_len_interpolation_factor",
+        "yarn_rotary_scaling_factor": "rotary_scaling_factor",
+        "yarn_mscale": "mscale",
+        "yarn_mscale_all_dim": "mscale_all_dim",
         "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
         "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
     },
@@ -85,6 +70,13 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "checkpoint": {"ckpt_format": "ckpt_format"},
     "train": {"global_batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"},
 }
+#: Activations that arguments of Megatron-LM name.
+_ACTIVATIONS = ("silu", "gelu", "quick_gelu", "squared_relu")
+#: Fields of the model that are read by what they mean.
+_READ_APART = (
+    *("transformer_layer_spec", "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
+    "pipeline_model_parallel_layout",
+)
 #: Elements of a layout of the pipeline.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Without these Megatron-Bridge loads no run.
@@ -148,13 +140,14 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     which they are, LossError where layers may have their modules in an order of their own.
     """
     path = Path(run.folder) / RUN_CONFIG
-    args: dict[str, Any] = {}
+    model: Mapping[str, Any] = run.config["model"]
+    own = (name for name in model if name not in _FIELDS["model"] and name not in _READ_APART)
+    args = {name: _plain(model[name]) for name in own if model[name] is not None}
     for section, fields in _FIELDS.items():
         stated = run.config.get(section)
         if not isinstance(stated, Mapping):
             continue
         args |= {ours: _plain(value) for name, ours in fields.items() if (value := stated.get(name)) is not None}
-    model: Mapping[str, Any] = run.config["model"]
     layers = _layers(model)
     args["transformer_impl"] = "local" if layers == _LOCAL else "transformer_engine"
     if layers not in _USUAL:
@@ -166,7 +159,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
                 found=layers,
                 hint="load and save it with Megatron-Bridge, checkpoint.dist_ckpt_optim_fully_reshardable=True",
             )
-        args["transformer_layer_spec"] = layers
+        args["transformer_layer_spec"] = _target(model["transformer_layer_spec"])
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
@@ -175,7 +168,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     activation = model.get("activation_func")
     kind = str(activation.get("_target_")) if isinstance(activation, Mapping) else ""
     if kind and isinstance(gated := model.get("gated_linear_unit"), bool):
-        args["swiglu"] = gated and kind.endswith(".silu")
+        args |= _activation(kind, gated=gated)
     if model.get("should_pad_vocab") is False:  # the rows are as many as it says
         args["make_vocab_size_divisible_by"] = 1
     if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
@@ -191,11 +184,27 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     return args
 
 
+def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
+    """Return the arguments of Megatron-LM for an activation; its own name if they have none."""
+    name = kind.rpartition(".")[2]
+    if name not in _ACTIVATIONS or (gated and name == "gelu"):
+        return {"activation_func": kind}
+    return {
+        "swiglu": gated and name == "silu",
+        "quick_geglu": gated and name == "quick_gelu",
+        "squared_relu": name == "squared_relu",
+    }
+
+
 def _layers(model: Mapping[str, Any]) -> str:
     """The name of the function that builds the model's layers, the usual one if it is not recorded."""
-    stated = model.get("transformer_layer_spec")
-    target = stated.get("_target_") if isinstance(stated, Mapping) else stated
+    target = _target(model.get("transformer_layer_spec"))
     return _USUAL[1] if target is None else str(target).rpartition(".")[2]
+
+
+def _target(stated: Any) -> Any:
+    """Return the name of a function or class that is recorded."""
+    return stated.get("_target_") if isinstance(stated, Mapping) else stated
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:

@@ -11,6 +11,8 @@ from ckpt.base.errors import CorruptError
 
 _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20
+#: What the error for a missing size says.
+NO_SIZE = "the config does not state a size"
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,7 @@ class Config:
                 raise CorruptError("the config states no size", expected=f"{name}: a positive integer", found=value)
             return value
         if default is None:
-            raise CorruptError("the config does not state a size", expected=names[0], found="no such entry")
+            raise CorruptError(NO_SIZE, expected=names[0], found="no such entry")
         return default
 
     def count(self, *names: str, default: int | None = None) -> int:

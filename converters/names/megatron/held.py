@@ -7,21 +7,43 @@ or how many experts a token has, is compared here: a model with another one comp
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from math import isclose
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
 from ckpt.plan.checkpoint import Checkpoint
+from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
+from converters.names.megatron.facts import MegatronFacts
+from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
+from converters.names.megatron.settings import changing, notes_on_unknown
+from converters.names.megatron.settings import unexpressed as unexpressed_settings
 from converters.names.megatron.table import Table
 
 _ALWAYS = ("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_epsilon", "swiglu")
 _OF_ATTENTION = ("kv_channels",)
 _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
-_OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function", "moe_router_topk_scaling_factor")
+_OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function")
 #: Whether norms are around zero, and what the MLP computes.
-_OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "glu_linear_offset")
+_OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "openai_gelu", "glu_linear_offset")
+#: Sizes of latent attention that the shapes of tensors do not decide.
+_OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
+#: Arguments of latent attention that only mean something if its positions are YaRN's.
+_OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
+#: Arguments of mixtures of experts and of attention, and what None or no such entry means.  An architecture has one
+#: value of these or an entry of its own; if it has neither, no config holds another value.
+_CONSTANT: Mapping[str, Any] = {
+    "moe_router_topk_scaling_factor": 1.0,
+    "moe_router_enable_expert_bias": False,
+    "softmax_type": "vanilla",
+    "attention_output_gate": False,
+    "experimental_attention_variant": None,
+    "multi_latent_attention": False,
+}
+#: A stand-in for a size that the config does not state.
+_PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
     "rotary_scaling_factor": 1,
@@ -43,20 +65,33 @@ _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "la
 
 
 def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> list[str]:
-    """CorruptError where the run's arguments say otherwise than the config; notes where nothing can be compared."""
-    recorded = checkpoint.state.args
+    """Compare the run's recorded settings with the config, and return notes on what was not compared.
+
+    Raise CorruptError if the config is another model's, LossError for settings that no config of this architecture
+    holds.
+    """
+    args = checkpoint.state.args or {}
+    accepted = checkpoint.accepted | {new for old, new in _SINCE_RENAMED.items() if old in checkpoint.accepted}
+    recorded = {name: value for name, value in args.items() if name not in accepted}
     if not recorded:
         return []
-    try:
-        expected = table.args(sizes)
-    except CkptError as error:  # the names and shapes do not need all that the arguments are made of
-        return [f"the config is not held against the run's arguments: {error.what}"]
+    expected, notes = _expected(table, sizes)
+    unexpressed = {}
     for name, theirs, ours in differences(recorded, expected):
-        raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
-    notes = []
+        if name in _CONSTANT and expected.get(name) in (None, _CONSTANT[name]):
+            unexpressed[name] = theirs
+        else:
+            raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    blocks = checkpoint.facts_of(MegatronFacts).blocks
+    undone = {name for name, size in ((ROUTED_BLOCK, blocks.routed), (SHARED_BLOCK, blocks.shared)) if size}
+    unexpressed |= changing(recorded, expected, undone)
+    if unexpressed:
+        raise unexpressed_settings(unexpressed, checkpoint.path)
     theirs, ours = (_window(args, recorded.get("seq_length")) for args in (recorded, expected))
     if theirs and ours and theirs != ours:
-        notes = [f"in the run tokens saw {theirs} before them, one more than with transformers, which counts their own"]
+        notes += [
+            f"in the run tokens saw {theirs} before them, one more than with transformers, which counts their own"
+        ]
     rows = recorded.get("vocab_size")
     if type(rows) is int and rows > sizes.dims["v"]:
         raise _another(
@@ -65,7 +100,49 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             f"one of {sizes.dims['v']}: tokens would be left out",
             f"if the model has tokens that the config has not, set its vocab_size to {rows}",
         )
-    return notes
+    if ignored := sorted(accepted & args.keys()):
+        notes.append(f"ignored as asked (--accept-setting): {', '.join(ignored)}")
+    return [*notes, *notes_on_unknown(recorded)]
+
+
+def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
+    """Return the arguments for the config, and notes on entries that are missing or that Megatron cannot hold.
+
+    A missing size gets two placeholders in turn.  Arguments that depend on it are left out.
+    """
+    notes: list[str] = []
+    missing: dict[str, int] = {}
+    while True:
+        try:
+            first, second = (table.args(_with_entries(sizes, missing, times)) for times in (1, 2))
+        except CorruptError as error:
+            name = str(error.expected)
+            if error.what != NO_SIZE or name in missing:
+                return _of_sizes(sizes), [_not_held(error)]
+            missing[name] = _PLACEHOLDER
+            notes.append(f"the config has no {name}, so it is not compared with the run")
+        except CkptError as error:  # the names and shapes do not need all that the arguments are made of
+            return _of_sizes(sizes), [_not_held(error)]
+        else:
+            return {name: value for name, value in first.items() if second.get(name) == value}, notes
+
+
+def _with_entries(sizes: Sizes, missing: Mapping[str, int], times: int) -> Sizes:
+    if not missing:
+        return sizes
+    entries = {name: value * times for name, value in missing.items()}
+    return replace(sizes, config=replace(sizes.config, values={**sizes.config.values, **entries}))
+
+
+def _of_sizes(sizes: Sizes) -> dict[str, Any]:
+    """Return the arguments that follow from the model's sizes alone."""
+    dims = sizes.dims
+    return {"num_layers": sizes.num_layers, "hidden_size": dims["h"], "num_attention_heads": dims["heads"]}
+
+
+def _not_held(error: CkptError) -> str:
+    said = f" ({error.found})" if error.found else ""
+    return f"only sizes and names of the config were compared with the run's settings: {error.what}{said}"
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
@@ -76,7 +153,7 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
         if ours is not None and theirs is not None and not _is_same(ours, theirs):
             yield name, theirs, ours
     for name, (theirs, ours) in _where_none_means_something(recorded, expected).items():
-        if theirs != ours:
+        if not _is_same(ours, theirs):
             yield name, theirs, ours
 
 
@@ -119,8 +196,7 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
     yield from (*_ALWAYS, *_OF_LAYERS)
     both = recorded, expected
     is_latent = any(one.get("multi_latent_attention") for one in both)
-    if not is_latent:
-        yield from _OF_ATTENTION
+    yield from _OF_LATENT if is_latent else _OF_ATTENTION
     if all(one.get("group_query_attention") for one in both):
         yield "num_query_groups"
     kinds = [_positions(one) for one in both]
@@ -154,15 +230,26 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
             found[name] = (means(recorded), means(expected))
 
     theirs, ours = (_window(one, length) for one in both)
-    if theirs is None or ours is None or theirs != ours + 1:  # transformers counts the token itself, Megatron does not
+    if (
+        not isinstance(theirs, int) or ours is None or theirs != ours + 1
+    ):  # transformers counts the token itself, Megatron does not
         put("window_size", lambda args: _window(args, length))
     if theirs and ours:
         put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
     if all(_positions(one) in _ROTATING for one in both):
         put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
         put("no_rope_freq", lambda args: _unrotated(args.get("no_rope_freq"), layers))
+    for name, usual in _CONSTANT.items():
+        if not name.startswith("moe_") or all(one.get("num_experts") for one in both):
+            put(name, partial(_stated, name, usual))
+    if all(_positions(one) == "mrope" for one in both):
+        put("mrope_section", lambda args: list(args.get("mrope_section") or ()))
+        put("mrope_interleaved", lambda args: bool(args.get("mrope_interleaved")))
     if all(one.get("multi_latent_attention") for one in both):
         put("rotary_scaling_factor", _latent_scaling)
+        if all(_latent_scaling(one) for one in both):
+            for name in _OF_LATENT_YARN:
+                put(name, partial(_stated, name, None))
     elif all(_positions(one) == "yarn" for one in both):
         for name, usual in _OF_YARN.items():
             put(name, partial(_stated, name, usual))
@@ -172,26 +259,32 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
     return found
 
 
-def _window(args: Mapping[str, Any], length: Any) -> int | None:
+def _window(args: Mapping[str, Any], length: Any) -> Any:
     """How many tokens before its own one a token sees, where sequences of this length have more."""
     size = args.get("window_size")
-    before = size[0] if isinstance(size, list | tuple) and size else None
+    if size is not None and not isinstance(size, list | tuple):
+        return size  # no window of megatron-core's, so it is compared as it is
+    before = size[0] if size else None
     if type(before) is not int or before < 0 or (type(length) is int and before >= length - 1):
         return None
     return before
 
 
-def _sliding(often: Any, layers: int) -> list[bool]:
+def _sliding(often: Any, layers: int) -> Any:
     """Whether each layer has the window, from `window_attn_skip_freq`, as in transformer/utils.py."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
+    if not isinstance(often, int | None):
+        return often
     return [not often or number % often != 0 for number in range(1, layers + 1)]
 
 
-def _unrotated(often: Any, layers: int) -> list[bool]:
+def _unrotated(often: Any, layers: int) -> Any:
     """Whether each layer lacks rotary positions, from `no_rope_freq`, as in transformer/transformer_config.py."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
+    if not isinstance(often, int | None):
+        return often
     return [bool(often) and number % often == 0 for number in range(1, layers + 1)]
 
 
@@ -209,9 +302,11 @@ def _stated(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
     return usual if found is None else found
 
 
-def _groups(args: Mapping[str, Any]) -> tuple[int, int] | None:
+def _groups(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
     """Groups of experts, and how many of them a token's experts are in; None where that is no limit."""
     groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
+    if not isinstance(groups, int | None) or not isinstance(chosen, int | None):
+        return groups, chosen
     return (groups, chosen) if groups and chosen and groups > chosen else None
 
 

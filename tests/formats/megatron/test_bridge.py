@@ -201,9 +201,11 @@ def test_the_config_of_another_model_is_refused_by_what_differs(
 
 
 def test_a_config_without_what_names_and_shapes_do_not_need_is_taken(tmp_path: Path) -> None:
-    """Transformers has a default for it, and the note says that the numbers were not compared."""
+    """Transformers has a default for it.  Everything else is compared, and a note names the entry."""
     done = _hub(tmp_path, max_position_embeddings=None)
-    assert done.code == 0 and "not held against the run's arguments" in done.err, done.err
+    assert done.code == 0 and "the config has no max_position_embeddings, so it is not compared" in done.err, done.err
+    other = _hub(tmp_path, max_position_embeddings=None, rope_theta=500000.0)
+    assert other.code == CorruptError.exit_code and "rotary_base 10000" in other.err, other.err
 
 
 def test_numbers_that_came_through_float32_are_the_same(tmp_path: Path) -> None:
@@ -224,6 +226,34 @@ def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any],
     assert not {"position_embedding_type", "moe_router_pre_softmax"} & set(compared(*both))
     told = [{"num_experts": 4, "position_embedding_type": kind} for kind in ("rope", "learned_absolute")]
     assert {"position_embedding_type", "moe_router_pre_softmax"} < set(compared(*told))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "said"),
+    [
+        ({"softmax_type": "off-by-one"}, 6, "softmax_type off-by-one"),
+        ({"softmax_scale": 0.5}, 6, "softmax_scale 0.5"),
+        ({"activation_func": {"_target_": "my.module.act"}}, 6, "activation_func my.module.act"),
+        ({"attn_logit_softcapping": 50.0}, 6, "attn_logit_softcapping 50.0 (unknown to ckpt)"),
+        ({"window_size": [3, 0]}, 4, "window_size 3"),
+        ({"no_rope_freq": [1]}, 4, "no_rope_freq"),
+        ({"activation_func_clamp_value": 7.0}, 4, "activation_func_clamp_value 7.0"),
+        ({"seq_len_interpolation_factor": 2.0}, 4, "rotary_seq_len_interpolation_factor 2.0"),
+        ({"position_embedding_type": "yarn", "yarn_rotary_scaling_factor": 4.0}, 4, "position_embedding_type yarn"),
+        ({"hf_model_revision": "main", "image_token_id": 3, "moe_deepep_num_sms": 24}, 0, "finds every tensor"),
+    ],
+)
+def test_every_field_of_the_model_is_held_against_the_config(
+    fields: dict[str, Any], code: int, said: str, run: Path, tmp_path: Path
+) -> None:
+    _change(run, "model", **fields)
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hub", "--config", tmp_path)
+    assert done.code == code and said in done.err, done.err
+    accepted = [f"--accept-setting={name}" for name in fields]
+    if code == LossError.exit_code:
+        again = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hub", "--config", tmp_path, *accepted)
+        assert again.code == 0 and f"ignored as asked (--accept-setting): {next(iter(fields))}" in again.err, again.err
 
 
 def _hub_of_megatron_lm(fixtures: Path, tmp_path: Path, changed: dict[str, Any]) -> commands.Result:

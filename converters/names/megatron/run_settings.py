@@ -1,0 +1,470 @@
+"""Settings of training programs that say how a run trained, not what its model computes.
+
+Names were collected from the sources' own argument parsers and config classes in August 2026, and each was read for an
+effect on the model's output.  Names with such an effect are in `converters.names.megatron.settings`.  Lines that begin
+with `#` name the reason.
+"""
+
+from __future__ import annotations
+
+#: Megatron-LM of 2022 to August 2026 with megatron-core up to 0.19: arguments and fields of config classes.
+_MEGATRON = """
+    # Checkpoints: where and how they are saved and loaded
+    async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save auto_detect_ckpt_format
+    bert_load checkpoint checkpoint_activations ckpt_assume_constant_structure ckpt_convert_format
+    ckpt_convert_save ckpt_convert_update_legacy_dist_opt_format ckpt_drop_redundant_extra_state ckpt_format
+    ckpt_fully_parallel_load ckpt_fully_parallel_load_exchange_algo ckpt_fully_parallel_load_process_group
+    ckpt_fully_parallel_save ckpt_fully_parallel_save_deprecated ckpt_fully_parallel_save_process_group
+    ckpt_load_validate_sharding_integrity ckpt_step dataloader_fast_cache_load dist_ckpt_format
+    dist_ckpt_format_deprecated dist_ckpt_optim_fully_reshardable dist_ckpt_save_pre_mcore_014
+    dist_ckpt_strictness dist_ckpt_workers exit_on_missing_checkpoint export_kd_teacher_ckpt_format
+    export_kd_teacher_load extra_checkpoint_metadata finetune finetune_data_files finetune_data_split
+    finetune_hf_dataset fully_parallel_load fully_parallel_save hetereogenous_dist_checkpoint ict_load
+    inference_ckpt_non_strict load load_main_params_from_ckpt load_model_opt_format load_optim load_rng
+    logits_load_decode_threads logits_load_dir logits_load_ignore_errors logits_load_kd_loss_alpha
+    logits_load_msc_prefetch_depth logits_load_prefetch_factor logits_save_dir logits_save_dtype
+    logits_save_top_k logits_save_top_p logits_save_top_p_min_k modules_to_save no_load_optim no_load_rng
+    no_save_optim no_save_rng non_persistent_ckpt_type non_persistent_global_ckpt_dir
+    non_persistent_local_ckpt_algo non_persistent_local_ckpt_dir non_persistent_save_interval
+    override_ckpt_iteration pretrained_checkpoint save save_activations_interval save_config_filepath
+    save_dgrads_interval save_interval save_optim save_params_interval save_retain_interval save_rng
+    save_tokenizer_assets save_tokens_per_expert_interval save_wgrads_interval stream_ckpt_dequant
+    strict_fsdp_dtensor_load suspend_resume_interval use_checkpoint_args use_checkpoint_opt_param_scheduler
+    use_dist_ckpt use_dist_ckpt_deprecated use_mp_args_from_checkpoint_args use_persistent_ckpt_worker
+    use_tokenizer_model_from_checkpoint_args
+    # Logs, profiles and tests of the machine
+    calc_ft_timeouts check_for_large_grads check_for_nan_in_grad check_for_nan_in_loss
+    check_for_nan_in_loss_and_grad check_for_spiky_loss check_weight_hash_across_dp_replicas_interval
+    config_logger_dir disable_straggler_on_startup dump_param_to_param_group_map enable_ft_package
+    enable_one_logger error_injection_rate error_injection_type fault_injector_delay_start_iteration
+    fault_injector_fault_delay fault_injector_fault_probabilities fault_injector_fault_types
+    fault_injector_mtti_seconds fault_injector_num_ranks fault_injector_offset_seconds fault_injector_ranks
+    fault_injector_seed flight_recorder_dump_on_timeout flight_recorder_dump_path
+    flight_recorder_extra_dump_on_exec flight_recorder_include_only_active flight_recorder_include_stack_trace
+    flight_recorder_trace_buffer_size ft_num_warmup_iters gpu_sniff_test_interval indexer_log_interval
+    inference_logging_step_interval inference_text_gen_server_logging inference_wandb_logging
+    inprocess_active_world_size inprocess_barrier_timeout inprocess_completion_timeout
+    inprocess_empty_cuda_cache inprocess_granularity inprocess_hard_timeout inprocess_heartbeat_interval
+    inprocess_heartbeat_timeout inprocess_last_call_wait inprocess_max_iterations
+    inprocess_monitor_process_interval inprocess_monitor_thread_interval inprocess_progress_watchdog_interval
+    inprocess_restart inprocess_soft_timeout inprocess_termination_grace_time log_batch_size_to_tensorboard
+    log_budgets log_device_memory_used log_energy log_interval log_l2_norm_grad_to_tensorboard
+    log_learning_rate_to_tensorboard log_loss_scale_to_tensorboard log_max_attention_logit log_memory_interval
+    log_memory_to_tensorboard log_num_zeros_in_grad log_params_norm log_progress log_runtime_to_tensorboard
+    log_straggler log_throughput log_throughput_to_tensorboard log_timers_to_tensorboard
+    log_validation_ppl_to_tensorboard log_world_size_to_tensorboard logging_level memory_profile
+    memory_profile_path memory_snapshot_path moe_per_layer_logging moe_routing_trace_capture_hidden_states
+    moe_routing_trace_capture_logits moe_routing_trace_dump_weights moe_routing_trace_max_inference_steps
+    moe_routing_trace_max_training_iters moe_routing_trace_path nvtx_ranges otel_enabled otel_service_name
+    otel_span_groups profile profile_ranks profile_step_end profile_step_start profiling
+    pytorch_profiler_collect_callstack pytorch_profiler_collect_chakra pytorch_profiler_collect_shapes
+    record_memory_history record_shapes record_throughput rerun_mode rerun_state_machine
+    retriever_report_topk_accuracies return_log_probs rl_profile rl_profile_dir set_level_for_all_loggers
+    sft_tokenizer_prompt_format sharp_enabled_group skip_prompt_log_probs soft_mask straggler
+    straggler_ctrlr_port straggler_minmax_count throughput_check_only throughput_window_size timing_log_level
+    timing_log_option use_nsys_profiler use_pytorch_profiler use_sharp
+    # Data and tokenizers
+    account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split allow_ambiguous_pad_tokens
+    bert_embedder_type biencoder_projection_dim biencoder_shared_query_context_model block_data_path
+    bpe_kv_cache bpe_max_buffer bpe_params bpe_ssm_cache chat_template consumed_train_samples
+    consumed_valid_samples create_attention_mask_in_dataloader data_args_path data_cache_path data_impl
+    data_parallel_random_init data_parallel_sharding_strategy data_parallel_size data_path
+    data_per_class_fraction data_sharding dataloader_defer_npy_index_mmap dataloader_inter_document_masking
+    dataloader_type decoder_seq_length dino_bottleneck_size dino_freeze_last_layer dino_head_hidden_size
+    dino_local_crops_number dino_local_img_size dino_norm_last_layer dino_teacher_temp dino_warmup_teacher_temp
+    dino_warmup_teacher_temp_epochs encoder_seq_length eod_mask_loss evidence_data_path
+    exit_signal_handler_for_dataloader fim_data fim_eod_token fim_extra_tokens fim_fragment_rate
+    fim_middle_token fim_no_prefix fim_pad_token fim_prefix_token fim_rate fim_split_sample fim_spm_rate
+    fim_suffix_token flex_strict grpo_prompts_per_step hard_sample_th ict_head_size img_h img_w
+    inference_cuda_graph_max_tokens inference_dynamic_batching_block_size
+    inference_dynamic_batching_cuda_graph_max_tokens inference_dynamic_batching_max_tokens
+    inference_dynamic_batching_max_tokens_override inference_dynamic_batching_prefix_caching_eviction_policy
+    inference_max_seq_length input_prompts_json langrl_inference_server_conversation_template legacy_tokenizer
+    lr_decay_samples lr_warmup_samples lr_wsd_decay_samples mask_prob max_tokens_to_oom mem_infer_seq_len
+    merge_file metadata_path mid_level_dataset_surplus mmap_bin_files mmap_warmup mock_data muon_split_qkv
+    null_tokenizer_eod_id null_tokenizer_pad_id num_dataset_builder_threads num_speculative_tokens
+    num_tokens_from_file num_tokens_to_generate num_tokens_to_prompt original_model_sample_prob
+    output_bert_embeddings per_dataset_sequences_path per_split_data_args_path
+    pipeline_model_parallel_split_rank prompt_file prompt_file_num_truncate prompts query_in_block_prob
+    reset_attention_mask reset_position_ids retriever_score_scaling retriever_seq_length
+    retro_cyclic_train_iters retro_encoder_attention_dropout retro_encoder_hidden_dropout retro_encoder_layers
+    retro_num_neighbors retro_num_retrieved_chunks retro_project_dir retro_return_doc_ids
+    retro_verify_neighbor_count retro_workdir rl_prompts_per_eval rl_sequence_packing_algo
+    rl_sequence_packing_max_sequences_per_bin rl_use_sequence_packing s3_cache_path sample_rate seq_length
+    short_seq_prob skipped_train_samples special_tokens split test_data_path tiktoken_num_special_tokens
+    tiktoken_pattern tiktoken_special_tokens titles_data_path tokenizer tokenizer_hf_include_special_tokens
+    tokenizer_hf_no_include_special_tokens tokenizer_hf_no_use_fast tokenizer_hf_use_fast tokenizer_metadata
+    tokenizer_model tokenizer_sentencepiece_ignore_extra_whitespaces tokenizer_sentencepiece_legacy
+    tokenizer_special_tokens tokenizer_type tp_comm_split_ag tp_comm_split_rs train_data_path train_samples
+    valid_data_path variable_seq_lengths vocab_extra_ids vocab_file
+    # Inference, distillation and reinforcement learning
+    clip_grad decode_only_cuda_graphs disable_chunked_prefill distill_coeff distill_only distillation
+    dsa_indexer_k_norm_epsilon dsa_indexer_k_norm_fp32 enable_chunked_prefill eval_global_batch_size
+    eval_interval eval_iters eval_micro_batch_size export_kd_cfg export_kd_teacher_model_config
+    fp4_quantizer_factory fp8_quantizer_factory grad_norm_skip_threshold grpo_clamp_eps_lower
+    grpo_clamp_eps_upper grpo_default_temperature grpo_default_top_p grpo_entropy_term_weight
+    grpo_filter_groups_with_same_reward grpo_group_size grpo_iterations grpo_kl_beta inference
+    inference_batch_times_seqlen_threshold inference_coordinator_port inference_cuda_graph_all_prefills
+    inference_cuda_graph_scope inference_disable_ep_consensus inference_disable_triton_nvls_kernels
+    inference_dynamic_batching inference_dynamic_batching_async_sched_mode
+    inference_dynamic_batching_buffer_guaranteed_fraction inference_dynamic_batching_buffer_overflow_factor
+    inference_dynamic_batching_buffer_size_gb inference_dynamic_batching_chunk_size
+    inference_dynamic_batching_cuda_graph_mixed_prefill_count
+    inference_dynamic_batching_cuda_graph_sizing_distribution inference_dynamic_batching_enable_prefix_caching
+    inference_dynamic_batching_logprobs_mode inference_dynamic_batching_mamba_memory_ratio
+    inference_dynamic_batching_max_requests inference_dynamic_batching_max_requests_override
+    inference_dynamic_batching_num_cuda_graphs inference_dynamic_batching_paused_buffer_size_gb
+    inference_dynamic_batching_prefix_caching_coordinator_policy
+    inference_dynamic_batching_prefix_caching_mamba_gb inference_dynamic_batching_prefix_caching_routing_alpha
+    inference_dynamic_batching_sampling_backend inference_dynamic_batching_track_generated_token_events
+    inference_dynamic_batching_track_paused_request_events inference_dynamic_batching_unified_memory_level
+    inference_fuse_tp_communication inference_grouped_gemm_backend inference_max_batch_size
+    inference_max_requests inference_moe_disable_fused_quant_kernels inference_moe_token_dispatcher_type
+    inference_repeat_n inference_rng_tracker inference_sampling_seed inference_shards
+    inference_use_synchronous_zmq_collectives is_flex_eval langrl_env_config langrl_external_server
+    langrl_inference_server_type mamba_inference_conv_states_dtype mamba_inference_ssm_states_dtype
+    manual_gc_eval mask_factor mhc_init_gating_factor mlp_chunks_for_prefill moe_enable_routing_replay
+    moe_pad_experts_for_cuda_graph_inference moe_paged_stash_buffer_size_factor_cpu
+    moe_paged_stash_buffer_size_factor_cuda mtp_loss_scaling_factor muon_extra_scale_factor
+    nccl_all_reduce_for_prefill perform_initialization perform_rl_step prefill_chunk_size qk_clip_alpha
+    qk_clip_threshold replication_factor rl_calculate_intra_group_similarity rl_consumption_granularity
+    rl_default_temperature rl_default_top_k rl_default_top_p rl_durable_rollout_bank rl_generation_batch_size
+    rl_generation_lag rl_importance_sampling_truncation_coef rl_inference_expert_model_parallel_size
+    rl_inference_expert_tensor_model_parallel_size rl_inference_logprobs_is_correction
+    rl_inference_model_unified_memory_level rl_inference_parsers rl_inference_pipeline_model_parallel_size
+    rl_inference_tensor_model_parallel_size rl_kv_cache_management_mode rl_max_inflight_requests
+    rl_num_parallel_generation_batches rl_num_parallel_generations rl_offload_inference_model_weights_when_idle
+    rl_offload_kv_cache_during_training rl_offload_optimizer_during_inference rl_parallel_generation_tasks
+    rl_partial_rollouts rl_persist_cuda_graphs rl_remove_kv_cache_during_training rl_reset_cuda_graphs
+    rl_rollout_bank_dir rl_rollout_bank_max_bytes rl_skip_bos_token rl_submission_granularity
+    rl_training_cuda_graphs rl_verify_model_weights_swap soap_use_kl_shampoo start_eval_at_iter stop_words
+    temperature top_k top_n_logprobs top_p use_flashinfer_fused_rope use_inference_optimized_layers
+    # Optimizers and schedules
+    _is_global_batch_size_explicitly_specified accumulate_allreduce_grads_in_fp32 adam_beta1 adam_beta2 adam_eps
+    adaptive_muon_beta2 adaptive_muon_eps adaptive_muon_moment2_method adlr_autoresume adlr_autoresume_interval
+    align_grad_reduce apply_wd_to_qk_layernorm async_tensor_model_parallel_allreduce batch_size
+    cuda_graph_warmup_steps curr_iteration decoupled_lr decoupled_min_lr decoupled_weight_decay
+    decrease_batch_size_if_needed defer_embedding_wgrad_compute delay_grad_reduce delay_wgrad_compute
+    dsa_indexer_loss_coeff end_weight_decay exit_duration_in_mins exit_interval exit_signal exit_signal_handler
+    exit_signal_handler_for_training exp_avg_dtype exp_avg_sq_dtype
+    experimental_attention_variant_loss_scale_func finalize_model_grads_func fp8_wgrad freeze_all_layers
+    freeze_base_for_mtp freeze_model freeze_router global_batch_size grad_reduce_in_bf16 grad_reduce_in_fp32
+    grad_scale_func grad_sync_func gradient_accumulation_fusion gradient_reduce_div_fusion head_lr_mult
+    hysteresis incoming_requests_per_step indexer_batch_size initial_loss_scale iter_per_epoch iteration
+    iterations_to_skip lion_beta1 lion_beta2 loss_scale loss_scale_window lr lr_decay_iters lr_decay_steps
+    lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters lr_warmup_steps
+    lr_wsd_decay_iters lr_wsd_decay_style main_grads_dtype main_params_dtype megatron_fsdp_grad_comm_dtype
+    megatron_fsdp_main_grads_dtype megatron_fsdp_main_params_dtype megatron_fsdp_use_decoupled_grad
+    mem_batch_size mhc_sinkhorn_iterations micro_batch_size min_loss_scale min_lr moe_aux_loss_coeff
+    moe_combine_bwd_dtype moe_dispatch_fwd_dtype moe_grad_scale_func moe_router_bias_update_rate
+    moe_z_loss_coeff mtp_grad_scale_func muon_coefficient_type muon_fp32_matmul_prec muon_momentum muon_nesterov
+    muon_num_ns_steps muon_scalar_optimizer muon_scale_mode muon_tp_mode muon_use_syrk no_weight_decay_cond_type
+    num_distributed_optimizer_instances optimizer optimizer_cpu_offload optimizer_cuda_graph
+    optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d overlap_dispatch_backward_with_experts_wgrad
+    overlap_grad_reduce overlap_p2p_comm_warmup_flush overlap_param_gather_with_optimizer_step
+    phase_transition_iterations pin_cpu_grads qk_clip rampup_batch_size reuse_grad_buf_for_mxfp8_param_ag
+    sgd_momentum skip_allreduce soap_precondition_frequency soap_shampoo_beta start_weight_decay
+    step_batch_size_schedule store_param_remainders tau_decay tp_comm_bulk_dgrad tp_comm_bulk_wgrad
+    tp_comm_overlap_rs_dgrad train_iters use_distributed_optimizer use_layer_wise_distributed_optimizer
+    use_precision_aware_optimizer use_torch_optimizer_for_cpu_offload warmup wd_incr_steps weight_decay
+    weight_decay_incr_style wgrad_deferral_limit wsd_decay_steps
+    # Parallel axes and communication
+    DDP_impl batch_p2p_comm batch_p2p_sync context_parallel_size cp_comm_type ddp ddp_average_in_collective
+    ddp_bucket_size ddp_num_buckets ddp_pad_buckets_for_high_nccl_busbw
+    ddp_param_name_patterns_for_fp32_local_accumulation ddp_reduce_scatter_with_fp32_accumulation
+    deallocate_pipeline_outputs decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+    delta_offload_bytes_across_pp_ranks distrib_optim_fully_reshardable_mem_efficient distributed_backend
+    distributed_timeout_minutes distributed_timeout_seconds_after_init enable_full_sharding_in_hsdp
+    enable_gloo_process_groups encoder_pipeline_model_parallel_size encoder_tensor_model_parallel_size
+    ep_overlap_early_attn_memory_release ep_size expert_gtp_weight_remat_size expert_model_parallel_size
+    expert_tensor_parallel_num_weight_shards expert_tensor_parallel_size fsdp_all_gather_in_start_param_sync
+    fsdp_db_use_persist_buf_on_alloc_fail fsdp_double_buffer fsdp_manual_registration gdp_cutedsl_kernel
+    gdp_num_chunk_states_to_recompute gdp_num_householder gtp_expert_remat_nccl_ub gtp_remat_nccl_ub
+    gtp_remat_opt_in_modules gtp_remat_reduce_scatter_with_fp32_accumulation gtp_weight_remat_size
+    hierarchical_context_parallel_sizes high_priority_a2a_comm_stream hybrid_context_parallel
+    initialize_socket_comms keep_fp8_transpose_cache keep_fp8_transpose_cache_when_using_custom_fsdp
+    layer_ranking_list local_rank lora_rank max_seqlen_per_dp_cp_rank megatron_fsdp_cuda_graph_mode
+    megatron_fsdp_enable_fine_grained_param_gather megatron_fsdp_max_pool_double_buffer megatron_fsdp_version
+    microbatch_group_size_per_vp_stage model_parallel_size moe_deepep_num_sms moe_enable_deepep
+    moe_flex_dispatcher_backend moe_flex_dispatcher_num_sms moe_hybridep_num_blocks_permute
+    moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
+    moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape moe_ncclep_zero_copy
+    moe_permute_fusion_into_hybridep moe_shared_expert_overlap moe_token_dispatcher_type mtp_detach_heads
+    mtp_hybrid_override_pattern mtp_standalone nccl_communicator_config_path nccl_ub
+    num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage
+    num_microbatches_with_partial_activation_checkpoints num_virtual_stages_per_pipeline_rank
+    offset_sampling_seed_by_dp_rank outer_dp_sharding_strategy overlap_moe_expert_parallel_comm overlap_p2p_comm
+    overlap_param_gather pad_buckets_for_high_nccl_busbw parallel_output pipeline_dtype
+    pipeline_model_parallel_comm_backend pipeline_model_parallel_layout pipeline_model_parallel_size rank
+    reshard_after_forward scatter_embedding_sequence_parallel scatter_gather_tensors_in_pipeline
+    sequence_parallel suggested_communication_unit_size tensor_model_parallel_size
+    tensor_parallel_num_weight_shards torch_fsdp2_reshard_after_forward tp_comm_atomic_ag tp_comm_atomic_rs
+    tp_comm_bootstrap_backend tp_comm_overlap tp_comm_overlap_ag tp_comm_overlap_cfg tp_comm_overlap_disable_fc1
+    tp_comm_overlap_disable_qkv tp_comm_overlap_rs tp_only_amax_red tp_size
+    transformer_pipeline_model_parallel_size use_contiguous_buffers_in_local_ddp use_custom_fsdp
+    use_gloo_process_groups use_megatron_fsdp use_ring_exchange_p2p use_torch_fsdp2 use_tp_pp_dp_mapping
+    virtual_pipeline_model_parallel_size world_size
+    # Precision, kernels and memory
+    _cpu_offloading_context activation_func_fp8_input_store activation_offload_fraction apply_rope_fusion
+    attention_backend attention_softmax_in_fp32 autocast_dtype batch_invariant_backend batch_invariant_mode bf16
+    bias_activation_fusion bias_dropout_fusion bias_gelu_fusion bias_swiglu_fusion cache_mla_latents
+    calculate_per_token_loss cpu_offloading cpu_offloading_activations cpu_offloading_double_buffering
+    cpu_offloading_num_layers cpu_offloading_retain_pinned_cpu_buffers cpu_offloading_weights
+    create_all_gather_group cross_entropy_fusion_impl cross_entropy_loss_fusion cuda_graph_impl
+    cuda_graph_modules cuda_graph_retain_backward_graph cuda_graph_scope cuda_graph_scope_deprecated
+    cuda_graph_use_single_mempool delay_offload_until_cuda_graph deterministic_mode
+    disable_bf16_reduced_precision_matmul disable_jit_fuser disable_mamba_mem_eff_path
+    disable_parameter_transpose_cache distribute_saved_activations dsa_indexer_rotate_activation
+    dsa_kernel_backend empty_unused_memory_level enable_cuda_graph export_default_te_spec export_kv_cache_quant
+    export_quant_cfg export_real_quant_cfg export_te_mcore_model external_cuda_graph
+    fine_grained_activation_offloading fine_grained_offloading_max_inflight_offloads first_last_layers_bf16
+    flash_attention_version flash_decode fp16 fp16_lm_cross_entropy fp32_residual_connection fp4 fp4_param
+    fp4_param_gather fp4_recipe fp8 fp8_amax_compute_algo fp8_amax_history_len fp8_dot_product_attention
+    fp8_e4m3 fp8_hybrid fp8_interval fp8_margin fp8_multi_head_attention fp8_output_proj fp8_param
+    fp8_param_gather fp8_recipe fused_residual_rmsnorm fused_single_qkv_rope gemm_shapes
+    kitchen_attention_backend kitchen_config_file kitchen_recipe_number logit_dtype
+    mamba_training_ssm_states_dtype masked_softmax_fusion memory_efficient_layer_norm mhc_recompute_layer_num
+    min_offloaded_tensor_size mla_down_proj_fusion moe_grouped_gemm moe_input_jitter_eps moe_layer_recompute
+    moe_paged_stash moe_paged_stash_page_size moe_permute_fusion moe_router_dtype moe_router_fusion
+    moe_router_padding_for_fp8 moe_router_padding_for_quantization moe_router_quantile_balancing_ema
+    moe_use_legacy_grouped_gemm no_persist_layer_norm num_layers_at_end_in_bf16 num_layers_at_start_in_bf16
+    object_storage_cache_path offload_modules param_name_patterns_for_fp32_local_accumulation params_dtype
+    persist_layer_norm quant_recipe recompute_activations recompute_granularity recompute_method
+    recompute_modules recompute_num_layers reduce_scatter_with_fp32_accumulation skip_gemm
+    te_precision_config_file te_rng_tracker transformer_impl trust_remote_code use_flash_attn
+    use_fused_weighted_squared_relu use_grouped_gemm_for_dense_mlp use_grouped_gemm_for_shared_expert
+    use_kitchen use_kitchen_attention use_mamba_mem_eff_path use_te_activation_func use_te_rng_tracker
+    # Initial values, dropout and noise, which transformers' models lack while they compute
+    attention_dropout embedding_init_method embedding_init_method_std hidden_dropout init_method init_method_std
+    init_method_xavier_uniform init_model_with_meta_device lazy_mpu_init lora_dropout moe_upcycling_granularity
+    moe_use_upcycling output_layer_init_method rng seed tau_init use_cpu_initialization
+    # Everything else that no layer reads, or that only means something with a setting in CHANGES
+    add_skipping align_param_gather app_tag_run_name app_tag_run_version apply_query_key_layer_scaling
+    async_strategy average_in_collective barrier_with_L1_time basemodel_type batch_boundaries binary_mask
+    bucket_size budget_list budget_probs budget_type classes_fraction clone_scatter_output_in_embedding
+    coordinator_schedule_output_path decoder_num_layers delay_param_gather deprecated_use_mcore_models
+    disable_budget disable_msc_deprecated disable_symmetric_registration drain_between_batches
+    dsa_indexer_head_dim dsa_indexer_n_heads dsa_indexer_rope_interleaved dsa_indexer_scoring_relu
+    dsa_indexer_skip_topk_offset dsa_indexer_topk dsa_indexer_topk_freq dsa_indexer_use_sparse_loss emb_int_list
+    emb_per_list embedding_path enable_autocast enable_experimental enable_msc enable_router encoder_num_layers
+    env_config export_force_local_attention export_legacy_megatron export_model_type export_offline_model
+    fake_process_group filter_warnings flex_hetero_ffn flex_hetero_mamba flex_hetero_moe_expert
+    flextron_config_file force_emb force_mamba force_mlp force_router_skip full_validation
+    high_priority_stream_groups incoming_requests_duration incoming_requests_per_sec input_image_path
+    linear_scaler_end linear_scaler_start lora_alpha lora_bias loss_alpha make_vocab_size_divisible_by
+    mamba_int_list mamba_per_list manual_gc manual_gc_interval mask_type mcore_model mhc_num_residual_streams
+    mlp_chunks_for_training mlp_int_list mlp_per_list model model_provider model_type modelopt_enabled
+    modules_to_filter moe_expert_int_list moe_expert_per_list moe_extended_tp moe_pad_expert_input_to_capacity
+    moe_single_grouped_bias moe_single_grouped_weight moe_token_drop_policy moe_use_grouped_tensor most_recent_k
+    multiple_validation_sets mup_attn_scale_power mup_base_head_dim mup_base_hidden_size mup_embedding_mult
+    mup_output_mult mup_width_mult no_attn_skip no_sync_func normalize_router_logits num_buckets num_channels
+    num_classes num_floating_point_operations_so_far num_workers onnx_safe output_every_n_results output_path
+    output_request_events override_opt_param_scheduler override_selected_budget pad_vocab_size
+    param_budget_target param_sync_func patch_dim pin_cpu_params port post_wrap_hooks pre_wrap_hooks
+    qad_train_target refit_method relative_attention_max_distance relative_attention_num_buckets
+    renormalize_blend_weights replication replication_jump restore_modelopt_state
+    result_rejected_tracker_filename router_beta router_gbs router_inter_dim router_std
+    run_workload_inspector_server runtime_time_unit scheduler sft should_pad_vocab skip_alltoall
+    skip_num_attn_layer_constraint skip_reducescatter skip_sendrecv skip_total_layer_constraint skip_train
+    standalone_embedding_stage suspend_timeout swin_backbone_type symmetric_ar_type target_modules
+    termination_id test_mode timers train train_sync_interval tuner_type use_layer_wise_param_layout
+    use_legacy_models use_legacy_static_engine use_mcore_models use_one_sent_docs use_rslora
+    use_transformer_engine_op_fuser validation validation_set_names verify_integrity vision_backbone_type
+    vision_pretraining vision_pretraining_type
+"""
+
+#: Megatron-DeepSpeed, megatron/arguments.py.
+_MEGATRON_DEEPSPEED = """
+    # Checkpoints: where and how they are saved and loaded
+    checkpoint_in_cpu checkpoint_num_layers load_tag load_teacher no_load_lr_state universal_checkpoint
+    # Logs, profiles and tests of the machine
+    log_optimizer_states_to_tensorboard profile_backward profile_steps
+    # Data and tokenizers
+    aml_data_download_path data_efficiency_curriculum_learning lr_decay_tokens lr_warmup_tokens
+    repeated_dataloader return_data_index split_transformers train_data_exact_num_epochs train_sample_idx_path
+    train_tokens use_dataset_only
+    # Inference, distillation and reinforcement learning
+    ds_inference hidden_size_teacher kd_alpha_ce kd_beta_ce kd_temp num_attention_heads_teacher
+    num_experts_teacher num_layers_teacher tile_factor
+    # Optimizers and schedules
+    cpu_optimizer cpu_torch_adam ds_fused_adam moe_loss_coeff reset_iteration zero_contigious_gradients
+    # Parallel axes and communication
+    ds_sequence_parallel_fpdt ds_sequence_parallel_fpdt_chunk_size ds_sequence_parallel_fpdt_offloading
+    ds_sequence_parallel_size enable_expert_tensor_parallelism enable_zbh1_pipeline force_ds_sequence_parallel
+    moe_expert_parallel_size no_pipeline_parallel zero_allgather_bucket_size zero_reduce_bucket_size
+    zero_reduce_scatter zero_stage
+    # Precision, kernels and memory
+    create_moe_param_group deepspeed_activation_checkpointing distribute_checkpointed_activations
+    embedding_weights_in_fp32 mem_efficient_ln memory_centric_tiled_linear partition_activations remote_device
+    use_flash_attn_builder use_flash_attn_triton use_flash_attn_v1 use_flash_attn_v2 use_pin_memory
+    # Everything else that no layer reads, or that only means something with a setting in CHANGES
+    contigious_checkpointing enable_zbh1_exact_semantics kd kill_switch_file moe_top2_2nd_expert_sampling mos
+    random_ltd scattered_embeddings synchronize_each_layer train_desc_path train_doc_idx_path train_idx_path
+    train_shuffle_idx_path use_tutel
+"""
+
+#: slime, ms-swift and Pai-Megatron-Patch, which add arguments of their own to Megatron-LM's.
+_TRAINERS = """
+    # Checkpoints: where and how they are saved and loaded
+    allow_missing_vision_projection_checkpoint ci_load_grad_norm ci_save_grad_norm
+    convert_checkpoint_from_megatron_to_transformers create_checkpoint_symlink dataloader_save hf_checkpoint
+    load_args load_data_args load_debug_rollout_data load_debug_rollout_data_subsample load_forge_rollout_data
+    load_from_cache_file opd_teacher_ckpt_step opd_teacher_load ref_ckpt_step ref_load resume resume_only_model
+    save_debug_rollout_data save_debug_train_data save_hf save_missing_weights save_safetensors save_steps
+    save_strategy save_total_limit use_flash_ckpt
+    # Logs, profiles and tests of the machine
+    boft_block_num boft_block_size boft_dropout boft_n_butterfly_factor check_weight_update_equal
+    debug_rollout_only debug_train_only dump_details enable_dft_loss log_completions log_correct_samples
+    log_entropy log_level log_multi_turn log_passrate log_probs_chunk_size log_probs_max_tokens_per_gpu
+    log_reward_category log_rollout_offpolicy_metrics logging_dir logging_first_step logging_steps
+    memory_recorder memory_snapshot_dir memory_snapshot_num_steps profile_target reft_intervention_type
+    reft_layer_key reft_layers reft_rank report_to sft_alpha soft_cache_length soft_max_length to_peft_format
+    use_swift_lora use_wandb verbose
+    # Data and tokenizers
+    adaptive_seq_len agent_template apply_chat_template apply_chat_template_kwargs balance_data cached_dataset
+    cached_val_dataset columns data_dir data_pad_size_multiplier data_range data_seed data_source_path
+    dataloader_num_workers dataloader_persistent_workers dataloader_pin_memory dataloader_prefetch_factor
+    dataloader_seq_length dataset dataset_config dataset_num_proc dataset_shuffle ds3_gather_for_generation
+    dynamic_sample eval_dataset eval_dataset_args eval_label_key eval_max_prompt_len eval_min_new_tokens
+    eval_prompt_data label_key label_smoothing local_dataset max_new_tokens max_resample_times
+    max_tokens_per_gpu metadata_key n_samples_per_eval_prompt n_samples_per_prompt new_special_tokens
+    num_sample_generations out_seq_length packing packing_length packing_num_proc packing_strategy
+    patch_tokenizer_type prompt_data prompt_path quant_n_samples remove_unused_columns reward_template
+    sampler_engine sampler_type sequence_packing_scheduler source_seq_len split_dataset_ratio strict
+    target_seq_len teacher_label_reduction_chunk_size teacher_sample_reduction_chunk_size template
+    template_backend template_mode to_cached_dataset tokenizer_prompt_format train_data train_dataloader_shuffle
+    use_chat_template val_dataset val_dataset_sample val_dataset_shuffle valid_data
+    # Inference, distillation and reinforcement learning
+    _teacher_use_disable_adapter actor_num_gpus_per_node actor_num_nodes advantage_estimator async_generate
+    center_rewards_coefficient ci_disable_kl_checker compute_advantages_and_returns cosine_max_len
+    cosine_max_len_value_correct cosine_max_len_value_wrong cosine_min_len_value_correct
+    cosine_min_len_value_wrong eps_clip_c eps_clip_high eval_backend eval_config eval_dev eval_fp32
+    eval_function_path eval_generation_config eval_input_key eval_limit eval_max_context_len
+    eval_max_response_len eval_metric eval_num_proc eval_output_dir eval_reward_key eval_steps eval_strategy
+    eval_temperature eval_tool_key eval_top_k eval_top_p eval_url eval_use_evalscope extra_eval_args
+    fipo_clip_high_only fipo_clip_range fipo_decay_rate fipo_safety_threshold freeze_clip_vision_tower
+    generation_batch_size generation_length gkd_logits_topk grpo_std_normalization infer_backend keep_old_actor
+    kl_coef kl_in_reward kl_loss_coef kl_loss_type loss_type mcore_ref_adapter mcore_ref_model
+    missing_eos_penalty mrl_dims normalize_advantages num_generations num_generations_eval num_ppo_epochs
+    offload_teacher_model online_evaluation_config opd_kl_coef opd_type orm_model per_device_eval_batch_size
+    prefill_num_servers prm_model prm_threshold ref_adapter_name ref_adapters ref_model ref_model_mixup_alpha
+    ref_model_revision ref_model_sync_steps ref_model_type ref_update_interval repetition_max_penalty
+    repetition_penalty reward_adapters reward_funcs reward_key reward_model reward_model_plugin
+    reward_model_revision reward_model_type reward_weights rewards_normalization rm_type rm_url
+    router_replay_mode scale_rewards seq_kd skip_eval_before_train steps_per_generation sync_ref_model
+    teacher_adapters teacher_deepspeed teacher_kl_coef teacher_model teacher_model_revision teacher_model_server
+    teacher_model_type teacher_port teacher_tag_key teacher_warmup_port teacher_warmup_timeout_s
+    text_generate_gt_file text_generate_input_file text_generate_output_file tis_clip tis_clip_low use_kl_loss
+    use_logits_to_keep use_opd use_rollout_routing_replay use_routing_replay use_tis whiten_rewards
+    # Optimizers and schedules
+    aligner_lr epochs freeze_LM freeze_ViT freeze_aligner freeze_llm freeze_parameters freeze_parameters_ratio
+    freeze_parameters_regex freeze_params_name_list freeze_vit gradient_accumulation_steps
+    gradient_checkpointing gradient_checkpointing_kwargs is_binary_loss_scale learning_rate lisa_step_interval
+    local_rollout_forward_batch_size lora_ga_batch_size lora_ga_iters lorap_lr_ratio lr_scheduler_kwargs
+    lr_scheduler_type manual_gc_steps max_batch_size max_epochs megatron_server_warmup muon_use_nesterov
+    nccl_comm_warmup num_critic_only_steps num_epoch num_iterations num_sampling_batch_size
+    num_steps_per_rollout num_train_epochs offload_optimizer optimizer_offload_auto_threshold
+    optimizer_offload_chunk_size optimizer_offload_policy over_sampling_batch_size per_device_train_batch_size
+    quant_batch_size reset_optimizer_states router_aux_loss_coef trainable_parameters trainable_parameters_regex
+    use_dynamic_batch_size use_stateless_adam vit_gradient_checkpointing vit_gradient_checkpointing_kwargs
+    vit_lr warmup_ratio write_batch_size
+    # Parallel axes and communication
+    commit_message cp_partition_mode ddp_backend ddp_timeout deepspeed_autotp_size enable_mtp_training
+    enable_parallel_output fsdp galore_rank http_proxy keep_last max_shard_size mtp_decoder_input_detach
+    reranker_use_activation sequence_parallel_size sleep_level use_distributed_post vera_rank
+    zero_hpz_partition_size
+    # Precision, kernels and memory
+    apply_dsa_kernel_fusion bnb_4bit_compute_dtype bnb_4bit_quant_storage bnb_4bit_quant_type
+    bnb_4bit_use_double_quant cache_files calculate_KL fp4_format fp8_format galore_proj_quant
+    galore_quantization galore_update_proj_gap hub_private_repo lora_dtype max_memory
+    megatron_deepgemm_forward_layers megatron_deepgemm_forward_modules megatron_deepgemm_moe_forward_layers
+    megatron_deepgemm_moe_forward_modules megatron_server_update_timeout_s offload offload_bridge offload_model
+    offload_rollout offload_train recompute_loss_function test_convert_dtype test_convert_precision
+    top_entropy_quantile torch_dtype use_fused_mhc use_liger_kernel
+    # Initial values, dropout and noise, which transformers' models lack while they compute
+    adalora_init_r adalora_tinit init_strategy init_weights skip_megatron_init vera_d_initial vera_dropout
+    vera_projection_prng_key
+    # Everything else that no layer reads, or that only means something with a setting in CHANGES
+    acc_strategy adalora_beta1 adalora_beta2 adalora_deltaT adalora_orth_reg_weight adalora_target_r
+    adalora_tfinal adapter_act adapter_length adapters add_non_thinking_prefix add_version allgather_cp api_key
+    attn_impl balance_by_flops base_url beta bridge_backend buffer_filter_path callbacks check_model ci_test
+    ci_train_rollout_logprob_abs_diff_threshold cliprange cliprange_value colocate completion_length_limit_scope
+    context_manager cpo_alpha cvcuda_image_processing delta desirable_weight device_groups device_map
+    disable_auto_column_mapping disable_ignore_empty_think disable_vision_class_token discopop_tau download_mode
+    dynamic_sampling_filter_path early_stop_interval easy_query_threshold enable_channel_loss
+    enable_npu_model_patch enable_thinking engine_kwargs entropy_coef eps_clip epsilon epsilon_high exist_ok
+    external_plugins extra_vocab_size f_divergence_type fetch_trajectory_retry_times fourier_n_frequency
+    fourier_scaling galore_cos_threshold galore_gamma_proj galore_optim_per_parameter galore_proj_bits
+    galore_proj_group_size galore_proj_type galore_queue_size galore_scale galore_target_modules
+    galore_with_embedding gamma get_mismatch_metrics greater_is_better group_by_length group_rm group_size
+    gym_env host hqq_axis hub_model_id hub_token ignore_args_error image_aspect_ratio image_folder
+    image_tag_type importance_sampling_level input_key input_len interleave_prob is_multimodal lam lambd lang
+    language_model_only lazy_tokenize ld_alpha lisa_activated_layers llamapro_num_groups llamapro_num_new_blocks
+    lmbda local_repo_path logprobs lora_ga_direction lora_ga_max_length lora_ga_scale lora_ga_stable_gamma
+    loss_mask_type loss_weights mask_offpolicy_in_partial_rollout max_completion_length max_length max_logprobs
+    max_model_len max_num_tiles max_padding_length max_pixels max_turns mcore_adapter megatron_config_path
+    megatron_extra_kwargs megatron_server_max_length merge_lora metric metric_for_best_model
+    min_batch_collection_ratio mlp_padding_free mm_projector_type mm_use_im_patch_token mm_use_im_start_end
+    mm_vision_select_layer model_author model_kwargs model_name model_revision move_model_batches
+    multi_turn_scheduler multimodal_keys n_best_to_keep num_beams num_fewshot num_frames num_gpus_per_node
+    num_mini_batches num_return_sequences num_rollout num_sampling_batches off_policy_sequence_mask_delta
+    only_train_params_name_list opsm_delta output_dir output_file overlong_filter override_exist_file owned_by
+    padding_free padding_side partial_rollout preserve_thinking push_to_hub qwen_gdn_backend ray_exp_name
+    real_tau reference_free release_train repetition_n_grams response_length response_prefix result_path
+    rlhf_type rpo_alpha safe_serialization served_model_name server_name server_port share shuffle_buffer_size
+    simpo_gamma ssl_certfile ssl_keyfile start_rollout_id stopping_strategy stream streaming
+    structured_outputs_regex studio_title system target_parameters target_regex task_list tau_neg tau_pos
+    tb_experiment_name tb_project_name thread_count to_hf to_mcore to_ollama tool_key top_logprobs train_backend
+    train_env_vars train_mode transformer_timers truncation_strategy tune_mm_mlp_adapter tuner_backend
+    undesirable_weight use_fault_tolerance use_galore use_gym_env use_hf use_opsm use_ray use_rollout_entropy
+    use_rollout_logprobs use_te use_tensorboard use_thumbnail use_tiling use_unbiased_kl use_vllm value_clip
+    verbosity vf_coef vision_model_type vit_attn_impl
+"""
+
+#: Megatron-Bridge, models: fields of its providers.  Parts of models with images keep transformers' own config.
+_MEGATRON_BRIDGE = """
+    # Logs, profiles and tests of the machine
+    vision_soft_tokens_per_image
+    # Data and tokenizers
+    max_vision_cuda_graph_seq_length mm_tokens_per_image return_dict
+    # Inference, distillation and reinforcement learning
+    generation_config
+    # Optimizers and schedules
+    decoder_sparse_step freeze_language_model freeze_mtp_model freeze_vision_model freeze_vision_projection
+    # Parallel axes and communication
+    mtp_enabled vision_dp_when_cp
+    # Precision, kernels and memory
+    apply_rotary_pos_emb_in_fp32 dense_grouped_gemm vision_cuda_graph_impl vision_cuda_graph_scope
+    # Everything else that no layer reads, or that only means something with a setting in CHANGES
+    _pg_collection _target_ add_decoder add_encoder bos_token_id builder deepstack_visual_indexes dist_train
+    eos_token_id head_dim hf_config hf_model_id hf_model_path hf_model_revision hf_text_config ignore_index
+    image_end_token_id image_start_token_id image_token_id image_token_index is_vision_language
+    language_max_sequence_length mlp_only_layers modality_keys num_position_embeddings out_hidden_size
+    pad_token_id patch_size position_id_per_seconds pretrained_model_name seconds_per_chunk spatial_merge_size
+    temporal_patch_size text_config use_hf_vision_model use_transformer_engine_full_layer_spec
+    video_end_token_id video_start_token_id video_token_id vision_config vision_end_token_id
+    vision_projector_config vision_start_token_id vision_token_id
+"""
+
+#: Prefixes of settings for other programs that run next to the training.
+PREFIXES = (
+    "sglang_",
+    "vllm_",
+    "wandb_",
+    "swanlab_",
+    "tensorboard_",
+    "one_logger_",
+    "rollout_",
+    "lmdeploy_",
+    "custom_",
+    "update_weight",
+)
+
+
+def names_in(text: str) -> frozenset[str]:
+    """Return the names in a table, without its comments."""
+    lines = (line for line in text.splitlines() if not line.strip().startswith("#"))
+    return frozenset(name for line in lines for name in line.split())
+
+
+RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _MEGATRON_BRIDGE)

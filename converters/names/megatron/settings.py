@@ -1,0 +1,185 @@
+"""Recorded settings of a run that a target's config cannot hold.
+
+Each setting is one of these:
+
+    a setting of the training program     `run_settings`: ignored
+    compared                              `COMPARED`: held against the config, or read from the shapes of tensors
+    one that changes the model            `CHANGES`: fine with the values listed there, refused with others
+    unknown                               fine if it is off (None, False, 0, empty), and named; refused if not
+
+A user can accept a refused setting by name (`--accept-setting`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+from ckpt.base.errors import LossError
+from ckpt.base.text import counted
+from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
+from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
+
+#: Settings that are compared with the config (`held`), or that the shapes and names of tensors decide.
+COMPARED = names_in(
+    """
+    num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
+    num_key_value_heads vocab_size padded_vocab_size max_position_embeddings untie_embeddings_and_output_weights
+    share_embeddings_and_output_weights normalization norm_epsilon layernorm_epsilon apply_layernorm_1p
+    layernorm_zero_centered_gamma qk_layernorm add_bias_linear add_qkv_bias swiglu gated_linear_unit
+    squared_relu quick_geglu openai_gelu glu_linear_offset activation_func_clamp_value
+    position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rope_theta rotary_percent
+    rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling rope_scaling_factor
+    no_rope_freq mrope_section mrope_interleaved rope_type rotary_scaling_factor original_max_position_embeddings
+    beta_fast beta_slow mscale mscale_all_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings
+    yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_mscale yarn_mscale_all_dim
+    window_size window_attn_skip_freq softmax_type attention_output_gate
+    multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
+    experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
+    linear_value_head_dim linear_num_key_heads linear_num_value_heads
+    is_hybrid_model hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    num_experts num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
+    moe_shared_expert_gate moe_router_topk moe_router_pre_softmax moe_router_score_function
+    moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
+    mtp_num_layers bert_binary_head gpt_j_residual use_parallel_residual
+    """
+)
+#: Settings that change what the model computes and that no config of the Hub holds, with values that change nothing
+#: besides None, False, 0 and empty ones.  Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
+#: Megatron-DeepSpeed (megatron/arguments.py), Pai-Megatron-Patch, ms-swift.
+CHANGES: Mapping[str, tuple[Any, ...]] = {
+    "softmax_scale": (),
+    "activation_func": (),  # recorded if no argument of Megatron-LM means the same
+    "qk_l2_norm": (),  # norms of queries and keys without weights
+    "export_qk_l2_norm": (),
+    "apply_residual_connection_post_layernorm": (),
+    "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # not sinkhorn
+    "moe_router_topk_limited_devices": (),
+    "moe_router_force_load_balancing": (),
+    "moe_router_force_biased": (),
+    "moe_apply_probs_on_input": (),
+    "export_moe_apply_probs_on_input": (),
+    "moe_expert_capacity_factor": (-1, -1.0),  # drops tokens
+    "moe_expert_rank_capacity_factor": (-1, -1.0),
+    "moe_token_dropping": (),
+    "moe_latent_size": (),
+    ROUTED_BLOCK: (),  # the readers of Megatron-LM's own runs undo it
+    SHARED_BLOCK: (),
+    "yarn": (),
+    "use_mup": (),
+    "enable_mhc_connections": (),
+    "enable_hyper_connections": (),
+    "mtp_use_repeated_layer": (),
+    "mtp_hsm": (),
+    "heterogeneous_block_specs": (),
+    "heterogeneous_layers_config_path": (),
+    "heterogeneous_layers_config_encoded_json": (),
+    "hybrid_attention_ratio": (),
+    "hybrid_mlp_ratio": (),
+    "hybrid_layer_pattern": (),
+    "hybrid_stack_spec": (),
+    "spec": (),
+    "transformer_layer_spec": (),
+    "yaml_cfg": (),
+    "retro_add_retriever": (),
+    "language_model_type": (),
+    "use_arbitrary_attention_mask": (),
+    "flextron": (),
+    "enable_gpt_oss": (),
+    "mlp_type": ("standard",),  # Megatron-DeepSpeed's residual experts
+    "moe_eval_capacity_factor": (1.0,),  # its default, for models without experts as well
+    "moe_train_capacity_factor": (1.0,),
+    "moe_min_capacity": (4,),
+    "expert_interval": (2,),
+    "topk": (1,),
+    "embed_layernorm": (),
+    "use_alibi_mask": (),
+    "num_labels": (),
+}
+#: Settings that name the code of layers; what these packages build is decided by other settings and by tensors.
+_CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")
+_PACKAGES = ("megatron.core.", "megatron.bridge.")
+_OFF: tuple[Any, ...] = (None, False, "", [], (), {})
+_MOST = 6
+
+
+def is_run_setting(name: str) -> bool:
+    """Return True if a setting says how the run trained, not what the model computes."""
+    return name in RUN_SETTINGS or name.startswith(PREFIXES)
+
+
+def changing(
+    recorded: Mapping[str, Any], expected: Mapping[str, Any], accepted: Collection[str] = ()
+) -> dict[str, Any]:
+    """Return recorded settings that change the model and that neither the config nor this version expresses."""
+    found = {}
+    for name, value in recorded.items():
+        if name in accepted or name in COMPARED or is_run_setting(name):
+            continue
+        allowed = CHANGES.get(name, ())
+        if name in _CODE and str(value[0] if isinstance(value, list | tuple) and value else value).startswith(
+            _PACKAGES
+        ):
+            continue
+        values = value if name in CHANGES and isinstance(value, list | tuple) and value else [value]
+        if all(is_off(one) or one in allowed or one == expected.get(name) for one in values):
+            continue
+        found[name] = value
+    return found
+
+
+def is_off(value: Any) -> bool:
+    """Return True for a value that means "not set": None, False, 0 or empty."""
+    return (isinstance(value, int | float) and value == 0) or any(
+        value is one if one is None or one is False else value == one for one in _OFF
+    )
+
+
+def unknown_and_off(recorded: Mapping[str, Any]) -> list[str]:
+    """Return the names of settings that this version does not know and that are off."""
+    return [
+        name
+        for name, value in recorded.items()
+        if is_off(value) and name not in COMPARED and name not in CHANGES and not is_run_setting(name)
+    ]
+
+
+def check_settings(
+    recorded: Mapping[str, Any], expected: Mapping[str, Any], path: str, accepted: Collection[str] = ()
+) -> None:
+    """Raise LossError for settings that change the model and that the target's config cannot hold."""
+    if found := changing(recorded, expected, accepted):
+        raise unexpressed(found, path)
+
+
+def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
+    """Return the error for recorded settings that the target cannot hold."""
+    known = [name for name in found if name in CHANGES or name in COMPARED]
+    parts = [
+        f"{name} {_short(value)}" + ("" if name in known else " (unknown to ckpt)") for name, value in found.items()
+    ]
+    shown = parts[:_MOST] + ([f"and {len(parts) - _MOST} more"] if len(parts) > _MOST else [])
+    options = " ".join(f"--accept-setting {name}" for name in found)
+    order = ROUTED_BLOCK in found or SHARED_BLOCK in found
+    return LossError(
+        "the run recorded settings that the model's config cannot hold, and that "
+        + ("change" if known else "may change")
+        + " what the model computes",
+        path=path,
+        expected="settings that the config holds, or with values that change nothing",
+        found=", ".join(shown),
+        hint=f"{options} converts the weights without {'it' if len(found) == 1 else 'them'}"
+        + ("; Megatron-Bridge saves rows in blocks or in order, and does not record which" if order else ""),
+    )
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else repr(value)
+    return text if len(text) <= 40 else text[:37] + "..."
+
+
+def notes_on_unknown(recorded: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note on settings that are unknown and off."""
+    if names := unknown_and_off(recorded):
+        shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
+        yield f"{counted(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"

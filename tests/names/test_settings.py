@@ -1,0 +1,195 @@
+"""`converters/names/megatron/settings.py`, `run_settings.py`, `held.py`: no recorded setting passes in silence."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import MISSING, fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
+
+from ckpt import api
+from ckpt.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint, TrainingState
+from converters.names.families.rows import Sizes
+from converters.names.megatron.held import refuse_another_models
+from converters.names.megatron.run_settings import names_in
+from converters.names.megatron.settings import CHANGES, COMPARED, changing, is_off, is_run_setting, unknown_and_off
+from converters.names.megatron.table import Table
+from tests.names.test_megatron import config_of, table_of
+from tests.support.commands import ckpt
+
+FIELDS = {
+    field.name: field
+    for kind in (MLATransformerConfig, TransformerConfig, ModelParallelConfig)
+    for field in fields(kind)
+}
+RUNS = ["megatron-lm", "megatron-lm-muon", "megatron-llm-jp/run", "megatron-torch-dcp", "megatron-0.15-fully"]
+RUNS += ["megatron-0.17-dp", "megatron-0.18-dp", "megatron-dist-flattened", "megatron-fsdp", "megatron-bridge-run/run"]
+#: Fields that tensors decide: with another value names or shapes differ, which readers and relations refuse.
+BY_TENSORS = names_in(
+    """
+    add_bias_linear add_qkv_bias ffn_hidden_size qk_layernorm moe_ffn_hidden_size moe_layer_freq mtp_num_layers
+    moe_shared_expert_gate moe_shared_expert_intermediate_size gated_linear_unit max_position_embeddings
+    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
+    linear_num_value_heads is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    """
+)
+#: Fields that only mean something next to another one, which is compared.
+LATENT = """
+    q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale mscale_all_dim beta_fast
+    beta_slow original_max_position_embeddings rotary_scaling_factor
+"""
+BY_OTHERS: dict[str, dict[str, Any]] = {
+    "window_attn_skip_freq": {"window_size": (3, 0)},
+    "moe_router_group_topk": {"moe_router_num_groups": 4},
+    "moe_router_num_groups": {"moe_router_group_topk": 1},
+    **{name: {"multi_latent_attention": True} for name in LATENT.split()},
+}
+#: Names under which messages have a field.
+SAID = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+
+
+#: Values that change something, of fields whose other values may not.
+VALUES: dict[str, list[Any]] = {
+    "num_query_groups": [9],
+    "window_size": [(3, 0), "something"],
+    "window_attn_skip_freq": [2],
+    "no_rope_freq": [1, [1, 0], "something"],
+    "moe_router_num_groups": [4, "something"],
+    "moe_router_group_topk": [1, "something"],
+    "moe_router_topk_scaling_factor": [2.5],
+    "moe_router_pre_softmax": [],  # the class's own is True
+    "mrope_section": [],  # in a text the same
+    "num_moe_experts": [],  # read as num_experts
+}
+
+
+def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes]:
+    """Return a run of an architecture with the arguments of its config, and with more."""
+    table = table_of(architecture)
+    sizes = table.family.sizes(config_of(architecture))
+    state = TrainingState(args={**table.args(sizes), **recorded})
+    return Checkpoint("run", "megatron", {}, (), namespace=MEGATRON, state=state), table, sizes
+
+
+def refusal(architecture: str, **recorded: Any) -> str | None:
+    """Return what is said against a run with these settings; None if nothing is."""
+    try:
+        refuse_another_models(*run_of(architecture, **recorded))
+    except (CorruptError, LossError) as error:
+        return str(error)
+    return None
+
+
+def test_every_field_of_megatron_core_is_classified() -> None:
+    assert len(FIELDS) > 250
+    assert [name for name in FIELDS if not (name in COMPARED or name in CHANGES or is_run_setting(name))] == [
+        "activation_func"
+    ] * ("activation_func" in FIELDS and "activation_func" not in CHANGES)
+    assert not COMPARED & CHANGES.keys()
+    assert not [name for name in (*COMPARED, *CHANGES) if is_run_setting(name)]
+
+
+def other_values(name: str) -> list[Any]:
+    """Return values of a field that are not its default."""
+    default = FIELDS[name].default
+    if default is MISSING or default is None or callable(default):
+        return ["something", 7, True, [1, 0]]
+    if isinstance(default, bool):
+        return [not default]
+    if isinstance(default, int | float):
+        return [default + 3, default * 2 + 0.5]
+    return [f"another-{default}"]
+
+
+def test_no_field_with_another_value_passes_in_silence() -> None:
+    """Draw fields and values: each is refused by name, or is a setting of the training program."""
+    draw = random.Random(40)
+    compared = 0
+    for name in FIELDS:
+        if is_run_setting(name) or name in BY_TENSORS:
+            continue
+        value = draw.choice([one for one in VALUES.get(name, other_values(name)) if not is_off(one)] or [None])
+        if value is None:  # a flag that is on by default
+            continue
+        more = BY_OTHERS.get(name, {})
+        said = refusal("qwen3_moe", **{**more, name: value})
+        assert said, (name, value)
+        assert SAID.get(name, name) in said or any(one in said for one in more), said
+        compared += 1
+    assert compared > 45
+
+
+@pytest.mark.parametrize("value", [3, 0.5, True, "on", [1], {"a": 1}])
+def test_an_unknown_setting_is_refused_by_name(value: Any) -> None:
+    said = refusal("llama", nobody_has_heard_of_it=value)
+    assert said and "nobody_has_heard_of_it" in said and "unknown to ckpt" in said
+    assert "--accept-setting nobody_has_heard_of_it" in said or "accept_settings nobody_has_heard_of_it" in said
+
+
+@pytest.mark.parametrize("value", [None, False, 0, 0.0, "", [], {}])
+def test_an_unknown_setting_that_is_off_is_named(value: Any) -> None:
+    notes = refuse_another_models(*run_of("llama", nobody_has_heard_of_it=value))
+    assert notes == ["1 recorded setting unknown to ckpt are off (None, False, 0 or empty): nobody_has_heard_of_it"]
+
+
+def test_an_accepted_setting_is_ignored_and_named() -> None:
+    checkpoint, table, sizes = run_of("llama", nobody_has_heard_of_it=3, softmax_type="off-by-one", rotary_base=7)
+    accepted = frozenset({"nobody_has_heard_of_it", "softmax_type", "rotary_base"})
+    (note,) = refuse_another_models(replace(checkpoint, accepted=accepted), table, sizes)
+    assert note == "ignored as asked (--accept-setting): nobody_has_heard_of_it, rotary_base, softmax_type"
+    with pytest.raises(CorruptError, match="another model"):
+        refuse_another_models(replace(checkpoint, accepted=accepted - {"rotary_base"}), table, sizes)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "recorded", "refused"),
+    [
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 2.5}, "moe_router_topk_scaling_factor 2.5"),
+        ("qwen3_moe", {"moe_router_topk_scaling_factor": 1.0}, None),
+        ("deepseek_v3", {"moe_router_topk_scaling_factor": 1.0}, "moe_router_topk_scaling_factor 1.0"),
+        ("qwen3_moe", {"softmax_type": "off-by-one"}, "softmax_type off-by-one"),
+        ("gpt_oss", {"softmax_type": "vanilla"}, "softmax_type vanilla"),
+        ("gpt_oss", {"softmax_type": "learnable"}, None),
+        ("qwen3_moe", {"moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss"]}, None),
+        ("qwen3_moe", {"moe_router_load_balancing_type": ["aux_loss", "sinkhorn"]}, "sinkhorn"),
+        ("qwen3_moe", {"moe_expert_capacity_factor": 1.25}, "moe_expert_capacity_factor 1.25"),
+        ("qwen3_moe", {"moe_expert_capacity_factor": -1.0}, None),
+        ("qwen3_moe", {"moe_mlp_glu_interleave_size": 32}, "moe_mlp_glu_interleave_size 32"),
+        ("nemotron_h", {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]}, None),
+        ("llama", {"spec": ["my.layers", "my_spec"]}, "spec"),
+        ("deepseek_v3", {"qk_head_dim": 7}, "qk_head_dim 7"),
+        ("llama", {"tensorboard_dir": "logs", "wandb_exp_name": "x", "train_iters": 5, "lr": 1e-4, "seed": 1}, None),
+    ],
+)
+def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, Any], refused: str | None) -> None:
+    said = refusal(architecture, **recorded)
+    assert (said is None) if refused is None else (said is not None and refused in said), said
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_real_runs_are_not_refused(name: str, fixtures: Path) -> None:
+    args = api.open(fixtures / name).state.args or {}
+    assert len(args) > 70
+    assert changing(args, {}) == {}
+    assert unknown_and_off(args) == []
+
+
+def test_the_refusal_as_it_is_printed(fixtures: Path, tmp_path: Path) -> None:
+    source = api.open(fixtures / "megatron-llm-jp/run")
+    config = fixtures / "megatron-llm-jp/llm-jp/llm-jp-4-moe"
+    changed = {"softmax_type": "off-by-one", "new_thing": 3}
+    run = replace(source, state=replace(source.state, args={**(source.state.args or {}), **changed}))
+    api.plan(run, "megatron-dist").run(tmp_path / "run")
+    command = ("convert", tmp_path / "run", "hf", "-o", tmp_path / "hub", "--config", config)
+    done = ckpt(*command)
+    assert done.code == LossError.exit_code
+    assert "error: the run recorded settings that the model's config cannot hold, and that change what" in done.err
+    assert "found: softmax_type off-by-one, new_thing 3 (unknown to ckpt)" in done.err
+    hint = "--accept-setting softmax_type --accept-setting new_thing"
+    assert f"hint: {hint} converts the weights without them" in done.err
+    assert ckpt(*command, *hint.split()).code == 0
