@@ -77,7 +77,7 @@ def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes
 
 
 def refusal(architecture: str, **recorded: Any) -> str | None:
-    """Return what is said against a run with these settings; None if nothing is."""
+    """Return the refusal of a run with these settings, or None."""
     try:
         refuse_another_models(*run_of(architecture, **recorded))
     except (CorruptError, LossError) as error:
