@@ -285,7 +285,7 @@ def _unrotated(often: Any, layers: int) -> Any:
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
         return often
-    return [bool(often) and number % often == 0 for number in range(1, layers + 1)]
+    return [often is not None and often > 0 and number % often == 0 for number in range(1, layers + 1)]
 
 
 def _latent_scaling(args: Mapping[str, Any]) -> tuple[Any, ...] | None:
