@@ -1,0 +1,319 @@
+"""Parts of quantized weights among the tensors of a checkpoint, and the proof that every weight has all of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from ckpt.base.errors import CkptError
+from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
+from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.quantization import Quantization, quantization_of
+from converters.names.families import composites
+from converters.names.families import tables as families
+from converters.names.quantization.schemes import PACKED, Scheme, Settings, schemes_of
+
+_WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
+#: A part's name that plain modules use as well: it counts only next to packed values, or if it is packed itself.
+_COMMON = ("scale", "scales", "biases")
+#: Config keys that list modules without quantization.
+_IGNORED = (
+    *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
+    *("llm_int8_skip_modules", "modules_to_not_quantize"),
+)
+#: Methods whose loaders quantize a plain weight, or take it as it is.
+_TAKE_PLAIN_WEIGHTS = ("bitsandbytes", "mlx", "auto-round", "intel/auto-round", "torchao")
+#: Names of parts of any method, and names of scales that belong to attention instead.
+_WORDS = re.compile(
+    r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
+    r"biases|SCB|weight_shape)$"
+)
+_ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A part that is missing, unexpected, or has another shape or dtype."""
+
+    fqn: str
+    what: str
+    is_missing: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.fqn}: {self.what}"
+
+
+@dataclass(frozen=True)
+class QuantizedWeights:
+    """The quantized weights among `tensors`.  `plain_shapes` are shapes of the architecture's weights, if known."""
+
+    tensors: Mapping[str, Tensor]
+    quantization: Quantization | None
+    plain_shapes: Mapping[str, Shape] = field(default_factory=dict)
+
+    @property
+    def _method(self) -> str | None:
+        return self.quantization.method if self.quantization else None
+
+    @property
+    def _settings(self) -> Settings:
+        settings = self.quantization.settings if self.quantization else {}
+        inner = settings.get("quantization")
+        return {**settings, **inner} if isinstance(inner, Mapping) else settings
+
+    @cached_property
+    def _schemes(self) -> Sequence[Scheme] | None:
+        return schemes_of(self._method, self._settings)
+
+    @cached_property
+    def owners(self) -> Mapping[str, Mapping[str, str]]:
+        """Names of the parts of each quantized weight, by the weight's plain name and the part's template."""
+        schemes = schemes_of(None, {}) if self._schemes is None else self._schemes
+        templates = {template for scheme in schemes or () for template in scheme.parts}
+        found: dict[str, dict[str, str]] = defaultdict(dict)
+        suffixes = sorted((t[3:] for t in templates if t.startswith("{w}") and t != "{w}"), key=len, reverse=True)
+        words = {template[3:] for template in templates if template.startswith("{m}")}
+        for name, tensor in self.tensors.items():
+            prefix, _, word = name.rpartition(".")
+            owner = f"{prefix}.{_WEIGHT}" if prefix else _WEIGHT
+            if word in words and (word not in _COMMON or self._is_packed(owner) or self._counts(tensor, word)):
+                found[owner]["{m}" + word] = name
+            elif suffix := next((s for s in suffixes if name.endswith(s) and self._belongs(name, s)), None):
+                found[name.removesuffix(suffix)]["{w}" + suffix] = name
+        if "{w}" in templates:
+            packed = [n for n, t in self.tensors.items() if t.dtype.name in PACKED and n not in found and _is_matrix(t)]
+            claimed = {name for parts in found.values() for name in parts.values()}
+            for name in {name for name in (*found, *packed) if name in self.tensors and name not in claimed}:
+                found[name]["{w}"] = name
+        if self._method is None:
+            return {owner: parts for owner, parts in found.items() if any(map(self._is_packed, parts.values()))}
+        return dict(found)
+
+    def _is_packed(self, name: str) -> bool:
+        return name in self.tensors and self.tensors[name].dtype.name in PACKED
+
+    def _counts(self, tensor: Tensor, word: str) -> bool:
+        """Return True if a tensor with a common name is a part although no packed weight has its module's name."""
+        packed = f"{tensor.fqn.removesuffix(word)}qweight"
+        return tensor.dtype.name in PACKED or packed in self.tensors or (word != "scale" and self._method is not None)
+
+    def _belongs(self, name: str, suffix: str) -> bool:
+        """Return True if a tensor is a part by its suffix, not just a parameter with such a name."""
+        owner = name.removesuffix(suffix)
+        last = owner.rpartition(".")[2]
+        return last.endswith(_WEIGHT) or self._is_packed(owner) or self._is_packed(name) or ".experts." in owner
+
+    @cached_property
+    def parts(self) -> frozenset[str]:
+        """Names of all parts, packed values too."""
+        return frozenset(name for parts in self.owners.values() for name in parts.values())
+
+    @cached_property
+    def unproved(self) -> str | None:
+        """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
+        if self._schemes is None:
+            return f"the parts of weights quantized by {self._title} were not checked: ckpt does not know this layout"
+        others = [name for name, tensor in self.tensors.items() if _is_matrix(tensor) and name not in self.parts]
+        if self._method is None and (name := next(filter(self._is_packed, others), None)):
+            return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
+        return None
+
+    @property
+    def _title(self) -> str:
+        return self.quantization.title if self.quantization else "an unrecorded method"
+
+    # -- faults ------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def faults(self) -> Sequence[Fault]:
+        """Missing, unexpected and misshapen parts, in the order of names."""
+        if self._schemes is None:
+            return [*self._unlike_siblings()]
+        found: list[Fault] = []
+        chosen: dict[str, Scheme] = {}
+        for owner, parts in self.owners.items():
+            scheme, faults = self._best(owner, parts)
+            found += faults
+            if scheme is not None and not faults:
+                chosen[owner] = scheme
+        found += () if self._has_groups else self._uneven(chosen)
+        found += [*self._unexpected(), *self._misplaced()]
+        return sorted({fault.fqn: fault for fault in found}.values(), key=lambda fault: fault.fqn)
+
+    @property
+    def _has_groups(self) -> bool:
+        groups = self._settings.get("config_groups")
+        return isinstance(groups, Mapping) and len(groups) > 1
+
+    def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, list[Fault]]:
+        """Return the scheme that fits a weight best, and the weight's faults under it."""
+        best: tuple[Scheme | None, list[Fault]] | None = None
+        for scheme in self._schemes_of(owner.rpartition(".")[0]):
+            if scheme.is_stack is not None and scheme.is_stack == _is_weight(owner):
+                continue
+            faults = [*self._faults_under(scheme, owner, parts)]
+            if best is None or len(faults) < len(best[1]):
+                best = scheme, faults
+            if not faults:
+                break
+        if best is None:
+            return None, [Fault(owner, f"quantized, and {self._title} quantizes no weight of this name")]
+        return best
+
+    def _schemes_of(self, module: str) -> Sequence[Scheme]:
+        """The schemes of a module, which may have settings of its own (MLX)."""
+        own = self._settings.get(module) if module else None
+        if isinstance(own, Mapping) and self._method == "mlx":
+            return schemes_of(self._method, {**self._settings, **own}) or ()
+        return self._schemes or ()
+
+    def _faults_under(self, scheme: Scheme, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
+        module = owner.rpartition(".")[0]
+        named = {"w": owner, "m": f"{module}." if module else ""}
+        packed = self.tensors.get(parts.get(scheme.packed, ""))
+        plain: Shape | None = None
+        if packed is not None and scheme.plain is not None and len(packed.shape) >= 2:
+            plain = scheme.plain(packed.shape)
+            wanted = self.plain_shapes.get(owner, plain)
+            if plain != wanted and (scheme.packed != "{w}_packed" or not _is_padded(plain, wanted)):
+                yield Fault(packed.fqn, f"holds a weight of {list(plain)}, and the architecture's is {list(wanted)}")
+        for template, part in scheme.parts.items():
+            name = parts.get(template)
+            if name is None:
+                if part.required:
+                    yield Fault(template.format(**named), self._missing(scheme), is_missing=True)
+                continue
+            tensor = self.tensors[name]
+            if tensor.dtype.name not in part.dtypes:
+                stored = " or ".join(part.dtypes)
+                yield Fault(name, f"dtype {tensor.dtype}, and {self._title} stores {stored}")
+            elif template == scheme.packed and scheme.plain and len(tensor.shape) < 2:
+                yield Fault(name, f"shape {list(tensor.shape)}, which is no matrix")
+            elif plain and part.shapes and template != scheme.packed and tensor.shape not in part.shapes(plain):
+                usual = list(part.shapes(plain)[0])
+                yield Fault(name, f"shape {list(tensor.shape)} instead of {usual}, for a weight of {list(plain)}")
+        for template in parts.keys() - scheme.parts.keys():
+            yield Fault(parts[template], f"unexpected: weights quantized by {self._title} have no such part")
+
+    def _missing(self, scheme: Scheme) -> str:
+        required = [template for template, part in scheme.parts.items() if part.required]
+        names = [template.format(w=_WEIGHT, m="") for template in required]
+        return f"missing: a weight quantized by {self._title} is stored in {', '.join(names)}"
+
+    def _uneven(self, owners: Iterable[str]) -> Iterator[Fault]:
+        """Yield parts that most other layers do not have, lack, or have in another dtype."""
+        alike: dict[str, list[str]] = defaultdict(list)
+        for owner in owners:
+            alike[_NUMBER.sub("*", owner)].append(owner)
+        for siblings in alike.values():
+            dtypes = {owner: {t: self.tensors[n].dtype for t, n in self.owners[owner].items()} for owner in siblings}
+            for template in {template for owner in siblings for template in dtypes[owner]}:
+                usual, count = Counter(dtypes[owner].get(template) for owner in siblings).most_common(1)[0]
+                for owner in siblings if count < len(siblings) else ():
+                    if (found := dtypes[owner].get(template)) != usual:
+                        module = owner.rpartition(".")[0]
+                        name = template.format(w=owner, m=f"{module}." if module else "")
+                        what = f"dtype {found}" if usual and found else "missing" if usual else "unexpected"
+                        has = f"have it as {usual}" if usual else "have none"
+                        yield Fault(name, f"{what}: {count} of {len(siblings)} weights like it {has}", found is None)
+
+    def _unexpected(self) -> Iterator[Fault]:
+        """Yield tensors next to a quantized weight that only another method has."""
+        modules = {owner.rpartition(".")[0] for owner in self.owners if _is_weight(owner)}
+        stacks = tuple(f"{owner}_" for owner in self.owners if not _is_weight(owner))
+        for name in self.tensors.keys() - self.parts:
+            module = name.removesuffix(".absmax").removesuffix(".quant_map").removesuffix(".weight").rpartition(".")[0]
+            is_next = module in modules or name.startswith(stacks) or name.rpartition(".")[0] in self.owners
+            if is_next and _WORDS.search(name) and not _ATTENTION.search(name):
+                yield Fault(name, f"unexpected: weights quantized by {self._title} have no such part")
+
+    def _misplaced(self) -> Iterator[Fault]:
+        """Yield weights that are plain or quantized although the config says otherwise."""
+        entries = [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
+        exact = set(entries)
+        for owner, parts in self.owners.items():
+            if owner.rpartition(".")[0] in exact and any(map(self._is_packed, parts.values())):
+                yield Fault(owner, "quantized, and the config lists its module as not quantized")
+        if self._method in (None, *_TAKE_PLAIN_WEIGHTS) or self._settings.get("dynamic") or self._has_narrow_targets:
+            return
+        patterns = {_NUMBER.sub("*", owner) for owner in self.owners}
+        for name, tensor in self.tensors.items():
+            is_like = name not in self.owners and name not in self.parts and _NUMBER.sub("*", name) in patterns
+            if is_like and tensor.dtype.name not in PACKED and not _is_listed(name.rpartition(".")[0], entries):
+                yield Fault(name, f"{tensor.dtype}, and the same weight of other layers is quantized by {self._title}")
+
+    @property
+    def _has_narrow_targets(self) -> bool:
+        groups = self._settings.get("config_groups")
+        values = groups.values() if isinstance(groups, Mapping) else ()
+        targets = [t for group in values if isinstance(group, Mapping) for t in _strings(group.get("targets"))]
+        return any(target.startswith("re:") or "." in target for target in targets)
+
+    def _unlike_siblings(self) -> Iterator[Fault]:
+        """Yield parts that a module lacks and the same module of most other layers has; the method is unknown."""
+        modules: dict[str, set[str]] = defaultdict(set)
+        for name in self.tensors:
+            modules[name.rpartition(".")[0]].add(name.rpartition(".")[2])
+        alike: dict[str, list[str]] = defaultdict(list)
+        for module in modules:
+            alike[_NUMBER.sub("*", module)].append(module)
+        for siblings in alike.values():
+            counts = Counter(word for module in siblings for word in modules[module])
+            for module in siblings:
+                for word, count in counts.items():
+                    is_usual = count < len(siblings) <= 2 * count and word not in modules[module]
+                    if is_usual and _WORDS.search("." + word):
+                        what = f"missing: {count} of {len(siblings)} modules like it have one"
+                        yield Fault(f"{module}.{word}", what, is_missing=True)
+
+
+def _is_weight(name: str) -> bool:
+    return name.rpartition(".")[2] == _WEIGHT
+
+
+def _is_matrix(tensor: Tensor) -> bool:
+    return len(tensor.shape) >= 2 and (_is_weight(tensor.fqn) or ".experts." in tensor.fqn)
+
+
+def _strings(value: Any) -> list[str]:
+    return [entry for entry in value if isinstance(entry, str)] if isinstance(value, list) else []
+
+
+def _is_listed(module: str, entries: Iterable[str]) -> bool:
+    """Return True if any reading of an entry names the module: a name, a prefix, a suffix, a pattern, a regex."""
+    for entry in entries:
+        entry = entry.removeprefix("re:")
+        if entry in module or fnmatchcase(module, entry):
+            return True
+        try:
+            if re.search(entry, module):
+                return True
+        except re.error:
+            continue
+    return False
+
+
+def _is_padded(found: Shape, wanted: Shape) -> bool:
+    """Return True if the last dim of `found` is padded to whole packed elements, of at most 32 values."""
+    return found[:-1] == wanted[:-1] and 0 <= found[-1] - wanted[-1] < 32
+
+
+def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
+    """Return the quantized weights of a checkpoint."""
+    tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
+    quantization = quantization_of(checkpoint.config, checkpoint.folders)
+    return QuantizedWeights(tensors, quantization, _plain_shapes(checkpoint.config) if quantization else {})
+
+
+def _plain_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
+    for table in (families.saved, composites.saved):
+        with suppress(CkptError):
+            if config and (saved := table(config)) is not None:
+                return saved.required
+    return {}
