@@ -21,7 +21,6 @@ from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
-    BUFFER,
     HUB,
     OWN,
     TRANSFORMERS,
@@ -30,7 +29,6 @@ from ckpt.plan.checkpoint import (
     Format,
     Layout,
     ParamGroup,
-    Target,
 )
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
@@ -40,6 +38,8 @@ from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.run_folder.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_counted_step
+from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
+from ckpt.state.quantized_weights import check_place as check_quantized_place
 from ckpt.state.wrapped import without_wrappers
 from ckpt.stores import standins
 from ckpt.stores.places import local
@@ -149,29 +149,6 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
     """
     found: Checkpoint = registry.service("dequantized")(checkpoint, dtype)
     return found
-
-
-def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
-    """Names of the tensors that are parts of weights stored quantized, packed values, scales and the like."""
-    names = (fqn for fqn, role in checkpoint.tensors if role in (WEIGHT, BUFFER))
-    found: frozenset[str] = registry.service("quantized_parts")(names)
-    return found
-
-
-def check_casts(checkpoint: Checkpoint, target: Target, layout: Layout) -> None:
-    """Raise UsageError where `target` would have a part of a quantized weight in another dtype."""
-    parts = quantized_parts(checkpoint)
-    for slot in (slot for file in target.files for slot in file.slots) if parts else ():
-        tensor = checkpoint.tensors.get(slot.key)
-        if tensor is not None and tensor.fqn in parts and slot.extent.dtype != tensor.dtype:
-            raise UsageError(
-                "a part of a quantized weight would be cast, which would change the weight",
-                path=checkpoint.path,
-                fqn=tensor.fqn,
-                expected=tensor.dtype,
-                found=slot.extent.dtype,
-                hint="--dequantize makes plain weights of them" + ("; or leave --dtype out" if layout.dtype else ""),
-            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -399,6 +376,8 @@ def plan(
     check_holds_model(checkpoint)
     if dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
+    check_parts(checkpoint)
+    check_quantized_place(checkpoint, target)
     added: tuple[str, ...] = ()
     if complete_from is not None:
         done = _completed(replace(checkpoint, notes=()), complete_from, target)
@@ -417,8 +396,9 @@ def plan(
     if target.loads_from == "run":
         named, counted_step = with_counted_step(named)
         renamed += counted_step
+    named = with_uncast_parts(named, layout)
     laid_out = target.lay_out(replace(named, notes=()), layout)
-    check_casts(named, laid_out, layout)
+    check_casts(named, laid_out)
     unread = checkpoint.unread if target.carries_optimizer else ()
     if not target.carries_optimizer and any(map(_is_at_gradients_point, checkpoint.state.param_groups)):
         note = (
@@ -825,7 +805,9 @@ def prove_names(path: Path) -> None:
         )
     config = checkpoint.config
     if config.get("model_type") or config.get("architectures"):
-        registry.service("prove_names")(config, checkpoint.shapes, str(path))
+        weights = registry.service("quantized_weights")(checkpoint)
+        check_parts(checkpoint)
+        registry.service("prove_names")(config, weights.in_place(checkpoint.shapes), str(path))
 
 
 def check_loads(path: Path) -> Loading:
@@ -839,7 +821,10 @@ def check_loads(path: Path) -> Loading:
     loading = check(path)
     if loading.good and registry.get("hf").find(path, None) is not None:
         checkpoint = open(path, "hf")
-        if wrong := registry.service("name_differences")(checkpoint.config or {}, checkpoint.shapes):
+        weights = registry.service("quantized_weights")(checkpoint)
+        if faults := weights.faults:
+            return replace(loading, problems=tuple(map(str, faults)))
+        if wrong := registry.service("name_differences")(checkpoint.config or {}, weights.in_place(checkpoint.shapes)):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading
 

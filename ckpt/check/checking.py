@@ -28,6 +28,7 @@ from ckpt.check.files import (
     LEFT,
     NOT_READ,
     UNKNOWN,
+    UNPROVED,
     ComparedBytes,
     Problem,
     files_below,
@@ -101,7 +102,7 @@ class Checked:
     def state(self) -> str:
         """`whole`, or the worst of the problems' kinds."""
         kinds = {problem.kind for problem in self.problems}
-        return next((kind for kind in (DAMAGED, INCOMPLETE, HALF, UNKNOWN, NOT_READ) if kind in kinds), WHOLE)
+        return next((kind for kind in (DAMAGED, INCOMPLETE, HALF, UNKNOWN, NOT_READ, UNPROVED) if kind in kinds), WHOLE)
 
     def row(self) -> tuple[str, ...]:
         """The cells under `HEADS`."""
@@ -140,7 +141,7 @@ class CheckReport(Returned):
 
     @property
     def whole(self) -> bool:
-        return not self.exit_code
+        return not self.exit_code and all(one.state != UNPROVED for one in self.checkpoints)
 
     @property
     def exit_code(self) -> int:
@@ -165,7 +166,7 @@ class CheckReport(Returned):
                 f"{show_size(self.bytes.compared)} of records are as their checksums say; "
                 f"{show_size(self.bytes.without)} were read and have none"
             )
-        elif not self.exit_code:
+        elif self.whole:
             yield "every part of every tensor is there; bytes were not read (--bytes reads them)"
 
     def to_json(self) -> dict[str, Any]:
@@ -325,6 +326,7 @@ def _check_one(
             check_holds_model(one)
             problems += _damaged_tensors(one)
             problems += _of_two_saves(one)
+            problems += _quantized(one)
         except CkptError as error:
             problems.append(problem_of(error, place))
             if isinstance(error, IncompleteError):
@@ -436,6 +438,17 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
             yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
     if told := of_another_step(Path(checkpoint.path), state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
+
+
+def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Report quantized weights without exactly their parts, or that nothing says which parts they have."""
+    weights = registry.service("quantized_weights")(checkpoint)
+    for fault in weights.faults[:_MAX_SHOWN]:
+        yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
+    if (more := len(weights.faults) - _MAX_SHOWN) > 0:
+        yield Problem(DAMAGED, f"{more} further parts of quantized weights", "missing, unexpected or misshapen")
+    if weights.unproved:
+        yield Problem(UNPROVED, "quantized weights", weights.unproved)
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -22,7 +22,6 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt import api
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
 from ckpt.lora import light, targets, tied
@@ -50,6 +49,7 @@ from ckpt.run_folder.steps import run_at
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterName, parse_name
 from ckpt.state.naming import to_namespace
+from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
 
 if TYPE_CHECKING:
     import torch
@@ -156,9 +156,10 @@ def _plan(
         merge.check_vocabulary(one)
         notes = (*notes, *one.notes[len(before.notes) :])
     merge.check_ties()
-    merged = to_namespace(merge.checkpoint(_identity(adapters)), HUB)
+    merged = with_uncast_parts(to_namespace(merge.checkpoint(_identity(adapters)), HUB), layout)
+    check_parts(merged)
     target = registry.get("hf").lay_out(merged, layout)
-    api.check_casts(merged, target, layout)
+    check_casts(merged, target)
     if merge.untied or merge.resized or merge.entries:
         target = _with_config(target, merge.config)
     for one in adapters:
@@ -234,7 +235,7 @@ class _Merge:
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
         self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
-        self.quantized = api.quantized_parts(self.base)
+        self.quantized = quantized_parts(self.base)
 
     @property
     def _vocabulary(self) -> object:

@@ -30,6 +30,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.run_folder import not_read
 from ckpt.state.naming import as_hub
+from ckpt.state.quantized_weights import quantized_parts
 from ckpt.state.same_model import stated_otherwise
 
 #: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
@@ -178,7 +179,7 @@ def verify_merge(
     other = api.open(merged, format, tag=tag, config=config)
     found = without_ignored(found, model, ignore_files)
     dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
-    if api.quantized_parts(model) and not api.quantized_parts(other):
+    if quantized_parts(model) and not quantized_parts(other):
         model = api.dequantized(model, dtype)
         notes.append("the quantized weights of the base are compared by their plain values")
     if dtype is not None:

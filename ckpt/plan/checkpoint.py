@@ -276,6 +276,8 @@ class Checkpoint:
     #: merged LoRA weight is one.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: QuantizedStates = QuantizedStates()
+    #: Names of tensors that `--dtype` never casts: the parts of quantized weights.
+    uncast: frozenset[str] = frozenset()
     #: What a family's readers tell its own writers, an object of that family's (`facts_of`).
     facts: Any = None
 
@@ -480,6 +482,8 @@ class Format(Protocol):
     carries_optimizer: bool = True
     #: Whether it has a place for optimizer states that are stored quantized, in blocks.
     carries_blocks: bool = False
+    #: Whether a model with quantized weights has a place in it.
+    carries_quantized: bool = False
     #: Whether there is an optimizer in each checkpoint, also where nothing tells which parameters its states are of.
     always_has_optimizer: bool = False
     #: What an engine is given to load a step: its own folder, or the run's, whose record names the step.

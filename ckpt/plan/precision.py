@@ -53,12 +53,16 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """One choice per parameter and buffer, by fqn.  Buffers keep their bits whatever `dtype` says."""
+    """Return one choice per parameter and buffer, by fqn.  No buffer and no part of a quantized weight is cast."""
     weights, masters, buffers = (
         {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
     )
     found = {fqn: Choice(buffer, buffer.dtype) for fqn, buffer in buffers.items()}
-    return found | {fqn: choose(weights.get(fqn), masters.get(fqn), dtype) for fqn in {**weights, **masters}}
+    uncast = checkpoint.uncast
+    return found | {
+        fqn: choose(weights.get(fqn), masters.get(fqn), None if fqn in uncast else dtype)
+        for fqn in {**weights, **masters}
+    }
 
 
 def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
@@ -123,7 +127,10 @@ def describe(
         notes.append(Brief(f"{what}its {_stored(cast)} weights; --dtype fp32 writes these as they are"))
     elif cast:
         notes.append(Brief(f"{_count(cast)} cast from {_stored(cast)} to {_dtypes(cast)}, as --dtype asks"))
-    kept = [c for c in parameters if asked is not None and c.dtype != asked]
+    parts = [c for c in parameters if asked is not None and c.tensor.fqn in checkpoint.uncast]
+    if parts:
+        notes.append(f"{counted(len(parts), 'part')} of quantized weights kept as they are: --dtype never casts them")
+    kept = [c for c in parameters if asked is not None and c.dtype != asked and c.tensor.fqn not in checkpoint.uncast]
     if kept:
         notes.append(f"{_count(kept)} kept in {_dtypes(kept)}: --dtype casts only fp64, fp32, bf16 and fp16")
     return notes

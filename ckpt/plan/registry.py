@@ -94,9 +94,10 @@ SERVICES = {
     "megatron_stages": "converters.names.parameters:megatron_stages",
     # the nested state dict that torch's functions save and load
     "state_dict": "converters.pytorch.state:state_dict",
-    # tensors that are parts of weights stored quantized, and plain weights in place of these
-    "quantized_parts": "converters.quantized:parts",
+    # the parts of quantized weights and their faults, and plain weights in place of these
+    "quantized_weights": "converters.names.quantization.parts:quantized_weights",
     "dequantized": "converters.quantized.dequantize:dequantized",
+    "dequantizing_hint": "converters.quantized.dequantize:hint",
     # the tensors that quantized optimizer states are stored as, in place of the values computed of them
     "as_stored": "converters.quantized.carry:as_stored",
 }

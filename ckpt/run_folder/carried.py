@@ -21,6 +21,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
 from ckpt.run_folder.companions import (
     CONFIG,
+    QUANTIZATION_FILES,
     RUN_PATTERNS,
     SHARED_RUN_PATTERNS,
     companions,
@@ -66,6 +67,8 @@ def model_files(
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
+    if plain or not checkpoint.uncast:
+        found = {name: content for name, content in found.items() if name not in QUANTIZATION_FILES}
     path, config = find_config(folders), checkpoint.config
     notes: list[str] = []
     if path is not None:

@@ -43,6 +43,8 @@ PATTERNS = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
 )
+#: Files in which a quantizer records its method and settings, and the method.
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 #: Files with training state of a run as a whole, as HF Trainer (transformers/trainer.py) and Accelerate
 #: (accelerate/utils/constants.py, `checkpointing.py`) name them.
 SHARED_RUN_PATTERNS = (
@@ -174,7 +176,11 @@ def _content(folder: Path, name: str) -> bytes:
 
 def _plain_files(folder: Path) -> Iterator[str]:
     names = [name for name in names_in(folder) if (folder / name).is_file() or (folder / name).is_symlink()]
-    yield from (name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in PATTERNS))
+    yield from (
+        name
+        for name in names
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*PATTERNS, *QUANTIZATION_FILES))
+    )
 
 
 def _templates(folder: Path) -> Iterator[str]:

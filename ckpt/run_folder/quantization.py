@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.move.files import confined
-from ckpt.run_folder.companions import CONFIG, read_object
+from ckpt.run_folder.companions import CONFIG, QUANTIZATION_FILES, read_object
 
-#: Files that record quantization next to a model, and the method of each.
-SIDE_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 #: Key of mlx-lm in config.json.
 _MLX = "quantization"
 _ENTRY = "quantization_config"
@@ -28,6 +26,11 @@ class Quantization:
     method: str | None
     settings: Mapping[str, Any]
     file: str
+
+    @property
+    def is_for_transformers(self) -> bool:
+        """True if `from_pretrained` reads the record."""
+        return self.file == CONFIG and self.method != "mlx"
 
     @property
     def title(self) -> str:
@@ -61,7 +64,7 @@ def _of_config(config: Mapping[str, Any]) -> Quantization | None:
 
 def _of_folder(folder: Path) -> Quantization | None:
     folder = folder.parent if folder.is_file() else folder
-    for name, method in SIDE_FILES.items():
+    for name, method in QUANTIZATION_FILES.items():
         if (folder / name).is_file():
             recorded = read_object(confined(folder, name), "the quantization config")
             return Quantization(str(recorded.get("quant_method") or method).lower(), recorded, name)

@@ -20,6 +20,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor
+from ckpt.run_folder.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
 NotRead = Sequence[Mapping[str, str]]  # `ckpt.run_folder.not_read`, as JSON
@@ -47,7 +48,7 @@ def describe(
         "mesh": mesh(checkpoint),
         "bytes_per_rank": _bytes_per_rank(checkpoint, everything),
         "names": one_line(checkpoint.namespace),
-        "model": _model_facts(checkpoint.config),
+        "model": _model_facts(checkpoint),
         "parameters": _parameters(checkpoint),
         "roles": _roles(checkpoint),
         "dtypes": _dtypes(checkpoint.tensors.values()),
@@ -62,13 +63,14 @@ def describe(
     return found
 
 
-def _model_facts(config: Mapping[str, Any] | None) -> dict[str, JSON] | None:
+def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
+    config = checkpoint.config
     if not isinstance(config, Mapping):
         return None
     found = {name: summarise(config[name]) for name in ("model_type", "architectures") if name in config}
-    quantization = config.get("quantization_config")
-    if isinstance(quantization, Mapping):
-        found["quantization"] = summarise(quantization.get("quant_method"))
+    quantization = quantization_of(config, checkpoint.folders)
+    if quantization is not None:
+        found["quantization"] = quantization.title
     return found
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -29,8 +30,8 @@ from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
+from converters.names.quantization.parts import quantized_weights
 from converters.names.transformers.ties import kept_names, tied_names
-from converters.quantized import parts
 
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
@@ -46,6 +47,7 @@ class HuggingFace(Format):
     title = "Hugging Face safetensors"
     aliases = ("huggingface", "safetensors")
     carries_optimizer = False
+    carries_quantized = True
     takes = ("max_shard_size",)
     namespace = HUB
 
@@ -69,8 +71,7 @@ class HuggingFace(Format):
         if index is not None:
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
         is_hub = config is not None and "model_type" in config
-        notes += tables_differ(config, {fqn: tensor.shape for (fqn, _), tensor in tensors.items()})
-        return Checkpoint(
+        checkpoint = Checkpoint(
             path=str(path),
             format=self.name,
             tensors=tensors,
@@ -82,6 +83,8 @@ class HuggingFace(Format):
             folders=tuple(str(p) for p in folders),
             notes=tuple(notes),
         )
+        differing = tables_differ(config, quantized_weights(checkpoint).in_place(checkpoint.shapes))
+        return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
         """Weights only: one tensor per parameter and buffer, as `ckpt.plan.precision` chooses them."""
@@ -92,8 +95,8 @@ class HuggingFace(Format):
         ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
         parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
         files = model_weights(ordered, layout.max_shard_size, total_parameters=parameters)
-        quantized = parts(chosen)
-        plain = [choice for name, choice in chosen.items() if name not in quantized]
+        quantized = quantized_weights(checkpoint).parts
+        plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
         told, loads = _proof(checkpoint, chosen, layout, beside)
@@ -221,7 +224,8 @@ def _proof(
     from converters.names.hub import loading
     from converters.names.hub.proof import names_architecture, proof_notes, prove
 
-    config, shapes = checkpoint.config, {name: choice.tensor.shape for name, choice in chosen.items()}
+    config, weights = checkpoint.config, quantized_weights(checkpoint)
+    shapes = weights.in_place({name: choice.tensor.shape for name, choice in chosen.items()})
     if config is None or checkpoint.namespace not in OF_THE_MODEL or not names_architecture(config):
         return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
@@ -229,14 +233,17 @@ def _proof(
         return [told], loading.unproved(config, shapes)
     saved = prove(config, shapes, checkpoint.path)
     files = {file.name: file.literals[0][1] for file in beside}
-    return [*proof_notes(saved, shapes, config)], loading.with_files(loading.proved(config, saved.cls), files)
+    loads = loading.with_files(loading.proved(config, saved.cls), files)
+    if why := weights.unproved or weights.unread:
+        loads = Loads(None if weights.unproved else False, loads.call, why)
+    return [*proof_notes(saved, shapes)], loads
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     """Notes on what the config promises, and what is written lacks."""
     from converters.names.hub.promised import lacking
 
-    shapes = {name: choice.tensor.shape for name, choice in chosen.items()}
+    shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
     cure = (
         "--complete-from BASE takes it from the model that was trained, and a config.json without it promises nothing"
     )

@@ -70,6 +70,7 @@ class Peft(Format):
     title = "PEFT adapter"
     aliases = ("adapter", "lora")
     carries_optimizer = False
+    carries_quantized = True
     namespace = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:

@@ -117,6 +117,7 @@ class Full(Format):
     aliases = ("torch",)
     namespace = TRANSFORMERS
     carries_blocks = True
+    carries_quantized = True
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:

@@ -76,6 +76,29 @@ class StoredWeights:
             )
         return tensor
 
+    def scales(self, fqn: str, box: Box | None = None) -> NDArray:
+        """The fp32 values of a floating-point scale, flat.  Raise CorruptError for a NaN or an infinity."""
+        bits = cast_bits(self.read(fqn, box).reshape(-1), self.tensors[fqn].dtype, FLOAT32)
+        values = bits.view(np.float32).reshape(-1)
+        self.check_finite(fqn, np.isfinite(values), box)
+        return values
+
+    def check_finite(self, fqn: str, is_finite: NDArray, box: Box | None = None) -> None:
+        """Raise CorruptError for the first scale that is not finite; `box` is the part of the tensor that was read."""
+        if is_finite.all():
+            return
+        box = whole(self.tensors[fqn].shape) if box is None else box
+        inner = np.unravel_index(int(np.argmin(is_finite)), box.sizes) if box.sizes else ()
+        index = [int(offset) + int(i) for offset, i in zip(box.offsets, inner, strict=True)]
+        raise CorruptError(
+            "a scale of a quantized weight is NaN or infinite, so the plain weight would be too",
+            path=self.checkpoint.path,
+            fqn=fqn,
+            expected="finite scales",
+            found=f"element {index}; {int((~is_finite).sum())} such scales in the part that was read",
+            hint="`ckpt check --values` finds all of them; download or copy the folder again",
+        )
+
     @cached_property
     def conv1d(self) -> frozenset[str]:
         """Names of the model's modules that are transformers' Conv1D, whose weight is [in, out]."""

@@ -191,16 +191,22 @@ def _bytes(stored: StoredWeights, owner: str, first: int, last: int) -> NDArray:
 def _factors(stored: StoredWeights, owner: str, state: _State, first: int, last: int) -> NDArray:
     nested, found = state.nested, _elements(stored, owner + ABSMAX, first, last)
     if nested is None:
-        return found.view(np.float32)
-    blocks = np.arange(first, last) // nested.block_size
-    factors: NDArray = nested.values[found] * nested.factors[blocks] + nested.offset
+        factors: NDArray = found.view(np.float32)
+    else:
+        blocks = np.arange(first, last) // nested.block_size
+        factors = nested.values[found] * nested.factors[blocks] + nested.offset
+    stored.check_finite(owner + ABSMAX, np.isfinite(factors), _rows(stored, owner + ABSMAX, first, last))
     return factors
 
 
 def _elements(stored: StoredWeights, fqn: str, start: int, stop: int) -> NDArray:
     """Elements of a vector, or of a matrix with one column."""
+    return stored.read(fqn, _rows(stored, fqn, start, stop)).reshape(-1)
+
+
+def _rows(stored: StoredWeights, fqn: str, start: int, stop: int) -> Box:
     column = stored.tensors[fqn].shape[1:]
-    return stored.read(fqn, Box((start, *(0,) * len(column)), (stop - start, *column))).reshape(-1)
+    return Box((start, *(0,) * len(column)), (stop - start, *column))
 
 
 def _pairs(kind: str) -> NDArray:
@@ -238,7 +244,7 @@ def _eight_bits(stored: StoredWeights, module: str) -> Weight:
 
 def _eight_bit_values(stored: StoredWeights, owner: str, module: str, rows: Box) -> memoryview:
     """Some rows of an int8 matrix."""
-    scales = stored.read(module + SCB).view(np.float32).reshape(-1)[rows.offsets[0] : rows.ends[0]]
+    scales = stored.scales(module + SCB)[rows.offsets[0] : rows.ends[0]]
     values = stored.read(owner, rows).view(np.int8).astype(np.float32)
     values *= scales[:, None]
     values *= _PER_127

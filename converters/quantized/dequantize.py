@@ -12,6 +12,7 @@ from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
+from ckpt.run_folder.quantization import quantization_of
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 
@@ -53,6 +54,14 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         config=checkpoint.config and {name: value for name, value in config.items() if name != "quantization_config"},
         notes=(*checkpoint.notes, *_dequantized_notes(weights)),
     )
+
+
+def hint(checkpoint: Checkpoint) -> str:
+    """Return a hint that turns the model into plain weights: `--dequantize`, or another source."""
+    quantization = quantization_of(checkpoint.config, checkpoint.folders)
+    if quantization is None or quantization.method in (None, *_METHODS):
+        return "--dequantize makes plain weights of them"
+    return f"take the full-precision model: weights quantized by {quantization.title} can't be dequantized here"
 
 
 def _finders(

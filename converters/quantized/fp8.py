@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
-from ckpt.move.casts import cast_bits
-from ckpt.plan.dtypes import BY_NAME, FLOAT32
+from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, whole
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, rounded
@@ -106,8 +105,7 @@ def _scales(stored: StoredWeights, name: str, size: int, rows: Box) -> NDArray:
         *lead, first, _ = rows.offsets
         start, stop = first // size, -(-(first + rows.sizes[-2]) // size)
         box = Box((*lead, start, 0), (*(1,) * len(lead), stop - start, tensor.shape[-1]))
-    bits = cast_bits(stored.read(name, box).reshape(-1), tensor.dtype, FLOAT32)
-    return bits.view(np.float32).reshape(-1, 1 if tensor.numel == 1 else tensor.shape[-1])
+    return stored.scales(name, box).reshape(-1, 1 if tensor.numel == 1 else tensor.shape[-1])
 
 
 @cache

@@ -26,6 +26,7 @@ _UINT8 = BY_NAME["uint8"]
 _BYTES = 16  # of a group
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
+_NAN = 255  # of e8m0, an exponent alone
 
 
 def find(stored: StoredWeights) -> Iterator[Weight]:
@@ -68,6 +69,7 @@ def _output_groups(stored: StoredWeights, owner: str, expert: int, start: int, s
     box = Box((expert, 0, start), (1, num_out, num_groups))
     packed = stored.read(owner + BLOCKS, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
     scales = stored.read(owner + SCALES, box)
+    stored.check_finite(owner + SCALES, scales.reshape(-1) != _NAN, box)
     low, high = _tables(stored.dtype)
     # What is turned over are the packed bytes: a fourth of what they become.
     pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)

@@ -18,6 +18,7 @@ from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.tensors import Shape
 from ckpt.state.naming import as_hub
 from converters.names.hub.proof import PEFT, missing
+from converters.names.quantization.parts import quantized_weights
 
 #: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
 #: Inkling.
@@ -47,7 +48,8 @@ def lacking_of(checkpoint: Checkpoint) -> list[str]:
     if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
         with suppress(CkptError):  # then its own names tell less
             checkpoint = as_hub(checkpoint)
-    return lacking(checkpoint.config, checkpoint.shapes, is_hub=checkpoint.namespace == HUB)
+    shapes = quantized_weights(checkpoint).in_place(checkpoint.shapes)
+    return lacking(checkpoint.config, shapes, is_hub=checkpoint.namespace == HUB)
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:

@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError, LossError, UsageError
@@ -21,16 +20,10 @@ from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
 from converters.names.hub import asked
+from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 
 OWN_NAMES = "--names own writes every tensor under the name that it has"
-#: How the parts of a quantized weight go on behind its name, or stand in place of `weight` (Marlin, GPTQ, AWQ,
-#: bitsandbytes, FP8, compressed-tensors).
-_BEHIND = re.compile(
-    r"(_blocks|_scales|_scale_inv|(_global)?_scale|_packed|_shape|_zero_point|_g_idx|"
-    r"\.(nested_)?(absmax|quant_map)|\.quant_state\.bitsandbytes__(nf4|fp4))$"
-)
-_INSTEAD = re.compile(r"\b(qweight|qzeros|scales|g_idx|SCB|weight_format|(input|output|activation|k|v)_\w*scale)$")
 #: How names begin in a model that PEFT wraps.
 PEFT = "base_model.model."
 _SHOWN = 2
@@ -66,7 +59,7 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved:
     """Return what the config's class saves, after proving that it is exactly the tensors of `shapes`.
 
-    `path` is of the checkpoint, for messages.  Raises LossError if it is not, UsageError if nothing here knows the
+    `shapes` has quantized weights by their plain names (`QuantizedWeights.in_place`).  `path` is for messages.  Raises LossError if it is not, UsageError if nothing here knows the
     architecture.
     """
     known: Saved | None = None
@@ -152,11 +145,11 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
     if _lacks_prefix(saved, shapes):
         prefix = f"{saved.base}."
         prefixed = {name if name in saved.required else prefix + name: shape for name, shape in shapes.items()}
-        if not (differences := _compare(saved, prefixed, config)):
+        if not (differences := _compare(saved, prefixed)):
             return differences
-    differences = _compare(saved, shapes, config)
+    differences = _compare(saved, shapes)
     renamed = _renamed(shapes, differences, config) if differences else None
-    return differences if renamed is None else _compare(saved, renamed, config)
+    return differences if renamed is None else _compare(saved, renamed)
 
 
 def _renamed(
@@ -179,17 +172,16 @@ def _renamed(
     return files.b_shapes if files else memory.b_shapes
 
 
-def _compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
-    found = _plain_shapes(saved, shapes, config)
+def _compare(saved: Saved, shapes: Mapping[str, Shape]) -> Differences:
     known = {**saved.optional, **saved.required}
     ignored = [re.compile(pattern) for pattern in saved.ignored]
-    extra = [name for name in found if name not in known and not any(p.fullmatch(name) for p in ignored)]
+    extra = [name for name in shapes if name not in known and not any(p.fullmatch(name) for p in ignored)]
     wrong = [
         (name, known[name], shape)
-        for name, shape in found.items()
-        if name in known and shape is not None and shape != known[name]
+        for name, shape in shapes.items()
+        if name in known and shape not in (UNKNOWN_SHAPE, known[name])
     ]
-    return Differences(extra, [name for name in saved.required if name not in found], wrong)
+    return Differences(extra, [name for name in saved.required if name not in shapes], wrong)
 
 
 def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
@@ -202,37 +194,11 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
     )
 
 
-def _plain_shapes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Mapping[str, Shape | None]:
-    """`shapes` with plain weights in place of the parts of quantized ones; None for a shape that is not compared."""
-    if not config.get("quantization_config"):
-        return shapes
-    owners = {name: owner for name in shapes if (owner := _owner(name, saved.required)) is not None}
-    plain: dict[str, Shape | None] = {name: shape for name, shape in shapes.items() if name not in owners}
-    packed = {owner: owner if owner in shapes else f"{owner}_blocks" for owner in owners.values()}
-    for owner, name in packed.items():
-        shape, wanted = shapes.get(name), saved.required[owner]
-        # 8 bits an element, or 4 in as many as the dtype of one has room for: two in a byte of `_blocks`
-        per_element = (1, 2, 4, 8) if name == owner else (2,)
-        fits = shape is None or any(number * prod(shape) == prod(wanted) for number in per_element)
-        plain[owner] = None if fits else shape
-    return plain
-
-
-def _owner(name: str, known: Mapping[str, Shape]) -> str | None:
-    """The weight that a tensor is part of."""
-    if name in known:
-        return None
-    for owner in (_BEHIND.sub("", name), _INSTEAD.sub("weight", name)):
-        if owner in known:
-            return owner
-    return None
-
-
-def proof_notes(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Iterator[str]:
+def proof_notes(saved: Saved, shapes: Mapping[str, Shape]) -> Iterator[str]:
     """Yield what the user should know about names that are proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
-    elif _compare(saved, shapes, config):
+    elif _compare(saved, shapes):
         yield f"names are those of an earlier release, which {saved.cls} renames as it loads them"
     if twice := [name for name in saved.optional if name in shapes]:
         yield f"written though save_pretrained leaves it out: {_some(twice)}"

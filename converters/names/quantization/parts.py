@@ -9,11 +9,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
+from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.quantization import Quantization, quantization_of
 from converters.names.families import composites
 from converters.names.families import tables as families
@@ -37,6 +39,10 @@ _WORDS = re.compile(
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
 
+#: Shape of a plain weight whose parts do not tell it.
+UNKNOWN_SHAPE: Shape = (-1,)
+
+
 @dataclass(frozen=True, slots=True)
 class Fault:
     """A part that is missing, unexpected, or has another shape or dtype."""
@@ -51,11 +57,11 @@ class Fault:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """The quantized weights among `tensors`.  `plain_shapes` are shapes of the architecture's weights, if known."""
+    """The quantized weights among `tensors`.  `expected` are the architecture's plain shapes."""
 
     tensors: Mapping[str, Tensor]
     quantization: Quantization | None
-    plain_shapes: Mapping[str, Shape] = field(default_factory=dict)
+    expected: Mapping[str, Shape] = field(default_factory=dict)
 
     @property
     def _method(self) -> str | None:
@@ -114,6 +120,24 @@ class QuantizedWeights:
         """Names of all parts, packed values too."""
         return frozenset(name for parts in self.owners.values() for name in parts.values())
 
+    def in_place(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+        """Return `shapes` with plain weights in place of their parts; UNKNOWN_SHAPE if nothing tells a shape."""
+        if not self.quantization:
+            return dict(shapes)
+        found = {name: shape for name, shape in shapes.items() if name not in self.parts}
+        for owner, parts in self.owners.items():
+            if any(map(self._is_packed, parts.values())):
+                found[owner] = self._shape_of(owner, parts)
+        return found
+
+    def _shape_of(self, owner: str, parts: Mapping[str, str]) -> Shape:
+        scheme, _ = self._fitted[owner]
+        packed = scheme and parts.get(scheme.packed)
+        if scheme is None or packed is None or scheme.plain is None or len(self.tensors[packed].shape) < 2:
+            return UNKNOWN_SHAPE
+        shape, wanted = scheme.plain(self.tensors[packed].shape), self.expected.get(owner)
+        return wanted if wanted and scheme.packed == "{w}_packed" and _is_padded(shape, wanted) else shape
+
     @cached_property
     def unproved(self) -> str | None:
         """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
@@ -122,6 +146,21 @@ class QuantizedWeights:
         others = [name for name, tensor in self.tensors.items() if _is_matrix(tensor) and name not in self.parts]
         if self._method is None and (name := next(filter(self._is_packed, others), None)):
             return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
+        return None
+
+    @property
+    def unread(self) -> str | None:
+        """Why transformers does not load the quantized weights; None if it may."""
+        if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
+            return None
+        where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
+        return f"transformers does not read weights quantized by {self._title}{where}"
+
+    @property
+    def unwritable(self) -> str | None:
+        """Why safetensors files written by ckpt would not hold the quantized weights; None if they would."""
+        if self._method == "torchao" and self.parts:
+            return "torchao describes each weight in the header of its file, which ckpt does not carry"
         return None
 
     @property
@@ -135,14 +174,9 @@ class QuantizedWeights:
         """Missing, unexpected and misshapen parts, in the order of names."""
         if self._schemes is None:
             return [*self._unlike_siblings()]
-        found: list[Fault] = []
-        chosen: dict[str, Scheme] = {}
-        for owner, parts in self.owners.items():
-            scheme, faults = self._best(owner, parts)
-            found += faults
-            if scheme is not None and not faults:
-                chosen[owner] = scheme
-        found += () if self._has_groups else self._uneven(chosen)
+        found = [fault for _, faults in self._fitted.values() for fault in faults]
+        if not self._has_groups:
+            found += self._uneven(owner for owner, (_, faults) in self._fitted.items() if not faults)
         found += [*self._unexpected(), *self._misplaced()]
         return sorted({fault.fqn: fault for fault in found}.values(), key=lambda fault: fault.fqn)
 
@@ -151,8 +185,12 @@ class QuantizedWeights:
         groups = self._settings.get("config_groups")
         return isinstance(groups, Mapping) and len(groups) > 1
 
-    def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, list[Fault]]:
-        """Return the scheme that fits a weight best, and the weight's faults under it."""
+    @cached_property
+    def _fitted(self) -> Mapping[str, tuple[Scheme | None, Sequence[Fault]]]:
+        """The scheme that fits each weight best, and the weight's faults under it."""
+        return {owner: self._best(owner, parts) for owner, parts in self.owners.items()}
+
+    def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, Sequence[Fault]]:
         best: tuple[Scheme | None, list[Fault]] | None = None
         for scheme in self._schemes_of(owner.rpartition(".")[0]):
             if scheme.is_stack is not None and scheme.is_stack == _is_weight(owner):
@@ -180,9 +218,13 @@ class QuantizedWeights:
         plain: Shape | None = None
         if packed is not None and scheme.plain is not None and len(packed.shape) >= 2:
             plain = scheme.plain(packed.shape)
-            wanted = self.plain_shapes.get(owner, plain)
+            wanted = self.expected.get(owner, plain)
             if plain != wanted and (scheme.packed != "{w}_packed" or not _is_padded(plain, wanted)):
                 yield Fault(packed.fqn, f"holds a weight of {list(plain)}, and the architecture's is {list(wanted)}")
+        if packed is not None and scheme.bits and (shape := self.expected.get(owner)):
+            size = -(-prod(shape) * scheme.bits // 8)
+            if packed.nbytes != size:
+                yield Fault(packed.fqn, f"{packed.nbytes} bytes instead of {size}, for a weight of {list(shape)}")
         for template, part in scheme.parts.items():
             name = parts.get(template)
             if name is None:
@@ -308,10 +350,10 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
     """Return the quantized weights of a checkpoint."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    return QuantizedWeights(tensors, quantization, _plain_shapes(checkpoint.config) if quantization else {})
+    return QuantizedWeights(tensors, quantization, _expected(checkpoint.config) if quantization else {})
 
 
-def _plain_shapes(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
+def _expected(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
     for table in (families.saved, composites.saved):
         with suppress(CkptError):
             if config and (saved := table(config)) is not None:

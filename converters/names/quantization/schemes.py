@@ -59,13 +59,15 @@ class Scheme:
     """All parts of a weight by name template.
 
     `plain` computes the plain shape from the shape of the part `packed`.  `is_stack` limits the scheme to experts in
-    one tensor, whose name does not end in `weight` (True), or to all other weights (False).
+    one tensor, whose name does not end in `weight` (True), or to all other weights (False).  `bits` are those of an
+    element if its packed part has no dims of its own.
     """
 
     packed: str
     parts: Mapping[str, Part]
     plain: Callable[[Shape], Shape] | None = None
     is_stack: bool | None = None
+    bits: int | None = None
 
 
 def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | None:
@@ -409,8 +411,8 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
         state = {f"{{w}}.quant_state.bitsandbytes__{kind}": Part(BYTES), "{w}.quant_map": Part(F32)}
         packed = {_WEIGHT: Part((*FLOATS, *FOUR_BITS)), **state}
         nested = {"{w}.nested_absmax": Part(F32), "{w}.nested_quant_map": Part(F32)}
-        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(F32)}))
-        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(BYTES), **nested}))
+        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(F32)}, bits=4))
+        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(BYTES), **nested}, bits=4))
     rows = {_WEIGHT: Part(INT8), "{m}SCB": Part(F32, _row), "{m}weight_format": _optional(BYTES)}
     return [*found, Scheme(_WEIGHT, rows, tuple)]
 

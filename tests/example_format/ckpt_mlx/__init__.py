@@ -105,7 +105,7 @@ class Mlx(Format):
             raise UsageError("mlx_lm would not load these files", found=f"--mlx-stem {stem}", expected="model...")
         kept = registry.service("kept_names")(checkpoint)
         chosen = {kept.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
-        if quantized := registry.service("quantized_parts")(chosen):
+        if quantized := registry.service("quantized_weights")(checkpoint).parts:
             raise LossError("MLX quantizes in its own way", fqn=min(quantized), hint="--dequantize makes plain weights")
         files, places = weight_files(chosen, stem, {"format": NAME}, layout.max_shard_size)
         total = {"total_size": sum(slot.extent.nbytes for file in files for slot in file.slots)}

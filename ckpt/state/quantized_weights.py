@@ -1,0 +1,90 @@
+"""Rules for quantized weights: every weight has all of its parts, no part is cast, and a target must take them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ckpt.base.errors import LossError
+from ckpt.base.text import counted
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import HUB, Checkpoint, Format, Layout, Target
+
+_MAX_SHOWN = 3
+
+
+def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
+    """Return the names of tensors that are parts of quantized weights: packed values, scales and the like."""
+    found: frozenset[str] = registry.service("quantized_weights")(checkpoint).parts
+    return found
+
+
+def check_parts(checkpoint: Checkpoint) -> None:
+    """Raise LossError if a quantized weight lacks a part, or has an unexpected or misshapen one."""
+    if not (faults := registry.service("quantized_weights")(checkpoint).faults):
+        return
+    more = len(faults) - _MAX_SHOWN
+    raise LossError(
+        "quantized weights are not complete, so no loader would compute them right",
+        path=checkpoint.path,
+        fqn=faults[0].fqn,
+        expected="every quantized weight with exactly the parts of its method",
+        found="; ".join(map(str, faults[:_MAX_SHOWN])) + (f"; and {more} more" if more > 0 else ""),
+        hint="`ckpt check` lists all faults; download or copy the folder again",
+    )
+
+
+def check_place(checkpoint: Checkpoint, target: Format) -> None:
+    """Raise LossError if a quantized model is converted to a format that trains plain weights.
+
+    A run that trains on a quantized base keeps it: its own engine wrote it that way.
+    """
+    weights = registry.service("quantized_weights")(checkpoint)
+    if target.namespace == HUB and weights.unwritable:
+        hint = "copy the folder as it is"
+        raise LossError(
+            f"{target.name} would lose the quantized weights", path=checkpoint.path, found=weights.unwritable, hint=hint
+        )
+    source = registry.get(checkpoint.format) if checkpoint.format in registry.names() else target
+    is_run = bool(checkpoint.optimizer_states) or (source.carries_optimizer and not source.carries_quantized)
+    if target.carries_quantized or is_run or not (parts := weights.parts):
+        return
+    raise LossError(
+        f"{target.name} has no place for quantized weights",
+        path=checkpoint.path,
+        fqn=min(parts),
+        expected="weights in bf16, fp16 or fp32",
+        found=f"{counted(len(parts), 'part')} of quantized weights",
+        hint=registry.service("dequantizing_hint")(checkpoint),
+    )
+
+
+def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
+    """Return `checkpoint` with the parts of quantized weights excluded from casts.
+
+    Raise LossError if `--dtype` is given and ckpt does not know which tensors are parts.
+    """
+    weights = registry.service("quantized_weights")(checkpoint)
+    if layout.dtype is not None and weights.unproved:
+        raise LossError(
+            "--dtype might cast parts of quantized weights, which would change the weights",
+            path=checkpoint.path,
+            found=weights.unproved,
+            hint="leave --dtype out",
+        )
+    return replace(checkpoint, uncast=weights.parts) if weights.parts else checkpoint
+
+
+def check_casts(checkpoint: Checkpoint, target: Target) -> None:
+    """Raise LossError if `target` has a part of a quantized weight in another dtype."""
+    parts = quantized_parts(checkpoint)
+    for slot in (slot for file in target.files for slot in file.slots) if parts else ():
+        tensor = checkpoint.tensors.get(slot.key)
+        if tensor is not None and tensor.fqn in parts and slot.extent.dtype != tensor.dtype:
+            raise LossError(
+                "a part of a quantized weight would be cast, which would change the weight",
+                path=checkpoint.path,
+                fqn=tensor.fqn,
+                expected=tensor.dtype,
+                found=slot.extent.dtype,
+                hint=registry.service("dequantizing_hint")(checkpoint),
+            )

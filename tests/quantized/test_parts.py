@@ -1,0 +1,366 @@
+"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: parts of weights.
+
+`layouts.json` has the parts of one linear layer [128, 256] as libraries wrote them: llmcompressor 0.14.0.1 with
+compressed-tensors 0.20 (`oneshot`), torchao 0.18 through transformers 5.23, mlx-lm 0.30.  The layouts below it follow
+the code of AutoGPTQ, AutoAWQ, ModelOpt, FBGEMM, DeepSeek-V4 and transformers' fine-grained FP8 and MXFP4.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ckpt as toolkit
+from ckpt import api
+from ckpt.base.errors import CorruptError, LossError
+from ckpt.plan.checkpoint import WEIGHT
+from ckpt.plan.dtypes import BY_NAME, BY_TAG
+from ckpt.plan.tensors import Extent, Tensor, Whole
+from ckpt.run_folder.quantization import quantization_of
+from converters.names.quantization.parts import QuantizedWeights
+from tests.support.commands import ckpt
+
+LAYERS = 4
+OUT, IN = 128, 256
+Parts = Mapping[str, tuple[str, list[int]]]
+
+_GPTQ = {"bits": 4, "group_size": 128, "desc_act": False}
+_QZEROS = {"qzeros": ("I32", [2, 16]), "scales": ("F16", [2, 128])}
+_FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic"}
+_NVFP4 = {"weight": ("U8", [128, 128]), "weight_scale": ("F8_E4M3", [128, 16]), "weight_scale_2": ("F32", [])}
+BY_HAND: Mapping[str, tuple[Mapping[str, Any], Parts]] = {
+    "fp8 block": (
+        {"quantization_config": {**_FP8, "weight_block_size": [128, 128]}},
+        {"weight": ("F8_E4M3", [128, 256]), "weight_scale_inv": ("F32", [1, 2])},
+    ),
+    "fp8 static": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}},
+        {"weight": ("F8_E4M3", [128, 256]), "weight_scale_inv": ("BF16", []), "activation_scale": ("BF16", [])},
+    ),
+    "fp8 DeepSeek-V4": (
+        {"quantization_config": {**_FP8, "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}},
+        {"weight": ("F8_E4M3", [128, 256]), "scale": ("F8_E8M0", [1, 2])},
+    ),
+    "fp8 DeepSeek-V4, fp4": (
+        {"quantization_config": {**_FP8, "weight_block_size": [128, 128], "expert_dtype": "fp4"}},
+        {"weight": ("I8", [128, 128]), "scale": ("F8_E8M0", [128, 8])},
+    ),
+    "fbgemm_fp8": (
+        {"quantization_config": {"quant_method": "fbgemm_fp8"}},
+        {"weight": ("F8_E4M3", [128, 256]), "weight_scale": ("F32", [128, 1])},
+    ),
+    "gptq": (
+        {"quantization_config": {"quant_method": "gptq", **_GPTQ}},
+        {"qweight": ("I32", [32, 128]), **_QZEROS, "g_idx": ("I32", [256])},
+    ),
+    "awq": (
+        {"quantization_config": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm"}},
+        {"qweight": ("I32", [256, 16]), **_QZEROS},
+    ),
+    "modelopt FP8": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "FP8"}},
+        {"weight": ("F8_E4M3", [128, 256]), "weight_scale": ("F32", []), "input_scale": ("F32", [])},
+    ),
+    "modelopt NVFP4": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        {**_NVFP4, "input_scale": ("F32", [])},
+    ),
+    "bitsandbytes nf4": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}},
+        {
+            "weight": ("U8", [16384, 1]),
+            "weight.absmax": ("U8", [512]),
+            "weight.quant_map": ("F32", [16]),
+            "weight.nested_absmax": ("F32", [2]),
+            "weight.nested_quant_map": ("F32", [256]),
+            "weight.quant_state.bitsandbytes__nf4": ("U8", [120]),
+        },
+    ),
+    "bitsandbytes int8": (
+        {"quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}},
+        {"weight": ("I8", [128, 256]), "SCB": ("F32", [128]), "weight_format": ("U8", [])},
+    ),
+    "eetq": (
+        {"quantization_config": {"quant_method": "eetq"}},
+        {"weight": ("I8", [256, 128]), "weight_scales": ("F16", [128])},
+    ),
+}
+RECORDED = json.loads((Path(__file__).parent / "layouts.json").read_text())
+LAYOUTS = {**{name: (one["config"], one["parts"]) for name, one in RECORDED.items()}, **BY_HAND}
+#: Methods whose loaders take a plain weight among quantized ones.
+TAKES_PLAIN = ("bitsandbytes", "mlx", "torchao")
+#: What the header of a single file does not tell: torchao's block sizes are in the metadata.
+UNTOLD = {("torchao Float8WeightOnlyConfig", "_weight_scale"), ("torchao Int8WeightOnlyConfig", "_weight_scale")}
+
+
+def tensor(name: str, dtype: str, shape: list[int]) -> Tensor:
+    return Tensor(
+        name, WEIGHT, BY_TAG[dtype], tuple(shape), Whole(Extent.contiguous("f", 0, BY_TAG[dtype], tuple(shape)))
+    )
+
+
+def model(layout: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
+    config, parts = LAYOUTS[layout]
+    names = {f"layers.{n}.up.{part}": one for n in range(LAYERS) for part, one in parts.items()}
+    names["layers.0.norm.weight"] = ("BF16", [256])
+    return {name: tensor(name, *one) for name, one in names.items()}, config
+
+
+def weights_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedWeights:
+    expected = {f"layers.{n}.up.weight": (OUT, IN) for n in range(LAYERS)}
+    return QuantizedWeights(tensors, quantization_of(config), expected)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_weights_with_exactly_their_parts_have_no_fault(layout: str) -> None:
+    tensors, config = model(layout)
+    weights = weights_of(tensors, config)
+    assert not weights.faults and weights.unproved is None
+    assert weights.parts == tensors.keys() - {"layers.0.norm.weight"}
+    shapes = weights.in_place({name: one.shape for name, one in tensors.items()})
+    assert shapes.keys() == {"layers.0.norm.weight", *(f"layers.{n}.up.weight" for n in range(LAYERS))}
+
+
+def damaged(tensors: Mapping[str, Tensor], layout: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    for part in LAYOUTS[layout][1]:
+        name = f"layers.1.up.{part}"
+        one = tensors[name]
+        yield f"without {part}", {n: t for n, t in tensors.items() if n != name}
+        for dtype in {"float64", "int16", "float8_e5m2fnuz"} - {one.dtype.name}:
+            yield f"{part} in {dtype}", {**tensors, name: replace(one, dtype=BY_NAME[dtype])}
+        is_metadata = part in ("weight.absmax", "weight_format") or ".quant_" in part or ".nested_" in part
+        if one.shape and not is_metadata and (layout, part) not in UNTOLD:
+            for shape in ((*one.shape[:-1], one.shape[-1] + 1), (one.shape[0] + 1, *one.shape[1:]), (*one.shape, 3)):
+                yield f"{part} of {shape}", {**tensors, name: replace(one, shape=shape)}
+    for word in (
+        "weight_scale_2",
+        "qweight",
+        "weight_scale_inv",
+        "weight_packed",
+        "SCB",
+        "weight.absmax",
+        "input_scale",
+    ):
+        name = f"layers.1.up.{word}"
+        if name not in tensors:
+            yield f"with {word}", {**tensors, name: tensor(name, "F32", [1])}
+    if not layout.startswith(TAKES_PLAIN):
+        gone = {f"layers.1.up.{part}" for part in LAYOUTS[layout][1]}
+        plain = tensor("layers.1.up.weight", "BF16", [OUT, IN])
+        yield "plain", {**{n: t for n, t in tensors.items() if n not in gone}, plain.fqn: plain}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_each_missing_extra_or_misshapen_part_is_a_fault(layout: str) -> None:
+    tensors, config = model(layout)
+    cases = dict(damaged(tensors, layout))
+    assert len(cases) > 10
+    assert [what for what, case in cases.items() if not weights_of(case, config).faults] == []
+    assert all(
+        fault.fqn.startswith("layers.1.") for case in cases.values() for fault in weights_of(case, config).faults
+    )
+
+
+def test_the_config_says_which_weights_are_plain() -> None:
+    tensors, config = model("fp8 block")
+    gone = {"layers.1.up.weight", "layers.1.up.weight_scale_inv"}
+    plain = {n: t for n, t in tensors.items() if n not in gone}
+    plain["layers.1.up.weight"] = tensor("layers.1.up.weight", "BF16", [OUT, IN])
+    listed = {"quantization_config": {**config["quantization_config"], "modules_to_not_convert": ["layers.1.up"]}}
+    assert [fault.fqn for fault in weights_of(plain, config).faults] == ["layers.1.up.weight"]
+    assert not weights_of(plain, listed).faults
+    (fault,) = weights_of(tensors, listed).faults
+    assert fault.fqn == "layers.1.up.weight" and "not quantized" in fault.what
+
+
+def test_an_unknown_method_is_not_proved_but_layers_are_compared() -> None:
+    config = {"quantization_config": {"quant_method": "aqlm"}}
+    names = [f"layers.{n}.up.{part}" for n in range(LAYERS) for part in ("codes", "codebooks", "scales")]
+    tensors = {name: tensor(name, "F16", [4, 4]) for name in names}
+    weights = weights_of(tensors, config)
+    assert "aqlm" in str(weights.unproved) and not weights.faults
+    del tensors["layers.2.up.scales"]
+    assert [fault.fqn for fault in weights_of(tensors, config).faults] == ["layers.2.up.scales"]
+
+
+def test_a_plain_model_with_such_names_has_no_quantized_weights() -> None:
+    names = ["layer_scales", "a.scale", "a.scales", "a.biases", "b.k_scale", "relative_position_index"]
+    tensors = {name: tensor(name, "F32", [4, 4]) for name in names} | {"i.weight": tensor("i.weight", "I64", [4, 4])}
+    weights = weights_of(tensors, {"model_type": "llama"})
+    assert not weights.parts and not weights.faults and weights.unproved is None
+
+
+# -- commands --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A Llama with every projection in a layout."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    home = tmp_path_factory.mktemp("llama")
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 3, "vocab_size": 16}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=4, tie_word_embeddings=False)
+    LlamaForCausalLM(config).half().save_pretrained(home / "plain")
+
+    def make(layout: str) -> Path:
+        folder = home / layout.replace(" ", "-")
+        if folder.exists():
+            return folder
+        shutil.copytree(home / "plain", folder)
+        stored, (quantization, parts) = load_file(folder / "model.safetensors"), LAYOUTS[layout]
+        for name in [name for name in stored if name.endswith("down_proj.weight")]:
+            module = stored.pop(name) is not None and name.removesuffix("weight")
+            for part, (dtype, shape) in parts.items():
+                stored[f"{module}{part}"] = torch.zeros(shape, dtype=getattr(torch, BY_TAG[dtype].name))
+        save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+        entries = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**entries, **quantization}))
+        return folder
+
+    return make
+
+
+CLAIMS = ("whole", "every part of every tensor is there", "from_pretrained finds every tensor", "loads")
+COMMANDS = ["fp8 block", "compressed-tensors MXFP4", "compressed-tensors W4A16", "modelopt NVFP4", "gptq", "mlx 4 bits"]
+
+
+@pytest.mark.parametrize("layout", COMMANDS)
+def test_commands_report_a_missing_part_and_claim_nothing(
+    layout: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    good = folders(layout)
+    checked = ckpt("check", good)
+    assert checked.code == 0 and "every part of every tensor is there" in checked.out
+    assert ckpt("convert", "hf", "hf", good, "-o", tmp_path / "out").code == 0
+    broken = tmp_path / "broken"
+    shutil.copytree(good, broken)
+    stored = load_file(broken / "model.safetensors")
+    part = next(name for name in stored if "layers.1" in name and "down_proj" in name and "scale" in name)
+    del stored[part]
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    checked = ckpt("check", broken)
+    assert checked.code == CorruptError.exit_code
+    assert f"{part}: missing" in checked.out
+    converted = ckpt("convert", "hf", "hf", broken, "-o", tmp_path / "no")
+    assert converted.code == LossError.exit_code
+    assert part in converted.err and not (tmp_path / "no").exists()
+    said = checked.out + checked.err + converted.out + converted.err
+    assert not [claim for claim in CLAIMS if claim in said.replace(str(tmp_path), "").replace("no loader", "")]
+
+
+def test_loads_reports_a_missing_scale(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    assert api.check_loads(folders("fp8 block")).good
+    broken = tmp_path / "broken"
+    shutil.copytree(folders("fp8 block"), broken)
+    stored = load_file(broken / "model.safetensors")
+    part = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    save_file({n: t for n, t in stored.items() if n != part}, broken / "model.safetensors", metadata={"format": "pt"})
+    result = ckpt("verify", "--loads", broken)
+    assert result.code == 1 and part in result.out and ": loads" not in result.out
+
+
+@pytest.mark.parametrize("layout", COMMANDS)
+def test_dtype_casts_no_part(layout: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = folders(layout)
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--dtype", "bf16")
+    assert result.code == 0, result.err
+    parts = api.quantized_parts(toolkit.open(source))
+    before, after = (load_file(folder / "model.safetensors") for folder in (source, tmp_path / "out"))
+    assert all(before[name].dtype == after[name].dtype for name in parts)
+    assert {after[name].dtype for name in after.keys() - parts} == {torch.bfloat16}
+    assert f"{len(parts)} parts of quantized weights kept" in result.err
+
+
+def test_dtype_with_an_unknown_method_is_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = tmp_path / "unknown"
+    shutil.copytree(folders("gptq"), source)
+    entries = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": "vptq"}}))
+    checked = ckpt("check", source)
+    assert checked.code == 0 and "vptq" in checked.out
+    assert "whole" not in checked.out and "every part" not in checked.out
+    refused = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "no", "--dtype", "bf16", "--names", "own")
+    assert refused.code == LossError.exit_code
+    assert "vptq" in refused.err
+    assert ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--names", "own").code == 0
+
+
+@pytest.mark.parametrize("target", ["zero1", "zero3", "universal", "dcp", "fsdp-ranks", "megatron"])
+def test_a_training_format_takes_no_quantized_model(
+    target: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    refused = ckpt("convert", "hf", target, folders("fp8 block"), "-o", tmp_path / "no")
+    assert refused.code == LossError.exit_code
+    assert "has no place for quantized weights" in refused.err and "--dequantize" in refused.err
+    refused = ckpt("convert", "hf", target, folders("gptq"), "-o", tmp_path / "no")
+    assert refused.code == LossError.exit_code
+    assert "full-precision model" in refused.err and "--dequantize" not in refused.err
+
+
+def test_the_hint_for_a_training_format_works(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    options = ("--world-size", "2", "--dequantize")
+    assert ckpt("convert", "hf", "zero3", folders("fp8 block"), "-o", tmp_path / "out", *options).code == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "title"),
+    [
+        ("hf_quant_config.json", {"quantization": {"quant_algo": "NVFP4"}}, "modelopt NVFP4"),
+        ("quantize_config.json", _GPTQ, "gptq, 4 bits"),
+        ("config.json", {"quantization": {"bits": 4, "group_size": 64}}, "mlx, 4 bits"),
+    ],
+)
+def test_inspect_shows_the_method_wherever_it_is_recorded(
+    file: str, content: Mapping[str, Any], title: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = {"modelopt NVFP4": "modelopt NVFP4", "gptq, 4 bits": "gptq", "mlx, 4 bits": "mlx 4 bits"}[title]
+    source = tmp_path / "source"
+    shutil.copytree(folders(layout), source)
+    entries = json.loads((source / "config.json").read_text())
+    entries.pop("quantization_config", None)
+    (source / "config.json").write_text(json.dumps(entries))
+    if file != "config.json":
+        (source / file).write_text(json.dumps(content))
+    assert f"quantized   {title}" in ckpt("inspect", source).out
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out")
+    assert result.code == 0, result.err
+    assert "from_pretrained finds every tensor" not in result.err and "transformers does not read this" in result.err
+    assert (tmp_path / "out" / file).exists()
+
+
+# -- scales that are not finite --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_dequantize_refuses_a_scale_that_is_not_finite(
+    value: float, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folders("fp8 block"), source)
+    stored = load_file(source / "model.safetensors")
+    part = "model.layers.1.mlp.down_proj.weight_scale_inv"
+    stored[part][0, 1] = value
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "no", "--dequantize")
+    assert result.code == CorruptError.exit_code
+    assert part in result.err and "[0, 1]" in result.err
+    assert not (tmp_path / "no").exists()
+
+
+def test_dequantize_refuses_the_nan_of_mxfp4(tmp_path: Path) -> None:
+    scales = torch.full((2, 8, 2), 120, dtype=torch.uint8)
+    scales[1, 3, 0] = 255
+    tensors = {"x.w_blocks": torch.zeros(2, 8, 2, 16, dtype=torch.uint8), "x.w_scales": scales}
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(CorruptError) as caught:
+        api.dequantized(api.open(tmp_path))["x.w"][...]
+    assert caught.value.fqn == "x.w_scales" and "[1, 3, 0]" in str(caught.value.found)
