@@ -98,7 +98,11 @@ LAYOUTS = {**{name: (one["config"], one["parts"]) for name, one in RECORDED.item
 #: Methods whose loaders take a plain weight among quantized ones.
 TAKES_PLAIN = ("bitsandbytes", "mlx", "torchao")
 #: What the header of a single file does not tell: torchao's block sizes are in the metadata.
-UNTOLD = {("torchao Float8WeightOnlyConfig", "_weight_scale"), ("torchao Int8WeightOnlyConfig", "_weight_scale")}
+UNTOLD = {
+    ("torchao Float8WeightOnlyConfig", "_weight_scale"),
+    ("torchao Int8WeightOnlyConfig", "_weight_scale"),
+    ("torchao Int8WeightOnlyConfig", "_weight_zero_point"),
+}
 
 
 def tensor(name: str, dtype: str, shape: list[int]) -> Tensor:
