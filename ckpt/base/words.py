@@ -7,7 +7,7 @@ import re
 #: Options that take no value, and all others that messages name; other programs' options stay as they are.
 _FLAGS = (
     "accept-base all bytes cast create-pr dequantize exact flat-optimizer missing-ok model-only overwrite private push "
-    "qlora restart run tensors verify"
+    "qlora restart run tensors values verify"
 )
 _OPTIONS = (
     "accept-setting adapter-slot adapter-weights atol base batch-size combination commit-message config density dtype "

@@ -34,7 +34,7 @@ _SECTIONS = {
     "expert_layout adapter_slot accept_setting model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast exact rtol atol loads "
-    "every_byte weights combination density seed",
+    "every_byte values weights combination density seed",
     "What is shown": "tensors tensor everything csv picture html only run",
     "The Hub": "push repo_id private revision create_pr commit_message",
     "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "

@@ -132,7 +132,7 @@ class QuantizedWeights:
 
     def _shape_of(self, owner: str, parts: Mapping[str, str]) -> Shape:
         scheme, _ = self._fitted[owner]
-        packed = scheme and parts.get(scheme.packed)
+        packed = None if scheme is None else parts.get(scheme.packed)
         if scheme is None or packed is None or scheme.plain is None or len(self.tensors[packed].shape) < 2:
             return UNKNOWN_SHAPE
         shape, wanted = scheme.plain(self.tensors[packed].shape), self.expected.get(owner)

@@ -29,6 +29,7 @@ class ShapeSet(Protocol):
 
 
 Shapes = Callable[[Shape], ShapeSet]
+ShapeList = Callable[[Shape], list[Shape]]
 
 FLOATS = ("float32", "bfloat16", "float16")
 F32 = ("float32",)
@@ -77,7 +78,7 @@ def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | Non
     """
     if method is None:
         found = [*_bitsandbytes(settings), *_mxfp4(settings), *_fp8(settings), *_naive(F8, None, {})]
-        return [*found, *_gptq(settings), *_awq(settings), *_integers(None, {})]
+        return [*found, *_auto_round(settings), *_integers(None, {})]
     declared = METHODS.get(method)
     return None if declared is None else declared(settings)
 
@@ -96,7 +97,7 @@ def _row(plain: Shape) -> list[Shape]:
     return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
 
 
-def _groups(rows: int, columns: int) -> Shapes:
+def _groups(rows: int, columns: int) -> ShapeList:
     """One number for each block of `rows` by `columns` elements."""
 
     def shapes(plain: Shape) -> list[Shape]:
@@ -231,7 +232,7 @@ def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:
 _ARGS = ("weights", "input_activations")
 
 
-def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: Shapes | None) -> dict[str, Part]:
+def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: ShapeList | None) -> dict[str, Part]:
     """Parts for asymmetric weights and for activations, required if the config says so."""
     is_static, is_local = bool(inputs) and inputs.get("dynamic") is False, inputs.get("dynamic") == "local"
     is_global = format.startswith("nvfp4")
@@ -250,7 +251,7 @@ def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: 
     }
 
 
-def _strategy_shapes(weights: Settings) -> Shapes | None:
+def _strategy_shapes(weights: Settings) -> ShapeList | None:
     strategy, size, block = (weights.get(key) for key in ("strategy", "group_size", "block_structure"))
     if strategy == "tensor":
         return _scalar
@@ -398,7 +399,7 @@ def _awq(settings: Settings) -> list[Scheme] | None:
     return [Scheme("{m}qweight", parts, lambda packed: (packed[-1] * 32 // bits, packed[0]))]
 
 
-def _auto_round(_: Settings) -> list[Scheme] | None:
+def _auto_round(_: Settings) -> list[Scheme]:
     return [*(_gptq({}) or []), *(_awq({}) or [])]
 
 
