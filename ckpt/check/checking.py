@@ -37,6 +37,7 @@ from ckpt.check.files import (
     read_all,
     relative,
 )
+from ckpt.check.finding import Finding, sentences
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -92,6 +93,7 @@ class Checked:
     num_bytes: int
     problems: tuple[Problem, ...]
     usable: str | None = None
+    findings: tuple[Finding, ...] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -121,6 +123,7 @@ class Checked:
             "bytes": self.num_bytes,
             "state": self.state,
             "problems": [problem.to_json() for problem in self.problems],
+            **({} if self.findings is None else {"values": [one.to_json() for one in self.findings]}),
         }
 
 
@@ -160,6 +163,7 @@ class CheckReport(Returned):
                 f"{counted(one.num_files, 'file')})"
             )
             yield from (printable(f"  - {problem}") for problem in one.problems)
+            yield from (f"  - note: {line}" for line in sentences(one.findings or ()))
         yield from (printable(f"- {problem}") for problem in self.problems)
         if self.bytes is not None:
             yield (
@@ -167,7 +171,9 @@ class CheckReport(Returned):
                 f"{show_size(self.bytes.without)} were read and have none"
             )
         elif self.whole:
-            yield "every part of every tensor is there; bytes were not read (--bytes reads them)"
+            read = all(one.findings is not None for one in self.checkpoints)
+            unread = "bytes were not read (--bytes reads them)"
+            yield f"every part of every tensor is there; {'every value was read' if read else unread}"
 
     def to_json(self) -> dict[str, Any]:
         found: dict[str, Any] = {
@@ -188,19 +194,21 @@ def check(
     *,
     tag: str | None = None,
     every_byte: bool = False,
+    values: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> CheckReport:
     """Look whether the checkpoint at `path` is whole, or each of those of the run folder `path`; `tag` names one.
 
     Tensor data is read where `every_byte` is asked for: then checksums in torch's files and ckpt's manifest are
-    compared too.  `progress` is told of bytes.  Raises NotFoundError where there is nothing, UsageError for several
-    runs.
+    compared too.  `values` reads every value: NaN and infinities are damage; zeros, constants, equal experts, tensors
+    that did not change since the step before and untrained adapters are noted.  `progress` is told of bytes.  Raises
+    NotFoundError where there is nothing, UsageError for several runs.
     """
     path = local(path)
     with translate_os_errors(path):
         places = [_tagged(path, tag, format)] if tag is not None else checkpoints_of(path)
         count = ComparedBytes() if every_byte else None
-        found = [_check_one(place, path, places, format, count, progress) for place in places]
+        found = [_check_one(place, path, places, format, count, values, progress) for place in places]
         if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
             open_checkpoint(path, format, tag=tag)  # raises what says so
         return CheckReport(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
@@ -309,6 +317,7 @@ def _check_one(
     every: list[Path],
     format: str,
     count: ComparedBytes | None = None,
+    values: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> Checked:
     others = [other for other in every if other != place]
@@ -345,6 +354,7 @@ def _check_one(
     for one in opened:
         problems += _against_config(one)
         problems += _lacking(one)
+    found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
     # the reader's own problem with a file comes before a second one about the same file
     for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
@@ -357,6 +367,7 @@ def _check_one(
         sum(file.stat().st_size for file in files),
         tuple(told.values()),
         usable,
+        None if found is None or not opened else tuple(found),
     )
 
 
@@ -366,6 +377,39 @@ def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
         return models[0]
     files = {file.path: file for one in models for file in one.files}
     return replace(models[0], path=str(place), files=tuple(files.values()))
+
+
+def _findings(
+    checkpoint: Checkpoint,
+    place: Path,
+    every: list[Path],
+    problems: list[Problem],
+    progress: Callable[[int], None] | None,
+) -> list[Finding]:
+    """Read every value; add what makes the model wrong to `problems`."""
+    from ckpt.check.findings import findings  # it takes numpy, which looking at headers does not
+
+    try:
+        found = findings(checkpoint, _step_before(checkpoint, place, every), progress)
+    except CkptError as error:
+        problems.append(problem_of(error, place))
+        return []
+    damage = [one for one in found if one.is_damage]
+    problems += [Problem(DAMAGED, one.where, one.what) for one in damage[:_MAX_SHOWN]]
+    if (more := len(damage) - _MAX_SHOWN) > 0:
+        problems.append(Problem(DAMAGED, f"{more} further tensors", "NaN, infinite or contradicting values"))
+    return found
+
+
+def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Checkpoint | None:
+    """Return the checkpoint of the step before `place` in its run, if it can be read."""
+    steps = every if place in every[:-1] else step_folders(place.parent)
+    earlier = steps[steps.index(place) + 1 :] if place in steps else []
+    for other in earlier[:1]:
+        with suppress(CkptError):
+            before = open_checkpoint(other, checkpoint.format)
+            return before if before.state.step != checkpoint.state.step else None
+    return None
 
 
 def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:

@@ -235,15 +235,18 @@ def check(
     every_byte: Annotated[
         bool, typer.Option("--bytes", help="Read every byte, and compare the checksums that files have.")
     ] = False,
+    values: Annotated[
+        bool, typer.Option("--values", help="Read every value: find NaN, infinities, zeros and untrained tensors.")
+    ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:
     """Say whether a checkpoint is whole, or each of a run's. Exit code 0: whole, 4: damaged or incomplete."""
     from ckpt.check import checking
 
-    total = checking.expected_bytes(path, tag) if every_byte else 0
-    with progress(total, "check", quiet=quiet or not every_byte) as meter:
-        report = checking.check(path, format, tag=tag, every_byte=every_byte, progress=meter)
+    total = checking.expected_bytes(path, tag) * (every_byte + values) if every_byte or values else 0
+    with progress(total, "check", quiet=quiet or not total) as meter:
+        report = checking.check(path, format, tag=tag, every_byte=every_byte, values=values, progress=meter)
     _conclude(report, report.lines(), as_json, quiet)
 
 

@@ -19,7 +19,7 @@ from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.quantization import Quantization, quantization_of
 from converters.names.families import composites
 from converters.names.families import tables as families
-from converters.names.quantization.schemes import PACKED, Scheme, Settings, schemes_of
+from converters.names.quantization.schemes import E4M3, FLOATS, PACKED, Scheme, Settings, schemes_of
 
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
 #: A part's name that plain modules use as well: it counts only next to packed values, or if it is packed itself.
@@ -137,6 +137,51 @@ class QuantizedWeights:
             return UNKNOWN_SHAPE
         shape, wanted = scheme.plain(self.tensors[packed].shape), self.expected.get(owner)
         return wanted if wanted and scheme.packed == "{w}_packed" and _is_padded(shape, wanted) else shape
+
+    def _with_template(self, *suffixes: str) -> Iterator[tuple[str, str, Scheme]]:
+        """Yield the owner, the name and the scheme of each part whose template ends in one of `suffixes`."""
+        for owner, parts in self.owners.items():
+            scheme, faults = self._fitted[owner]
+            if scheme is not None and not faults:
+                yield from ((owner, name, scheme) for t, name in parts.items() if t.endswith(suffixes))
+
+    @cached_property
+    def packed(self) -> frozenset[str]:
+        """Names of the packed values of the weights."""
+        schemes = ((parts, self._fitted[owner][0]) for owner, parts in self.owners.items())
+        return frozenset(parts[one.packed] for parts, one in schemes if one is not None and one.packed in parts)
+
+    @cached_property
+    def exponents(self) -> frozenset[str]:
+        """Names of scales in bytes: exponents of two, of which 255 is a NaN."""
+        names = (name for _, name, _ in self._with_template("scale", "scales"))
+        return frozenset(name for name in names if self.tensors[name].dtype.name == "uint8")
+
+    @cached_property
+    def scales(self) -> frozenset[str]:
+        """Names of floating-point scales, which have to be positive."""
+        names = (name for _, name, _ in self._with_template("_scale", "_scale_inv", "_scale_2", "SCB", "absmax"))
+        return frozenset(name for name in names if self.tensors[name].dtype.name in (*FLOATS, *E4M3))
+
+    @cached_property
+    def indices(self) -> Mapping[str, int]:
+        """Names of the parts with group numbers, and the number of groups."""
+        found = {}
+        for owner, name, _ in self._with_template("g_idx"):
+            scales = next((n for t, n in self.owners[owner].items() if t.endswith(("{m}scales", "{w}_scale"))), None)
+            if scales is not None and len(shape := self.tensors[scales].shape) == 2:
+                found[name] = shape[0] if scales.endswith("scales") else shape[1]
+        return found
+
+    @cached_property
+    def recorded_shapes(self) -> Mapping[str, Shape]:
+        """Names of the parts that record a plain shape, and the shape of the packed values."""
+        return {name: self._shape_of(owner, self.owners[owner]) for owner, name, _ in self._with_template("_shape")}
+
+    @staticmethod
+    def is_packed_shape(packed: Shape, recorded: Shape) -> bool:
+        """Return True if packed values may be those of a weight of the shape `recorded`."""
+        return len(recorded) == len(packed) and _is_padded(packed, recorded)
 
     @cached_property
     def unproved(self) -> str | None:

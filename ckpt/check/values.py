@@ -1,0 +1,244 @@
+"""Scan of all tensor values for NaN, infinities, zeros and constants, in one pass over the files.
+
+A clean block costs two integer maxima: with the sign bit on top, NaN and infinities are the largest values of either
+sign.  Only a block that has one is looked at element by element.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.move.casts import storage_dtype
+from ckpt.move.files import OpenFiles
+from ckpt.move.reading import read_box, read_exactly
+from ckpt.plan.checkpoint import Checkpoint, Key
+from ckpt.plan.dtypes import BY_NAME, DType
+from ckpt.plan.tensors import Box, Extent, Shape, Tensor
+
+_BLOCK = 2 << 20  # bytes that are read and scanned at a time: they stay in a processor's cache
+_MAX_WORKERS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class FloatBits:
+    """Bits of a float: an unsigned view, and the smallest magnitude that is an infinity and that is a NaN.
+
+    `nan_is_minus_zero` marks formats whose only NaN has the bits of -0.0.
+    """
+
+    size: int
+    infinity: int | None
+    nan: int | None
+    nan_is_minus_zero: bool = False
+    has_sign: bool = True
+
+    @property
+    def sign(self) -> int:
+        return 1 << (8 * self.size - 1) if self.has_sign else 0
+
+    @property
+    def lowest(self) -> int | None:
+        """The smallest magnitude that is not finite."""
+        return self.nan if self.infinity is None else self.infinity
+
+
+_F16 = FloatBits(2, 0x7C00, 0x7C01)
+_F32 = FloatBits(4, 0x7F800000, 0x7F800001)
+_F64 = FloatBits(8, 0x7FF0000000000000, 0x7FF0000000000001)
+FLOATS: Mapping[str, FloatBits] = {
+    "float64": _F64,
+    "float32": _F32,
+    "float16": _F16,
+    "bfloat16": FloatBits(2, 0x7F80, 0x7F81),
+    "complex128": _F64,
+    "complex64": _F32,
+    "complex32": _F16,
+    "float8_e4m3fn": FloatBits(1, None, 0x7F),
+    "float8_e5m2": FloatBits(1, 0x7C, 0x7D),
+    "float8_e4m3fnuz": FloatBits(1, None, None, nan_is_minus_zero=True),
+    "float8_e5m2fnuz": FloatBits(1, None, None, nan_is_minus_zero=True),
+    "float8_e8m0fnu": FloatBits(1, None, 0xFF, has_sign=False),
+    "float4_e2m1fn_x2": FloatBits(1, None, None),
+}
+E8M0 = BY_NAME["float8_e8m0fnu"]
+
+
+class Values:
+    """Values of one tensor as far as they were scanned: counts, first places, and the one value of a constant."""
+
+    __slots__ = ("_lock", "dtype", "first_infinity", "first_nan", "infinities", "nans", "scanned", "shape", "single")
+
+    def __init__(self, dtype: DType, shape: Shape) -> None:
+        self.dtype, self.shape = dtype, shape
+        self.nans = self.infinities = self.scanned = 0
+        self.first_nan: int | None = None
+        self.first_infinity: int | None = None
+        #: Bits of the value of all elements so far; None before the first, -1 if there are several.
+        self.single: int | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def is_constant(self) -> bool:
+        return self.single not in (None, -1)
+
+    @property
+    def is_zero(self) -> bool:
+        bits = FLOATS.get(self.dtype.name)
+        return self.single in {0, bits.sign if bits and not bits.nan_is_minus_zero else 0}
+
+    def scan(self, block: NDArray, start: int) -> None:
+        """Take in elements from number `start` on; `block` is their bits, unsigned."""
+        bits = FLOATS.get(self.dtype.name)
+        found = _not_finite(block, bits) if bits is not None else None
+        value = -1 if self.single == -1 else _single(block, bits)
+        with self._lock:
+            self.scanned += block.size
+            self.single = value if self.single in (None, value) else -1
+            if found is not None:
+                nans, infinities = found
+                self.nans, self.first_nan = _added(self.nans, self.first_nan, nans, start)
+                self.infinities, self.first_infinity = _added(self.infinities, self.first_infinity, infinities, start)
+
+
+def _added(count: int, first: int | None, places: NDArray, start: int) -> tuple[int, int | None]:
+    if not places.size:
+        return count, first
+    here = start + int(places[0])
+    return count + places.size, here if first is None else min(first, here)
+
+
+def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | None:
+    """Return the places of NaN and of infinities; None for a clean block."""
+    signed = block.view(f"i{bits.size}")
+    if bits.nan_is_minus_zero:
+        lowest = np.iinfo(signed.dtype).min
+        return (np.flatnonzero(signed == lowest), np.empty(0, np.int64)) if signed.min() == lowest else None
+    if bits.lowest is None:
+        return None
+    if block.max() < bits.lowest + bits.sign and (not bits.has_sign or signed.max() < bits.lowest):
+        return None
+    magnitude = block & block.dtype.type(bits.sign - 1) if bits.has_sign else block
+    assert bits.nan is not None
+    infinity = magnitude == bits.infinity if bits.infinity is not None else np.zeros(0, bool)
+    return np.flatnonzero(magnitude >= bits.nan), np.flatnonzero(infinity)
+
+
+def _single(block: NDArray, bits: FloatBits | None) -> int:
+    """Return the bits of the one value in a block, -1 if there are several.  Zeros of both signs are one value."""
+    first = int(block[0])
+    if bits is not None and bits.has_sign and not bits.nan_is_minus_zero and first in (0, bits.sign):
+        sample = (int(block[-1]), int(block[block.size // 2]))
+        is_zero = (
+            all(value in (0, bits.sign) for value in sample) and not (block & block.dtype.type(bits.sign - 1)).any()
+        )
+        return 0 if is_zero else -1
+    if first != block[-1] or first != block[block.size // 2]:
+        return -1
+    return first if (block == first).all() else -1
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Elements of a tensor to scan: `count` from number `start` on, at `offset` of a file, or a box of it."""
+
+    key: Key
+    start: int
+    count: int
+    path: str = ""
+    offset: int = 0
+    box: Box | None = None
+
+
+def scan(
+    checkpoint: Checkpoint, exponents: Iterable[str] = (), progress: Callable[[int], None] | None = None
+) -> dict[Key, Values]:
+    """Return the values of every tensor.  `exponents` names bytes that are scales of the dtype float8_e8m0fnu.
+
+    Raise the errors of reading, CorruptError for a file that ends early.
+    """
+    scales = frozenset(exponents)
+    found = {
+        key: Values(E8M0 if tensor.fqn in scales and tensor.dtype.itemsize == 1 else tensor.dtype, tensor.shape)
+        for key, tensor in checkpoint.tensors.items()
+    }
+    blocks, lock = _blocks(checkpoint), threading.Lock()
+
+    def next_block() -> _Block | None:
+        with lock:
+            return next(blocks, None)
+
+    def work() -> None:
+        buffer = np.empty(_BLOCK, np.uint8)
+        with OpenFiles() as sources:
+            while (block := next_block()) is not None:
+                tensor, values = checkpoint.tensors[block.key], found[block.key]
+                values.scan(_read(block, tensor, checkpoint, sources, buffer), block.start)
+                if progress is not None:
+                    with lock:
+                        progress(block.count * tensor.dtype.itemsize)
+
+    count = min(_MAX_WORKERS, os.cpu_count() or 1)
+    with ThreadPoolExecutor(count) as pool:
+        for task in [pool.submit(work) for _ in range(count)]:
+            task.result()
+    return found
+
+
+def _read(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
+    """Return the bits of a block as unsigned integers, or of each of its two halves for complex numbers."""
+    bits = FLOATS.get(tensor.dtype.name)
+    unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
+    if block.box is not None:
+        return read_box(tensor, block.box, checkpoint.computed).reshape(-1).view(np.uint8).view(unsigned)
+    raw = buffer[: block.count * tensor.dtype.itemsize]
+    read_exactly(sources, block.path, block.offset, raw.data)
+    return raw.view(unsigned)
+
+
+def _blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
+    """Yield blocks that tile every tensor, in the order of files as far as it is known."""
+    tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
+    placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]
+    in_files = sorted((item for item in placed if item[1]), key=lambda item: (item[1][0][2].path, item[1][0][2].offset))
+    for tensor, runs in in_files:
+        size = tensor.dtype.itemsize
+        step = max(1, _BLOCK // size)
+        for start, stop, extent, at in runs:
+            for first in range(start, stop, step):
+                count = min(step, stop - first)
+                offset = extent.offset + (at + first - start) * size
+                yield _Block(tensor.key, first, count, extent.path, offset)
+    for tensor, runs in placed:
+        if not runs:
+            yield from _boxes(tensor)
+
+
+def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
+    """Contiguous runs of a tensor in files; none if it is computed, or stored with strides."""
+    found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
+    return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
+
+
+def _boxes(tensor: Tensor) -> Iterator[_Block]:
+    """Yield boxes of whole rows, about a block each."""
+    if not tensor.shape:
+        yield _Block(tensor.key, 0, 1, box=Box((), ()))
+        return
+    rows, row = tensor.shape[0], tensor.numel // tensor.shape[0]
+    step = max(1, 4 * _BLOCK // max(1, row * tensor.dtype.itemsize))
+    for first in range(0, rows, step):
+        count, rest = min(step, rows - first), tensor.shape[1:]
+        box = Box((first, *(0 for _ in rest)), (count, *rest))
+        yield _Block(tensor.key, first * row, count * row, box=box)
+
+
+def bits_of(tensor: Tensor, box: Box, computed: Mapping[str, Callable[[], memoryview]]) -> NDArray:
+    """Return the bits of a box of a tensor, flat."""
+    return read_box(tensor, box, computed).reshape(-1).view(storage_dtype(tensor.dtype))
