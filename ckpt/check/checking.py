@@ -37,7 +37,7 @@ from ckpt.check.files import (
     read_all,
     relative,
 )
-from ckpt.check.finding import Finding, sentences
+from ckpt.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -93,7 +93,7 @@ class Checked:
     num_bytes: int
     problems: tuple[Problem, ...]
     usable: str | None = None
-    findings: tuple[Finding, ...] | None = None
+    findings: tuple[ValueFinding, ...] | None = None
 
     @property
     def exit_code(self) -> int:
@@ -385,7 +385,7 @@ def _findings(
     every: list[Path],
     problems: list[Problem],
     progress: Callable[[int], None] | None,
-) -> list[Finding]:
+) -> list[ValueFinding]:
     """Read every value; add what makes the model wrong to `problems`."""
     from ckpt.check.findings import findings  # it takes numpy, which looking at headers does not
 
@@ -408,7 +408,8 @@ def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Chec
     for other in earlier[:1]:
         with suppress(CkptError):
             before = open_checkpoint(other, checkpoint.format)
-            return before if before.state.step != checkpoint.state.step else None
+            is_same_step = before.state.step is not None and before.state.step == checkpoint.state.step
+            return None if is_same_step else before
     return None
 
 

@@ -27,7 +27,7 @@ _SHOWN = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class ValueFinding:
     """What was found in a tensor: how many elements, and the index of the first."""
 
     kind: str
@@ -54,7 +54,7 @@ class Finding:
         }
 
 
-def sentences(found: Iterable[Finding]) -> Iterator[str]:
+def sentences(found: Iterable[ValueFinding]) -> Iterator[str]:
     """Yield one line for each kind of finding that is no damage."""
     notes = sorted((one for one in found if not one.is_damage), key=lambda one: one.kind)
     for kind, group in groupby(notes, key=lambda one: one.kind):

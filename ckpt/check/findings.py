@@ -15,7 +15,17 @@ from typing import Any
 
 import numpy as np
 
-from ckpt.check.finding import CONSTANT, CONTRADICTION, EQUAL, NOT_FINITE, SCALE, UNCHANGED, UNTRAINED, ZERO, Finding
+from ckpt.check.finding import (
+    CONSTANT,
+    CONTRADICTION,
+    EQUAL,
+    NOT_FINITE,
+    SCALE,
+    UNCHANGED,
+    UNTRAINED,
+    ZERO,
+    ValueFinding,
+)
 from ckpt.check.values import FLOATS, Values, bits_of, scan
 from ckpt.move.reading import read_box
 from ckpt.plan import registry
@@ -28,13 +38,15 @@ _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
 #: Infinities that a model has on purpose.
 _MASK = re.compile(r"mask|alibi", re.IGNORECASE)
+#: Elements from which on equal values are no coincidence.
+_MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
 _BLOCK = 8 << 20  # bytes of a comparison
 
 
 def findings(
     checkpoint: Checkpoint, before: Checkpoint | None, progress: Callable[[int], None] | None = None
-) -> list[Finding]:
+) -> list[ValueFinding]:
     """Read every value of `checkpoint` once and return what is wrong or remarkable, damage first.
 
     `before` is the checkpoint of the step before.
@@ -54,7 +66,7 @@ def findings(
 
 def _of_values(
     checkpoint: Checkpoint, values: Mapping[Key, Values], parts: frozenset[str], packed: frozenset[str]
-) -> Iterator[Finding]:
+) -> Iterator[ValueFinding]:
     for (fqn, role), one in values.items():
         tensor = checkpoint.tensors[fqn, role]
         if one.nans or one.infinities:
@@ -64,12 +76,12 @@ def _of_values(
             continue
         if one.is_zero:
             is_factor = role in MODEL_ROLES and _FACTOR.fullmatch(fqn) is not None
-            yield Finding(UNTRAINED if is_factor else ZERO, fqn, role, "all zero", tensor.numel)
-        elif one.is_constant and fqn not in parts:
-            yield Finding(CONSTANT, fqn, role, _constant(one), tensor.numel)
+            yield ValueFinding(UNTRAINED if is_factor else ZERO, fqn, role, "all zero", tensor.numel)
+        elif one.is_constant and fqn not in parts and tensor.numel >= _MIN_CONSTANT:
+            yield ValueFinding(CONSTANT, fqn, role, _constant(one), tensor.numel)
 
 
-def _not_finite(fqn: str, role: str, one: Values) -> Finding:
+def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
     said, firsts = [], []
     for count, first, name in (
         (one.nans, one.first_nan, "NaN"),
@@ -79,7 +91,7 @@ def _not_finite(fqn: str, role: str, one: Values) -> Finding:
             firsts.append(_index(first, one.shape))
             said.append(f"{count} of {prod(one.shape)} values are {name}, the first at {list(firsts[-1])}")
     is_mask = not one.nans and _MASK.search(fqn) is not None
-    return Finding(NOT_FINITE, fqn, role, "; ".join(said), one.nans + one.infinities, firsts[0], not is_mask)
+    return ValueFinding(NOT_FINITE, fqn, role, "; ".join(said), one.nans + one.infinities, firsts[0], not is_mask)
 
 
 def _index(flat: int, shape: Shape) -> tuple[int, ...]:
@@ -101,7 +113,7 @@ def _constant(one: Values) -> str:
     return f"every value is {np.array([bits], unsigned).view(floating)[0]:g}"
 
 
-def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[Finding]:
+def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[ValueFinding]:
     """Yield parts of quantized weights whose values are out of range or contradict another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
@@ -111,20 +123,20 @@ def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[Finding]:
         if is_wrong.any():
             first = _index(int(np.argmax(is_wrong)), tensor.shape)
             count = int(is_wrong.sum())
-            yield Finding(SCALE, name, tensor.role, f"{count} scales are zero or negative", count, first)
+            yield ValueFinding(SCALE, name, tensor.role, f"{count} scales are zero or negative", count, first)
     for name, limit in weights.indices.items():
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         index = _all_bits(checkpoint, tensor).view(np.int32)
         if (is_wrong := (index < 0) | (index >= limit)).any():
             first, count = _index(int(np.argmax(is_wrong)), tensor.shape), int(is_wrong.sum())
             what = f"{count} of {tensor.numel} group numbers are not in 0 to {limit - 1}, the first at {list(first)}"
-            yield Finding(CONTRADICTION, name, tensor.role, what, count, first, is_damage=True)
+            yield ValueFinding(CONTRADICTION, name, tensor.role, what, count, first, is_damage=True)
     for name, shape in weights.recorded_shapes.items():
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         recorded = tuple(_all_bits(checkpoint, tensor).view(np.int64).tolist())
         if not weights.is_packed_shape(shape, recorded):
             what = f"it records the shape {list(recorded)}, and the packed values are those of {list(shape)}"
-            yield Finding(CONTRADICTION, name, tensor.role, what, 1, (0,), is_damage=True)
+            yield ValueFinding(CONTRADICTION, name, tensor.role, what, 1, (0,), is_damage=True)
 
 
 def _role(checkpoint: Checkpoint, fqn: str) -> str:
@@ -146,7 +158,7 @@ class _Expert:
     box: Box
 
 
-def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[Finding]:
+def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[ValueFinding]:
     for experts in _experts(checkpoint, values):
         alike: dict[bytes, list[_Expert]] = defaultdict(list)
         for one in experts:
@@ -159,7 +171,7 @@ def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iter
                 if len(equal) > 1:
                     first, numbers = equal[0].tensor, [one.number for one in equal]
                     what = "experts " + ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-                    yield Finding(EQUAL, first.fqn, first.role, what, len(equal), (numbers[0],))
+                    yield ValueFinding(EQUAL, first.fqn, first.role, what, len(equal), (numbers[0],))
 
 
 def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[list[_Expert]]:
@@ -179,7 +191,7 @@ def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[l
     yield from apart.values()
 
 
-def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[Finding]:
+def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFinding]:
     """Yield trainable tensors with the bits of the step before."""
     for fqn in dict.fromkeys(fqn for fqn, _ in checkpoint.tensors):
         role = MASTER if (fqn, MASTER) in checkpoint.tensors else WEIGHT
@@ -192,7 +204,7 @@ def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[Finding]:
             and _sample(checkpoint, now, box) == _sample(before, then, box)
             and _digest(checkpoint, now, box) == _digest(before, then, box)
         ):
-            yield Finding(UNCHANGED, fqn, role, "the same bits as in the step before", now.numel)
+            yield ValueFinding(UNCHANGED, fqn, role, "the same bits as in the step before", now.numel)
 
 
 def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
@@ -204,12 +216,12 @@ def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
 def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
     """Return the first bytes of the first and of the last row of a box."""
     if not box.sizes:
-        return _read(checkpoint, tensor, box)
+        return _read_bytes(checkpoint, tensor, box)
     last = min(box.sizes[-1], _SAMPLE // tensor.dtype.itemsize)
     sizes = (*(1 for _ in box.sizes[:-1]), last)
     ends = tuple(offset + size - 1 for offset, size in zip(box.offsets, box.sizes, strict=True))
     places = (box.offsets, (*ends[:-1], box.offsets[-1]))
-    return b"".join(_read(checkpoint, tensor, Box(place, sizes)) for place in places)
+    return b"".join(_read_bytes(checkpoint, tensor, Box(place, sizes)) for place in places)
 
 
 def _digest(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
@@ -217,17 +229,17 @@ def _digest(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
     found = hashlib.blake2b(digest_size=16)
     axis = next((number for number, size in enumerate(box.sizes) if size > 1), None)
     if axis is None:
-        found.update(_read(checkpoint, tensor, box))
+        found.update(_read_bytes(checkpoint, tensor, box))
         return found.digest()
     row = prod(box.sizes[axis + 1 :]) * tensor.dtype.itemsize
     step = max(1, _BLOCK // max(1, row))
     for first in range(0, box.sizes[axis], step):
         count = min(step, box.sizes[axis] - first)
         offsets = (*box.offsets[:axis], box.offsets[axis] + first, *box.offsets[axis + 1 :])
-        found.update(_read(checkpoint, tensor, Box(offsets, (*box.sizes[:axis], count, *box.sizes[axis + 1 :]))))
+        found.update(_read_bytes(checkpoint, tensor, Box(offsets, (*box.sizes[:axis], count, *box.sizes[axis + 1 :]))))
     return found.digest()
 
 
-def _read(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
+def _read_bytes(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
     content: bytes = read_box(tensor, box, checkpoint.computed).tobytes()
     return content

@@ -168,7 +168,7 @@ def scan(
         key: Values(E8M0 if tensor.fqn in scales and tensor.dtype.itemsize == 1 else tensor.dtype, tensor.shape)
         for key, tensor in checkpoint.tensors.items()
     }
-    blocks, lock = _blocks(checkpoint), threading.Lock()
+    blocks, lock = _scan_blocks(checkpoint), threading.Lock()
 
     def next_block() -> _Block | None:
         with lock:
@@ -179,7 +179,7 @@ def scan(
         with OpenFiles() as sources:
             while (block := next_block()) is not None:
                 tensor, values = checkpoint.tensors[block.key], found[block.key]
-                values.scan(_read(block, tensor, checkpoint, sources, buffer), block.start)
+                values.scan(_read_block(block, tensor, checkpoint, sources, buffer), block.start)
                 if progress is not None:
                     with lock:
                         progress(block.count * tensor.dtype.itemsize)
@@ -191,7 +191,7 @@ def scan(
     return found
 
 
-def _read(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
+def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
     """Return the bits of a block as unsigned integers, or of each of its two halves for complex numbers."""
     bits = FLOATS.get(tensor.dtype.name)
     unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
@@ -202,7 +202,7 @@ def _read(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFi
     return raw.view(unsigned)
 
 
-def _blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
+def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
     """Yield blocks that tile every tensor, in the order of files as far as it is known."""
     tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
     placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]

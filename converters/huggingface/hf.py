@@ -236,7 +236,7 @@ def _proof(
     loads = loading.with_files(loading.proved(config, saved.cls), files)
     if why := weights.unproved or weights.unread:
         loads = Loads(None if weights.unproved else False, loads.call, why)
-    return [*proof_notes(saved, shapes)], loads
+    return [*proof_notes(saved, shapes, loads=not why)], loads
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:

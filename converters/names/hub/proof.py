@@ -59,8 +59,8 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved:
     """Return what the config's class saves, after proving that it is exactly the tensors of `shapes`.
 
-    `shapes` has quantized weights by their plain names (`QuantizedWeights.in_place`).  `path` is for messages.  Raises LossError if it is not, UsageError if nothing here knows the
-    architecture.
+    `shapes` has quantized weights by their plain names (`QuantizedWeights.in_place`).  `path` is for messages.  Raise
+    LossError if the tensors differ, UsageError if nothing here knows the architecture.
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [asked.saved]):
@@ -194,7 +194,7 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
     )
 
 
-def proof_notes(saved: Saved, shapes: Mapping[str, Shape]) -> Iterator[str]:
+def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True) -> Iterator[str]:
     """Yield what the user should know about names that are proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
@@ -202,7 +202,8 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape]) -> Iterator[str]:
         yield f"names are those of an earlier release, which {saved.cls} renames as it loads them"
     if twice := [name for name in saved.optional if name in shapes]:
         yield f"written though save_pretrained leaves it out: {_some(twice)}"
-    yield Brief(f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has")
+    if loads:
+        yield Brief(f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has")
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:

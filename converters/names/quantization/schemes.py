@@ -92,12 +92,12 @@ def _scalar(plain: Shape) -> list[Shape]:
     return [(), (1,), (1, 1), *([lead, (*lead, 1), (*lead, 1, 1)] if lead else [])]
 
 
-def _row(plain: Shape) -> list[Shape]:
+def _per_output(plain: Shape) -> list[Shape]:
     """One number for each output."""
     return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
 
 
-def _groups(rows: int, columns: int) -> ShapeList:
+def _per_group(rows: int, columns: int) -> ShapeList:
     """One number for each block of `rows` by `columns` elements."""
 
     def shapes(plain: Shape) -> list[Shape]:
@@ -118,7 +118,7 @@ class _AnyBlocks:
         is_tiled = len(shape) == len(self._plain) and all(
             n and size % n == 0 for size, n in zip(self._plain, shape, strict=True)
         )
-        return is_tiled or shape in _scalar(self._plain) + _row(self._plain)
+        return is_tiled or shape in _scalar(self._plain) + _per_output(self._plain)
 
     def __getitem__(self, _: int) -> Shape:
         return (*self._plain[:-1], 1)
@@ -149,7 +149,7 @@ def _block_size(settings: Settings) -> tuple[int, int] | None:
 def _fp8(settings: Settings) -> list[Scheme]:
     """Block or tensor scales: `weight_scale_inv` of DeepSeek-V3 and transformers, `scale` of DeepSeek-V4."""
     size = _block_size(settings)
-    scales = _groups(*size) if size else _scalar if settings else None
+    scales = _per_group(*size) if size else _scalar if settings else None
     plain = Scheme(_WEIGHT, {_WEIGHT: Part(F8), "{w}_scale_inv": Part((*FLOATS, *E8M0), scales)}, tuple)
     activations = Part(FLOATS, None, required=settings.get("activation_scheme") == "static")
     names = ("activation_scale", "input_scale")
@@ -160,15 +160,15 @@ def _fp8(settings: Settings) -> list[Scheme]:
         for of, is_stack in kinds
     ]
     if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
-        blocks = _groups(*size) if size else None
+        blocks = _per_group(*size) if size else None
         found.append(Scheme(_WEIGHT, {_WEIGHT: Part(F8), "{m}scale": Part((*FLOATS, *E8M0), blocks)}, tuple))
-        packed = {_WEIGHT: Part(FOUR_BITS), "{m}scale": Part(E8M0, _groups(1, 32))}
+        packed = {_WEIGHT: Part(FOUR_BITS), "{m}scale": Part(E8M0, _per_group(1, 32))}
         found.append(Scheme(_WEIGHT, packed, _wider(2)))
     return found
 
 
 def _fbgemm(_: Settings) -> list[Scheme]:
-    parts = {_WEIGHT: Part(F8), "{w}_scale": Part(F32, _row)}
+    parts = {_WEIGHT: Part(F8), "{w}_scale": Part(F32, _per_output)}
     linear = Scheme(_WEIGHT, {**parts, "{m}input_scale_ub": _optional(F32, _scalar)}, tuple, is_stack=False)
     return [linear, Scheme(_WEIGHT, {**parts, "{w}_scale": Part(F32)}, tuple, is_stack=True)]
 
@@ -218,13 +218,13 @@ def _compressed_group(format: str, group: Settings) -> list[Scheme] | None:
         bits = weights.get("num_bits")
         return _packed_integers(bits, scales, extra) if type(bits) is int and 0 < bits <= 32 else None
     if format == "nvfp4-pack-quantized":
-        parts = {"{w}_scale": Part(E4M3, _groups(1, 16)), "{w}_global_scale": Part(F32, _scalar)}
+        parts = {"{w}_scale": Part(E4M3, _per_group(1, 16)), "{w}_global_scale": Part(F32, _scalar)}
         return [_packed_bytes(2, {**parts, **extra})]
     if format in ("mxfp4-pack-quantized", "mxfp6-pack-quantized"):
-        scale = {"{w}_scale": Part(E8M0, _groups(1, 32))}
+        scale = {"{w}_scale": Part(E8M0, _per_group(1, 32))}
         return [_packed_bytes(2 if "mxfp4" in format else None, {**scale, **extra})]
     if format == "mxfp8-quantized":
-        parts = {_WEIGHT: Part(F8), "{w}_scale": Part(E8M0, _groups(1, 32)), **extra}
+        parts = {_WEIGHT: Part(F8), "{w}_scale": Part(E8M0, _per_group(1, 32)), **extra}
         return [Scheme(_WEIGHT, parts, tuple)]
     return None
 
@@ -256,11 +256,11 @@ def _strategy_shapes(weights: Settings) -> ShapeList | None:
     if strategy == "tensor":
         return _scalar
     if strategy == "channel":
-        return _row
+        return _per_output
     if strategy in ("group", "tensor_group") and type(size) is int and size > 0:
-        return _groups(1, size)
+        return _per_group(1, size)
     if strategy == "block" and isinstance(block, list) and all(type(n) is int and n > 0 for n in block):
-        return _groups(block[0], block[1])
+        return _per_group(block[0], block[1])
     return None
 
 
@@ -308,7 +308,7 @@ def _modelopt_fp8(scales: Shapes, extra: Mapping[str, Part], dtypes: tuple[str, 
 
 def _nvfp4(extra: Mapping[str, Part]) -> list[Scheme]:
     """Linear layers, and stacks of experts, whose matrices may be transposed."""
-    scales = {"{w}_scale": Part(E4M3, _groups(1, 16)), "{w}_scale_2": Part(F32, _scalar)}
+    scales = {"{w}_scale": Part(E4M3, _per_group(1, 16)), "{w}_scale_2": Part(F32, _scalar)}
     linear = Scheme(_WEIGHT, {_WEIGHT: Part(BYTES), **scales, **extra}, _wider(2), is_stack=False)
     own = {"{w}_weight_scale": Part(E4M3), "{w}_weight_scale_2": Part(F32)}
     more = {"{w}_input_scale": Part(F32)} if "{m}input_scale" in extra else {}
@@ -324,26 +324,29 @@ def _taller(packed: Shape) -> Shape:
 
 def _pages(plain: Shape) -> list[Shape]:
     """128 by 128 blocks; ModelOpt also writes them as [rows, 1, columns, 1]."""
-    ((*lead, rows, columns),) = _groups(128, 128)(plain)
+    ((*lead, rows, columns),) = _per_group(128, 128)(plain)
     return [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
 
 
+_INT8_ROWS = {_WEIGHT: Part(INT8), "{w}_scale": Part(FLOATS, _per_output)}
 _STACKED_SCALES = {"{w}_weight_scale": Part(F32), "{w}_input_scale": Part(F32)}
 _MODELOPT: Mapping[str, list[Scheme]] = {
     "FP8": [
         _modelopt_fp8(_scalar, {**_INPUT, **_BIAS}),
         Scheme(_WEIGHT, {_WEIGHT: Part(E4M3), **_STACKED_SCALES}, tuple, is_stack=True),
     ],
-    "FP8_PER_CHANNEL_PER_TOKEN": [_modelopt_fp8(_row, _BIAS)],
+    "FP8_PER_CHANNEL_PER_TOKEN": [_modelopt_fp8(_per_output, _BIAS)],
     "FP8_PB_WO": [_modelopt_fp8(_pages, _BIAS)],
     "FP8_PB_REAL": [_modelopt_fp8(_pages, _BIAS)],
-    "MXFP8": [_modelopt_fp8(_groups(1, 32), _BIAS, E8M0)],
+    "MXFP8": [_modelopt_fp8(_per_group(1, 32), _BIAS, E8M0)],
     "NVFP4": _nvfp4({**_INPUT, **_BIAS}),
     "NVFP4_AWQ": _nvfp4({**_INPUT, **_BIAS}),
     "W4A16_NVFP4": _nvfp4(_BIAS),
     "W4A8_NVFP4_FP8": _nvfp4({**_INPUT, **_BIAS}),
-    "INT8_SQ": [Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scale": Part(FLOATS, _row), **_INPUT, **_BIAS}, tuple)],
-    "W8A16": [Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scale": Part(FLOATS, _row), **_BIAS}, tuple)],
+    "INT8_SQ": [
+        Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scale": Part(FLOATS, _per_output), **_INPUT, **_BIAS}, tuple)
+    ],
+    "W8A16": [Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scale": Part(FLOATS, _per_output), **_BIAS}, tuple)],
     "W4A16_AWQ": [Scheme(_WEIGHT, {**_AWQ_BYTES, **_BIAS}, _taller)],
     "W4A8_AWQ": [Scheme(_WEIGHT, {**_AWQ_BYTES, "{w}_scale_2": Part(F32), **_INPUT, **_BIAS}, _taller)],
 }
@@ -414,7 +417,7 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
         nested = {"{w}.nested_absmax": Part(F32), "{w}.nested_quant_map": Part(F32)}
         found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(F32)}, bits=4))
         found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(BYTES), **nested}, bits=4))
-    rows = {_WEIGHT: Part(INT8), "{m}SCB": Part(F32, _row), "{m}weight_format": _optional(BYTES)}
+    rows = {_WEIGHT: Part(INT8), "{m}SCB": Part(F32, _per_output), "{m}weight_format": _optional(BYTES)}
     return [*found, Scheme(_WEIGHT, rows, tuple)]
 
 
@@ -438,8 +441,8 @@ def _torchao(_: Settings) -> list[Scheme]:
 def _mlx(settings: Settings) -> list[Scheme]:
     bits, group = _number(settings, "bits") or 4, _number(settings, "group_size") or 64
     is_affine = settings.get("mode", "affine") == "affine"
-    scales = {"{m}scales": Part(FLOATS if is_affine else (*E8M0, *F8), _groups(1, group))}
-    biases = {"{m}biases": Part(FLOATS, _groups(1, group))} if is_affine else {}
+    scales = {"{m}scales": Part(FLOATS if is_affine else (*E8M0, *F8), _per_group(1, group))}
+    biases = {"{m}biases": Part(FLOATS, _per_group(1, group))} if is_affine else {}
     parts = {_WEIGHT: Part(UINT32), **scales, **biases}
     return [Scheme(_WEIGHT, parts, lambda packed: (*packed[:-1], packed[-1] * 32 // bits))]
 
