@@ -32,6 +32,7 @@ from benchmarks import (
     small,
     stores,
     universal,
+    values,
     zero,
 )
 from benchmarks.measure import CKPT, Case, rounds
@@ -49,6 +50,7 @@ SECTIONS = {
     "hash": hashing,
     "plans": plans,
     "small": small,
+    "values": values,
     "stores": stores,
     "processes": processes,
 }
