@@ -80,6 +80,8 @@ class QuantizedWeights:
     @cached_property
     def owners(self) -> Mapping[str, Mapping[str, str]]:
         """Names of the parts of each quantized weight, by the weight's plain name and the part's template."""
+        if self._method is None and not any(tensor.dtype.name in PACKED for tensor in self.tensors.values()):
+            return {}
         schemes = schemes_of(None, {}) if self._schemes is None else self._schemes
         templates = {template for scheme in schemes or () for template in scheme.parts}
         found: dict[str, dict[str, str]] = defaultdict(dict)
@@ -188,8 +190,8 @@ class QuantizedWeights:
         """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
         if self._schemes is None:
             return f"the parts of weights quantized by {self._title} were not checked: ckpt does not know this layout"
-        others = [name for name, tensor in self.tensors.items() if _is_matrix(tensor) and name not in self.parts]
-        if self._method is None and (name := next(filter(self._is_packed, others), None)):
+        packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
+        if name := next((one.fqn for one in packed if _is_matrix(one) and one.fqn not in self.parts), None):
             return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
         return None
 
@@ -219,6 +221,8 @@ class QuantizedWeights:
         """Missing, unexpected and misshapen parts, in the order of names."""
         if self._schemes is None:
             return [*self._unlike_siblings()]
+        if not self.owners:
+            return []
         found = [fault for _, faults in self._fitted.values() for fault in faults]
         if not self._has_groups:
             found += self._uneven(owner for owner, (_, faults) in self._fitted.items() if not faults)
@@ -232,8 +236,22 @@ class QuantizedWeights:
 
     @cached_property
     def _fitted(self) -> Mapping[str, tuple[Scheme | None, Sequence[Fault]]]:
-        """The scheme that fits each weight best, and the weight's faults under it."""
-        return {owner: self._best(owner, parts) for owner, parts in self.owners.items()}
+        """The scheme that fits each weight best, and the weight's faults under it.
+
+        Weights with equal parts have the same scheme: a model has few kinds of weights.
+        """
+        whole: dict[Any, tuple[Scheme | None, Sequence[Fault]]] = {}
+        found = {}
+        for owner, parts in self.owners.items():
+            tensors = ((template, self.tensors[name]) for template, name in parts.items())
+            shapes = tuple((template, tensor.dtype, tensor.shape) for template, tensor in tensors)
+            settings = id(self._settings.get(owner.rpartition(".")[0]))
+            kind = (shapes, self.expected.get(owner), _is_weight(owner), settings)
+            one = whole.get(kind) or self._best(owner, parts)
+            if not one[1]:
+                whole[kind] = one
+            found[owner] = one
+        return found
 
     def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, Sequence[Fault]]:
         best: tuple[Scheme | None, list[Fault]] | None = None
