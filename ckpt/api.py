@@ -824,6 +824,8 @@ def check_loads(path: Path) -> Loading:
         weights = registry.service("quantized_weights")(checkpoint)
         if faults := weights.faults:
             return replace(loading, problems=tuple(map(str, faults)))
+        if weights.unproved:
+            loading = replace(loading, looked_at=(*loading.looked_at, weights.unproved))
         if wrong := registry.service("name_differences")(checkpoint.config or {}, weights.in_place(checkpoint.shapes)):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading

@@ -133,7 +133,7 @@ def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[ValueFinding]:
             yield ValueFinding(CONTRADICTION, name, tensor.role, what, count, first, is_damage=True)
     for name, shape in weights.recorded_shapes.items():
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
-        recorded = tuple(_all_bits(checkpoint, tensor).view(np.int64).tolist())
+        recorded = tuple(_all_bits(checkpoint, tensor).view(f"i{tensor.dtype.itemsize}").tolist())
         if not weights.is_packed_shape(shape, recorded):
             what = f"it records the shape {list(recorded)}, and the packed values are those of {list(shape)}"
             yield ValueFinding(CONTRADICTION, name, tensor.role, what, 1, (0,), is_damage=True)

@@ -53,6 +53,10 @@ BY_HAND: Mapping[str, tuple[Mapping[str, Any], Parts]] = {
         {"quantization_config": {**_FP8, "weight_block_size": [128, 128], "expert_dtype": "fp4"}},
         {"weight": ("I8", [128, 128]), "scale": ("F8_E8M0", [128, 8])},
     ),
+    "fp8 AutoFP8": (
+        {"quantization_config": {"quant_method": "fp8", "activation_scheme": "static"}},
+        {"weight": ("F8_E4M3", [128, 256]), "weight_scale": ("F32", [1]), "input_scale": ("F32", [1])},
+    ),
     "fbgemm_fp8": (
         {"quantization_config": {"quant_method": "fbgemm_fp8"}},
         {"weight": ("F8_E4M3", [128, 256]), "weight_scale": ("F32", [128, 1])},

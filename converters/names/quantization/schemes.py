@@ -78,7 +78,7 @@ def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | Non
     """
     if method is None:
         found = [*_bitsandbytes(settings), *_mxfp4(settings), *_fp8(settings), *_naive(F8, None, {})]
-        return [*found, *_auto_round(settings), *_integers(None, {})]
+        return [*found, *(_auto_round({}) or []), *_integers(None, {})]
     declared = METHODS.get(method)
     return None if declared is None else declared(settings)
 
@@ -159,6 +159,9 @@ def _fp8(settings: Settings) -> list[Scheme]:
         for name in names
         for of, is_stack in kinds
     ]
+    if size is None:  # AutoFP8, which vLLM reads under the same method
+        parts = {_WEIGHT: Part(F8), "{w}_scale": Part(FLOATS, lambda plain: _scalar(plain) + _per_output(plain))}
+        found.append(Scheme(_WEIGHT, {**parts, "{m}input_scale": activations}, tuple))
     if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
         blocks = _per_group(*size) if size else None
         found.append(Scheme(_WEIGHT, {_WEIGHT: Part(F8), "{m}scale": Part((*FLOATS, *E8M0), blocks)}, tuple))
@@ -274,7 +277,11 @@ def _integers(scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
 
 def _packed_integers(bits: int, scales: Shapes | None, extra: Mapping[str, Part]) -> list[Scheme]:
     per = 32 // bits
-    parts = {"{w}_packed": Part(INT32), "{w}_scale": Part(FLOATS, scales), "{w}_shape": Part(INT64, lambda _: [(2,)])}
+    parts = {
+        "{w}_packed": Part(INT32),
+        "{w}_scale": Part(FLOATS, scales),
+        "{w}_shape": Part((*INT64, *INT32), lambda _: [(2,)]),
+    }
     return [Scheme("{w}_packed", {**parts, **extra}, _wider(per))]
 
 
@@ -402,7 +409,11 @@ def _awq(settings: Settings) -> list[Scheme] | None:
     return [Scheme("{m}qweight", parts, lambda packed: (packed[-1] * 32 // bits, packed[0]))]
 
 
-def _auto_round(_: Settings) -> list[Scheme]:
+def _auto_round(settings: Settings) -> list[Scheme] | None:
+    """The layouts of GPTQ and AWQ; other packing formats are other methods' layouts."""
+    packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
+    if "gptq" not in packing and "awq" not in packing:
+        return None
     return [*(_gptq({}) or []), *(_awq({}) or [])]
 
 
