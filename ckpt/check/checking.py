@@ -403,7 +403,7 @@ def _findings(
 
 def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Checkpoint | None:
     """Return the checkpoint of the step before `place` in its run, if it can be read."""
-    steps = every if place in every[:-1] else step_folders(place.parent)
+    steps = every if place in every[:-1] else [step.path for step in run_at(place.parent).steps]
     earlier = steps[steps.index(place) + 1 :] if place in steps else []
     for other in earlier[:1]:
         with suppress(CkptError):

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ckpt import api
 from ckpt.base.errors import LossError, UsageError
 from ckpt.lora.find import Adapter
 from ckpt.plan import registry
@@ -19,6 +18,7 @@ from ckpt.plan.precision import model_dtypes
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
+from ckpt.state.quantized_weights import quantized_parts
 
 #: Tasks whose model never is a base as it was pretrained.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
@@ -52,7 +52,7 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
     cls = registry.service("trained_class")(base.config, task, recorded)
     if cls is None:
         return TrainedBase(base)
-    if api.quantized_parts(base):
+    if quantized_parts(base):
         raise UsageError(
             f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
             path=base.path,
