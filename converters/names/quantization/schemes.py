@@ -151,13 +151,13 @@ def _fp8(settings: Settings) -> list[Scheme]:
     size = _block_size(settings)
     scales = _per_group(*size) if size else _scalar if settings else None
     plain = Scheme(_WEIGHT, {_WEIGHT: Part(F8), "{w}_scale_inv": Part((*FLOATS, *E8M0), scales)}, tuple)
-    activations = Part(FLOATS, None, required=settings.get("activation_scheme") == "static")
+    activations = Part(FLOATS, _scalar, required=settings.get("activation_scheme") == "static")
     names = ("activation_scale", "input_scale")
-    kinds = (("{m}", False), ("{w}_", True))
+    kinds = (("{m}", False, activations), ("{w}_", True, replace(activations, shapes=None)))
     found = [
-        replace(plain, parts={**plain.parts, of + name: activations}, is_stack=is_stack)
+        replace(plain, parts={**plain.parts, of + name: part}, is_stack=is_stack)
         for name in names
-        for of, is_stack in kinds
+        for of, is_stack, part in kinds
     ]
     if size is None:  # AutoFP8, which vLLM reads under the same method
         parts = {_WEIGHT: Part(F8), "{w}_scale": Part(FLOATS, lambda plain: _scalar(plain) + _per_output(plain))}
