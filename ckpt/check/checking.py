@@ -245,13 +245,14 @@ def checkpoints_of(path: Path) -> list[Path]:
     if models_of(path):
         return [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
-    inside = list(dict.fromkeys([*(step.path for step in run_at(path).steps), *recorded]))
+    run = run_at(path)
+    inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded]))
     if TRAINER_STEP.fullmatch(path.absolute().name):
         return [path]
     if _is_checkpoint(path):
         return [path, *inside]
-    run = None if inside else run_below(path, is_run)
-    return inside or ([path] if run is None else checkpoints_of(run))
+    below = None if inside else run_below(path, is_run)
+    return inside or ([path] if below is None else checkpoints_of(below))
 
 
 def _is_checkpoint(path: Path) -> bool:

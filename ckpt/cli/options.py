@@ -65,8 +65,10 @@ FormatOption = Annotated[
 TagOption = Annotated[
     str | None,
     typer.Option(
+        "--tag",
+        "--step",
         metavar="TAG",
-        help="The step folder to take, instead of the one recorded as latest.",
+        help="The step to take, by its folder's name or its number, instead of the one recorded as latest.",
         autocompletion=complete.tags,
     ),
 ]

@@ -32,8 +32,12 @@ class Sides:
     from_b: Annotated[str, typer.Option(metavar="FORMAT", help="The format of B.", autocompletion=complete.sources)] = (
         "auto"
     )
-    tag_a: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of A.")] = None
-    tag_b: Annotated[str | None, typer.Option(metavar="TAG", help="The step folder of B.")] = None
+    tag_a: Annotated[
+        str | None, typer.Option("--tag-a", "--step-a", metavar="TAG", help="The step of A, by name or number.")
+    ] = None
+    tag_b: Annotated[
+        str | None, typer.Option("--tag-b", "--step-b", metavar="TAG", help="The step of B, by name or number.")
+    ] = None
     config: opt.ConfigOption = None
     accept_setting: opt.AcceptSettingOption = None
 

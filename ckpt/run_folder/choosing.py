@@ -34,6 +34,7 @@ from ckpt.run_folder.steps import (
     check_ended,
     has_record,
     has_trainer_state,
+    recorded_number,
     run_at,
 )
 
@@ -138,9 +139,24 @@ class Chooser:
                 continue
             if found is not None:
                 self._check_same_count(run, step)
-                return found, skipped
+                return self._newer_last(run, step.number, found), skipped
             skipped[step] = None
         return None, skipped
+
+    def _newer_last(self, run: Run, number: int, found: Checkpoint) -> Checkpoint:
+        """Return the checkpoint in a step called `last` if it is newer than `found`, whose number is `number`."""
+        for place in run.last:
+            try:
+                last = self._open_step(place)
+                of_last = recorded_number(place) if last is None or last.state.step is None else last.state.step
+            except IncompleteError as error:
+                found = _with_notes(found, [note := _skip_note(run, place, error)], [], [note])
+                continue
+            if last is not None and of_last is None:
+                _ask(run, [run.name(Path(found.path)), run.name(place)])
+            if last is not None and of_last is not None and of_last > number:
+                found, number = last, of_last
+        return found
 
     def _open_step(self, step: Path) -> Checkpoint | None:
         """Return the checkpoint in a step's folder, or in the part of it that holds the model."""
@@ -228,7 +244,7 @@ class Chooser:
         """Return `checkpoint` with notes about skipped steps and every newer step of the run."""
         place, number = Path(checkpoint.path), _number(run, checkpoint)
         passed = [
-            f"{run.name(step.path)} is skipped, it is not complete: {error.what}"
+            _skip_note(run, step.path, error)
             if error is not None
             else f"{run.name(step.path)} is skipped, it holds no {self.want.what}"
             for step, error in skipped.items()
@@ -313,6 +329,10 @@ def _number(run: Run, checkpoint: Checkpoint) -> int | None:
     """Return the number of the step that `checkpoint` is: of its folder in the run, otherwise the recorded one."""
     holder = run.holder(Path(checkpoint.path))
     return checkpoint.state.step if holder is None else holder.number
+
+
+def _skip_note(run: Run, place: Path, error: CkptError) -> str:
+    return f"{run.name(place)} is skipped, it is not complete: {error.what}"
 
 
 def _note(text: str, run: Run, steps: Sequence[Step]) -> list[str]:

@@ -51,6 +51,10 @@ _ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|p
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
 #: Folders in a run's folder that hold its steps: torchtitan's, Lightning's and LeRobot's.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
+#: The newest step of Lightning or LeRobot, whose number is not in its name.  A link leads to a numbered step.
+_LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
+#: LeRobot's record of a step's number (lerobot, utils/constants.py).
+_LEROBOTS_RECORD = "training_state/training_step.json"
 #: Suffixes of steps that are one file.
 _FILES = (".ckpt", ".pt", ".pth")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
@@ -72,11 +76,13 @@ class Step:
 class Run:
     """The steps of a run's folder, newest first.
 
-    At equal numbers a step with HF Trainer's record comes first.  File times are never compared.
+    At equal numbers a step with HF Trainer's record comes first.  File times are never compared.  `last` are steps
+    without a number in their names.
     """
 
     path: Path
     steps: tuple[Step, ...]
+    last: tuple[Path, ...] = ()
 
     def name(self, place: Path) -> str:
         """Return the name of a place in the run for messages, which `--tag` takes if it is a step."""
@@ -108,7 +114,8 @@ def run_at(path: Path) -> Run:
     def order(step: Step) -> tuple[int, bool, str]:
         return step.number, has_trainer_state(step.path), step.path.name
 
-    return Run(path, tuple(sorted(found, key=order, reverse=True)))
+    last = [holder / name for holder in _holders(path) for name in entries_in(holder) if _LAST.fullmatch(name)]
+    return Run(path, tuple(sorted(found, key=order, reverse=True)), tuple(one for one in last if not one.is_symlink()))
 
 
 def has_record(path: Path) -> bool:
@@ -187,6 +194,15 @@ def enclosing_folders(path: Path) -> list[Path]:
     if path.name in STEP_PARTS and ANY_STEP.fullmatch(path.parent.name):
         return [path, path.parent, path.parent.parent]
     return [path, path.parent] if ANY_STEP.fullmatch(path.name) else [path]
+
+
+def recorded_number(step: Path) -> int | None:
+    """Return the number of a step that HF Trainer or LeRobot records in its folder, if there is one."""
+    if not (step / _LEROBOTS_RECORD).is_file():
+        return trainer_step(step)
+    recorded = read_json(confined(step, _LEROBOTS_RECORD))
+    number = recorded.get("step") if isinstance(recorded, dict) else None
+    return number if type(number) is int else None
 
 
 def trainer_step(folder: Path) -> int | None:
