@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, counted, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
-from ckpt.move.listing import listed_once, names_in
+from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     OWN,
@@ -37,6 +38,8 @@ from ckpt.stores import places
 AUTO = "auto"
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
+_MAX_LEVELS = 6  # of folders in a folder that is searched for a checkpoint
+_MAX_SHOWN = 8  # names in one message
 _MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
 
 
@@ -210,7 +213,7 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
             except CkptError:
                 continue
             others += [one.name] if found else []
-    hint = f"this looks like {' or '.join(others)}" if others else "see `ckpt formats`"
+    hint = f"this looks like {' or '.join(others)}" if others else None
     said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
     if name := next(filter(said.get, said), None):
         hint = (
@@ -226,7 +229,32 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         names.sort(key=lambda name: _without_digits(name) != _without_digits(tag))
         there = names or _checkpoints_inside(path, format)
         hint = f"there is {', '.join(there[:8])}" if there else hint
-    return NotFoundError(f"no {wanted} here", path=path, hint=hint)
+    if hint is None and (deeper := _checkpoint_deeper(path)):
+        hint = f"give the folder of one checkpoint, such as {deeper}"
+    contents = None if others or not path.is_dir() else _contents(path)
+    return NotFoundError(f"no {wanted} here", path=path, found=contents, hint=hint)
+
+
+def _contents(folder: Path) -> str:
+    """Return the names in a folder for a message, the newest step's first."""
+    run = run_at(folder)
+    step = run.steps[0].path if run.steps and run.steps[0].path.is_dir() else folder
+    names = [f"{name}/" if is_folder(entry) else name for name, entry in entries_in(step).items()]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    inside = f"{', '.join(names[:_MAX_SHOWN])}{more}" if names else "nothing"
+    return f"{inside} in the step {run.name(step)}" if step != folder else inside if names else "an empty folder"
+
+
+def _checkpoint_deeper(path: Path) -> Path | None:
+    """Return a checkpoint or run deeper in a folder than the levels that are searched for the only run."""
+    level = [path]
+    for _ in range(_MAX_LEVELS):
+        level = [inside for folder in level for inside in folders_in(folder)][:_MAX_ENTRIES]
+        for folder in level:
+            with suppress(CkptError):
+                if is_run(folder):
+                    return folder
+    return None
 
 
 def _without_digits(name: str) -> str:

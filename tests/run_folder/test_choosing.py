@@ -150,3 +150,55 @@ def test_resume_asks_if_the_folders_own_step_is_unknown(run: Path, tmp_path: Pat
         ckpt.resume(run)
     for words in (shlex.split(hint) for hint in str(caught.value.hint).split(" or ")):
         assert ckpt.open(run, tag=words[1]).optimizer_states
+
+
+def test_lightnings_last_is_taken_if_its_step_is_newer(tmp_path: Path) -> None:
+    """`save_top_k` keeps the best steps by name, and `save_last` the newest without a number."""
+    best, last = (tmp_path / "checkpoints" / name for name in ("epoch=0-step=20.ckpt", "last.ckpt"))
+    model_file(best, 20)
+    for step, expected in ((30, last), (20, best), (10, best)):
+        model_file(last, step)
+        assert Path(ckpt.open(tmp_path).path) == expected
+        assert {Path(one.path).name for one in ckpt.check(tmp_path).checkpoints} == {best.name, last.name}
+    model_file(last)
+    with pytest.raises(UsageError) as caught:
+        ckpt.open(tmp_path)
+    for words in (shlex.split(hint) for hint in str(caught.value.hint).split(" or ")):
+        assert Path(ckpt.open(tmp_path, tag=words[1]).path) in (best, last)
+    last.unlink()
+    last.symlink_to(best)
+    assert Path(ckpt.open(tmp_path).path) == best
+
+
+def test_steps_of_lightnings_fsdp_are_one_run(fixtures: Path, tmp_path: Path) -> None:
+    run = tmp_path / "lightning_logs/version_0/checkpoints"
+    for name in ("epoch=0-step=2.ckpt", "epoch=1-step=10.ckpt"):
+        shutil.copytree(fixtures / "dcp-fsdp2/step-2", run / name)
+    assert Path(ckpt.open(tmp_path).path).name == "epoch=1-step=10.ckpt"
+    assert [one.format for one in ckpt.check(tmp_path).checkpoints] == ["dcp", "dcp"]
+    assert ckpt.resume(tmp_path) == str(run / "epoch=1-step=10.ckpt")
+
+
+def test_a_step_is_taken_by_its_number(run: Path) -> None:
+    for command in (("inspect",), ("check",), ("hash",), ("resume",), ("convert", "auto", "full", "--dry-run")):
+        result = run_ckpt(*command, run, "--step", "1")
+        assert result.code == 0 and "checkpoint-2" not in result.out, (command, result.err)
+        assert run_ckpt(*command, run, "--step", "7").code == 3, command
+    assert ckpt.open(run, tag="1").path == str(run / "checkpoint-1/global_step1")
+    assert run_ckpt("verify", run, run, "--step-a", "1", "--step-b", "1").code == 0
+    assert run_ckpt("verify", run, run, "--step-a", "1", "--step-b", "2").code == 1
+
+
+def test_an_unknown_folder_is_described(fixtures: Path, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "other/step_5/parts").mkdir(parents=True)
+    (tmp_path / "other/step_5/array.zarr").touch()
+    deep = shutil.copytree(fixtures / "toy-zero1", tmp_path / "deep/a/b/c/run", ignore=lambda *_: {"truth"})
+    expected = {"empty": "an empty folder", "other": "array.zarr, parts/ in the step step_5", "deep": "a/"}
+    for name, found in expected.items():
+        result = run_ckpt("inspect", tmp_path / name)
+        assert result.code == 3 and f"found: {found}\n" in result.err, result.err
+        assert "ckpt formats" not in result.err
+        assert ("such as" in result.err) == (name == "deep")
+    assert run_ckpt("inspect", result.err.strip().rpartition(" ")[2]).code == 0
+    assert str(deep) in result.err
