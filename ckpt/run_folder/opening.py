@@ -239,7 +239,8 @@ def _contents(folder: Path) -> str:
     """Return the names in a folder for a message, the newest step's first."""
     run = run_at(folder)
     step = run.steps[0].path if run.steps and run.steps[0].path.is_dir() else folder
-    names = [f"{name}/" if is_folder(entry) else name for name, entry in entries_in(step).items()]
+    entries = {name: entry for name, entry in entries_in(step).items() if not is_staged(step / name)}
+    names = [f"{name}/" if is_folder(entry) else name for name, entry in entries.items()]
     more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
     inside = f"{', '.join(names[:_MAX_SHOWN])}{more}" if names else "nothing"
     return f"{inside} in the step {run.name(step)}" if step != folder else inside if names else "an empty folder"
@@ -249,7 +250,8 @@ def _checkpoint_deeper(path: Path) -> Path | None:
     """Return a checkpoint or run deeper in a folder than the levels that are searched for the only run."""
     level = [path]
     for _ in range(_MAX_LEVELS):
-        level = [inside for folder in level for inside in folders_in(folder)][:_MAX_ENTRIES]
+        inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
+        level = inside[:_MAX_ENTRIES]
         for folder in level:
             with suppress(CkptError):
                 if is_run(folder):
