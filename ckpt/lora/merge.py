@@ -15,6 +15,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property, partial
 from importlib.metadata import version
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
-from ckpt.lora import light, targets, tied
+from ckpt.lora import light, renamed, targets, tied
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
@@ -150,7 +151,7 @@ def _plan(
         trained = as_trained(model, one)
         model, entries, notes = trained.base, {**entries, **trained.entries}, (*notes, *trained.notes)
     merge = _Merge(model, layout, Noted(len(adapters)), as_peft, entries)
-    given, adapters = adapters, [_stacked(one, merge) for one in adapters]
+    given, adapters = adapters, [renamed.in_memory(_stacked(one, merge), merge.base) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
         merge.check_vocabulary(one)
@@ -307,6 +308,8 @@ class _Merge:
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
         adapted = {module for module in adapted if not adapter.config.targets_parameter(f"{module}.weight")}
+        former = adapter.config.former
+        layers, adapted = ({former.get(module, module) for module in of} for of in (layers, adapted))
         self.targets.extend(targets.notes(adapter.config, layers, adapted))
 
     def _check_saved(self, adapter: Adapter) -> None:
@@ -552,7 +555,10 @@ class _Merge:
         owner = self._owner(target)
         if owner not in self.chosen:
             raise _misfit(
-                replace(adapter, path=factor.file or adapter.path), fqn, "a parameter of the base", "none of this name"
+                replace(adapter, path=factor.file or adapter.path),
+                fqn,
+                "a parameter of the base",
+                self._nearest(target),
             )
         if factor.shape != self.shapes[owner]:
             if factor.shape[1:] != self.shapes[owner][1:] or self.shapes[owner][:1] != (self._vocabulary,):
@@ -807,12 +813,18 @@ class _Merge:
             name = "in_proj_weight" if attention == inner else "out_proj.weight"
             owner = self._owner(f"{attention}.{name}")
         if owner not in self.shapes:
-            raise _misfit(adapter, module, f"a layer of the base with {fqn}", "none of this name")
+            raise _misfit(adapter, module, f"a layer of the base with {fqn}", self._nearest(fqn))
         if owner in self.quantized or self.chosen[owner].dtype not in CAST_SOURCES:
             raise self._quantized(owner)
         if len(self.shapes[owner]) < 2:
             raise _misfit(adapter, module, "a matrix", f"shape {list(self.shapes[owner])}")
         return owner
+
+    def _nearest(self, fqn: str) -> str:
+        """Say that the base lacks `fqn`, and name the parameter with the same end that is most like it."""
+        end = fqn.split(".")[-2:]
+        near = get_close_matches(fqn, [name for name in self.shapes if name.split(".")[-2:] == end], 1)
+        return "none of this name" + (f"; {near[0]} is the nearest" if near else "")
 
     def _attention(self, module: str) -> str | None:
         """The `nn.MultiheadAttention` that `module` is, or whose output projection it is."""
@@ -995,7 +1007,9 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
 
 def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
     """Whether `modules_to_save` names the module of this parameter (peft `_set_trainable`)."""
-    module = fqn.rpartition(".")[0]
+    module, _, parameter = fqn.rpartition(".")
+    module = config.former.get(module, module)
+    fqn = f"{module}.{parameter}"
     return any(module == name or module.endswith(f".{name}") or f".{name}." in f".{fqn}" for name in config.saved)
 
 

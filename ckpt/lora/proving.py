@@ -23,6 +23,7 @@ from ckpt.base.typed import typed
 from ckpt.lora import tied
 from ckpt.lora.effect import Effects, Merge
 from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
+from ckpt.lora.head import as_trained
 from ckpt.lora.merge import is_merged, plan
 from ckpt.lora.neighbours import unread, without_ignored
 from ckpt.plan import registry
@@ -214,7 +215,10 @@ def verify_merge(
                 sqrt(away / between) if away is not None and between else None,
             )
         )
-    deviations += _ties_otherwise(model, other, merge)
+    trained = tied.in_memory(model)
+    for adapter in found:
+        trained = as_trained(trained, adapter).base
+    deviations += _ties_otherwise(trained, other, merge)
     num_compared = len([one for one in report.results if one.fqn in targets])
     return MergeReport(
         model.path,
@@ -242,7 +246,10 @@ def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> t
 
 
 def _ties_otherwise(base: Checkpoint, merged: Checkpoint, merge: Merge) -> Iterator[Deviation]:
-    """Yield tied weights that the config of `merged` ties and the merge does not, or the other way round."""
+    """Yield tied weights that the config of `merged` ties and the merge does not, or the other way round.
+
+    `base` has the class that was trained.
+    """
     if merged.config is None or not base.ties:
         return
     declared = registry.service("declared_ties")(merged.config)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
@@ -92,13 +92,17 @@ class AdapterConfig:
     is_of_unsloth: bool = False
     #: What the user says of the layout of stacked experts, which comes before what is recorded.
     given_layout: Columns | None = None
+    #: Names that the adapter's file and config have for modules of the base, by the name in the base.
+    former: Mapping[str, str] = field(default_factory=dict)
 
     def rank_of(self, key: str) -> int:
         """The rank of module (or targeted parameter) `key`."""
+        key = self.former.get(key, key)
         return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
 
     def alpha_of(self, key: str) -> float:
         """The alpha of module (or targeted parameter) `key`."""
+        key = self.former.get(key, key)
         return self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
 
     def scaling(self, key: str) -> float:
