@@ -14,8 +14,11 @@ _UNITS = {"B": 1} | {
 }
 
 
-def parse_size(text: str) -> int:
-    """Bytes of `5GB`, `512MiB`, `1.5 GB` or `100B`; decimal units unless there is an `i`."""
+def parse_size(text: str | int) -> int:
+    """Return the bytes of `5GB`, `512MiB`, `1.5 GB` or `100B`, in decimal units unless there is an `i`, or an int."""
+    if isinstance(text, int) and text > 0:
+        return text
+    text = str(text)
     match = re.fullmatch(r"\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*", text)
     unit = match[2].upper() if match else ""
     if match and not unit and Decimal(match[1]):

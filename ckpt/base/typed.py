@@ -13,6 +13,14 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
 
+#: What torch and other programs call the dtypes that options name.
+_DTYPES = {
+    **{name: name for name in ("fp32", "fp16", "bf16")},
+    "float32": "fp32",
+    "float16": "fp16",
+    "bfloat16": "bf16",
+}
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -41,11 +49,27 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         for parameter in known:
             if parameter in bound.arguments and parameter in hints():
                 hint, value = hints()[parameter], bound.arguments[parameter]
-                if not _allows(hint, value):
-                    raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint))
-        return function(*args, **kwargs)
+                if not _allows(hint, value) and (value := short_dtype(value)) is not None and _allows(hint, value):
+                    bound.arguments[parameter] = value
+                elif not _allows(hint, value):
+                    value = bound.arguments[parameter]
+                    near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else None
+                    raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint), hint=near)
+        return function(*bound.args, **bound.kwargs)
 
     return run
+
+
+def short_dtype(value: object) -> str | None:
+    """Return `bf16` for `bfloat16`, `torch.bfloat16` or the object itself; None for anything but a dtype."""
+    return _DTYPES.get(str(value).removeprefix("torch.").lower())
+
+
+def _choices(hint: Any) -> list[str]:
+    """Return the strings that an annotation allows."""
+    if get_origin(hint) in (Union, UnionType):
+        return [choice for one in get_args(hint) for choice in _choices(one)]
+    return [one for one in get_args(hint) if isinstance(one, str)] if get_origin(hint) is Literal else []
 
 
 def _allows(hint: Any, value: object) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,6 +48,26 @@ class Read:
 
 
 @dataclass(frozen=True)
+class Place:
+    """The folder to write."""
+
+    out: Annotated[
+        Path | None, typer.Argument(metavar="OUT", help="The folder to write, the same as -o.", readable=False)
+    ] = None
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, next to the run]")
+    ] = None
+
+    @property
+    def given(self) -> Path | None:
+        """The folder that was given in either way; UsageError for two of them."""
+        if self.out is not None and self.output is not None:
+            what = "there are two folders to write"
+            raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give one of the two")
+        return self.output if self.out is None else self.out
+
+
+@dataclass(frozen=True)
 class Work:
     """How it is done."""
 
@@ -81,9 +102,7 @@ def convert(
         str | None,
         typer.Option(metavar="TO", help="The format to write, instead of TO.", autocompletion=complete.targets),
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, next to the run]")
-    ] = None,
+    place: Place,
     read: Read,
     precision: opt.Precision,
     optimizer_dtype: Annotated[
@@ -109,8 +128,9 @@ def convert(
         print(f"converting with {start}", file=sys.stderr)
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
+        source, target, path, place = _with_output_last(source, target, path, place)
         source, target, path, config = _meant(source, target, path, to, read, quiet)
-        destination = output or default_output(path, target)
+        destination = place.given or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
         check_place(destination)
         with progress(0, "plan", quiet=quiet):
@@ -141,6 +161,21 @@ def convert(
         )
     if report is not None:
         say_result(report, outcome)
+
+
+def _with_output_last(
+    source: str | None, target: str | None, path: Path | None, place: Place
+) -> tuple[str | None, str | None, Path | None, Place]:
+    """Return FROM, TO, PATH and OUT, also for the three words PATH, TO and OUT."""
+    from ckpt.plan import registry
+    from ckpt.run_folder.opening import AUTO
+
+    if source is None or path is None or not Path(source).exists() or path.exists():
+        return source, target, path, place
+    formats = registry.words()
+    if source in (*formats, AUTO) or target not in formats or str(path) in formats or place.out is not None:
+        return source, target, path, place
+    return AUTO, target, Path(source), replace(place, out=path)
 
 
 def _meant(
@@ -191,10 +226,23 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
     from ckpt.run_folder.opening import AUTO
 
     given = [word for word in words if word in formats]
+    unknown = next((word for word in words[1:] if word not in (*formats, AUTO) and not Path(word).exists()), None)
+    if unknown is not None and not given and Path(words[0]).exists():
+        known = did_you_mean(unknown, formats)
+        what = f"there is no format {unknown!r} to write"
+        return UsageError(what, found=" ".join(words), hint=known or _quantizes(words))
     place = next((word for word in words if word not in (*formats, AUTO)), "PATH")
     line = f"ckpt convert {' '.join([AUTO, *(given or ['TO'])][-2:])} {shlex.quote(place)}"
     near = None if given or AUTO in words else did_you_mean(words[1], formats)
     return UsageError("a format or PATH is missing", expected=_USAGE, found=" ".join(words), hint=near or line)
+
+
+def _quantizes(words: list[str]) -> str:
+    """A hint for the name of a quantization method, or of any other format that is not known."""
+    if re.search(r"gptq|awq|gguf|ggml|q\d|bnb|nf4|fp8|int\d|mlx|onnx|exl|quant", words[1].lower()):
+        line = f"ckpt convert {shlex.quote(words[0])} hf"
+        return f"ckpt quantizes nothing: `{line}` writes the model, and the tool of that method takes this folder"
+    return "`ckpt formats` lists them"
 
 
 def _in_order(words: list[str], place: str) -> str:

@@ -21,6 +21,7 @@ from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
+from ckpt.base.typed import short_dtype
 from ckpt.cli import complete, defaults
 from ckpt.cli.examples import EXAMPLES
 from ckpt.cli.usage import say_error, saying_usage_errors
@@ -154,7 +155,13 @@ class Sharding:
     max_shard_size: ShardSizeOption = "5GB"
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIZE, help="Ranks of a sharded target. [default: as many as the source has]"),
+        typer.Option(
+            "--gpus",
+            "--world-size",
+            min=1,
+            max=MAX_SIZE,
+            help="Ranks of a sharded target. [default: as many as the source has]",
+        ),
     ] = None
 
 
@@ -382,16 +389,31 @@ class Commands(_Help, TyperGroup):
             if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
                 # `Path` would fold it into another key
                 raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
-        resolved: Any = super().resolve_command(ctx, args)
+        resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
         if name in ("convert", "resume", "mount"):
             alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
             alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
             command = typer.main.get_command(alone)
         found = defaults.of_command(name, command.params)
+        found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
         ctx.default_map = {name: found}
         streams.json_by_default = str(found.get("as_json")).lower() in _TRUE
         return name, command, rest
+
+
+def _with_short_dtypes(args: Sequence[str]) -> list[str]:
+    """Return the words of a command line with `bf16` for `bfloat16` and `torch.bfloat16` after options of dtypes."""
+    words, before = [], ""
+    for word in args:
+        option, equals, value = word.partition("=")
+        if option.startswith("--") and option.endswith("dtype") and equals:
+            word = f"{option}={short_dtype(value) or value}"
+        elif before.startswith("--") and before.endswith("dtype"):
+            word = short_dtype(word) or word
+        words.append(word)
+        before = word
+    return words
 
 
 @guarded

@@ -29,7 +29,13 @@ def resume(
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, max=MAX_SIZE, help="Ranks to go on with. [default: the launcher's, or the source's]"),
+        typer.Option(
+            "--gpus",
+            "--world-size",
+            min=1,
+            max=MAX_SIZE,
+            help="Ranks to go on with. [default: the launcher's, or the source's]",
+        ),
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,

@@ -57,7 +57,7 @@ def estimate(
     activation_offload: bool = False,
     recompute_modules: str | Sequence[str] | None = None,
     gpus: int | None = None,
-    gpu_memory: str = "80GB",
+    gpu_memory: str | int = "80GB",
     cp: int | None = None,
     tp: int | None = None,
     pp: int | None = None,
@@ -135,8 +135,10 @@ def _listed(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
     return tuple(names.split(",") if isinstance(names, str) else names) if names else None
 
 
-def _gpu_memory(size: str) -> int:
-    """Bytes; GPUs are sold by the GB, so a number alone is of these."""
+def _gpu_memory(size: str | int) -> int:
+    """Return bytes.  GPUs are sold by the GB, so a small number alone is of these."""
+    if isinstance(size, int):
+        size = f"{size}B" if size >= 1 << 16 else str(size)
     if not size.strip().replace(".", "", 1).isdecimal():
         return parse_size(size)
     if float(size) >= 1 << 16:

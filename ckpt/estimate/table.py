@@ -116,8 +116,35 @@ def find(where: str) -> Subject:
         "no such model",
         path=where,
         expected="a folder, a config.json, a checkpoint, or a Hub id like org/name",
-        hint="check the path; a model of the Hub is given as org/name",
+        hint=_meant(where),
     )
+
+
+#: Owners of well-known families on the Hub, by the beginning of a model's name.
+_OWNERS = {
+    "qwen": "Qwen",
+    "llama": "meta-llama",
+    "meta-llama": "meta-llama",
+    "mistral": "mistralai",
+    "mixtral": "mistralai",
+    "gemma": "google",
+    "deepseek": "deepseek-ai",
+    "gpt-oss": "openai",
+    "phi": "microsoft",
+    "olmo": "allenai",
+    "smollm": "HuggingFaceTB",
+    "glm": "zai-org",
+    "granite": "ibm-granite",
+    "falcon": "tiiuae",
+}
+
+
+def _meant(where: str) -> str:
+    """Return a hint at the Hub id of a model that was given by its name alone."""
+    owner = next((owner for start, owner in _OWNERS.items() if where.lower().startswith(start)), "ORG")
+    if "/" in where or where.startswith("."):
+        return "check the path; a model of the Hub is given as ORG/NAME"
+    return f"give a model of the Hub with its owner: ckpt estimate {owner}/{where}"
 
 
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:

@@ -77,7 +77,7 @@ def resume(
     world_size: int | None = ...,
     tag: str | None = ...,
     config: str | None = ...,
-    dtype: str | None = ...,
+    dtype: api.Cast | None = ...,
     model_only: bool = ...,
     missing_ok: Literal[False] = ...,
     say: Callable[[str], None] = ...,
@@ -91,7 +91,7 @@ def resume(
     world_size: int | None = ...,
     tag: str | None = ...,
     config: str | None = ...,
-    dtype: str | None = ...,
+    dtype: api.Cast | None = ...,
     model_only: bool = ...,
     missing_ok: bool,
     say: Callable[[str], None] = ...,
@@ -105,7 +105,7 @@ def resume(
     world_size: int | None = None,
     tag: str | None = None,
     config: str | None = None,
-    dtype: str | None = None,
+    dtype: api.Cast | None = None,
     model_only: bool = False,
     missing_ok: bool = False,
     say: Callable[[str], None] = say_on_stderr,
@@ -140,14 +140,16 @@ def resume(
         raise UsageError("only a run in a local folder can be resumed", path=path, hint=hint)
     path = Path(path)
     now = caller()
-    dtype = dtype or now.dtype
-    if dtype is not None and dtype not in CASTABLE:
-        raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(dtype))
+    precision = now.dtype if dtype is None or dtype == "keep" else dtype
+    if precision is not None and precision not in CASTABLE:
+        raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(precision))
     if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
         raise UsageError("this is not a number of ranks", expected="an int of at least 1", found=f"{world_size=}")
-    layout = Layout(CASTABLE[dtype] if dtype else None, world_size=world_size or now.world_size, options=options)
+    layout = Layout(
+        CASTABLE[precision] if precision else None, world_size=world_size or now.world_size, options=options
+    )
     format = format or now.format
-    asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": dtype, **options}
+    asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": precision, **options}
     asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
     with the_callers() as group:
         check_alike({name: str(value) for name, value in asked.items()}, group)

@@ -29,7 +29,7 @@ class AfterSave:
     options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self))
+        return json.dumps(asdict(self), default=str)  # a dtype of torch's by its name
 
 
 def carry_out(work: AfterSave) -> None:

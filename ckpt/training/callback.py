@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -11,7 +13,8 @@ from pathlib import Path
 from queue import Queue
 from typing import TYPE_CHECKING, Any
 
-from ckpt.base.errors import UsageError
+import ckpt
+from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.training.after_save import AfterSave
 
 if TYPE_CHECKING:
@@ -29,8 +32,9 @@ class TrainerCallback(_Base):  # type: ignore[misc]
 
     `check` says whether the checkpoint is whole; `to` is the format it is converted to (None: to none), into
     `output/checkpoint-N`, by default `OUTPUT_DIR-TO/checkpoint-N` beside the run folder; `verify` compares every bit of
-    what was written; `push` is the repository on the Hub, whose main branch becomes the newest checkpoint.  `options`
-    are those of `ckpt.convert`.
+    what was written; `push` is the repository on the Hub, whose main branch becomes the newest checkpoint.  `keep`
+    keeps that many of the newest conversions and removes older ones of this run.  `options` are those of
+    `ckpt.convert`, and are checked at once.
 
     Training is not held up: the first rank hands each checkpoint to a queue, whose processes run one after the other,
     and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing,
@@ -54,10 +58,16 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         output: str | os.PathLike[str] | None = None,
         verify: bool = True,
         push: str | None = None,
+        keep: int | None = None,
         **options: Any,
     ) -> None:
         if push and to is None:
             raise UsageError("what is pushed is what is converted", expected="to='hf'", found="to=None")
+        if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+            raise UsageError("keep is a number of conversions", expected="an int of at least 1", found=repr(keep))
+        _check_options(to, options)
+        self._keep = keep
+        self._converted: list[str] = []
         self._asked: dict[str, Any] = {"check": check, "to": to, "verify": verify, "push": push, "options": options}
         self._output = None if output is None else os.fspath(output)
         self._saved: list[AfterSave] = []
@@ -92,15 +102,32 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         while True:
             work = self._queue.get()
             try:
-                _run(work)
+                if _run(work) and work.to is not None:
+                    self._converted.append(work.output)
+                    self._remove_old()
             except Exception as error:  # whatever it is: training goes on
                 _LOG.warning("ckpt: nothing was done with %s: %s", work.path, error)
             finally:
                 self._queue.task_done()
 
+    def _remove_old(self) -> None:
+        """Remove the oldest conversions of this run, so that `keep` are left."""
+        while self._keep is not None and len(self._converted) > self._keep:
+            shutil.rmtree(self._converted.pop(0))
 
-def _run(work: AfterSave) -> None:
-    """Do the work in a process, without GPUs, and log what it printed."""
+
+def _check_options(to: str | None, options: dict[str, Any]) -> None:
+    """Raise UsageError for a format or an option that `ckpt.convert` does not take.
+
+    The source does not exist, so a right call ends with NotFoundError and writes nothing.
+    """
+    missing = os.path.join(os.devnull, "checkpoint")
+    with contextlib.suppress(NotFoundError):
+        ckpt.convert(missing, "hf" if to is None else to, f"{missing}-out", **options)
+
+
+def _run(work: AfterSave) -> bool:
+    """Do the work in a process, without GPUs, and log what it printed; True if all of it was done."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)
@@ -108,3 +135,4 @@ def _run(work: AfterSave) -> None:
         _LOG.info("ckpt: %s", line)
     if done.returncode:
         _LOG.warning("ckpt: %s: exit code %d: %s", work.path, done.returncode, done.stderr.strip()[-4000:])
+    return not done.returncode

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import ItemsView, Iterator, KeysView, Mapping, ValuesView
+from contextlib import suppress
 from dataclasses import fields
 from functools import cached_property
 from itertools import islice
@@ -24,8 +25,8 @@ Index = int | slice | EllipsisType
 
 #: The attributes of an open checkpoint that `dir` shows to users; the others are for formats.
 _PUBLIC = (
-    *("config", "files", "format", "framework", "is_adapter", "items", "keys", "notes", "optimizer_states"),
-    *("parameters", "path", "shapes", "state", "tag", "tensors", "ties", "values", "world_size"),
+    *("config", "files", "format", "framework", "get", "is_adapter", "items", "keys", "notes", "optimizer_states"),
+    *("parameters", "path", "shapes", "state", "step", "tag", "tensors", "ties", "values", "world_size"),
 )
 _ROWS = 20  # tensors that a notebook shows of a checkpoint
 
@@ -135,6 +136,19 @@ class OpenCheckpoint(Checkpoint):
         if tensor is None:
             raise KeyError(self._missing(key))
         return LazyTensor(tensor, self.computed)
+
+    def get(self, fqn: str, role: str | None = None) -> Any:
+        """Return the tensor `fqn` as indexing does, or its description in `role`; None if there is none."""
+        if role is not None:
+            return super().get(fqn, role)
+        with suppress(KeyError):
+            return self[fqn]
+        return None
+
+    @property
+    def step(self) -> int | None:
+        """Training step, or None if it is not recorded."""
+        return self.state.step
 
     def __contains__(self, key: object) -> bool:
         return key in self.tensors if isinstance(key, tuple) else self.ties.get(str(key), key) in self._named

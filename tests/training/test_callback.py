@@ -143,3 +143,36 @@ except ckpt.CkptError as error:
     assert done.stdout == (
         "ckpt.TrainerCallback needs transformers, which is not installed\n\nhint: pip install transformers\n"
     )
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"dtyp": "bf16"}, "did you mean dtype"),
+        ({"to": "hff"}, "did you mean hf"),
+        ({"keep": 0}, "at least 1"),
+        ({"dtype": "bf61"}, "did you mean bf16"),
+        ({"to": "megatron", "tp": "x"}, "tp cannot be 'x'"),
+        ({"max_shard_size": "5"}, "needs a unit"),
+    ],
+)
+def test_wrong_options_are_refused_before_training(wrong: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        ckpt.TrainerCallback(**wrong)
+
+
+def test_right_options_are_taken() -> None:
+    for right in (
+        {},
+        {"dtype": "bfloat16"},
+        {"to": None},
+        {"to": "zero3", "world_size": 2},
+        {"to": "megatron", "tp": 2},
+    ):
+        ckpt.TrainerCallback(**right)  # type: ignore[arg-type]
+
+
+def test_so_many_conversions_are_kept(tmp_path: Path) -> None:
+    trained(tmp_path / "outputs", ckpt.TrainerCallback(keep=1, output=tmp_path / "out"))
+    assert os.listdir(tmp_path / "out") == ["checkpoint-4"]
+    assert {"checkpoint-2", "checkpoint-4"} <= {*os.listdir(tmp_path / "outputs")}, "the run's own stay"
