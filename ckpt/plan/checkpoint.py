@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
@@ -284,6 +284,11 @@ class Checkpoint:
     def facts_of(self, family: type[Facts]) -> Facts:
         """The facts of this family's; those of nothing known where another one's reader made this."""
         return self.facts if isinstance(self.facts, family) else family()
+
+    def holds(self, names: Iterable[str]) -> bool:
+        """Return True if there are tensors of all `names`, possibly behind path prefixes."""
+        known = [fqn.split(".") for fqn in {fqn for fqn, _ in self.tensors} | self.ties.keys()]
+        return {".".join(parts[start:]) for parts in known for start in range(len(parts))}.issuperset(names)
 
     def get(self, fqn: str, role: str) -> Tensor | None:
         return self.tensors.get((fqn, role))

@@ -26,6 +26,7 @@ from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.run_folder.models import check_all_there, save_around, tagged
+from ckpt.run_folder.placeholders import check_has_elements
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     STEP_PARTS,
@@ -122,6 +123,7 @@ class Chooser:
                 continue
             checkpoint = one.read(found, self.request)
             if self.want.holds(checkpoint):
+                check_has_elements(checkpoint)
                 return checkpoint
             if self.want.prefers not in (None, one.name):
                 return None

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, printable
+from ckpt.containers.safetensors import read_header
 from ckpt.move.listing import entries_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
@@ -153,12 +154,22 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
         files = [one for one in entries if one.size is not None and not _WEIGHTS.fullmatch(one.name)]
         files = [one for one in files if not _fits(one.name, (*_DATA_POSITION, *_OPTIMIZER))]
         for one in judged(files, (), partial(_ends_in, folder)):
-            if one.kind == STATE:
+            if one.kind == STATE and not _is_copy(folder / one.name, checkpoint):
                 yield NotRead(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
         if is_step:
             used = {os.path.relpath(path, folder).partition("/")[0] for path in opened}
             for one in _unread_folders(folder, entries, used):
                 yield NotRead(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
+
+
+def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
+    """Return True if `checkpoint` has every tensor of a safetensors file, as LLaMA-Factory's value head."""
+    if path.suffix != ".safetensors":
+        return False
+    try:
+        return checkpoint.holds(entry.name for entry in read_header(path).entries)
+    except CkptError:
+        return False
 
 
 def _is_of_step(root: Path, folder: Path) -> bool:

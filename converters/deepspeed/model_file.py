@@ -153,6 +153,19 @@ def frozen_saved(model: RankFile, stage: int) -> bool | None:
     return model.content["frozen_param_shapes"] is not None
 
 
+def check_left_out(model: RankFile, fqn: str) -> None:
+    """Raise CorruptError for a placeholder of stage 3 without a record, unless frozen parameters were left out."""
+    if frozen_saved(model, 3) is not False:
+        raise CorruptError(
+            "the elements of a parameter are stored nowhere",
+            path=model.path,
+            fqn=fqn,
+            expected="its shape in param_shapes or frozen_param_shapes",
+            found="a placeholder",
+            hint="DeepSpeed before 0.9.2 saved no frozen parameters under ZeRO-3",
+        )
+
+
 def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
     """Frozen parameters in the model's dtype: whole in a file of all ranks, a slot of each in those of each rank."""
     shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")

@@ -130,13 +130,18 @@ def _read_folder(path: Path) -> Checkpoint:
     groups = model_file.param_shapes(model)
     trained = {fqn for group in groups for fqn in group}
     copies, natives = names.copies(trained), model_file.natives(model, module, buffers)
+    frozen = {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
     # The copies of weights in fp32 under `zero/` are of these.
     for fqn, stored in module.items():
-        if fqn not in ties and fqn not in copies and (fqn in buffers or fqn not in trained or stored.extent.numel):
-            # under stage 3, parameters are empty placeholders
+        if fqn in ties or fqn in copies:
+            continue
+        has_placeholders = is_of_one_rank(model.path)  # of parameters, under stage 3
+        if fqn in buffers or stored.extent.numel or not (fqn in trained or has_placeholders):
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored)
-    reading.tensors |= {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
+        elif fqn not in trained and (fqn, WEIGHT) not in frozen:
+            model_file.check_left_out(model, fqn)
+    reading.tensors |= frozen
     for group in groups:
         for fqn, shape in group.items():
             _add_parameter(reading, fqn, shape, natives.get(fqn))

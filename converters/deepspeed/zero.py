@@ -396,7 +396,7 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:
     """Add whole tensors of the module dict that are no recorded parameters and no buffers.
 
-    CorruptError for an empty placeholder of a parameter that is stored nowhere.
+    Raise CorruptError for an empty placeholder of a parameter stored nowhere.
     """
     found = {fqn for fqn, _ in reading.tensors} | reading.ties.keys()
     file = reading.models[0]
@@ -405,15 +405,8 @@ def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -
             continue
         if stored.extent.numel:
             reading.tensors[fqn, WEIGHT] = model_file.whole(fqn, WEIGHT, stored, 0)
-        elif model_file.frozen_saved(file, 3) is not False:
-            raise CorruptError(
-                "the elements of a parameter are stored nowhere",
-                path=file.path,
-                fqn=fqn,
-                expected="its shape in param_shapes or frozen_param_shapes",
-                found="a placeholder",
-                hint="DeepSpeed before 0.9.2 saved no frozen parameters under ZeRO-3",
-            )
+        else:
+            model_file.check_left_out(file, fqn)
 
 
 def _sub_group_state(reading: _ZeroReading, inner: RankFile, number: int, length: int) -> Mapping[str, Any]:
