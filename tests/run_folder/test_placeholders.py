@@ -18,7 +18,7 @@ from tests.support.commands import ckpt
 Weights = dict[str, torch.Tensor]
 GATHERED = {"a.weight": torch.ones(3, 4), "a.bias": torch.ones(3), "b.weight": torch.ones(2, 3)}
 EMPTY = {"a.weight": torch.empty(0), "a.bias": torch.ones(3), "b.weight": torch.empty(0)}
-SENTENCE = "2 of 3 tensors are empty"
+SENTENCE = "tensors are empty: placeholders"
 
 
 def torch_file(folder: Path, weights: Weights) -> Path:
@@ -47,9 +47,10 @@ def dcp_folder(folder: Path, weights: Weights) -> Path:
 
 
 def adapter(folder: Path, weights: Weights) -> Path:
-    names = dict(zip(weights, ("q.lora_A.weight", "q.lora_B.weight", "k.lora_A.weight"), strict=True))
-    save_file({f"base_model.model.{names[fqn]}": t for fqn, t in weights.items()}, folder / "adapter_model.safetensors")
-    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": ["q", "k"]}
+    factors = {"lora_A": weights["a.weight"], "lora_B": weights["b.weight"]}
+    named = {f"base_model.model.q.{name}.weight": tensor for name, tensor in factors.items()}
+    save_file(named, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 3, "target_modules": ["q"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder
 

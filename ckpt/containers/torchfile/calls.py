@@ -15,6 +15,7 @@ from typing import Any
 
 from ckpt.base.errors import UnsafeError
 from ckpt.containers.torchfile.machine import Machine
+from ckpt.containers.torchfile.unlisted import class_of
 from ckpt.containers.torchfile.values import (
     MAX_DIMS,
     MAX_EXPANDED,
@@ -47,7 +48,8 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     found: str | None = None
     if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
         cls, name = args
-        nested = machine.table.get((cls.module, f"{cls.name}.{name}"))
+        key = cls.module, f"{cls.name}.{name}"
+        nested = machine.table.get(key) if cls.is_listed else class_of(*key)
         if nested is not None:
             return nested
         if cls.members is not None and name in cls.members:
@@ -65,7 +67,7 @@ def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
         raise MalformedError("an object of a class that is derived from a built-in one")
-    return machine.call(cls, ())
+    return machine.new(cls, ()) if type(cls) is Global else machine.call(cls, ())
 
 
 def _encode(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
@@ -292,6 +294,8 @@ def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
     if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
         raise MalformedError("a tensor of a subclass that makes no sense")
     if function.build is _wrapper_subclass:
+        if not cls.is_listed:
+            machine.unsupported(f"a tensor of class {cls.typename}")
         # DTensor, ShardedTensor: no elements of their own, all is in the state.
         return Record(cls.module, cls.name, inner, state=state)
     # Only these, so that nothing here calls itself.

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from ckpt.base.errors import CorruptError, UnsafeError
 from ckpt.containers.torchfile import texts
-from ckpt.containers.torchfile.tree import LEAVES, check_tree
+from ckpt.containers.torchfile.tree import LEAVES, check_tree, children, is_branch
 from ckpt.containers.torchfile.values import (
     MAX_LINE,
     MAX_LONG,
@@ -36,8 +36,11 @@ from ckpt.containers.torchfile.values import (
     Global,
     MalformedError,
     Record,
+    Storage,
     StoredDict,
+    StoredTensor,
     Unsupported,
+    is_part,
 )
 from ckpt.plan.dtypes import DType
 
@@ -89,6 +92,7 @@ class Machine:
     left_alike: int = _MAX_ALIKE
     look: int = _LOOK
     walk: int = _LOOK
+    unlisted: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # Elements that may be copied.  A pickler emits each container once, so copies are bounded by the length;
@@ -136,6 +140,8 @@ class Machine:
             value = self.stack.pop()
             if type(value) not in LEAVES:
                 check_tree(value, at + 1 - start)
+            if self.unlisted:
+                self.check_unlisted()
             return value, at + 1
         except struct.error:  # a number that an opcode's argument begins with
             raise CutShortError from None
@@ -217,8 +223,7 @@ class Machine:
                 f"the pickle names {module}.{name}, which is not on the list of what checkpoints hold; "
                 "nothing was imported and nothing was run",
                 path=self.path,
-                hint="load the file with the framework that wrote it, only if you trust where it comes from, "
-                "and save tensors and plain values",
+                hint=way_out(module),
             ) from None
         if type(found) is Unsupported:
             self.unsupported(found.what)
@@ -238,6 +243,34 @@ class Machine:
             raise MalformedError("the arguments of a call are no tuple")
         return function.build(self, function, args)
 
+    def new(self, cls: Global, args: tuple[Any, ...]) -> Any:
+        """Make an object of `cls`; one of a class outside the table is a record, whatever its arguments."""
+        return self.call(cls, args) if cls.is_listed else self.record(cls, args)
+
+    def record(self, cls: Global, args: tuple[Any, ...]) -> Record:
+        """Make the record of an object of a class outside the table."""
+        made = Record(cls.module, cls.name, args)
+        self.unlisted[id(made)] = made
+        return made
+
+    def check_unlisted(self) -> None:
+        """Refuse an object of a class outside the table with a tensor inside: its meaning is unknown."""
+        waiting: list[tuple[Record, Any]] = [(one, one) for one in self.unlisted.values()]
+        seen: set[int] = set()
+        while waiting:
+            owner, value = waiting.pop()
+            if type(value) in LEAVES and type(value) is not Storage:
+                continue
+            if isinstance(value, StoredTensor | Storage) or is_part(value):
+                raise UnsafeError(
+                    f"the pickle holds tensors inside an object of {owner.typename}, a class that ckpt does not know",
+                    path=self.path,
+                    hint=way_out(owner.module),
+                )
+            if id(value) not in seen and is_branch(value):
+                seen.add(id(value))
+                waiting += ((owner, child) for child in children(value))
+
     def extend(self, target: Any, items: list[Any], what: str = "items are") -> None:
         """Append `items` to a list or deque."""
         if type(target) is not list and type(target) is not deque:
@@ -246,6 +279,10 @@ class Machine:
 
     def dict_update(self, target: Any, items: list[Any]) -> Any:
         """Set `items`, a key and its value in turn, on a dict, and return it."""
+        if id(target) in self.unlisted:  # an object of a class derived from dict
+            target.kwargs = target.kwargs or {}
+            self.dict_update(target.kwargs, items)
+            return target
         if type(target) is not dict and type(target) is not StoredDict:
             raise MalformedError(f"items are set on a {type(target).__name__}")
         if len(items) % 2:
@@ -265,6 +302,14 @@ class Machine:
             self.check_new_key(target, item)
             target.add(item)
         return target
+
+
+def way_out(module: str) -> str:
+    """Return the hint for a refused name: the framework, and how to save a file that can be read."""
+    return (
+        f"load the file with {module.partition('.')[0]}, only if you trust where it comes from, and save tensors and "
+        "plain values (a state_dict)"
+    )
 
 
 def _reason(error: Exception) -> str:
@@ -452,7 +497,7 @@ def _no_arguments(machine: Machine, pos: int) -> int | None:
     stack.append(())
     if not machine.data.startswith(_OBJECT_WITH_STATE, pos):
         return None
-    _reduce(machine, pos)
+    _newobj(machine, pos)
     next_ = len(memo) + machine.skipped
     memo[next_] = stack[-1]
     state: dict[Any, Any] = {}
@@ -519,7 +564,7 @@ def _obj(machine: Machine, pos: int) -> None:
 
 
 def _reduce(machine: Machine, pos: int) -> None:
-    """REDUCE and NEWOBJ: for the table a function and a class are alike."""
+    """REDUCE, and NEWOBJ of a listed class: for the table a function and a class are alike."""
     stack = machine.stack
     machine.containers += 2  # as large as so many
     args = stack.pop()
@@ -531,14 +576,31 @@ def _reduce(machine: Machine, pos: int) -> None:
         stack[-1] = machine.call(function, args)
 
 
+def _newobj(machine: Machine, pos: int) -> None:
+    cls, args = machine.stack[-2], machine.stack[-1]
+    if type(cls) is Global and not cls.is_listed and type(args) is tuple:
+        machine.containers += 2
+        machine.stack.pop()
+        machine.stack[-1] = machine.new(cls, args)
+    else:
+        _reduce(machine, pos)
+
+
 def _newobj_ex(machine: Machine, pos: int) -> None:
     kwargs, args = machine.stack.pop(), machine.stack.pop()
-    made = machine.call(machine.stack[-1], args)
+    cls = machine.stack[-1]
+    made = machine.call(cls, args) if type(cls) is not Global or type(args) is not tuple else machine.new(cls, args)
     if type(kwargs) is not dict or (kwargs and type(made) is not Record):
         raise MalformedError("keyword arguments that make no sense")
     if kwargs:
         made.kwargs = kwargs
     machine.stack[-1] = made
+
+
+def _is_plain_state(state: Any) -> bool:
+    """Return True for the state of an object without code of its own to set it: `__dict__`, or that and slots."""
+    parts = state if type(state) is tuple and len(state) == 2 else (state,)
+    return all(part is None or type(part) is dict for part in parts)
 
 
 def _build(machine: Machine, pos: int) -> None:
@@ -548,6 +610,12 @@ def _build(machine: Machine, pos: int) -> None:
     if kind is Record:
         if target.state is not None:
             raise MalformedError("the state of an object is set twice")
+        if id(target) in machine.unlisted and not _is_plain_state(state):
+            raise UnsafeError(
+                f"the pickle sets a state of {target.typename} that only its own code understands; nothing was run",
+                path=machine.path,
+                hint=way_out(target.module),
+            )
         target.state = state
     elif kind is Array:
         target.set_state(state, machine.spend)
@@ -647,7 +715,7 @@ OPCODES: Mapping[bytes, _Handler] = {
     b"b": _build,
     b"i": _inst,
     b"o": _obj,
-    b"\x81": _reduce,
+    b"\x81": _newobj,
     b"\x92": _newobj_ex,
     # the frame of it all
     b"\x80": _proto,

@@ -1,4 +1,6 @@
-"""Everything that a pickle may name, by exact (module, name), and nothing else.
+"""Everything that a pickle may name by exact (module, name).
+
+Objects of plain data of other classes are inert records too: see `ckpt.containers.torchfile.unlisted`.
 
 A name is added by adding it here.  Another package adds names of its own by an entry of the group `ckpt.pickle_names`:
 the entry's value, `module:object`, is a mapping of (module, name) to the names of the positional arguments that such
@@ -16,6 +18,7 @@ from ckpt.base.entries import entries, load
 from ckpt.base.errors import UsageError
 from ckpt.containers.torchfile.calls import FUNCTIONS, record
 from ckpt.containers.torchfile.enums import ENUMS, SIGNALS
+from ckpt.containers.torchfile.unlisted import class_of
 from ckpt.containers.torchfile.values import Global, Record, StorageType, Unsupported
 from ckpt.plan import dtypes
 
@@ -184,7 +187,7 @@ def allowed() -> Mapping[Name, Any]:
     UsageError where a package gives a name a meaning besides the one that it has.  It is asked for before a pickle is
     read, so that nothing in a pickle decides what is imported.
     """
-    table = dict(GLOBALS)
+    table = _Allowed(GLOBALS)
     for where in entries("ckpt.pickle_names").values():
         for (module, name), fields in load(where).items():
             if (module, name) in table:
@@ -194,6 +197,15 @@ def allowed() -> Mapping[Name, Any]:
                 )
             table[module, name] = Global(module, name, record, tuple(fields))
     return table
+
+
+class _Allowed(dict[Name, Any]):
+    """The table, with an inert class for each harmless name outside it."""
+
+    def __missing__(self, key: Name) -> Global:
+        if (found := class_of(*key)) is None:
+            raise KeyError(key)
+        return found
 
 
 class AnyName(dict[Name, Any]):

@@ -20,7 +20,8 @@ from ckpt.containers.torchfile.values import (
 from ckpt.plan.dtypes import DType
 
 
-def _children(value: Any) -> Iterable[Any]:
+def children(value: Any) -> Iterable[Any]:
+    """Return what a branch of the tree holds."""
     kind = type(value)
     if kind is dict:
         return chain(value.keys(), value.values())
@@ -39,7 +40,8 @@ LEAVES = frozenset((str, int, float, bool, type(None), bytes, DType, Storage, Gl
 _BRANCHES = frozenset((dict, list, tuple, StoredDict, Record, set, frozenset, deque, Array))
 
 
-def _is_branch(value: Any) -> bool:
+def is_branch(value: Any) -> bool:
+    """Return True for a value with children."""
     kind = type(value)
     return kind in _BRANCHES or (kind is StoredTensor and value.attributes is not None)
 
@@ -54,7 +56,7 @@ def check_tree(root: Any, length: int) -> None:
     done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
     open_: set[int] = set()
     # One frame per open container: [it, the children to come, height so far, elements so far].
-    frames: list[list[Any]] = [[root, iter(_children(root)), 1, 1]] if _is_branch(root) else []
+    frames: list[list[Any]] = [[root, iter(children(root)), 1, 1]] if is_branch(root) else []
     if frames:
         open_.add(id(root))
     while frames:
@@ -74,7 +76,7 @@ def check_tree(root: Any, length: int) -> None:
                 frame[2] = max(frame[2], 4)
                 frame[3] += elements
                 continue
-            if not _is_branch(child):
+            if not is_branch(child):
                 frame[3] += 1
                 continue
             known = done.get(id(child))
@@ -90,7 +92,7 @@ def check_tree(root: Any, length: int) -> None:
             if len(frames) >= MAX_DEPTH:
                 raise MalformedError(f"objects nested more than {MAX_DEPTH} deep")
             open_.add(id(child))
-            frames.append([child, iter(_children(child)), 1, 1])
+            frames.append([child, iter(children(child)), 1, 1])
             break
         else:
             frames.pop()

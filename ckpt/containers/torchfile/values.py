@@ -81,6 +81,7 @@ class Global:
 
     `build` makes what a call of it gives; None where only the name itself occurs in files.  `fields` names the
     positional arguments (namedtuples) or the parts of a tuple state; `members` the values of an enum by name.
+    A class outside the table is not `is_listed`: see `ckpt.containers.torchfile.unlisted`.
     """
 
     module: str
@@ -88,6 +89,7 @@ class Global:
     build: Callable[[Any, Global, tuple[Any, ...]], Any] | None = None
     fields: tuple[str, ...] = ()
     members: Mapping[str, Any] | None = None
+    is_listed: bool = True
 
     @property
     def typename(self) -> str:
