@@ -56,6 +56,7 @@ SHARED_RUN_PATTERNS = (
     "sampler*.bin",
     "dl_state_dict*.bin",
     "custom_checkpoint_*.pkl",
+    "meta.pt",  # Lightning's loops, callbacks and hyperparameters next to its DCP files (strategies/fsdp.py)
 )
 #: And those of single ranks and of the optimizer.  A target of weights leaves all of these, and says so.
 RUN_PATTERNS = (*SHARED_RUN_PATTERNS, "rng_state*.pth", "random_states_*.pkl", "optimizer.pt", "optimizer.bin")

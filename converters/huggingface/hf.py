@@ -232,6 +232,9 @@ def _proof(
         told = "the names are not compared with those of the config's architecture, as --names own asks"
         return [told], loading.unproved(config, shapes)
     saved = prove(config, shapes, checkpoint.path)
+    if saved is None:
+        told = "config.json names no class (`architectures`), so the names are not compared with those of a class"
+        return [told], loading.unproved(config, shapes)
     files = {file.name: file.literals[0][1] for file in beside}
     loads = loading.with_files(loading.proved(config, saved.cls), files)
     if why := weights.unproved or weights.unread:

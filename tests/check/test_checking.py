@@ -377,7 +377,7 @@ def test_what_is_refused_as_unsafe_is_not_said_to_be_whole(tmp_path: Path) -> No
 
 
 def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Path) -> None:
-    """The `training_args.bin` that Axolotl wrote names a class of its own: nothing is wrong, and nothing is known."""
+    """The `training_args.bin` of Axolotl has a class that sets its own state: nothing is wrong, and nothing is known."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     theirs = fixtures / "axolotl-lora-fsdp2/outputs/gpt-oss-lora/checkpoint-2"
     shutil.copy(theirs / "training_args.bin", run / "checkpoint-2")
@@ -385,7 +385,9 @@ def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Pat
     result = run_ckpt("check", run)
     assert result.code == 0 and ckpt.check(run).whole
     assert "checkpoint-2: whole (" in result.out
-    assert "- training_args.bin: not looked into: the pickle names axolotl.utils.dict.DictDefault" in result.out
+    assert (
+        "- training_args.bin: not looked into: the pickle sets a state of axolotl.utils.dict.DictDefault" in result.out
+    )
     assert "- state.bin: not looked into: this is a plain pickle" in result.out
     shutil.copy(run / "checkpoint-2/training_args.bin", run / "checkpoint-2/global_step2/mp_rank_00_model_states.pt")
     result = run_ckpt("check", run)  # it is needed now
@@ -466,3 +468,16 @@ def test_an_optimizer_of_a_later_save_than_trainers_own_state(fixtures: Path, tm
         assert result.code == code
         said = f"the model is of step {step}, and the optimizer has taken 2: are all files of one save?"
         assert (said in result.out) == (code != 0)
+
+
+def test_lightnings_record_next_to_its_dcp_files_is_known(fixtures: Path, tmp_path: Path) -> None:
+    """`meta.pt` holds loops and callbacks; a conversion says that it stays behind."""
+    step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "epoch=1-step=2.ckpt"))
+    torch.save({"pytorch-lightning_version": "2.6.6", "callbacks": {"best": torch.ones(3)}}, step / "meta.pt")
+    report = run_ckpt("check", step)
+    assert report.code == 0 and "meta.pt" not in report.out, report
+    for target in ("dcp", "full"):
+        made = run_ckpt("convert", "auto", target, step, "-o", tmp_path / target, "-v")
+        assert made.code == 0 and "files of the run meta.pt" in made.err, made
+    (step / "meta.pt").rename(step / "other_meta.pt")
+    assert run_ckpt("check", step).code == 4

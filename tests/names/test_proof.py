@@ -321,3 +321,29 @@ def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path
     assert len(loading.problems) == 1 and "too many: model.layers.0.mlp.experts." in loading.problems[0]
     model.save_pretrained(tmp_path / "hub")
     assert api.check_loads(tmp_path / "hub").good
+
+
+def test_a_config_without_a_class_judges_no_names(tmp_path: Path) -> None:
+    """Whisper's config makes a decoder alone by default; a shape it contradicts, or other names, are still refused."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
+    heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 32, "num_mel_bins": 8}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 3}
+    config = transformers.WhisperConfig(**sizes, **heads, **tokens, max_source_positions=8, max_target_positions=8)
+    model = transformers.WhisperForConditionalGeneration(config)
+    (tmp_path / "run").mkdir()
+    torch.save(model.state_dict(), tmp_path / "run" / "model.pt")
+    config.save_pretrained(tmp_path / "run")
+    assert "architectures" not in json.loads((tmp_path / "run" / "config.json").read_text())
+    made = api.convert(tmp_path / "run", "hf", tmp_path / "out")
+    assert any("names no class" in line for line in made.conversion.lines(verbose=True))
+    loaded, info = transformers.WhisperForConditionalGeneration.from_pretrained(
+        tmp_path / "out", output_loading_info=True
+    )
+    assert not any(info.values())
+    assert all(torch.equal(a, b) for a, b in zip(loaded.parameters(), model.parameters(), strict=True))
+    for change in ({"d_model": 32}, {"model_type": "llama"}):
+        entries = json.loads((tmp_path / "run" / "config.json").read_text()) | change
+        (tmp_path / "other.json").write_text(json.dumps(entries))
+        with pytest.raises((LossError, UsageError)):
+            api.convert(tmp_path / "run", "hf", tmp_path / "other", config=tmp_path / "other.json")

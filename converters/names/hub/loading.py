@@ -39,6 +39,8 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
         return Loads(False, why="the names are those of a model with PEFT adapters")
     if differ := tables_differ(config, shapes):
         return Loads(False, why=differ[0])
+    if not config.get("architectures"):
+        return Loads(None, why="config.json names no class (architectures)")
     return Loads(None, why=OWN_NAMES)
 
 

@@ -56,9 +56,10 @@ def names_architecture(config: Mapping[str, Any]) -> bool:
     return bool(config.get("model_type") or config.get("architectures"))
 
 
-def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved:
+def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved | None:
     """Return what the config's class saves, after proving that it is exactly the tensors of `shapes`.
 
+    None if the config names no class, and the names are those of another class of its model than the default one.
     `shapes` has quantized weights by their plain names (`QuantizedWeights.in_place`).  `path` is for messages.  Raise
     LossError if the tensors differ, UsageError if nothing here knows the architecture.
     """
@@ -76,6 +77,8 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     if known is None:
         raise _unknown(config, path)
     differ = compare(known, shapes, config)
+    if not _names_class(config) and not differ.shapes and _shares_names(known, shapes):
+        return None
     raise LossError(
         f"this is not what save_pretrained of {known.cls} writes, which the config names, "
         "and from_pretrained and others would not find their tensors",
@@ -84,6 +87,15 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
         found=str(differ),
         hint=_hint(shapes, differ),
     )
+
+
+def _names_class(config: Mapping[str, Any]) -> bool:
+    return bool(architectures(config))
+
+
+def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
+    """Return True if tensors have names of this class: another class of the same model has them too."""
+    return any(name in saved.required or f"{saved.base}.{name}" in saved.required for name in shapes)
 
 
 #: What knows models without transformers, in the order in which it is asked.
@@ -96,7 +108,7 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
     transformers is not asked, which takes seconds to import.
     """
     found: list[str] = []
-    for ask in _TABLES if config and not any(name.startswith(PEFT) for name in shapes) else ():
+    for ask in _TABLES if config and _names_class(config) and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
@@ -113,7 +125,7 @@ def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seq
 
     There are none where other names are not as they should be: it is another model's config then.
     """
-    for ask in _TABLES:
+    for ask in _TABLES if _names_class(config) else ():
         try:
             saved = ask(config)
         except CkptError:
