@@ -377,7 +377,7 @@ def test_what_is_refused_as_unsafe_is_not_said_to_be_whole(tmp_path: Path) -> No
 
 
 def test_pickles_that_are_not_looked_into_are_told(fixtures: Path, tmp_path: Path) -> None:
-    """The `training_args.bin` of Axolotl has a class that sets its own state: nothing is wrong, and nothing is known."""
+    """Axolotl's `training_args.bin` has a class that sets its own state: nothing is wrong, and nothing is known."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     theirs = fixtures / "axolotl-lora-fsdp2/outputs/gpt-oss-lora/checkpoint-2"
     shutil.copy(theirs / "training_args.bin", run / "checkpoint-2")
