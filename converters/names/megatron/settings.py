@@ -61,7 +61,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "export_moe_apply_probs_on_input": (),
     "moe_expert_capacity_factor": (-1, -1.0),  # drops tokens
     "moe_expert_rank_capacity_factor": (-1, -1.0),
-    "moe_token_dropping": (),
+    "moe_token_dropping": (True,),  # megatron-core refuses it, and it is Megatron-DeepSpeed's default
     "moe_latent_size": (),
     ROUTED_BLOCK: (),  # the readers of Megatron-LM's own runs undo it
     SHARED_BLOCK: (),
@@ -93,6 +93,12 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "expert_interval": (2,),
     "topk": (1,),
     "embed_layernorm": (),
+    "rotary_scale_factor": (1, 1.0),
+    "router_type": ("topk",),
+    "transformer_type": ("megatron",),
+    "moe_topk": (1,),
+    "add_bias_linear_fc": (True,),  # tensors tell
+    "add_bias_attn_fc": (True,),
     "use_alibi_mask": (),
     "num_labels": (),
 }
