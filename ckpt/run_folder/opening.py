@@ -221,6 +221,9 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         )
     if not others and _is_part(path):
         hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
+    if archive := _archive(path):
+        folder = archive.with_suffix("")
+        hint = f"a .nemo file is a tar archive: `mkdir {folder} && tar -xf {archive} -C {folder}`, then give {folder}"
     if tag is None and not others and (inside := _checkpoints_inside(path, format)):
         hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
     if tag is not None and not others:
@@ -257,6 +260,13 @@ def _checkpoint_deeper(path: Path) -> Path | None:
                 if is_run(folder):
                     return folder
     return None
+
+
+def _archive(path: Path) -> Path | None:
+    """Return NeMo's archive: `path` itself, or the only one in it."""
+    names = names_in(path) if path.is_dir() else []
+    found = [path / name for name in names if name.endswith(".nemo")] or [path] * (path.suffix == ".nemo")
+    return found[0] if len(found) == 1 and found[0].is_file() else None
 
 
 def _without_digits(name: str) -> str:

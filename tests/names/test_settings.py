@@ -62,6 +62,7 @@ VALUES: dict[str, list[Any]] = {
     "moe_router_num_groups": [4, "something"],
     "moe_router_group_topk": [1, "something"],
     "moe_router_topk_scaling_factor": [2.5],
+    "moe_token_dropping": [],  # True is Megatron-DeepSpeed's default
     "moe_router_pre_softmax": [],  # the class's own is True
     "mrope_section": [],  # in a text the same
     "num_moe_experts": [],  # read as num_experts

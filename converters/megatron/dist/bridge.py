@@ -141,8 +141,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     """
     path = Path(run.folder) / RUN_CONFIG
     model: Mapping[str, Any] = run.config["model"]
-    own = (name for name in model if name not in _FIELDS["model"] and name not in _READ_APART)
-    args = {name: _plain(model[name]) for name in own if model[name] is not None}
+    args = model_settings(model)
     for section, fields in _FIELDS.items():
         stated = run.config.get(section)
         if not isinstance(stated, Mapping):
@@ -163,12 +162,6 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
-    args["group_query_attention"] = groups is not None and groups != heads
-    activation = model.get("activation_func")
-    kind = str(activation.get("_target_")) if isinstance(activation, Mapping) else ""
-    if kind and isinstance(gated := model.get("gated_linear_unit"), bool):
-        args |= _activation(kind, gated=gated)
     if model.get("should_pad_vocab") is False:  # the rows are as many as it says
         args["make_vocab_size_divisible_by"] = 1
     if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
@@ -181,6 +174,21 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
         raise CorruptError("context_parallel_size is no size", path=path, found=repr(context))
     if ranks % of_model == 0:
         args |= {"world_size": ranks, "data_parallel_size": ranks // of_model}
+    return args
+
+
+def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a model's config under the names of Megatron-LM's arguments."""
+    renamed = _FIELDS["model"]
+    stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
+    args = {renamed.get(name, name): _plain(value) for name, value in stated.items()}
+    groups, heads = args.get("num_query_groups"), args.get("num_attention_heads")
+    args["group_query_attention"] = groups is not None and groups != heads
+    kind = _target(model.get("activation_func"))
+    if kind and isinstance(gated := model.get("gated_linear_unit"), bool):
+        args |= _activation(str(kind), gated=gated)
+    if "scale_factor" in args:  # NeMo's Llama31Config
+        args |= {"use_rope_scaling": True, "rope_scaling_factor": args.pop("scale_factor")}
     return args
 
 

@@ -10,15 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import NotFoundError
+from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.yaml_files import read_run_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import NEMOS_BASE, as_adapter, has_adapter, without_optimizer
-from converters.megatron.dist.bridge import args_of, check_bridge_run, note_on_config, read_bridge_run
+from converters.megatron.dist.bridge import args_of, check_bridge_run, model_settings, note_on_config, read_bridge_run
 from converters.megatron.dist.folder import (
     CONTEXT,
+    MODEL,
     RUN_CONFIG,
     RUN_HF,
     RUN_TOKENIZER,
@@ -91,6 +94,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         facts=MegatronFacts(
             own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are in no order
             bridge=bridge,
+            settings=_nemos_settings(path),
             blocks=reading.blocks,
         ),
     )
@@ -110,6 +114,14 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
         for name in (RUN_CONFIG, TRAIN_STATE):
             reading.data.add_file(str(reading.folder / name))
     return run
+
+
+def _nemos_settings(path: Path) -> Mapping[str, Any]:
+    """Return the model's settings in the context of a checkpoint of NeMo 2; none elsewhere."""
+    if not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
+        return {}
+    config = read_run_config(confined(path.parent, f"{CONTEXT}/{MODEL}")).get("config")
+    return model_settings(config) if isinstance(config, Mapping) else {}
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:

@@ -24,6 +24,8 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
 )
 #: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
+#: NeMo 1: what an unpacked `.nemo` archive holds, and the prefix of its keys.
+WEIGHTS_1, CONFIG_1, MODULE_1 = "model_weights", "model_config.yaml", "model."
 #: In the context: the model's class and its arguments, for people.
 MODEL = "model.yaml"
 #: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
@@ -45,6 +47,11 @@ def is_iteration(folder: Path) -> bool:
 def is_nemo(folder: Path) -> bool:
     """Whether megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
     return is_iteration(folder) and folder.name == WEIGHTS and (folder.parent / CONTEXT).is_dir()
+
+
+def is_nemo_1(folder: Path) -> bool:
+    """Return True for the weights in an unpacked archive of NeMo 1: `model_weights` next to `model_config.yaml`."""
+    return is_iteration(folder) and folder.name == WEIGHTS_1 and (folder.parent / CONFIG_1).is_file()
 
 
 def is_fsdp_iteration(folder: Path) -> bool:

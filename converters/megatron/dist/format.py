@@ -33,9 +33,11 @@ from converters.megatron.dist.folder import (
     BACKENDS,
     COMMON,
     WEIGHTS,
+    WEIGHTS_1,
     is_fsdp_iteration,
     is_iteration,
     is_nemo,
+    is_nemo_1,
     is_torch_dcp_iteration,
 )
 from converters.megatron.folder import find_iteration, is_iterations_name
@@ -102,6 +104,7 @@ MEGATRON_DIST = MegatronDist()
 def _nemos(path: Path) -> Path | None:
     """The weights in a checkpoint of NeMo 2, or in the only one of a run; NotFoundError where there are several."""
     known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
+    known += [folder for folder in (path, path / WEIGHTS_1) if is_nemo_1(folder)]
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]
     if not known and len(found) > 1:
         raise NotFoundError(

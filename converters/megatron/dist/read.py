@@ -24,7 +24,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
 from converters.megatron.chunks import BUFFERS
-from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, is_nemo
+from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, MODULE_1, is_nemo, is_nemo_1
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_encoder, check_larger, refuse_two_blocks
@@ -160,17 +160,17 @@ class DistReading:
                 scales[one.at(parsed.offsets[: one.num_dims])] = value[0]
         self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
 
-    def keep_nemos(self, found: Mapping[str, Any]) -> dict[str, Any]:
-        """The model in what NeMo 2 saved, by Megatron's own keys; the rest is left out, and a note says so.
+    def keep_nemos(self, found: Mapping[str, Any], release: int, prefix: str) -> dict[str, Any]:
+        """Return the model in what NeMo saved, by Megatron's own keys; note that the rest is left out.
 
         What Lightning has in common is looked through as well, if it can be: callbacks may store objects of their own.
         """
         with suppress(CkptError):
             torchfile.read(confined(self.folder, COMMON))
             self.data.add_file(str(self.folder / COMMON))
-        kept = {key.removeprefix(MODULE): leaf for key, leaf in found.items() if key.startswith(MODULE)}
+        kept = {key.removeprefix(prefix): leaf for key, leaf in found.items() if key.startswith(prefix)}
         self.notes.append(
-            "a checkpoint of NeMo 2: its training state is left out, "
+            f"a checkpoint of NeMo {release}: its training state is left out, "
             f"{len(found) - len(kept)} items beside the model's and {COMMON}"
         )
         return kept
@@ -252,9 +252,10 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
     _check_backends(folder)
     reading = DistReading(folder, accepted=accepted)
     metadata = read_metadata(folder, _CLASSES)
-    found, nemo = dict(zip(metadata.keys, reading.data.read(metadata), strict=True)), is_nemo(folder)
+    found = dict(zip(metadata.keys, reading.data.read(metadata), strict=True))
+    nemo = (2, MODULE) if is_nemo(folder) else (1, MODULE_1) if is_nemo_1(folder) else None
     if nemo:
-        found = reading.keep_nemos(found)
+        found = reading.keep_nemos(found, *nemo)
     tensors = {key: leaf for key, leaf in found.items() if isinstance(leaf, FoundTensor)}
     reading.data.count_ranks(folder)
     reading.read_objects({key: leaf for key, leaf in found.items() if key not in tensors})

@@ -70,7 +70,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     Raise CorruptError if the config is another model's, LossError for settings that no config of this architecture
     holds.
     """
-    args = checkpoint.state.args or {}
+    args = checkpoint.state.args or checkpoint.facts_of(MegatronFacts).settings
     accepted = checkpoint.accepted | {new for old, new in _SINCE_RENAMED.items() if old in checkpoint.accepted}
     recorded = {name: value for name, value in args.items() if name not in accepted}
     if not recorded:

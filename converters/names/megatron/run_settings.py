@@ -87,7 +87,8 @@ _MEGATRON = """
     output_bert_embeddings per_dataset_sequences_path per_split_data_args_path
     pipeline_model_parallel_split_rank prompt_file prompt_file_num_truncate prompts query_in_block_prob
     reset_attention_mask reset_position_ids retriever_score_scaling retriever_seq_length
-    retro_attention_gate retro_cyclic_train_iters retro_encoder_attention_dropout retro_encoder_hidden_dropout retro_encoder_layers
+    retro_attention_gate retro_cyclic_train_iters retro_encoder_attention_dropout
+    retro_encoder_hidden_dropout retro_encoder_layers
     retro_num_neighbors retro_num_retrieved_chunks retro_project_dir retro_return_doc_ids
     retro_verify_neighbor_count retro_workdir rl_prompts_per_eval rl_sequence_packing_algo
     rl_sequence_packing_max_sequences_per_bin rl_use_sequence_packing s3_cache_path sample_rate seq_length
@@ -446,6 +447,12 @@ _MEGATRON_BRIDGE = """
     vision_projector_config vision_start_token_id vision_token_id
 """
 
+#: NeMo 2, collections/llm/gpt/model/base.py.
+_NEMO = """
+    # Functions that feed the model
+    data_step_fn forward_step_fn
+"""
+
 #: Prefixes of settings for other programs that run next to the training.
 PREFIXES = (
     "sglang_",
@@ -467,4 +474,4 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _MEGATRON_BRIDGE)
+RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _MEGATRON_BRIDGE + _NEMO)

@@ -66,6 +66,9 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     ROUTED_BLOCK: (),  # the readers of Megatron-LM's own runs undo it
     SHARED_BLOCK: (),
     "yarn": (),
+    "low_freq_factor": (1, 1.0),  # NeMo's Llama31Config, whose other field is compared
+    "high_freq_factor": (4, 4.0),
+    "old_context_len": (8192,),
     "use_mup": (),
     "enable_mhc_connections": (),
     "enable_hyper_connections": (),

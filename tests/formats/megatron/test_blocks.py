@@ -195,3 +195,14 @@ def test_what_arguments_record(args: Mapping[str, Any], blocks: GateBlocks) -> N
 def test_rows_of_stored_tensors_are_each_there_once() -> None:
     assert model_rows(16, 1, 2) == (0, 8, 2, 10, 4, 12, 6, 14)
     assert model_rows(16, 2, 2) == (0, 8, 4, 12, 2, 10, 6, 14)
+
+
+def test_a_pipeline_that_megatron_core_refuses_is_not_called_damage(fixtures: Path, tmp_path: Path) -> None:
+    source = in_blocks(api.open(fixtures / "megatron-lm"), None)
+    written(source, "megatron", tmp_path / "run", pp=2)
+    for file in tmp_path.rglob("model_optim_rng.pt"):
+        content = torch.load(file, weights_only=False)
+        content["args"].decoder_first_pipeline_num_layers = 5
+        torch.save(content, file)
+    done = ckpt("inspect", tmp_path / "run")
+    assert done.code == 6 and "megatron-core refuses the recorded pipeline" in done.err, done.err

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -171,3 +172,60 @@ def test_without_a_context_nothing_is_written_for_nemo(hub: Path, tmp_path: Path
     done = commands.ckpt("convert", "hf", "megatron-dist", hub, "-o", tmp_path / "out", "--ckpt-format", "nemo")
     assert (done.code, (tmp_path / "out").exists()) == (UsageError.exit_code, False)
     assert "llm.import_ckpt" in done.err
+
+
+@pytest.fixture
+def first(tmp_path: Path) -> Path:
+    """An unpacked archive of NeMo 1 (nlp/parts/nlp_overrides.py): weights with `model.` before Megatron's keys."""
+    shutil.copytree(NEMO / "model" / "weights", tmp_path / "first" / "model_weights")
+    rename_keys(tmp_path / "first" / "model_weights", lambda key: key.replace("module.", "model.", 1))
+    (tmp_path / "first" / "model_config.yaml").write_text("mcore_gpt: true\n")
+    return tmp_path / "first"
+
+
+@pytest.mark.parametrize("place", ["", "model_weights"])
+def test_an_unpacked_archive_of_nemo_1_is_read(place: str, first: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", first / place, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json")
+    assert done.code == 0 and "a checkpoint of NeMo 1" in done.err, done.err
+    known = {key: content(one) for key, one in ckpt.open(NEMO / "model").tensors.items()}
+    assert {key: content(one) for key, one in ckpt.open(first / place).tensors.items()} == known
+    assert commands.ckpt("check", first / place).code == 0
+
+
+@pytest.mark.parametrize("given", ["model.nemo", ""])
+def test_an_archive_of_nemo_1_is_unpacked_as_the_hint_says(given: str, first: Path, tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    subprocess.run(["tar", "-cf", tmp_path / "run" / "model.nemo", "-C", first, "."], check=True)
+    refused = commands.ckpt("inspect", tmp_path / "run" / given)
+    assert refused.code == NotFoundError.exit_code
+    _, hint = refused.err.split("hint: a .nemo file is a tar archive: `")
+    command, _, rest = hint.partition("`, then give ")
+    subprocess.run(command, shell=True, check=True)
+    assert commands.ckpt("inspect", rest.strip()).code == 0
+
+
+@pytest.mark.parametrize(
+    ("stated", "changed", "code", "said"),
+    [
+        ("qk_layernorm: false", "qk_layernorm: false\n  softmax_type: off-by-one", 6, "softmax_type off-by-one"),
+        ("rotary_base: 500000.0", "rotary_base: 10000", 4, "rotary_base 10000"),
+        (
+            "qk_layernorm: false",
+            "qk_layernorm: false\n  attn_logit_softcapping: 50.0",
+            6,
+            "attn_logit_softcapping 50.0",
+        ),
+        ("hidden_dropout: 0.0", "hidden_dropout: 0.1", 0, "can load this folder"),
+    ],
+)
+def test_the_context_is_held_against_the_config(
+    stated: str, changed: str, code: int, said: str, tmp_path: Path
+) -> None:
+    run = shutil.copytree(NEMO / "model", tmp_path / "model")
+    text = (run / "context" / "model.yaml").read_text()
+    assert stated in text
+    (run / "context" / "model.yaml").write_text(text.replace(stated, changed))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", run, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json")
+    assert done.code == code and said in done.err, done.err

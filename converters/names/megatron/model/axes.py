@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, UsageError
+from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import AXES
 
 # -- parallel axes -------------------------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class Stages:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
-        """The stages that Megatron-LM's arguments record; CorruptError where they contradict themselves."""
+        """The stages that Megatron-LM's arguments record; LossError if megatron-core refuses them."""
         grid = Grid.of_args(args)
         even = cls(_size(args, "num_layers", 0), grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
         old_names = {
@@ -158,8 +158,11 @@ class Stages:
         try:
             return stages.check()
         except UsageError as error:
-            raise CorruptError(
-                f"the recorded arguments: {error.what}", expected=error.expected, found=error.found
+            raise LossError(
+                f"megatron-core refuses the recorded pipeline, so the layers of each rank are unknown: {error.what}",
+                expected=error.expected,
+                found=error.found,
+                hint="correct the pipeline settings in the run's arguments",
             ) from None
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
