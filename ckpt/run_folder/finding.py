@@ -9,8 +9,14 @@ from pathlib import Path
 
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.move.files import confined
-from ckpt.move.listing import folders_in
+from ckpt.move.listing import folders_in, names_in
 from ckpt.run_folder.steps import recorded_step
+
+#: Training state in a run's own folder: DCP's, FSDP's, Accelerate's, HF Trainer's, Megatron's.
+_OTHERS_STATE = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|(?:model|optim)_world_size_\d+_rank_\d+\.pt|optimizer(?:_\d+)?\.(?:pt|bin)"
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+|mp_rank_\d+(?:_\d+)*"
+)
 
 
 def _as_said(said: str) -> Sequence[str]:
@@ -79,7 +85,8 @@ def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: St
     """
     others = newest_first(filter(steps.is_step, folders_in(path)))
     if steps.owns_record and said is not None:
-        if not others and any(map(steps.may_be_others, named)):
+        is_others = any(map(steps.may_be_others, named)) or any(map(_OTHERS_STATE.fullmatch, names_in(path)))
+        if not others and is_others:
             return
     elif not others or any(folder.is_dir() for folder in named):
         return  # it is another format's, whose record has the same name
