@@ -455,7 +455,10 @@ def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
         recorded = [recorded_step(folder / LATEST), recorded_step(folder / TRACKER)]
         if from_run and any(_is_step(place.name, step) for step in recorded if step):
             return folder
-    return None if from_run else place
+    if from_run:
+        return None
+    is_pair = any(not Path(file.path).is_relative_to(place) for file in checkpoint.files)
+    return place.parent if is_pair else place
 
 
 def _is_step(name: str, recorded: str) -> bool:

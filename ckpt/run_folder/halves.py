@@ -73,7 +73,7 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
     for place in islice(places, _MAX_FOLDERS):
         with suppress(CkptError):
             found = _checkpoint_of(place)
-            if found and holds_model(found) and trained <= {fqn for fqn, _ in found.tensors}:
+            if found and holds_model(found) and trained <= {fqn for fqn, role in found.tensors if role in MODEL_ROLES}:
                 yield place
 
 

@@ -3,6 +3,7 @@
     <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
+    <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder
     checkpoint-N/pytorch_model_fsdp_rankR.bin, optimizer_0/    the same with LOCAL_STATE_DICT
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
 
@@ -15,11 +16,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK
+from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK, read_metadata
 from ckpt.move.files import confined
-from ckpt.move.listing import names_in
+from ckpt.move.listing import folders_in, names_in
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
+from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
 #: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
@@ -89,10 +91,22 @@ def parts(path: Path) -> Parts:
 
 
 def _optimizer_of(path: Path) -> list[Path]:
-    """Return the folder with the optimizer of the model in `path`, which Accelerate writes next to it."""
-    match = _MODEL.fullmatch(path.name)
-    beside = path.parent / f"optimizer_{match[1]}" if match else path
-    return [beside] if match and is_dcp(beside) else []
+    """Return the folder with the optimizer of the model in `path`, if the same save wrote it in or next to the model.
+
+    Accelerate numbers both, `model` stands next to `optim`, and transformers' optimizer has any name in the model's.
+    """
+    inside = folders_in(path) if any(map(SHARD.fullmatch, names_in(path))) else []
+    beside = [path.parent / name for name in ("optim", "optimizer")] if path.name == "model" else []
+    if match := _MODEL.fullmatch(path.name):
+        beside = [path.parent / f"optimizer_{match[1]}"]
+    found = [one for one in (*inside, *beside) if is_dcp(one) and _holds_optimizer_alone(one)]
+    return found if len(found) == 1 else []
+
+
+def _holds_optimizer_alone(folder: Path) -> bool:
+    if not (folder / METADATA).is_file():  # reading it raises the error
+        return _MODEL.fullmatch(folder.name) is None
+    return all(step[0] in OPTIMIZER_NAMES for _, _, step in read_metadata(folder).paths())
 
 
 def run_folders(path: Path) -> tuple[str, ...]:

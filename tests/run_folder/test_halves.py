@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -165,3 +166,32 @@ def test_the_framework_comes_from_the_content(fixture: str, by_product: str, con
     found = api.open(place)
     assert (found.format, found.path) == (alone.format, alone.path)
     assert found.tensors.keys() == alone.tensors.keys()
+
+
+def _sharded(folder: Path) -> Path:
+    """Write a model as transformers 5.24 does: DCP's files of safetensors."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+
+    dcp.save({"w": torch.ones(2)}, storage_writer=HuggingFaceStorageWriter(folder, save_distributed=True), no_dist=True)
+    return folder
+
+
+@pytest.mark.parametrize("optimizer", ["any_name", "../optim", "../optimizer"])
+def test_model_and_optimizer_of_one_save_are_one_checkpoint(optimizer: str, tmp_path: Path) -> None:
+    model = _sharded(tmp_path / "step" / "model")
+    save({"optimizer": FLAT}, place := (model / optimizer).resolve())
+    found = api.open(model)
+    assert found.optimizer_states == ("exp_avg", "exp_avg_sq", "step")
+    done = ckpt("resume", model, "--world-size", "4")
+    expected = model if optimizer == "any_name" else model.parent
+    assert (done.code, done.out.strip()) == (0, str(expected)), done.err
+    assert ckpt("check", model).code == 0
+    os.truncate(next(place.glob("*.distcp")), 10)
+    assert ckpt("check", model).code == CorruptError.exit_code
+
+
+def test_another_checkpoint_in_a_models_folder_is_not_its_optimizer(tmp_path: Path) -> None:
+    model = _sharded(tmp_path / "model")
+    save({"model": {"w": torch.zeros(2)}, "optimizer": OPTIMIZER}, model / "inner")
+    assert not api.open(model).optimizer_states
