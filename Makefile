@@ -29,7 +29,15 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 env: $(VENV)/.installed  ## make the environment
 
-demo: env  ## train with ZeRO-3, convert to Hugging Face, verify, load
+# Only what the demo runs; the environment of the tests has it, too.
+$(VENV)/.train: pyproject.toml constraints.txt
+	@echo "making $(VENV) with torch, transformers and DeepSpeed, 2 GB: this takes some minutes"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	test -f $(VENV)/.installed || $(BIN)/python -m pip install --quiet -c constraints.txt torch
+	test -f $(VENV)/.installed || $(BIN)/python -m pip install --quiet -c constraints.txt -e '.[train]'
+	@touch $@
+
+demo: $(VENV)/.train  ## train with ZeRO-3, convert to Hugging Face, verify, load
 	$(BIN)/python -m examples.demo
 
 test: env lint  ## lint, type check, and the whole test suite; COLD=1: with engines that all run anew

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ckpt.base.errors import UsageError
+from ckpt.base.errors import UsageError, printable
 
 if TYPE_CHECKING:
     from ckpt.base.returned import Returned
@@ -34,12 +34,12 @@ class HeatMap:
         elif self.overwrite:
             raise UsageError("--overwrite goes with --html")
 
-    def write(self, report: Returned) -> None:
+    def write(self, report: Returned, *, quiet: bool) -> None:
         """Write the page of a report, if one was asked for."""
         if self.html is not None:
             from ckpt.show.pages import heat_map
 
-            write(self.html, heat_map(report.to_json()), overwrite=self.overwrite)
+            write(self.html, heat_map(report.to_json()), overwrite=self.overwrite, quiet=quiet)
 
 
 def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
@@ -60,11 +60,14 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
         raise UsageError(f"the file is not {kind}, and --overwrite would replace it", path=path, expected=expected)
 
 
-def write(path: Path, text: str, *, overwrite: bool) -> None:
-    """Write a picture or a page whose place has been checked."""
+def write(path: Path, text: str, *, overwrite: bool, quiet: bool) -> None:
+    """Write a picture or a page whose place has been checked, and say where it is unless `quiet`."""
+    from ckpt.cli.text import say
     from ckpt.move import files
 
     files.write_file(path, text.encode(errors="surrogatepass"), overwrite=overwrite)
+    if not quiet:
+        say(printable(f"wrote {path}"))
 
 
 def _is_of_kind(path: Path, suffix: str) -> bool:

@@ -88,7 +88,7 @@ def inspect(
                     _print_run(run)
                 sys.stdout.flush()
             raise
-        damaged = _draw(found, drawn)
+        damaged = _draw(found, drawn, quiet)
         if csv:
             print(shown(found.csv()), end="")
         elif as_json:
@@ -114,20 +114,20 @@ def _print_run(run: Sequence[Checked]) -> None:
     print_table(HEADS, [one.row() for one in run], right=("step", "size"))
 
 
-def _draw(found: Inspection, asked: Drawn) -> CorruptError | None:
+def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
     """Write the picture and the page that are asked for; the error is about what they show as damaged."""
     asked.check(found.checkpoint)
     damaged: Sequence[Damage] = ()
     if asked.html is not None:
         page, damaged = found.page(asked.only)
-        write(asked.html, page, overwrite=asked.overwrite)
+        write(asked.html, page, overwrite=asked.overwrite, quiet=quiet)
     if asked.picture is not None:
         from ckpt.show.rows import picture as picture_of
         from ckpt.show.svg import draw
 
         drawn = picture_of(found.checkpoint, only=asked.only)
         damaged = drawn.damaged
-        write(asked.picture, draw(drawn, found.checkpoint), overwrite=asked.overwrite)
+        write(asked.picture, draw(drawn, found.checkpoint), overwrite=asked.overwrite, quiet=quiet)
     if not damaged:
         return None
     first, count = damaged[0], len(damaged)
@@ -269,7 +269,7 @@ def estimate_(
 
     found = estimate(model, **given)
     if picture is not None:
-        write(picture, found.picture(), overwrite=overwrite)
+        write(picture, found.picture(), overwrite=overwrite, quiet=quiet)
     if not quiet:
         say_notes(found.subject.notes)
     if as_json:

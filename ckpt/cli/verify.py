@@ -132,7 +132,7 @@ def verify(
                 expected=meter.expect,
             )
         )
-    page.write(report)
+    page.write(report, quiet=quiet)
     _conclude(report, report.lines(verbose), as_json, quiet)
 
 
@@ -197,7 +197,7 @@ def diff(
     page.check(one, other)
     with progress(0, "measure", quiet=quiet) as meter:
         report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter, expected=meter.expect)
-    page.write(report)
+    page.write(report, quiet=quiet)
     _conclude(report, report.lines(verbose), as_json, quiet)
 
 

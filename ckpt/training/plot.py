@@ -115,6 +115,8 @@ def draw(runs: dict[str, list[Start]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">',
         f"<title>loss of {escape(', '.join(runs))}</title><style>{_STYLE}</style>",
         f'<rect class="p" width="{WIDTH}" height="{height}"/>',
+        f'<text x="{LEFT}" y="16" font-weight="600">Training loss by step: {escape(", ".join(runs))}</text>',
+        f'<text class="g" x="{LEFT - 8}" y="16" text-anchor="end">loss</text>',
         *axes.drawn(),
     ]
     for number, (name, starts) in enumerate(runs.items()):

@@ -73,6 +73,7 @@ def generate() -> None:
     inputs = tokenizer("The ", return_tensors="pt", return_token_type_ids=False)
     tokens = model.generate(**inputs, max_new_tokens=8, do_sample=False)
     print(f"generated tokens {tokens[0].tolist()}: {tokenizer.decode(tokens[0])!r}")
+    print("all right: the words make no sense after 20 steps, but every weight is the one that was trained")
 
 
 if __name__ == "__main__":

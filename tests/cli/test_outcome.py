@@ -104,3 +104,11 @@ def test_what_matters_is_in_colour_on_a_terminal(monkeypatch: pytest.MonkeyPatch
     assert text.in_colour("anything else") == "anything else"
     monkeypatch.setattr(text, "coloured", lambda stream: False)
     assert text.in_colour("wrote 1 file") == "wrote 1 file"
+
+
+def test_pages_and_pictures_say_where_they_are(fixtures: Path, tmp_path: Path) -> None:
+    run = fixtures / "moe-zero3"
+    for words in (("inspect", run), ("verify", run, run), ("diff", run, run)):
+        page = tmp_path / f"{words[0]}.html"
+        assert f"wrote {page}\n" in run_ckpt(*words, "--html", page).err
+        assert "wrote" not in run_ckpt(*words, "--html", page, "--overwrite", "-q").err

@@ -682,7 +682,7 @@ def test_a_run_of_deepspeed(fixtures: Path, tmp_path: Path) -> None:
     """Under ZeRO-3 on three ranks every parameter is cut into three slots, the last with what is left."""
     out = tmp_path / "new" / "out.svg"
     done = run_ckpt("inspect", fixtures / "toy-zero3", "--picture", out)
-    assert (done.code, done.err) == (0, "")
+    assert (done.code, done.err) == (0, f"wrote {out}\n")
     assert "format        zero3" in done.out
     found = parsed(out.read_text())
     assert sum(len(row.about.split(" · ")[2].split(", ")) for row in found.rows) == 30
@@ -802,5 +802,5 @@ def test_drawing_imports_nothing_heavy(fixtures: Path, tmp_path: Path, name: str
         "try:\n    main()\nexcept SystemExit as stop:\n    assert not stop.code\n"
         "print(*{'numpy', 'torch', 'safetensors', 'transformers'} & set(sys.modules), file=sys.stderr)\n"
     )
-    done = process("inspect", fixtures / name, "--picture", tmp_path / "out.svg", script=script)
+    done = process("inspect", fixtures / name, "--picture", tmp_path / "out.svg", "-q", script=script)
     assert (done.code, done.err.strip()) == (0, "")

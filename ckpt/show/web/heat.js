@@ -300,6 +300,10 @@ async function start() {
   search();
   card();
   map.drawNow();
+  if (tensors.every((one) => one.status === "=")) {
+    $("title").textContent = isDiff ? "Nothing changed" : "Equal: nothing differs";
+    for (const id of ["grid", "map", "legend", "odd"]) $(id).style.display = "none";
+  }
   ready();
 }
 start();
