@@ -50,7 +50,7 @@ from ckpt.run_folder.steps import run_at
 from ckpt.state import adapter as names
 from ckpt.state.adapter import AdapterName, parse_name
 from ckpt.state.naming import to_namespace
-from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
+from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
 
 if TYPE_CHECKING:
     import torch
@@ -65,8 +65,6 @@ _TIE = "tie_word_embeddings"
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
 #: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
 _MAX_STEPS = 8
-#: How the parts of a quantized weight go on behind the layer's name: GPTQ, AWQ, MXFP4.
-_PACKED = re.compile(r"\.(qweight|\w+_blocks)$")
 #: A layer of a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 #: Files of a tokenizer, among those that stand beside a model's weights.
@@ -236,7 +234,9 @@ class _Merge:
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
         self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
-        self.quantized = quantized_parts(self.base)
+        weights = registry.service("quantized_weights")(self.base)
+        self.quantized = weights.parts
+        self.packed = {owner.rpartition(".")[0]: min(parts.values()) for owner, parts in weights.owners.items()}
 
     @property
     def _vocabulary(self) -> object:
@@ -806,7 +806,7 @@ class _Merge:
         fqn = f"{module}.weight"
         owner = self._owner(fqn)
         inner = _without_wrappers(module)
-        packed = next((n for n in self.shapes if n.startswith(inner) and _PACKED.match(n, len(inner))), None)
+        packed = self.packed.get(inner)
         if owner not in self.shapes and packed is not None:
             raise self._quantized(packed)
         if attention := self._attention(module):
@@ -881,16 +881,19 @@ class _Merge:
         self.updates.setdefault(fqn, []).append(update)
 
     def _quantized(self, fqn: str) -> UsageError:
-        quantization = (self.base.config or {}).get("quantization_config")
-        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else None
+        method = registry.service("quantized_weights")(self.base).title
         return UsageError(
             "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
             path=self.base.path,
             fqn=fqn,
             expected=" or ".join(sorted(d.name for d in CAST_SOURCES)),
-            found=self.chosen[fqn].dtype.name + (f", {method}" if method else ""),
-            hint="give the full-precision model with --base; or --dequantize, which merges onto the plain values of "
-            "weights in MXFP4, FP8 or of bitsandbytes",
+            found=f"{self.chosen[fqn].dtype}, {method}",
+            hint="give the full-precision model with --base"
+            + (
+                "; or --dequantize, which merges onto the plain values of these weights"
+                if registry.service("can_dequantize")(self.base)
+                else ": weights of this quantization method can't be dequantized here"
+            ),
         )
 
     def checkpoint(self, identity: str) -> Checkpoint:

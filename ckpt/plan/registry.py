@@ -97,7 +97,7 @@ SERVICES = {
     # the parts of quantized weights and their faults, and plain weights in place of these
     "quantized_weights": "converters.names.quantization.parts:quantized_weights",
     "dequantized": "converters.quantized.dequantize:dequantized",
-    "dequantizing_hint": "converters.quantized.dequantize:hint",
+    "can_dequantize": "converters.quantized.dequantize:can_dequantize",
     # the tensors that quantized optimizer states are stored as, in place of the values computed of them
     "as_stored": "converters.quantized.carry:as_stored",
 }

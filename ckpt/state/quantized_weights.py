@@ -33,6 +33,13 @@ def check_parts(checkpoint: Checkpoint) -> None:
     )
 
 
+def dequantizing_hint(checkpoint: Checkpoint) -> str:
+    """Return a hint that leads to plain weights: `--dequantize`, or another source."""
+    if registry.service("can_dequantize")(checkpoint):
+        return "--dequantize makes plain weights of them"
+    return "take the full-precision model: weights of this quantization method can't be dequantized here"
+
+
 def check_place(checkpoint: Checkpoint, target: Format) -> None:
     """Raise LossError if a quantized model is converted to a format that trains plain weights.
 
@@ -54,7 +61,7 @@ def check_place(checkpoint: Checkpoint, target: Format) -> None:
         fqn=min(parts),
         expected="weights in bf16, fp16 or fp32",
         found=f"{counted(len(parts), 'part')} of quantized weights",
-        hint=registry.service("dequantizing_hint")(checkpoint),
+        hint=dequantizing_hint(checkpoint),
     )
 
 
@@ -86,5 +93,5 @@ def check_casts(checkpoint: Checkpoint, target: Target) -> None:
                 fqn=tensor.fqn,
                 expected=tensor.dtype,
                 found=slot.extent.dtype,
-                hint=registry.service("dequantizing_hint")(checkpoint),
+                hint=dequantizing_hint(checkpoint),
             )

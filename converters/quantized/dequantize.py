@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import counted
@@ -13,6 +12,7 @@ from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
 from ckpt.run_folder.quantization import quantization_of
+from converters.names.quantization.parts import quantized_weights
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 
@@ -38,7 +38,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     quantization = quantization if isinstance(quantization, Mapping) else {}
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, quantization, dtype or model_dtype(config))
-    weights = [weight for find in _finders(checkpoint, quantization) for weight in find(stored)]
+    weights = [weight for find in _finders(checkpoint) for weight in find(stored)]
     gone = {part for weight in weights for part in (*weight.parts, *weight.unused)}
     kept = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in gone}
     _check_plain(checkpoint, kept)
@@ -56,36 +56,31 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     )
 
 
-def hint(checkpoint: Checkpoint) -> str:
-    """Return a hint that turns the model into plain weights: `--dequantize`, or another source."""
+def can_dequantize(checkpoint: Checkpoint) -> bool:
+    """Return True if the checkpoint's quantization method is unrecorded, or one that can be dequantized."""
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    if quantization is None or quantization.method in (None, *_METHODS):
-        return "--dequantize makes plain weights of them"
-    return f"take the full-precision model: weights quantized by {quantization.title} can't be dequantized here"
+    return quantization is None or quantization.method in (None, *_METHODS)
 
 
-def _finders(
-    checkpoint: Checkpoint, quantization: Mapping[str, Any]
-) -> Iterable[Callable[[StoredWeights], Iterator[Weight]]]:
-    method = quantization.get("quant_method")
-    if method is None and (quantization.get("load_in_4bit") or quantization.get("load_in_8bit")):
-        method = bitsandbytes.METHOD
-    if method is None:
+def _finders(checkpoint: Checkpoint) -> Iterable[Callable[[StoredWeights], Iterator[Weight]]]:
+    quantization = quantization_of(checkpoint.config, checkpoint.folders)
+    if quantization is None or quantization.method is None:
         return _METHODS.values()
-    if method not in _METHODS:
+    if quantization.method not in _METHODS:
         raise UsageError(
             "weights of this method of quantization are not dequantized",
             path=checkpoint.path,
             expected=" or ".join(_METHODS),
-            found=f"quant_method {method!r}",
+            found=f"quant_method {quantization.method!r}, recorded in {quantization.file}",
             hint="take the full-precision model that it was made from",
         )
-    return [_METHODS[method]]
+    return [_METHODS[quantization.method]]
 
 
 def _check_plain(checkpoint: Checkpoint, tensors: Mapping[Key, Tensor]) -> None:
+    parts = quantized_weights(replace(checkpoint, tensors=tensors)).parts
     for (fqn, role), tensor in tensors.items():
-        if role == WEIGHT and tensor.dtype in _PACKED_DTYPES:
+        if role == WEIGHT and (tensor.dtype in _PACKED_DTYPES or fqn in parts):
             raise LossError(
                 "this tensor would stay quantized: what it is part of is not known",
                 path=checkpoint.path,

@@ -348,6 +348,24 @@ def test_inspect_shows_the_method_wherever_it_is_recorded(
     assert (tmp_path / "out" / file).exists()
 
 
+@pytest.mark.parametrize("file", ["hf_quant_config.json", "quantize_config.json", "config.json"])
+def test_dequantize_refuses_a_method_wherever_it_is_recorded(
+    file: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    layout = {"hf_quant_config.json": "modelopt NVFP4", "quantize_config.json": "gptq", "config.json": "mlx 4 bits"}[
+        file
+    ]
+    source = tmp_path / "source"
+    shutil.copytree(folders(layouts[file]), source)
+    if file != "config.json":
+        entries = json.loads((source / "config.json").read_text())
+        (source / file).write_text(json.dumps(entries.pop("quantization_config")))
+        (source / "config.json").write_text(json.dumps(entries))
+    result = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "no", "--dequantize")
+    assert result.code == 2 and file in result.err, result.err
+    assert not (tmp_path / "no").exists()
+
+
 # -- scales that are not finite --------------------------------------------------------------------------------
 
 

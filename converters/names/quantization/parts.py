@@ -189,7 +189,7 @@ class QuantizedWeights:
     def unproved(self) -> str | None:
         """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
         if self._schemes is None:
-            return f"the parts of weights quantized by {self._title} were not checked: ckpt does not know this layout"
+            return f"the parts of weights quantized by {self.title} were not checked: ckpt does not know this layout"
         packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
         if name := next((one.fqn for one in packed if _is_matrix(one) and one.fqn not in self.parts), None):
             return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
@@ -201,7 +201,7 @@ class QuantizedWeights:
         if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
             return None
         where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
-        return f"transformers does not read weights quantized by {self._title}{where}"
+        return f"transformers does not read weights quantized by {self.title}{where}"
 
     @property
     def unwritable(self) -> str | None:
@@ -211,7 +211,8 @@ class QuantizedWeights:
         return None
 
     @property
-    def _title(self) -> str:
+    def title(self) -> str:
+        """The method, for people."""
         return self.quantization.title if self.quantization else "an unrecorded method"
 
     # -- faults ------------------------------------------------------------------------------------------------
@@ -264,7 +265,7 @@ class QuantizedWeights:
             if not faults:
                 break
         if best is None:
-            return None, [Fault(owner, f"quantized, and {self._title} quantizes no weight of this name")]
+            return None, [Fault(owner, f"quantized, and {self.title} quantizes no weight of this name")]
         return best
 
     def _schemes_of(self, module: str) -> Sequence[Scheme]:
@@ -297,19 +298,19 @@ class QuantizedWeights:
             tensor = self.tensors[name]
             if tensor.dtype.name not in part.dtypes:
                 stored = " or ".join(part.dtypes)
-                yield Fault(name, f"dtype {tensor.dtype}, and {self._title} stores {stored}")
+                yield Fault(name, f"dtype {tensor.dtype}, and {self.title} stores {stored}")
             elif template == scheme.packed and scheme.plain and len(tensor.shape) < 2:
                 yield Fault(name, f"shape {list(tensor.shape)}, which is no matrix")
             elif plain and part.shapes and template != scheme.packed and tensor.shape not in part.shapes(plain):
                 usual = list(part.shapes(plain)[0])
                 yield Fault(name, f"shape {list(tensor.shape)} instead of {usual}, for a weight of {list(plain)}")
         for template in parts.keys() - scheme.parts.keys():
-            yield Fault(parts[template], f"unexpected: weights quantized by {self._title} have no such part")
+            yield Fault(parts[template], f"unexpected: weights quantized by {self.title} have no such part")
 
     def _missing(self, scheme: Scheme) -> str:
         required = [template for template, part in scheme.parts.items() if part.required]
         names = [template.format(w=_WEIGHT, m="") for template in required]
-        return f"missing: a weight quantized by {self._title} is stored in {', '.join(names)}"
+        return f"missing: a weight quantized by {self.title} is stored in {', '.join(names)}"
 
     def _uneven(self, owners: Iterable[str]) -> Iterator[Fault]:
         """Yield parts that most other layers do not have, lack, or have in another dtype."""
@@ -336,7 +337,7 @@ class QuantizedWeights:
             module = name.removesuffix(".absmax").removesuffix(".quant_map").removesuffix(".weight").rpartition(".")[0]
             is_next = module in modules or name.startswith(stacks) or name.rpartition(".")[0] in self.owners
             if is_next and _WORDS.search(name) and not _ATTENTION.search(name):
-                yield Fault(name, f"unexpected: weights quantized by {self._title} have no such part")
+                yield Fault(name, f"unexpected: weights quantized by {self.title} have no such part")
 
     def _misplaced(self) -> Iterator[Fault]:
         """Yield weights that are plain or quantized although the config says otherwise."""
@@ -351,7 +352,7 @@ class QuantizedWeights:
         for name, tensor in self.tensors.items():
             is_like = name not in self.owners and name not in self.parts and _NUMBER.sub("*", name) in patterns
             if is_like and tensor.dtype.name not in PACKED and not _is_listed(name.rpartition(".")[0], entries):
-                yield Fault(name, f"{tensor.dtype}, and the same weight of other layers is quantized by {self._title}")
+                yield Fault(name, f"{tensor.dtype}, and the same weight of other layers is quantized by {self.title}")
 
     @property
     def _has_narrow_targets(self) -> bool:
