@@ -352,9 +352,7 @@ def test_inspect_shows_the_method_wherever_it_is_recorded(
 def test_dequantize_refuses_a_method_wherever_it_is_recorded(
     file: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    layout = {"hf_quant_config.json": "modelopt NVFP4", "quantize_config.json": "gptq", "config.json": "mlx 4 bits"}[
-        file
-    ]
+    layouts = {"hf_quant_config.json": "modelopt NVFP4", "quantize_config.json": "gptq", "config.json": "mlx 4 bits"}
     source = tmp_path / "source"
     shutil.copytree(folders(layouts[file]), source)
     if file != "config.json":
