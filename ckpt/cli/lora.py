@@ -44,6 +44,8 @@ class MergeOptions:
         bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
     ] = False
     expert_layout: opt.ExpertLayoutOption = None
+    peft_version: opt.PeftVersionOption = None
+    accept_setting: opt.AcceptEntryOption = None
     adapter_slot: opt.AdapterSlotOption = None
     ignore_file: opt.IgnoreFileOption = None
 
@@ -120,8 +122,9 @@ def merge_lora(
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    names = ("config", "tag", "expert_layout", "adapter_slot")
-    opened = [open_adapter(where, base=base, **{name: getattr(parts, name) for name in names}) for where in wanted]
+    names = ("config", "tag", "expert_layout", "peft_version", "adapter_slot")
+    asked = {"accept_settings": parts.accept_setting, **{name: getattr(parts, name) for name in names}}
+    opened = [open_adapter(where, base=base, **asked) for where in wanted]
     if not push and at_hub != opt.HubTarget():
         raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
     to = None

@@ -32,7 +32,7 @@ DIFFERENT = 1
 #: The sections of the help texts, and the options in them, by name; of any other the section is Options.
 _SECTIONS = {
     "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
-    "expert_layout adapter_slot accept_setting model_only",
+    "expert_layout peft_version adapter_slot accept_setting model_only",
     "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
     "How it is done": "max_memory workers check verify restart dry_run foreground cast exact rtol atol loads "
     "every_byte values weights combination density seed",
@@ -102,6 +102,20 @@ AdapterSlotOption = Annotated[
         "--adapter-slot",
         metavar="SLOT:RANK:ALPHA",
         help="The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
+    ),
+]
+PeftVersionOption = Annotated[
+    str | None,
+    typer.Option(
+        "--peft-version",
+        metavar="RELEASE",
+        help="PEFT release that trained the adapter, such as 0.13, if its config records none.",
+    ),
+]
+AcceptEntryOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--accept-setting", metavar="NAME", help="Ignore this unknown entry of adapter_config.json. Repeatable."
     ),
 ]
 AcceptSettingOption = Annotated[

@@ -55,6 +55,7 @@ class Claimed:
         ),
     ] = None
     expert_layout: opt.ExpertLayoutOption = None
+    peft_version: opt.PeftVersionOption = None
     ignore_file: opt.IgnoreFileOption = None
 
 
@@ -97,7 +98,7 @@ def verify(
     from ckpt import api
 
     api.check_goes_together(a, b, **vars(how), **vars(sides))
-    if claimed.adapter or claimed.expert_layout or claimed.ignore_file:
+    if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_file:
         others = {
             "--only": how.only != "all",
             "--cast": how.cast,
@@ -163,6 +164,8 @@ def _verify_merge(
             merged,
             claimed.adapter,
             expert_layout=claimed.expert_layout,
+            peft_version=claimed.peft_version,
+            accept_settings=sides.accept_setting,
             ignore_files=claimed.ignore_file or (),
             format=sides.from_b,
             tag=sides.tag_b,

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt import api
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
@@ -18,6 +18,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
+from ckpt.run_folder import adapter_entries, peft_rules
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
 from ckpt.run_folder.choosing import Want
 from ckpt.run_folder.opening import open_wanted
@@ -121,6 +122,8 @@ def open_adapter(
     adapter_slot: str | None = None,
     base: str | None = None,
     base_config: str | None = None,
+    peft_version: str | None = None,
+    accept_settings: Sequence[str] | None = None,
 ) -> Adapter:
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
@@ -128,7 +131,8 @@ def open_adapter(
     `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `adapter_slot` is the
     one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up in the local cache only.  An
     adapter under names that a model's config gives those of PEFT takes it from `base`, where it has none of its own,
-    and `base_config` is where the base has none.
+    and `base_config` is where the base has none.  `peft_version` is the release of PEFT that trained the adapter, if
+    its config records none; `accept_settings` names unknown entries of the config that are ignored.
     """
     path = local(where)
     if not path.exists() and HUB_ID.fullmatch(where):
@@ -140,6 +144,10 @@ def open_adapter(
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
+    raw, notes = _of_release(raw, peft_version)
+    parse_config(raw, found)
+    adapter_entries.check(raw, found, accept_settings or (), option="--accept-setting")
+    raw = peft_rules.with_explicit_patterns(raw, found, _ranks(checkpoint, raw), option="--peft-version")
     settings = replace(parse_config(raw, found), given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
@@ -150,7 +158,32 @@ def open_adapter(
     given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
     checkpoint = replace(checkpoint, files=files, given=given)
     factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
-    return Adapter(where, folder, settings, checkpoint, factors, checkpoint.notes)
+    return Adapter(where, folder, settings, checkpoint, factors, (*checkpoint.notes, *notes))
+
+
+def _of_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return `raw` with the `given` release of PEFT, unless another one is recorded, and notes."""
+    if given is None:
+        return raw, ()
+    if peft_rules.release_of({"peft_version": given}) is None:
+        raise UsageError("--peft-version takes a release of PEFT", expected="0.13, 0.18.1 or another one", found=given)
+    if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may be one or the other
+        return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
+    return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
+
+
+def _ranks(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> dict[str, int]:
+    """Return the rank of each adapted layer, as its factors have it."""
+    ranks = {}
+    for (fqn, _), tensor in checkpoint.tensors.items():
+        name = parse_name(fqn)
+        if name.kind in (names.A, names.EMBEDDING_A):
+            ranks[name.module] = tensor.shape[0]
+        elif raw.get("peft_type") in ("LOHA", "LOKR") and fqn.startswith(names.PREFIX) and len(tensor.shape) > 1:
+            module, _, kind = fqn.removeprefix(names.PREFIX).rpartition(".")
+            if kind in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
+                ranks[module] = tensor.shape[0]
+    return ranks
 
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:

@@ -20,6 +20,7 @@ from ckpt.base.errors import CorruptError, UsageError
 from ckpt.lora.clusters import ADAMSS, check_clusters
 from ckpt.lora.effect import Update
 from ckpt.lora.find import Adapter, Factor
+from ckpt.run_folder import adapter_entries
 from ckpt.run_folder.adapter_config import LORA, OF_PEFT, AdapterConfig
 
 if TYPE_CHECKING:
@@ -62,6 +63,23 @@ def merge_layer(
         except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
             raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path, fqn=module) from error
         return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+
+
+def check_installed(config: AdapterConfig) -> None:
+    """Raise UsageError if the installed PEFT would ignore an entry that changes the merge."""
+    import dataclasses
+
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    made = next((one for kind, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind == config.kind), None)
+    known = {field.name for field in dataclasses.fields(made)} if made is not None else set()
+    if lacking := [key for key in adapter_entries.relevant(config.raw) if key not in known]:
+        raise UsageError(
+            "the installed PEFT does not know this adapter's settings",
+            path=config.path,
+            found=", ".join(lacking),
+            hint="pip install -U peft",
+        )
 
 
 def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:

@@ -33,7 +33,7 @@ from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.head import as_trained
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.joint import JointModel
-from ckpt.lora.layer import merge_layer, updates
+from ckpt.lora.layer import check_installed, merge_layer, updates
 from ckpt.lora.light import PlainLora, RefusedError, is_stored, stored
 from ckpt.lora.order import FROD
 from ckpt.move.workers import Resources
@@ -337,6 +337,7 @@ class _Merge:
     def _add_by_layer(self, adapter: Adapter) -> None:
         """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
         require_peft("merging this kind of adapter")
+        check_installed(adapter.config)
         if adapter.config.kind == ADAMSS:
             require_sklearn()
         layers: dict[str, dict[str, Factor]] = {}
@@ -771,7 +772,7 @@ class _Merge:
                 fqn=fqn,
                 expected="peft_version, the release that trained the adapter",
                 found=repr(adapter.config.raw.get("peft_version")),
-                hint='write it into a copy of adapter_config.json: "0.18.1", "0.19.0", or "0.19.1" for all since',
+                hint="--peft-version 0.18.1, 0.19.0, or 0.19.1 for all since",
             )
         if trained == is_transposed:
             self.by_release.append(fqn)
@@ -1009,11 +1010,11 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
 
 
 def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
-    """Whether `modules_to_save` names the module of this parameter (peft `_set_trainable`)."""
+    """Return True if `modules_to_save` names a module with this parameter, by the end of its path as in PEFT."""
     module, _, parameter = fqn.rpartition(".")
-    module = config.former.get(module, module)
-    fqn = f"{module}.{parameter}"
-    return any(module == name or module.endswith(f".{name}") or f".{name}." in f".{fqn}" for name in config.saved)
+    path = [*config.former.get(module, module).split("."), parameter]
+    modules = [".".join(path[:count]) for count in range(1, len(path))]
+    return any(module.endswith(name) for module in modules for name in config.saved)
 
 
 def _ties_copies(config: AdapterConfig) -> bool:

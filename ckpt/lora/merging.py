@@ -69,6 +69,8 @@ def merge_lora(
     accept_base: bool = False,
     expert_layout: ExpertLayout | None = None,
     adapter_slot: str | None = None,
+    peft_version: str | None = None,
+    accept_settings: Sequence[str] | None = None,
     ignore_files: Sequence[str] = (),
     adapter_weights: Sequence[float] | None = None,
     combination: str | None = None,
@@ -92,7 +94,9 @@ def merge_lora(
     several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
     the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
     not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
-    Unsloth before 2026.9.6, where nothing records it.  `adapter_slot` is for `ckpt.open`.
+    Unsloth before 2026.9.6, where nothing records it.  `adapter_slot` is for `ckpt.open`.  `peft_version` is the
+    release of PEFT that trained an adapter, if its config records none; `accept_settings` names unknown entries of
+    `adapter_config.json` that are ignored.
 
     Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head;
     `ignore_files` names files to leave out.
@@ -108,6 +112,7 @@ def merge_lora(
     place = None if config is None else fspath(config)
     model = None if base is None else fspath(base)
     asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
+    asked |= {"peft_version": peft_version, "accept_settings": accept_settings}
     conversion, _ = planned(
         [open_adapter(fspath(one), config=place, **asked) for one in several],
         base=model,

@@ -7,7 +7,7 @@ order is off by a small part of what the adapter adds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import sqrt
@@ -23,7 +23,6 @@ from ckpt.base.typed import typed
 from ckpt.lora import tied
 from ckpt.lora.effect import Effects, Merge
 from ckpt.lora.find import Adapter, ExpertLayout, open_adapter, open_base
-from ckpt.lora.head import as_trained
 from ckpt.lora.merge import is_merged, plan
 from ckpt.lora.neighbours import unread, without_ignored
 from ckpt.plan import registry
@@ -156,6 +155,8 @@ def verify_merge(
     adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
     *,
     expert_layout: ExpertLayout | None = None,
+    peft_version: str | None = None,
+    accept_settings: Sequence[str] | None = None,
     ignore_files: Sequence[str] = (),
     format: str = "auto",
     tag: str | None = None,
@@ -172,11 +173,13 @@ def verify_merge(
     weights that are not merged; `ignore_files` names files to leave out.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
-    known = {"base": fspath(base), "base_config": None if config is None else fspath(config)}
-    found = [open_adapter(fspath(one), expert_layout=expert_layout, **known) for one in several]
+    place = None if config is None else fspath(config)
+    asked: dict[str, Any] = {"expert_layout": expert_layout, "peft_version": peft_version}
+    asked |= {"base": fspath(base), "base_config": place, "accept_settings": accept_settings}
+    found = [open_adapter(fspath(one), **asked) for one in several]
     if not found:
         raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
-    model, notes = _base(found[0], fspath(base), known["base_config"])
+    model, notes = _base(found[0], fspath(base), place)
     other = api.open(merged, format, tag=tag, config=config)
     found = without_ignored(found, model, ignore_files)
     dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
@@ -215,10 +218,7 @@ def verify_merge(
                 sqrt(away / between) if away is not None and between else None,
             )
         )
-    trained = tied.in_memory(model)
-    for adapter in found:
-        trained = as_trained(trained, adapter).base
-    deviations += _ties_otherwise(trained, other, merge)
+    deviations += _ties_otherwise(made, other, merge.noted.untied)
     num_compared = len([one for one in report.results if one.fqn in targets])
     return MergeReport(
         model.path,
@@ -245,20 +245,17 @@ def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> t
         raise
 
 
-def _ties_otherwise(base: Checkpoint, merged: Checkpoint, merge: Merge) -> Iterator[Deviation]:
-    """Yield tied weights that the config of `merged` ties and the merge does not, or the other way round.
-
-    `base` has the class that was trained.
-    """
-    if merged.config is None or not base.ties:
+def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str]) -> Iterator[Deviation]:
+    """Yield weights that the config of `merged` ties and the merge does not, or the other way round."""
+    if merged.config is None:
         return
     declared = registry.service("declared_ties")(merged.config)
     named = tied.in_memory(merged)
     stored = {fqn for fqn, _ in named.tensors} | named.ties.keys()
-    for alias, owner in tied.in_memory(base).ties.items():
-        if alias in merge.noted.untied and alias in declared:
-            yield Deviation(alias, f"config.json ties it to {declared[alias]}, and the two differ", True)
-        elif alias not in merge.noted.untied and alias not in declared and alias not in stored:
+    for alias in sorted(declared.keys() & untied):
+        yield Deviation(alias, f"config.json ties it to {declared[alias]}, and the two differ", True)
+    for alias, owner in tied.in_memory(made).ties.items():
+        if alias not in declared and alias not in stored:
             yield Deviation(alias, f"it is missing, and config.json does not tie it to {owner}", True)
 
 

@@ -26,7 +26,8 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder.adapter_config import AdapterConfig, parse_config, settings_of
+from ckpt.run_folder import adapter_entries, peft_rules
+from ckpt.run_folder.adapter_config import LORA, AdapterConfig, parse_config, settings_of
 from ckpt.state import adapter as peft
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
@@ -391,7 +392,11 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     are not one of Megatron's or a whole part of one.
     """
     raw, path = settings_of(checkpoint)
-    config = parse_config(raw, path)
+    if parse_config(raw, path).kind == LORA:
+        adapter_entries.check(raw, path)
+    parsed = {fqn: peft.parse_name(fqn) for fqn in checkpoint.shapes}
+    ranks = {one.module: checkpoint.shapes[fqn][0] for fqn, one in parsed.items() if one.kind == peft.A}
+    config = parse_config(peft_rules.with_explicit_patterns(raw, path, ranks), path)
     modules = Modules.of(checkpoint)
     if modules.sees:
         raise LossError(
