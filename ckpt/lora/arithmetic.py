@@ -19,6 +19,7 @@ Every function takes a weight whose memory it may reuse, and returns the merged 
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from math import prod
 
 import torch
@@ -48,6 +49,30 @@ def merge_linear(
     norm = _row_norms(_transpose(weight, transposed), _transpose(delta, transposed))
     factor = _transpose((magnitude / norm).view(-1, 1), transposed)
     return (factor * (weight + delta)).to(weight.dtype)
+
+
+def merge_experts(
+    weight: torch.Tensor,
+    *factors: torch.Tensor,
+    parts: Sequence[tuple[int | None, int | None]],
+    scalings: Sequence[float],
+    transposed: bool,
+    interleaved: bool,
+) -> torch.Tensor:
+    """Merge linear layers into experts stacked in `weight`, [experts, in, out] if `transposed`.
+
+    `factors` are an `a` and a `b` for each of the `parts`: an expert, or None for all, and half of the rows, or None.
+    """
+    merged = weight.clone()
+    for number, (expert, half) in enumerate(parts):
+        a, b = factors[2 * number : 2 * number + 2]
+        for one in range(len(weight)) if expert is None else [expert]:
+            rows = _transpose(merged[one], transposed)
+            if half is not None:
+                rows = rows[half::2] if interleaved else rows.chunk(2)[half]
+            of_a, of_b = (each if expert is not None else each[one if len(each) > 1 else 0] for each in (a, b))
+            rows.copy_(merge_linear(rows, of_a, of_b, None, scaling=scalings[number], transposed=False))
+    return merged
 
 
 def merge_attention(

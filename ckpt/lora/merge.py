@@ -29,6 +29,7 @@ from ckpt.lora import light, renamed, targets, tied
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
+from ckpt.lora.experts import ExpertPart, part_of
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.head import as_trained
 from ckpt.lora.hollow import WholeModel
@@ -278,6 +279,7 @@ class _Merge:
                 kind = f"{name.kind}.{name.rest}" if name.kind == names.SAMPLER else name.kind
                 modules.setdefault(name.module, {})[kind] = factor
         self._replace_all(adapter, whole, modules)
+        self._place_experts(adapter, modules)
         self._check_targets(adapter, modules)
         self._check_saved(adapter)
         nested: dict[str, list[str]] = {}
@@ -719,6 +721,35 @@ class _Merge:
         apply = _arithmetic("merge_bias", factor, scaling=scaling)
         self._update(fqn, Update(adapter.path, module, apply, _is_zero(scaling, factor)))
 
+    def _place_experts(self, adapter: Adapter, modules: dict[str, dict[str, Factor]]) -> None:
+        """Add the updates of stacked experts by layers of single ones, and take these layers out of `modules`."""
+        found: dict[str, list[ExpertPart]] = {}
+        for module in modules:
+            if (part := part_of(module, self.shapes)) is not None:
+                found.setdefault(part.parameter, []).append(part)
+        for fqn, parts in found.items():
+            known = self._module(adapter, fqn.rpartition(".")[0])
+            num, *sizes = self.shapes[fqn]
+            rows, columns = reversed(sizes) if known.is_transposed else sizes
+            factors, scalings = [], []
+            for part in parts:
+                of_part = modules.pop(part.module)
+                _check_complete(adapter, part.module, of_part)
+                a, b = of_part[names.A], of_part[names.B]
+                if of_part.keys() != {names.A, names.B} or adapter.config.is_of_peft:
+                    what = "LoRA on single experts has neither DoRA nor a bias nor another merge than W + BA"
+                    raise UsageError(what, path=adapter.path, fqn=part.module)
+                if not part.fits(a, b, adapter.config.rank_of(part.module), (num, rows, columns)):
+                    found_shapes = f"{list(a.shape)} x {list(b.shape)}"
+                    raise _misfit(adapter, a.fqn, f"factors for {fqn} {list(self.shapes[fqn])}", found_shapes)
+                factors += [a, b]
+                scalings.append(adapter.config.scaling(part.module))
+            places = [(part.expert, part.half) for part in parts]
+            how = {"transposed": known.is_transposed, "interleaved": known.is_interleaved}
+            apply = _arithmetic("merge_experts", *factors, parts=places, scalings=scalings, **how)
+            is_zero = [_is_zero(s, *factors[2 * n : 2 * n + 2]) for n, s in enumerate(scalings)]
+            self._update(fqn, Update(adapter.path, fqn, apply, partial(_are_true, is_zero)))
+
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
         """Parameters that `target_parameters` names: wrappers of one module, the innermost first."""
         targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
@@ -939,6 +970,10 @@ class _Merge:
         if self.resized:
             rows = next(iter(self.resized.values()))
             yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
+
+
+def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
+    return all(one() for one in every)
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:

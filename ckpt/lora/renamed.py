@@ -34,6 +34,7 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
         return adapter
     weights = {f"{module}.weight" for found in unknown.values() for module in found}
     new = {old: name for old, name in _names_in_memory(base, weights).items() if name in known}
+    new |= {old: name for old in weights - new.keys() for name in _of_trainers(old, adapter, base) if name in known}
     moved: dict[str, str] = {}
     for fqn, found in unknown.items():
         module = next((one for one in found if f"{one}.weight" in new), None)
@@ -48,9 +49,24 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
         name = fqn if fqn not in moved else _with_module(fqn, moved[fqn], by_module[moved[fqn]])
         factors[name] = replace(factor, fqn=name)
     old, name = next(iter(by_module.items()))
-    note = f"the adapter has names of an earlier release of transformers, such as {old} for {name}"
+    note = f"the adapter has names of another release of transformers or of its trainer, such as {old} for {name}"
     config = replace(adapter.config, former={**adapter.config.former, **former})
     return replace(adapter, config=config, factors=factors, notes=(*adapter.notes, note))
+
+
+def _of_trainers(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[str]:
+    """Yield transformers' names for names of Tinker's and of Unsloth's gpt-oss in bitsandbytes.
+
+    No adapter of PEFT's records `all-linear`, as Tinker's do: PEFT lists the layers.
+    """
+    is_of_tinker = adapter.config.raw.get("target_modules") == "all-linear"
+    if weight == "model.unembed_tokens.weight":
+        yield "lm_head.weight"
+    if (base.config or {}).get("model_type") == "gpt_oss":
+        weight = weight.replace(".router.linear.", ".router.")
+        yield weight.replace(".attn.", ".self_attn.") if is_of_tinker else weight
+    elif is_of_tinker:
+        yield re.sub(r"^model\.", "model.language_model.", weight)
 
 
 def _modules(fqn: str) -> Iterator[str]:

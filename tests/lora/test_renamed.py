@@ -85,7 +85,7 @@ def test_names_of_the_file_become_those_in_memory(
     found = renamed.in_memory(adapter_of([file[key] for key in inner], memory), memory)
     assert {parse_name(fqn).module for fqn in found.factors} == set(inner.values())
     assert all(found.config.former[name] == old for old, name in moved.items())
-    assert "has names of an earlier release" in found.notes[0]
+    assert "has names of another release" in found.notes[0]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +110,15 @@ def test_names_that_are_known_stay_and_so_do_unknown_ones(tmp_path: Path) -> Non
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate", "model.layers.0.other.q_proj"):
         adapter = adapter_of([module], memory)
         assert renamed.in_memory(adapter, memory) is adapter
+
+
+def test_a_text_model_is_taken_for_the_one_in_a_vision_model_from_tinker_alone(tmp_path: Path) -> None:
+    memory = in_memory("llava", tmp_path)
+    adapter = adapter_of(["model.layers.0.self_attn.q_proj"], memory)
+    assert renamed.in_memory(adapter, memory) is adapter
+    raw = {**adapter.config.raw, "target_modules": "all-linear"}
+    found = renamed.in_memory(replace(adapter, config=replace(adapter.config, raw=raw)), memory)
+    assert {parse_name(fqn).module for fqn in found.factors} == {"model.language_model.layers.0.self_attn.q_proj"}
 
 
 def test_rows_that_are_permuted_are_no_renaming(tmp_path: Path) -> None:

@@ -22,12 +22,13 @@ LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 class Module:
     """A module's class, by the nearest of `LAYERS` that it derives from, and what else shapes do not tell.
 
-    `is_transposed`: its stacked experts are [experts, in, out].  `parameters` are its own, in the order in which it
-    registers them.
+    `is_transposed`: its stacked experts are [experts, in, out].  `is_interleaved`: their gate and up take turns.
+    `parameters` are its own, in the order in which it registers them.
     """
 
     layer: str | None
     is_transposed: bool
+    is_interleaved: bool
     parameters: tuple[str, ...]
 
     @property
@@ -59,6 +60,7 @@ def describe(
         name: Module(
             next((one.__name__ for one in type(module).__mro__ if one.__name__ in LAYERS), None),
             bool(getattr(module, "is_transposed", False)),
+            not getattr(module, "is_concatenated", True),
             tuple(parameter for parameter, _ in module.named_parameters(recurse=False)),
         )
         for name in (modules if names is None else names)
