@@ -192,5 +192,5 @@ def test_the_refusal_as_it_is_printed(fixtures: Path, tmp_path: Path) -> None:
     assert "error: the run recorded settings that the model's config cannot hold, and that change what" in done.err
     assert "found: softmax_type off-by-one, new_thing 3 (unknown to ckpt)" in done.err
     hint = "--accept-setting softmax_type --accept-setting new_thing"
-    assert f"hint: {hint} converts the weights without them" in done.err
+    assert f"hint: {hint} ignores them, in ckpt convert, verify, diff, hash and mount" in done.err
     assert ckpt(*command, *hint.split()).code == 0

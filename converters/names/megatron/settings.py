@@ -177,7 +177,7 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         path=path,
         expected="settings that the config holds, or with values that change nothing",
         found=", ".join(shown),
-        hint=f"{options} converts the weights without {'it' if len(found) == 1 else 'them'}"
+        hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, verify, diff, hash and mount"
         + ("; Megatron-Bridge saves rows in blocks or in order, and does not record which" if order else ""),
     )
 
