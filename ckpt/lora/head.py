@@ -56,7 +56,8 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
         raise UsageError(
             f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
             path=base.path,
-            hint="--dequantize, or the full-precision model with --base",
+            hint="give the full-precision model with --base"
+            + ("; or --dequantize" if registry.service("can_dequantize")(base) else ""),
         )
     return _of_class(base, adapter, cls)
 

@@ -23,6 +23,8 @@ CONFIG = "adapter_config.json"
 #: `utils/checkpoint/lora_metadata.py`); of its LoRA nothing else can be set but the layers.
 VERL_META = "lora_train_meta.json"
 _OF_VERL = {"r", "lora_alpha", "task_type"}
+#: Entries of mlx-lm's `lora_parameters`.
+_OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
 #: No rank and no alpha comes near, and it is a float.
 _TOO_LARGE = 1 << 64
 #: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
@@ -272,6 +274,14 @@ def _of_mlx(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[s
             hint="mlx_lm.fuse merges it, where MLX runs",
         )
     fields = _Fields(_mapping(raw.get("lora_parameters")), path)
+    if unknown := sorted(fields.raw.keys() - _OF_MLX):
+        raise UsageError(
+            "mlx-lm recorded something of this adapter that is not known here",
+            path=path,
+            expected=f"lora_parameters {', '.join(sorted(_OF_MLX))}",
+            found=", ".join(unknown),
+            hint="mlx_lm.fuse merges it, where MLX runs",
+        )
     rank, scale = fields.get("rank", int, None), fields.number("scale", 0)
     if rank is None or "scale" not in fields.raw:
         raise CorruptError("rank and scale of the adapter are not recorded", path=path)

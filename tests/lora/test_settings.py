@@ -163,3 +163,16 @@ def test_a_setting_that_the_installed_peft_would_ignore_is_refused(own: Path, tm
     with pytest.raises(UsageError) as refused:
         check_installed(config)
     assert "wavelet_family" in str(refused.value)
+
+
+def test_an_unknown_entry_of_mlx_is_refused(tmp_path: Path) -> None:
+    from ckpt.run_folder.adapter_config import read_raw
+
+    file = tmp_path / "adapter_config.json"
+    parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}
+    file.write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": parameters}))
+    assert read_raw(file)["lora_alpha"] == 8
+    file.write_text(json.dumps({"fine_tune_type": "lora", "lora_parameters": {**parameters, "gate": "softmax"}}))
+    with pytest.raises(UsageError) as refused:
+        read_raw(file)
+    assert "gate" in str(refused.value)
