@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from ckpt.run_folder.steps import (
     has_trainer_state,
     recorded_number,
     run_at,
+    trainer_step,
 )
 
 #: The tag of the checkpoint in the folder itself.
@@ -106,7 +108,11 @@ class Chooser:
         An incomplete step is skipped with a note.  A damaged one is an error.
         """
         own = self._open_own(run)
-        candidates = run.steps if own is None else self._rivals(run, own) if self.want.is_newest else ()
+        candidates: Sequence[Step] = ()
+        if own is None:
+            candidates = [step for step in run.steps if not self._is_ruled_out(run, step)]
+        elif self.want.is_newest:
+            candidates = self._rivals(run, own)
         found, skipped = self._open_newest(run, candidates)
         chosen = found or own
         if chosen is not None:
@@ -217,16 +223,13 @@ class Chooser:
 
     def _is_ruled_out(self, run: Run, step: Step) -> bool:
         """Return True if a record in the run's folder names another step of the same format."""
-        if not has_record(run.path) or has_record(step.path):
+        recorded = [] if has_record(step.path) else run.recorded()
+        if not recorded or step.path in recorded:
             return False
         for one in self.formats:
-            try:
-                recorded = one.find(run.path, None)
-                is_another = recorded is not None and not recorded.is_relative_to(step.path)
-                if recorded and is_another and run.record_of(recorded) and _finds(one, step.path, None):
+            with suppress(CkptError):  # opening it reports the error
+                if _finds(one, step.path, None) and any(_finds(one, other, None) for other in recorded):
                     return True
-            except CkptError:  # opening it reports the error
-                continue
         return False
 
     def _check_same_count(self, run: Run, step: Step) -> None:
@@ -266,6 +269,7 @@ class Chooser:
         also_passed = [
             *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
             *_note(f"skipped, no {checkpoint.format} checkpoint was found in newer folders: {{}}", run, others),
+            *(f"there is also the average {name} (--tag takes it)" for name in (run.copies(holder) if holder else ())),
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
 
@@ -329,8 +333,10 @@ def _finds(one: Format, folder: Path, tag: str | None) -> bool:
 
 def _number(run: Run, checkpoint: Checkpoint) -> int | None:
     """Return the number of the step that `checkpoint` is: of its folder in the run, otherwise the recorded one."""
-    holder = run.holder(Path(checkpoint.path))
-    return checkpoint.state.step if holder is None else holder.number
+    holder, step = run.holder(Path(checkpoint.path)), checkpoint.state.step
+    if holder is not None:
+        return holder.number
+    return trainer_step(Path(checkpoint.path)) if step is None else step
 
 
 def _skip_note(run: Run, place: Path, error: CkptError) -> str:

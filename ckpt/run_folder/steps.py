@@ -22,8 +22,8 @@ LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
 TRACKER = "latest_checkpointed_iteration.txt"
 #: What megatron-core writes last into the folder of a step, and what stands beside it since before.
 MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
-#: Files that record which step is meant.
-RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER)
+#: Files that record the step to load: the above, and SkyRL's.
+RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER, "latest_ckpt_global_step.txt")
 _MAX_RECORDED = 4096
 #: Keys of megatron-core's GPT models, and bytes of the metadata that hold the first keys.
 _MEGATRONS_KEYS = re.compile(
@@ -96,6 +96,18 @@ class Run:
         """Return the steps of the name `tag`, or of that number."""
         named = [step for step in self.steps if tag in (step.path.name, self.name(step.path))]
         return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
+
+    def recorded(self) -> list[Path]:
+        """Return the steps that files in the run's folder name, or name by their numbers."""
+        said = [text for name in RECORDS if (text := recorded_step(self.path / name))]
+        named = [self.path / text for text in said if Path(text).name == text and (self.path / text).is_dir()]
+        return [*named, *(step.path for text in said for step in self.tagged(text))]
+
+    def copies(self, step: Step) -> list[str]:
+        """Return the names of moving averages that a trainer saved next to a step."""
+        stem = step.path.name.removesuffix(step.path.suffix if step.path.suffix in _FILES else "")
+        found = re.compile(rf"{re.escape(stem)}[-_.]ema(?:\.\w+)?", re.IGNORECASE)
+        return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
 
     def record_of(self, place: Path) -> str | None:
         """Return the name of the file in the run's folder that names the step `place` is or lies in."""

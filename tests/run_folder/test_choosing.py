@@ -202,3 +202,46 @@ def test_an_unknown_folder_is_described(fixtures: Path, tmp_path: Path) -> None:
         assert ("such as" in result.err) == (name == "deep")
     assert run_ckpt("inspect", result.err.strip().rpartition(" ")[2]).code == 0
     assert str(deep) in result.err
+
+
+@pytest.mark.parametrize("record", ["latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt"])
+def test_a_record_names_the_step_whatever_its_format(record: str, fixtures: Path, tmp_path: Path) -> None:
+    """slime's and SkyRL's records are of DCP steps; a newer step may be unfinished although its files are there."""
+    name = "iter_{:07d}" if "iteration" in record else "global_step_{}"
+    for number in (2, 5, 8):
+        shutil.copytree(fixtures / "dcp-fsdp2/step-2", tmp_path / name.format(number))
+    (tmp_path / record).write_text("5")
+    opened = ckpt.open(tmp_path)
+    assert Path(opened.path).name == name.format(5) and ckpt.resume(tmp_path) == opened.path
+    assert f"`{record}` records; there is also {name.format(8)} (--tag takes it)" in " ".join(opened.notes)
+    assert ckpt.open(tmp_path, tag="8").path == str(tmp_path / name.format(8))
+
+
+def test_a_record_of_another_name_keeps_newer_steps_out(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "run", ignore=lambda *_: {"truth"}))
+    shutil.copytree(run / "global_step2", run / "best")
+    shutil.copytree(run / "global_step2", run / "global_step4")
+    (run / "latest").write_text("best")
+    assert ckpt.open(run).path == str(run / "best") and ckpt.resume(run) == str(run)
+
+
+def test_an_average_of_the_weights_is_named(tmp_path: Path) -> None:
+    for name in ("epoch=0-step=2.ckpt", "epoch=0-step=2-EMA.ckpt", "epoch=0-step=1.ckpt"):
+        model_file(tmp_path / name, 2, float(len(name)))
+    opened = ckpt.open(tmp_path)
+    assert Path(opened.path).name == "epoch=0-step=2.ckpt"
+    note = "there is also the average epoch=0-step=2-EMA.ckpt (--tag takes it)"
+    assert note in opened.notes and note in opened.passed_over
+    assert ckpt.open(tmp_path, tag="epoch=0-step=2-EMA.ckpt").path == str(tmp_path / "epoch=0-step=2-EMA.ckpt")
+
+
+def test_a_final_model_with_the_trainers_record_has_a_number(run: Path) -> None:
+    """Training that went on after the final model was saved leaves newer steps next to it."""
+    ckpt.plan(ckpt.open(run), "hf").run(run.with_name("final"))
+    for file in run.with_name("final").iterdir():
+        file.rename(run / file.name)
+    for number, text in ((1, "later than the one that is taken: checkpoint-2 (--tag takes it)"), (2, None)):
+        (run / "trainer_state.json").write_text(json.dumps({"global_step": number}))
+        opened = ckpt.open(run)
+        assert opened.path == str(run) and opened.format == "hf"
+        assert opened.passed_over == ((text,) if text else ())
