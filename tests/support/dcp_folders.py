@@ -11,15 +11,16 @@ from ckpt.move.run import execute
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.plan.planner import make_plan
 from ckpt.plan.tensors import Tensor
+from ckpt.run_folder.choosing import Chooser
 from ckpt.verify.compare import Reader
 from ckpt.verify.compare import check_replicas as compare_replicas
 from converters.pytorch.dcp import DCP
 
 
 def read(path: Path, tag: str | None = None) -> Checkpoint:
-    found = DCP.find(path, tag)
+    found = Chooser([DCP], ReadRequest(tag)).open(path)
     assert found is not None
-    return DCP.read(found, ReadRequest(tag))
+    return found
 
 
 def write(checkpoint: Checkpoint, folder: Path, num_ranks: int | None = None) -> Path:
