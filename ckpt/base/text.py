@@ -50,8 +50,11 @@ def one_line(text: str, limit: int = 400) -> str:
 
 
 def counted(number: int, what: str, spec: str = "") -> str:
-    """`number` and the noun `what`, in the plural where it is not one."""
-    return f"{number:{spec}} {what}" + ("s" if number != 1 else "")
+    """Return `number` and the noun `what`, in the plural unless it is one: 2 ranks, 3 copies, 4 processes."""
+    if number != 1:
+        ends_in_y = what.endswith("y") and what[-2:-1] not in "aeiou"
+        what = f"{what[:-1]}ies" if ends_in_y else f"{what}es" if what.endswith("s") else f"{what}s"
+    return f"{number:{spec}} {what}"
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str | None:

@@ -49,10 +49,11 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
         for parameter in known:
             if parameter in bound.arguments and parameter in hints():
                 hint, value = hints()[parameter], bound.arguments[parameter]
-                if not _allows(hint, value) and (value := short_dtype(value)) is not None and _allows(hint, value):
-                    bound.arguments[parameter] = value
-                elif not _allows(hint, value):
-                    value = bound.arguments[parameter]
+                if _allows(hint, value):
+                    continue
+                if (dtype := short_dtype(value)) is not None and _allows(hint, dtype):
+                    bound.arguments[parameter] = dtype
+                else:
                     near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else None
                     raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint), hint=near)
         return function(*bound.args, **bound.kwargs)
@@ -62,7 +63,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 def short_dtype(value: object) -> str | None:
     """Return `bf16` for `bfloat16`, `torch.bfloat16` or the object itself; None for anything but a dtype."""
-    return _DTYPES.get(str(value).removeprefix("torch.").lower())
+    return _DTYPES.get(str(value).removeprefix("torch."))
 
 
 def _choices(hint: Any) -> list[str]:

@@ -15,7 +15,7 @@ import typer
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.streams import coloured
-from ckpt.base.text import aligned, in_short
+from ckpt.base.text import aligned, counted, in_short
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
@@ -133,7 +133,7 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
     if quiet:
         say_notes(checkpoint.passed_over)
         return
-    ranks = f", {checkpoint.world_size} ranks" if checkpoint.world_size else ""
+    ranks = f", {counted(checkpoint.world_size, 'rank')}" if checkpoint.world_size else ""
     step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
     say(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"))

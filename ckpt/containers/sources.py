@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.text import counted
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.alike import Pickles
 from ckpt.containers.torchfile.read import TorchFile
@@ -195,6 +196,6 @@ def check_all_there(
             what,
             path=path,
             rank=", ".join(map(str, missing[:_SHOWN])) + (" and others" if len(missing) > _SHOWN else ""),
-            expected=f"{count} files" + (f", among them {example}" if example else ""),
-            found=f"{len(found)} files",
+            expected=counted(count, "file") + (f", among them {example}" if example else ""),
+            found=counted(len(found), "file"),
         )

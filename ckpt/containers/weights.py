@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.base.text import counted
 from ckpt.containers.dcp.shards import DCP_KEY, saved_offsets
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
 from ckpt.containers.sources import Sources
@@ -92,7 +93,7 @@ def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptErr
     return CorruptError(
         "a file of weights is missing",
         path=file,
-        expected=f"a file with {len(lost)} tensors" if lost else "a file",
+        expected=f"a file with {counted(len(lost), 'tensor')}" if lost else "a file",
         found="no file",
         fqn=", ".join(lost[:3]) + (", ..." if len(lost) > 3 else "") if lost else None,
         hint="fetch it again, or wait until the folder is written completely",

@@ -85,7 +85,7 @@ class MergeReport(Returned):
 
     def __repr__(self) -> str:
         outcome = "as the adapter says" if self.equal else "different"
-        return f"<{shown(self.merged)}: {outcome}, {self.num_targets + self.num_others} tensors compared>"
+        return f"<{shown(self.merged)}: {outcome}, {counted(self.num_targets + self.num_others, 'tensor')} compared>"
 
     @property
     def equal(self) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from ckpt.base.errors import CkptError, StorageError, UsageError
+from ckpt.base.text import counted
 from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
 _JOINING = timedelta(minutes=5)  # that processes wait for each other to start
@@ -38,7 +39,7 @@ class Launch:
     port: int = _PORT
 
     def __str__(self) -> str:
-        return f"{self.size} processes of {self.by} (by {' and '.join(self.variables)})"
+        return f"{counted(self.size, 'process')} of {self.by} (by {' and '.join(self.variables)})"
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:

@@ -472,7 +472,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
     size = layout.world_size
     is_bound = checkpoint.bound_to_ranks
     if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
-        return f"it was written by {checkpoint.world_size} ranks, and there are {size}"
+        return f"it was written by {counted(checkpoint.world_size or 0, 'rank')}, and there are {size}"
     args: Mapping[str, Any] = checkpoint.state.args or {}
     for name, argument in AXES.items():
         asked, written = layout.options.get(name), args.get(argument) or 1

@@ -54,11 +54,13 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
         lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
     kernel = show_size(report["copied_by_the_kernel_bytes"])
     lines.append(
-        f"bytes to move: {show_size(report['moved_bytes'])} in {report['copies']} copies, {kernel} as they are"
+        f"bytes to move: {show_size(report['moved_bytes'])} in {counted(report['copies'], 'copy')}, "
+        f"{kernel} as they are"
     )
     lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
     lines += [
-        f"cast: {c['tensors']} tensors from {c['from']} to {c['to']}, {show_size(c['bytes'])}" for c in report["casts"]
+        f"cast: {counted(c['tensors'], 'tensor')} from {c['from']} to {c['to']}, {show_size(c['bytes'])}"
+        for c in report["casts"]
     ]
     return [*lines, *lost_lines(report, verbose=True), *loads_lines(report)]
 
@@ -104,7 +106,8 @@ def written_lines(
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
     wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
     rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
-    how = f"{seconds:.1f} s, {show_size(rate)}/s, {'verified' if verified else 'not verified'}"
+    speed = f", {show_size(rate)}/s" if rate else ""  # nothing may be left to move
+    how = f"{seconds:.1f} s{speed}, {'verified' if verified else 'not verified'}"
     casts = {c["from"] for c in report["casts"] if c["to"] in dtypes and _is_lossy(c["from"], c["to"])}
     rounded = f", rounded from {' and '.join(sorted(casts))}" if casts else ""
     keep = "; --dtype fp32 keeps it" if casts == {"float32"} else ""

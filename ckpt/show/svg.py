@@ -158,7 +158,7 @@ def _labels(row: Row) -> Iterator[tuple[str, str]]:
     if len(sketch.faults) > 1:
         yield f"and {counted(len(sketch.faults) - 1, 'fault', ',')} more", "r"
     if sketch.copies > 1:
-        yield f"{sketch.copies} copies", "g"
+        yield counted(sketch.copies, "copy"), "g"
     if sketch.padding:
         yield f"padding: {counted(sketch.padding, 'element', ',')}", "g"
     yield from ((remark, "g") for remark in sketch.remarks[:2])

@@ -24,6 +24,7 @@ from xxhash import xxh3_128
 
 from ckpt.base.errors import printable
 from ckpt.base.returned import Returned
+from ckpt.base.text import counted
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.reading import strided
 from ckpt.move.source import DIRECT, GAP, is_standin
@@ -84,7 +85,7 @@ class Digests(Returned):
     def lines(self, tensors: bool = False) -> Iterator[str]:
         """The digest of each kind, and with `tensors` that of every tensor."""
         for kind, digest in self.whole.items():
-            yield f"{ALGORITHM}:{digest}  {kind}  ({len(self.of_kind(kind))} tensors)"
+            yield f"{ALGORITHM}:{digest}  {kind}  ({counted(len(self.of_kind(kind)), 'tensor')})"
         for one in self.tensors if tensors else ():
             yield printable(f"{one.digest}  {one.role}  {one.fqn}  {one.dtype} {list(one.shape)}")
 

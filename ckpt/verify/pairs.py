@@ -78,7 +78,7 @@ class NotCompared:
     why: str
 
     def __str__(self) -> str:
-        return f"not compared: {one_line(self.role)} of {self.count} tensors of {self.side}: {self.why}"
+        return f"not compared: {one_line(self.role)} of {counted(self.count, 'tensor')} of {self.side}: {self.why}"
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,8 @@ class Report(Returned):
 
     def __repr__(self) -> str:
         outcome = "equal" if self.equal else "unreadable" if self.counts[UNREADABLE] else "different"
-        return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {self.num_compared} tensors compared>"
+        compared = counted(self.num_compared, "tensor")
+        return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {compared} compared>"
 
     @property
     def equal(self) -> bool:

@@ -55,7 +55,10 @@ class Loading(Returned):
     def lines(self) -> list[str]:
         found = [f"- {printable(problem)}" for problem in self.problems]
         end = "loads" if self.good else counted(len(self.problems), "problem")
-        return [*found, f"{printable(self.model)}, {self.num_tensors} tensors; {', '.join(self.looked_at)}: {end}"]
+        return [
+            *found,
+            f"{printable(self.model)}, {counted(self.num_tensors, 'tensor')}; {', '.join(self.looked_at)}: {end}",
+        ]
 
     def to_json(self) -> dict[str, Any]:
         return {

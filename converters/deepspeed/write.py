@@ -126,7 +126,7 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
         what = "have no master in the source: their weights are the masters"
-        yield Brief(f"{len(upcast)} parameters {what}")
+        yield Brief(f"{counted(len(upcast), 'parameter')} {what}")
 
 
 def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:

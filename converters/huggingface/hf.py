@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import Brief
+from ckpt.base.text import Brief, counted
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
 from ckpt.move.files import confined
@@ -179,8 +179,8 @@ def _check_set(names: list[str], folder: Path) -> None:
         raise IncompleteError(
             "the set of shards is not complete",
             path=folder,
-            expected=f"{count} shards, from 1 on",
-            found=f"{len(names)} shards" + (f", number {missing} is missing" if missing is not None else ""),
+            expected=f"{counted(count, 'shard')}, from 1 on",
+            found=counted(len(names), "shard") + (f", number {missing} is missing" if missing is not None else ""),
         )
 
 

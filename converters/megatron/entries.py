@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.base.text import counted
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import TrainingState
@@ -87,7 +88,7 @@ def to_write(
             dropped.append(f"FP8 state of {len(value)} modules: its scales begin anew")
         elif name in state.per_rank:
             advice = f"; {without_random}" if name == RANDOM else ""
-            dropped.append(f"{name} of {len(value)} ranks: the layout is another one{advice}")
+            dropped.append(f"{name} of {counted(len(value), 'rank')}: the layout is another one{advice}")
         elif state.engine != "megatron" and name not in ("checkpoint_version", "opt_param_scheduler"):
             dropped.append(f"training state {name}")
         else:

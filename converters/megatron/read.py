@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.sources import Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.move.files import confined
@@ -483,13 +484,17 @@ class _Chunk:
         layers = self.layers
         found = {int(m[1]) for name in self.state if (m := _LAYER_NUMBER.match(name))}
         if found != set(range(len(layers))):
-            dealt = f"{len(layers)} layers ({layers.start} to {layers.stop - 1} of the model)" if layers else "none"
+            dealt = (
+                f"{counted(len(layers), 'layer')} ({layers.start} to {layers.stop - 1} of the model)"
+                if layers
+                else "none"
+            )
             raise CorruptError(
                 "a model chunk holds other layers than the recorded arguments deal to it",
                 path=self.path,
                 rank=self.rank.number,
                 expected=dealt,
-                found=f"{len(found)} layers",
+                found=counted(len(found), "layer"),
             )
 
     def _canonical(self, name: str) -> str:

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
@@ -199,7 +200,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
                 path=folder,
                 rank=", ".join(map(str, missing[:16])),
                 expected=f"{max(world_size, len(ranks) + len(missing))} files",
-                found=f"{len(ranks)} files, such as {Path(next(iter(ranks.values()))).name}",
+                found=f"{counted(len(ranks), 'file')}, such as {Path(next(iter(ranks.values()))).name}",
             )
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.move.files import confined
@@ -82,7 +83,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         files += _position(checkpoint)
     written = {choice.key for choice in chosen.values()}
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {layout.dtype}")
+        dropped.append(
+            f"fp32 masters of {counted(masters, 'parameter')}, as --dtype asks for weights in {layout.dtype}"
+        )
     return Target(
         files=tuple(files),
         left_out=states.left_out,
@@ -109,7 +112,9 @@ def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
 
 def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
     before = checkpoint.world_size
-    yield f"FSDP{version} on {num_ranks} ranks" + (f", from {before}" if before not in (None, num_ranks) else "")
+    yield f"FSDP{version} on {counted(num_ranks, 'rank')}" + (
+        f", from {before}" if before not in (None, num_ranks) else ""
+    )
     path = Path(checkpoint.path)
     for role in _ROLES:
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():
@@ -134,7 +139,7 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
     ranks = [str(rank) for rank in range(num_ranks)]
     rng = [known[rank] for rank in ranks] if list(known) == ranks else []
     if known and not rng:
-        dropped.append(f"random states of {len(known)} ranks: they are those of another number of ranks")
+        dropped.append(f"random states of {counted(len(known), 'rank')}: they are those of another number of ranks")
     others = replace(state, lr_scheduler=None, extra_state=None).entries().keys() - {_RNG}
     dropped += [f"training state {name}: verl's files have no place for it" for name in sorted(others)]
     return schedule, rng, dropped

@@ -485,7 +485,7 @@ def _dropped(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     written = {choice.key for choice in chosen.values()}
     masters = [key for key in checkpoint.tensors if key[1] == MASTER and key not in written]
     if masters and checkpoint.optimizer_states:
-        return [f"the masters of {len(masters)} parameters: --dtype asks for another precision"]
+        return [f"the masters of {counted(len(masters), 'parameter')}: --dtype asks for another precision"]
     return []
 
 

@@ -59,7 +59,7 @@ def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: b
     written = {choice.key for choice in chosen.values()}
     rest, dropped = _rest(checkpoint)
     if masters := sum(role == MASTER and (fqn, role) not in written for fqn, role in checkpoint.tensors):
-        dropped.append(f"fp32 masters of {masters} parameters, as --dtype asks for weights in {dtype}")
+        dropped.append(f"fp32 masters of {counted(masters, 'parameter')}, as --dtype asks for weights in {dtype}")
     return StateDict(
         tuple(_model_entries(checkpoint, chosen)),
         tuple(_optimizer_entries(checkpoint, flat_optimizer or checkpoint.namespace == TORCHTITAN)),

@@ -676,5 +676,5 @@ def test_mistakes_are_told_with_what_to_do(
 
 
 def test_a_value_that_is_no_choice_is_told_in_plain_words() -> None:
-    result = process("hash", "outputs", "--dtype", "float32")
-    assert result.code == 2 and "expected: one of keep, fp32, bf16, fp16\n  found: float32\n" in result.err
+    result = process("hash", "outputs", "--dtype", "float64")
+    assert result.code == 2 and "expected: one of keep, fp32, bf16, fp16\n  found: float64\n" in result.err

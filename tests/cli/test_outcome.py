@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 import ckpt
+from ckpt.base.text import counted
 from ckpt.cli import text
 from ckpt.plan.loads import Loads
 from converters.names.hub import loading
@@ -112,3 +114,17 @@ def test_pages_and_pictures_say_where_they_are(fixtures: Path, tmp_path: Path) -
         page = tmp_path / f"{words[0]}.html"
         assert f"wrote {page}\n" in run_ckpt(*words, "--html", page).err
         assert "wrote" not in run_ckpt(*words, "--html", page, "--overwrite", "-q").err
+
+
+def test_one_of_a_kind_is_no_plural(fixtures: Path, tmp_path: Path) -> None:
+    assert [counted(1, one) for one in ("rank", "copy", "process")] == ["1 rank", "1 copy", "1 process"]
+    assert [counted(2, one) for one in ("rank", "copy", "process", "day")] == [
+        *("2 ranks", "2 copies", "2 processes", "2 days")
+    ]
+    done = run_ckpt(
+        "convert", "auto", "zero3", fixtures / "moe-zero3", "--world-size", "1", "-o", tmp_path / "out", "-v"
+    )
+    said = done.err + run_ckpt("inspect", tmp_path / "out").out + repr(ckpt.open(tmp_path / "out"))
+    assert "ZeRO-3 for 1 rank, from 2" in said and not re.search(r"\b1 (ranks|files|tensors|layers|parameters)\b", said)
+    again = run_ckpt("convert", "auto", "zero3", fixtures / "moe-zero3", "-o", tmp_path / "out", "--overwrite").err
+    assert " 0 B/s" not in again

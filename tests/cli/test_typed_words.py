@@ -19,7 +19,7 @@ def run(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     return Path(shutil.copytree(fixtures / "moe-zero3", "run"))
 
 
-@pytest.mark.parametrize("word", ["bfloat16", "torch.bfloat16", "BF16", "bf16"])
+@pytest.mark.parametrize("word", ["bfloat16", "torch.bfloat16", "bf16"])
 def test_a_dtype_has_the_names_that_torch_gives_it(run: Path, word: str) -> None:
     for words in (("--dtype", word), (f"--dtype={word}",)):
         done = run_ckpt("convert", "zero3", "hf", run, "-o", "out", "--overwrite", *words)

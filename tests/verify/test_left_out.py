@@ -49,7 +49,7 @@ def test_tensors_beside_model_and_optimizer(tmp_path: Path, form: str) -> None:
     assert report.code == 0, report
     for side in "AB":
         assert f"not compared: ema of 2 tensors of {side}: {WHY}" in report.out
-        assert f"not compared: queue of 1 tensors of {side}: {WHY}" in report.out
+        assert f"not compared: queue of 1 tensor of {side}: {WHY}" in report.out
     assert "rng of" not in report.out and "queue_ptr" not in report.out
     listed = json.loads(ckpt("verify", tmp_path / "a", tmp_path / "b", "--json").out)["not_compared"]
     assert {"side": "B", "role": "ema", "count": 2, "why": WHY} in listed

@@ -446,7 +446,7 @@ FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
         ("folders of ranks", "PP 1"),
     ),
     "norms that differ between ranks": (_other_norm, 4, ("linear_qkv.layer_norm_weight", "[3]")),
-    "a layer missing": (_one_layer_less, 4, ("2 layers (2 to 3 of the model)", "1 layers")),
+    "a layer missing": (_one_layer_less, 4, ("2 layers (2 to 3 of the model)", "1 layer")),
     "a buffer too short": (_shorter_buffer, 4, ("mp_rank_00_001/distrib_optim.pt", "elements")),
     "an optimizer before May 2024": (_old_optimizer, 3, ("before May 2024",)),
     "a tensor without a rule": (_unknown_tensor, 6, ("adapter.weight",)),
