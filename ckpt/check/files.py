@@ -192,7 +192,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         yield f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
     if any(name.endswith(".distcp") for name in names) and not any(name.endswith(".metadata") for name in names):
-        yield ".metadata", "the metadata is missing; torch writes it behind all shards"
+        yield ".metadata", "the metadata is missing; it is a hidden file that `cp *` skips, and torch writes it last"
 
 
 def _named_by_index(index: Path) -> set[str]:

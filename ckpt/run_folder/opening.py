@@ -27,7 +27,8 @@ from ckpt.plan.tensors import Tensor
 from ckpt.run_folder import from_hub
 from ckpt.run_folder.choosing import ANY, Chooser, Want
 from ckpt.run_folder.choosing import is_run as is_run
-from ckpt.run_folder.companions import read_config
+from ckpt.run_folder.companions import CONFIG, read_config
+from ckpt.run_folder.foreign import foreign
 from ckpt.run_folder.halves import check_optimizer_files, holds_model, with_hint
 from ckpt.run_folder.models import check_one_is_meant
 from ckpt.run_folder.precision import with_computing_dtype
@@ -213,6 +214,8 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
             except CkptError:
                 continue
             others += [one.name] if found else []
+    if not others and (error := foreign(path)) is not None:
+        return error
     hint = f"this looks like {' or '.join(others)}" if others else None
     said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
     if name := next(filter(said.get, said), None):
@@ -318,7 +321,11 @@ def find_config(where: str) -> Path:
     """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
     path = places.local(where)
     if where and path.is_dir():
-        return path
+        if (path / CONFIG).exists():
+            return path
+        inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
+        hint = f"use --config {inside[0]}" if inside else "give the folder that holds the model's config.json"
+        raise NotFoundError(f"this folder has no {CONFIG}", path=where, hint=hint)
     if path.is_file():
         return path.parent
     if HUB_ID.fullmatch(where):

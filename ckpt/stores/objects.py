@@ -100,7 +100,11 @@ def split(url: str) -> tuple[str, str, str]:
     scheme, _, rest = url.partition("://")
     parts = rest.split("/")
     count = 2 if scheme == _HUB else 1
-    if len(parts) < count or (scheme == _HUB and parts[0] in ("datasets", "spaces", "buckets")):
+    if scheme == _HUB and parts[0] == "buckets":
+        bucket = "/".join(["buckets", *parts[1:3]])
+        hint = f"download it first: `hf sync {scheme}://{bucket} FOLDER`"
+        raise UsageError("ckpt doesn't read buckets of the Hub", path=url, hint=hint)
+    if len(parts) < count or (scheme == _HUB and parts[0] in ("datasets", "spaces")):
         raise UsageError(
             "the URL names no repository of a model", found=url, expected="hf://org/name or hf://org/name/folder"
         )

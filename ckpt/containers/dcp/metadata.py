@@ -163,7 +163,9 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
                 "the metadata of a rank is missing", path=folder, rank=rank, expected=f"__{rank}{METADATA}", found=name
             )
     if not names:
-        raise IncompleteError("the metadata is missing: the save was not finished", path=folder, expected=METADATA)
+        what = "the metadata is missing: `.metadata` is a hidden file that `cp *` skips"
+        hint = f"copy the whole folder, as in `cp -r {folder.name} TO`; if the source has no {METADATA}, "
+        raise IncompleteError(what, path=path, expected=METADATA, hint=f"{hint}the save was not finished")
     merged = _read_metadata(folder, names[0], classes)
     numbers = {key: number for number, key in enumerate(merged.keys)}
     for name in names[1:]:

@@ -1,0 +1,54 @@
+"""Checkpoints of other programs, which no format here reads: their names and the way out."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt.base.errors import NotFoundError
+from ckpt.move.listing import folders_in, names_in
+from ckpt.move.source import read_file
+
+_GGUF = b"GGUF"
+#: Files that Orbax writes into a step or into an item in a step.
+_ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "commit_success.txt"}
+#: Files of ranks that torch_checkpointing writes next to its `metadata.pkl`.
+_TORCH_CHECKPOINTING = re.compile(r".+_\d+\.(?:pt|safetensors)")
+_WAYS = {
+    "GGUF, which llama.cpp and Ollama load": "give the model that the GGUF file was made from: a folder of safetensors",
+    "Orbax, which JAX programs load": "load it with orbax.checkpoint, and save the arrays with "
+    "safetensors.numpy.save_file as model.safetensors",
+    "torch_checkpointing": "load it with torch_checkpointing in the training script, and save the same state dict with "
+    "torch.distributed.checkpoint.save",
+}
+
+
+def foreign(path: Path) -> NotFoundError | None:
+    """Return the error for another program's checkpoint at `path`, None for anything else."""
+    found = next((one for place in _places(path) for one in _program(place)), None)
+    if found is None:
+        return None
+    return NotFoundError(f"this is a checkpoint of {found}: ckpt doesn't read it", path=path, hint=_WAYS[found])
+
+
+def _places(path: Path) -> Iterator[Path]:
+    """Yield `path`, its folders and theirs: a run, its steps and what a step holds."""
+    yield path
+    if path.is_dir():
+        inside = [one for one in folders_in(path) if not one.name.startswith(".")]
+        yield from inside
+        for one in inside:
+            yield from folders_in(one)
+
+
+def _program(path: Path) -> Iterator[str]:
+    gguf, orbax, torch_checkpointing = _WAYS
+    names = names_in(path) if path.is_dir() else [path.name]
+    files = [path / name for name in names if name.endswith(".gguf")] if path.is_dir() else [path]
+    if any(file.is_file() and read_file(file, len(_GGUF)) == _GGUF for file in files):
+        yield gguf
+    if _ORBAX & set(names):
+        yield orbax
+    if "metadata.pkl" in names and any(map(_TORCH_CHECKPOINTING.fullmatch, names)):
+        yield torch_checkpointing
