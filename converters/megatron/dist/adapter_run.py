@@ -51,6 +51,7 @@ from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
+from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, GateBlocks
 
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
@@ -188,6 +189,7 @@ def _run_of_class(
         raise UsageError(
             "the run recorded something of its adapter that is not known here", path=path, found=", ".join(unknown)
         )
+    _refuse_blocks(path, model)
     fields = _Sections(path, sections)
     dim, expert_dim = fields.count(of_adapter, "dim"), None
     if peft.get("normalize_moe_lora"):
@@ -236,6 +238,7 @@ def read_swifts_run(path: Path) -> AdapterRun:
             hint="set it to false in args.json; where PEFT was older, also lora_alpha to what it is times the root of "
             "lora_rank",
         )
+    _refuse_blocks(path, content)
     fields = _Sections(path, {"arguments": content})
     base = content.get("model")
     return AdapterRun(
@@ -248,6 +251,19 @@ def read_swifts_run(path: Path) -> AdapterRun:
         tp=fields.count("arguments", "tensor_model_parallel_size", 1),
         ep=fields.count("arguments", "expert_model_parallel_size", 1),
     )
+
+
+def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:
+    """Raise LossError for an adapter of a model whose gate and up rows alternate in blocks."""
+    blocks = GateBlocks.of_args(model)
+    sizes = ((ROUTED_BLOCK, blocks.routed), (SHARED_BLOCK, blocks.shared))
+    if found := ", ".join(f"{name} {size}" for name, size in sizes if size):
+        raise LossError(
+            "the adapter's rows for gate and up may alternate in blocks, and the run does not record if they do",
+            path=path,
+            found=found,
+            hint="remove the setting from this file if all gate rows come first",
+        )
 
 
 @dataclass(frozen=True)

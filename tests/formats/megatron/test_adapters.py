@@ -467,6 +467,12 @@ def test_what_is_not_known_of_an_adapter_is_refused_where_it_is_set(tmp_path: Pa
     refused(2, "use_rslora: True", run, base_of("lora-tp2-pp2"), tmp_path)
 
 
+def test_adapters_of_experts_with_alternating_rows_are_refused(tmp_path: Path) -> None:
+    changed = {"moe_mlp_glu_interleave_size": 2, "gated_linear_unit": True}
+    run = edited("experts-etp2", tmp_path / "run", lambda config: config["model"].update(changed))
+    refused(6, "moe_mlp_glu_interleave_size 2", run, base_of("experts-etp2"), tmp_path)
+
+
 def test_a_factor_for_all_experts_is_refused_where_ranks_cut_them(tmp_path: Path) -> None:
     changed = {"experts_shared_outer_loras": True}
     run = edited("experts-etp2", tmp_path / "run", lambda config: config["peft"].update(changed))
