@@ -19,6 +19,7 @@ from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType
+from ckpt.run_folder.sentence_modules import settings
 
 CONFIG = "config.json"
 
@@ -159,7 +160,7 @@ def companions(folders: Iterable[Path]) -> dict[str, bytes]:
         folder = given.parent if given.is_file() else given
         if not folder.is_dir():
             continue
-        for name in (*_plain_files(folder), *_templates(folder), *_custom_code(folder)):
+        for name in (*_plain_files(folder), *_templates(folder), *_custom_code(folder), *settings(folder)):
             if name not in found:
                 found[name] = _content(folder, name)
     return dict(sorted(found.items()))

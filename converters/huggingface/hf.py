@@ -17,7 +17,16 @@ from pathlib import Path
 from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
 from ckpt.base.text import Brief, counted
 from ckpt.containers.sources import Sources
-from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, Index, model_weights, parse_index, read_weights
+from ckpt.containers.weights import (
+    INDEX,
+    MAX_INDEX,
+    SINGLE,
+    Index,
+    model_weights,
+    parse_index,
+    read_weights,
+    weight_files,
+)
 from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
@@ -28,6 +37,7 @@ from ckpt.run_folder.carried import model_files
 from ckpt.run_folder.companions import read_config, read_json
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
+from ckpt.run_folder.sentence_modules import module_folders
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.quantization.parts import quantized_weights
@@ -70,6 +80,11 @@ class HuggingFace(Format):
         tensors = read_weights(folder, names, index.weight_map if index else None, sources)
         if index is not None:
             notes += index.size_notes(sum(tensor.nbytes for tensor in tensors.values()))
+        modules = module_folders(folders)
+        for prefix, place in modules.items():
+            if (folder / place / SINGLE).is_file():
+                found = read_weights(confined(folder, place), [SINGLE], None, sources)
+                tensors |= {(prefix + fqn, role): t.renamed(prefix + fqn) for (fqn, role), t in found.items()}
         is_hub = config is not None and "model_type" in config
         checkpoint = Checkpoint(
             path=str(path),
@@ -83,7 +98,8 @@ class HuggingFace(Format):
             folders=tuple(str(p) for p in folders),
             notes=tuple(notes),
         )
-        differing = tables_differ(config, quantized_weights(checkpoint).in_place(checkpoint.shapes))
+        shapes = {name: one for name, one in checkpoint.shapes.items() if not name.startswith((*modules,))}
+        differing = tables_differ(config, quantized_weights(checkpoint).in_place(shapes))
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
@@ -94,12 +110,15 @@ class HuggingFace(Format):
         chosen = {names.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, dtype).items()}
         ordered = {name: chosen[name] for name in sorted(chosen, key=natural_key)}
         parameters = sum(choice.tensor.numel for choice in chosen.values() if choice.tensor.role != BUFFER)
-        files = model_weights(ordered, layout.max_shard_size, total_parameters=parameters)
+        model, *parts = _by_module(ordered, module_folders(checkpoint.folders))
+        files = model_weights(model[1], layout.max_shard_size, total_parameters=parameters)
+        for place, part in parts:
+            files += weight_files(part, f"{place}/model", {"format": "pt"}, layout.max_shard_size)[0]
         quantized = quantized_weights(checkpoint).parts
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
-        told, loads = _proof(checkpoint, chosen, layout, beside)
+        told, loads = _proof(checkpoint, model[1], layout, beside)
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])
@@ -114,6 +133,18 @@ class HuggingFace(Format):
 
 
 HF = HuggingFace()
+
+
+def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list[tuple[str, dict[str, Choice]]]:
+    """Return the model's tensors, and those of each of the `modules` next to it, with the module's own names."""
+    places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
+    return [
+        (
+            modules.get(prefix, ""),
+            {name.removeprefix(prefix): chosen[name] for name in chosen if places[name] == prefix},
+        )
+        for prefix in ("", *(one for one in modules if one in places.values()))
+    ]
 
 
 # -- reading -------------------------------------------------------------------------------------------------

@@ -24,6 +24,8 @@ from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 
 OWN_NAMES = "--names own writes every tensor under the name that it has"
+#: Tensors of TRL's value head next to a model: TRL reads them, and `from_pretrained` skips them.
+_VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
 #: How names begin in a model that PEFT wraps.
 PEFT = "base_model.model."
 _SHOWN = 2
@@ -186,7 +188,7 @@ def _renamed(
 
 def _compare(saved: Saved, shapes: Mapping[str, Shape]) -> Differences:
     known = {**saved.optional, **saved.required}
-    ignored = [re.compile(pattern) for pattern in saved.ignored]
+    ignored = [_VALUE_HEAD, *(re.compile(pattern) for pattern in saved.ignored)]
     extra = [name for name in shapes if name not in known and not any(p.fullmatch(name) for p in ignored)]
     wrong = [
         (name, known[name], shape)

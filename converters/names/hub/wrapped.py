@@ -18,6 +18,9 @@ from converters.names.hub import asked, neox
 from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
 
+#: The module of TRL's models with a value head that stands next to the model.
+_VALUE_HEAD = "v_head"
+
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     """Rename `checkpoint` from transformers' module names, possibly behind a prefix, to the Hub's names.
@@ -37,13 +40,22 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
         return checkpoint
     shapes = checkpoint.shapes
     relation = Relation.renaming({name: name.removeprefix(prefix) for name in shapes}, shapes)
-    note = f"all names begin with {prefix!r}, which is left out: the config's architecture has no such module"
+    count = "all" if all(name.startswith(prefix) for name in names) else "most"
+    note = f"{count} names begin with {prefix!r}, which is left out: the config's architecture has no such module"
     named = translate(checkpoint, relation, checkpoint.namespace)
     return replace(named, notes=(*checkpoint.notes, note))
 
 
 def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """The prefix of whole modules that all `names` share and no name of the architecture has."""
+    """Return the prefix of whole modules that all `names` share and no name of the architecture has.
+
+    Names of modules next to the model may lack it: of a Sequential's other modules, as in sentence-transformers, and of
+    TRL's value head.
+    """
+    parts = {name.partition(".")[0] for name in names}
+    inside = {one for one in parts if one == "0"} if parts and all(map(str.isdecimal, parts)) else parts - {_VALUE_HEAD}
+    if len(inside) == 1 < len(parts):
+        names = [name for name in names if name.partition(".")[0] in inside]
     # what the first and the last in order have in common, all between them have
     first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
