@@ -118,7 +118,7 @@ class HuggingFace(Format):
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
-        told, loads = _proof(checkpoint, model[1], layout, beside)
+        told, loads = _proof(checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside)
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])

@@ -65,7 +65,7 @@ def reshaped(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
 
 
 def one_more(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
-    tensors["v_head.summary.weight"] = torch.ones(1, 16)
+    tensors["value.weight"] = torch.ones(1, 16)
 
 
 def one_less(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ def with_adapter(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> No
 WRONG: dict[str, tuple[Change, str]] = {
     "a name": (renamed, "1 too many: model.layers.1.mlp.gate_prj.weight; 1 missing: model.layers.1.mlp.gate_proj"),
     "a shape": (reshaped, r"1 of another shape: model.layers.1.mlp.down_proj.weight \[16, 25\] instead of \[16, 24\]"),
-    "a name more": (one_more, "1 too many: v_head.summary.weight$"),
+    "a name more": (one_more, "1 too many: value.weight$"),
     "a name less": (one_less, "1 missing: model.layers.0.self_attn.k_proj.weight$"),
     "prefixes": (prefixed, r"20 too many: policy\..* and 18 more; 20 missing: .* and 18 more"),
     "a config": (other_config, "9 missing: model.layers.2.* and 7 more"),
