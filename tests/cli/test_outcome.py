@@ -128,3 +128,13 @@ def test_one_of_a_kind_is_no_plural(fixtures: Path, tmp_path: Path) -> None:
     assert "ZeRO-3 for 1 rank, from 2" in said and not re.search(r"\b1 (ranks|files|tensors|layers|parameters)\b", said)
     again = run_ckpt("convert", "auto", "zero3", fixtures / "moe-zero3", "-o", tmp_path / "out", "--overwrite").err
     assert " 0 B/s" not in again
+
+
+def test_long_lines_are_folded_between_words_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = "  found: " + "word " * 40 + "/a/path/that/stays/in/one/piece/" + "x" * 60
+    assert text.folded(line) == line, "a file or a pipe gets whole lines"
+    monkeypatch.setattr(text.sys.stderr, "isatty", lambda: True, raising=False)
+    monkeypatch.setenv("COLUMNS", "60")
+    lines = text.folded(line).split("\n")
+    assert max(map(len, lines[:-1])) <= 60 and " ".join("\n".join(lines).split()) == " ".join(line.split())
+    assert lines[-1].endswith("x" * 60)
