@@ -118,3 +118,15 @@ def code_of_reader() -> int | None:
 def coloured(stream: TextIO) -> bool:
     """Whether a stream is a terminal that takes colours: not where `NO_COLOR` is set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def folded(line: str) -> str:
+    """Return `line` folded between words to the width of the terminal, if stderr is one."""
+    if not sys.stderr.isatty():
+        return line
+    import shutil
+    import textwrap
+
+    width = shutil.get_terminal_size().columns
+    fold = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return fold.fill(line) or line

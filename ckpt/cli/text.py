@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +13,7 @@ import typer
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
-from ckpt.base.streams import coloured
+from ckpt.base.streams import coloured, folded
 from ckpt.base.text import aligned, counted, in_short
 
 if TYPE_CHECKING:
@@ -108,14 +107,6 @@ def say(*lines: str) -> None:
     """Print lines on stderr: on a terminal folded to its width between words, and what matters in colour."""
     for line in lines:
         print(in_colour(folded(line)), file=sys.stderr)
-
-
-def folded(line: str) -> str:
-    """Return `line` folded between words to the width of the terminal, if stderr is one."""
-    if not sys.stderr.isatty():
-        return line
-    how: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
-    return textwrap.fill(line, shutil.get_terminal_size().columns, subsequent_indent="  ", **how) or line
 
 
 def in_colour(text: str) -> str:

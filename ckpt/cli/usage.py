@@ -36,10 +36,8 @@ def say_error(error: CkptError, *more: str) -> None:
         print(json.dumps(said), file=sys.stderr)
         return
     head = typer.style("error:", fg="red", bold=True) if streams.coloured(sys.stderr) else "error:"
-    from ckpt.cli.text import folded
-
     lines = f"{head} {error.on_command_line()}".split("\n")
-    print(*map(folded, lines), *more, sep="\n", file=sys.stderr)
+    print(*map(streams.folded, lines), *more, sep="\n", file=sys.stderr)
 
 
 @contextlib.contextmanager
