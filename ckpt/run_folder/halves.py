@@ -19,7 +19,7 @@ from ckpt.run_folder.steps import ANY_STEP
 
 #: Torch files that hold an optimizer alone, as HF Trainer, Accelerate and Megatron-LM name them.
 _OPTIMIZER_FILE = re.compile(r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)")
-_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$")
+_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$")
 _MAX_FOLDERS = 50  # to search for the model
 
 

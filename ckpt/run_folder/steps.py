@@ -205,6 +205,8 @@ def enclosing_folders(path: Path) -> list[Path]:
     """Return the folders that may hold files of a checkpoint's run: its own, and the folders around its step."""
     if path.name in STEP_PARTS and ANY_STEP.fullmatch(path.parent.name):
         return [path, path.parent, path.parent.parent]
+    if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
+        return [path, path.parent / "huggingface", path.parent]
     return [path, path.parent] if ANY_STEP.fullmatch(path.name) else [path]
 
 

@@ -195,3 +195,31 @@ def test_another_checkpoint_in_a_models_folder_is_not_its_optimizer(tmp_path: Pa
     model = _sharded(tmp_path / "model")
     save({"model": {"w": torch.zeros(2)}, "optimizer": OPTIMIZER}, model / "inner")
     assert not api.open(model).optimizer_states
+
+
+def test_verls_model_next_to_dist_ckpt(tmp_path: Path) -> None:
+    """verl with mbridge keeps the model in huggingface/, and its config is there without mbridge as well."""
+    actor = tmp_path / "global_step_5" / "actor"
+    step = shutil.copytree(FIXTURES / "megatron-lm" / "iter_0000002", actor / "dist_ckpt")
+    (actor / "huggingface").mkdir()
+    (actor / "huggingface" / "config.json").write_text('{"model_type": "llama", "vocab_size": 7}')
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
+    assert (api.open(step).config or {}).get("vocab_size") == 7
+    assert api.open(tmp_path).path == str(step)
+
+
+def test_megatrons_optimizer_alone_is_half(tmp_path: Path) -> None:
+    place = tmp_path / "actor" / "dist_ckpt"
+    state = {
+        f"optimizer.state.{name}.decoder.layers.self_attention.linear_qkv.weight": torch.ones(1, 4, 4)
+        for name in ("exp_avg", "exp_avg_sq", "fp32_param")
+    }
+    save(state, place)
+    (place / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+    torch.save({"args": None}, place / "common.pt")
+    (place.parent / "huggingface").mkdir()
+    save_file({"w": torch.ones(2)}, place.parent / "huggingface" / "model.safetensors")
+    done = ckpt("convert", "auto", "megatron-dist", place, "-o", tmp_path / "out")
+    assert done.code == HalfError.exit_code, done.err
+    assert f"the model is in {place.parent / 'huggingface'}: give that folder" in done.err
+    assert "half a checkpoint" in ckpt("check", place).out

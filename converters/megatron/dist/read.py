@@ -23,6 +23,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
 from ckpt.run_folder.companions import read_json
+from ckpt.run_folder.halves import optimizer_alone
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, MODULE_1, is_nemo, is_nemo_1
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows
@@ -265,6 +266,8 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
     check_encoder(tensors.keys(), folder)
     models = {key: None for key in tensors if is_models(bare(key))}
     reading.read_keys(models.keys(), tensors)
+    if not models and any(state_key(key) for key in tensors):
+        raise optimizer_alone(folder)  # verl with mbridge: the model is in huggingface/
     check_larger(any(key.startswith(LANGUAGE) for key in models), models, folder)
     reading.flat = {key: tensor for key, tensor in tensors.items() if ".gbuf_idx_" in key}
     strangers = [key for key in tensors if not (key in models or key in reading.flat or state_key(key))]
