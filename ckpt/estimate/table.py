@@ -293,23 +293,25 @@ def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
 
 
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
-    """The largest data parallelism that fits, then tensor, then pipeline parallelism; more GPUs where nothing does.
+    """Suggest the simplest strategies that fit, and more GPUs if none does.
 
-    Activation checkpointing comes before tensor parallelism.
+    Data parallelism comes first, then the same with activation checkpointing, then offloading with LoRA named as the
+    alternative.  Megatron, another framework, comes after these.
     """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)
     model_parallel = _first([row for row in mine if row.strategy == MEGATRON], gpu_memory)
     offloaded = _first([row for s in _OFFLOADED for row in mine if row.strategy == s], gpu_memory)
-    if data_parallel:
-        yield data_parallel
+    lora = _first([row for row in rows if row not in mine], gpu_memory)
+    trains_less = f"with fewer trained parameters: {lora}" if lora else None
+    instead = "; or ".join(filter(None, (offloaded, trains_less)))
+    if data_parallel or instead:
+        yield data_parallel or instead
     if model_parallel:
         yield f"with Megatron: {model_parallel}"
-    if not data_parallel and not model_parallel and offloaded:
-        yield offloaded
     if not (data_parallel or model_parallel):
         more = _more_gpus(subject, setup, gpu_memory, [row.strategy for row in mine])
-        nothing = "nothing else" if offloaded else "nothing"
+        nothing = "nothing else" if instead else "nothing"
         yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {_help(subject, setup, gpu_memory, mine)}"
 
 

@@ -409,6 +409,19 @@ def test_checkpointing_and_larger_data_parallelism_come_before_tensor_parallelis
     assert more.startswith("on 6 GPUs: fsdp2 with activation checkpointing, data parallel 6: ")
 
 
+def test_offloading_and_lora_come_before_tensor_parallelism() -> None:
+    """On 8 GPUs of 24 GB an 8B model fits with offloading, with LoRA, and with tensor parallelism of 8."""
+    first, over = suggestions(LLAMA, Setup(8), 24 * GB)
+    offloaded, _, lora = first.partition("; or with fewer trained parameters: ")
+    assert offloaded.startswith("zero3-offload with activation checkpointing, data parallel 8: ")
+    assert lora.startswith("zero3 lora 16 with activation checkpointing, data parallel 8: ")
+    assert over.startswith("with Megatron: megatron tp 8 pp 1, data parallel 1: ")
+    # Neither is named if data parallelism fits, or if only some strategies were asked for.
+    assert not any("lora" in one or "offload" in one for one in suggestions(LLAMA, Setup(8), 80 * GB))
+    subject = sizing.Subject("8B", in_memory(LLAMA), LLAMA)
+    assert sizing.size(subject, Setup(8), 24 * GB, [MEGATRON]).suggestions == (over,)
+
+
 def test_fewer_tokens_are_suggested_only_where_all_else_would_fit() -> None:
     """16, 16 and 32 GB of states on one GPU of 40 GB: no length helps, and to shard them does."""
     (ddp,) = sizing.size(
