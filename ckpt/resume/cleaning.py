@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ckpt import api
 from ckpt.base.errors import CkptError, NotFoundError, printable
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
@@ -18,18 +18,18 @@ from ckpt.base.text import counted
 from ckpt.base.typed import typed
 from ckpt.move.files import destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
 from ckpt.move.listing import folders_in
+from ckpt.plan import registry
 from ckpt.resume.copies import copies_in, kept_folder, remove_staging, unfinished_in
+from ckpt.run_folder.halves import holds_model
 from ckpt.run_folder.opening import open_training
 from ckpt.run_folder.output_place import run_root
 from ckpt.run_folder.runs import MANIFEST
-from ckpt.run_folder.steps import run_at
+from ckpt.run_folder.steps import Step, run_at
 from ckpt.verify import manifest
 
 #: Kinds of leftovers.
 STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
 _REPLACED = ".ckpt-old"
-#: The number of a step in a folder's name.
-_STEP = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,6 @@ def _remove(place: Path, kind: str) -> None:
 
 def _leftovers(run: Path) -> Iterator[Leftover]:
     yield from _staging(run)
-    steps = {step.number for step in run_at(run).steps}
     newest = _newest_step(run)
     kept = kept_folder(run)
     for copy in copies_in(kept):
@@ -154,7 +153,7 @@ def _leftovers(run: Path) -> Iterator[Leftover]:
     for copy in unfinished_in(kept):
         why = "a resume was stopped; it goes on with this" if copy.is_current else "a resume was stopped"
         yield Leftover(str(copy.place), STAGING, disk_bytes(copy.place), why)
-    yield from _conversions(run, steps)
+    yield from _conversions(run)
 
 
 def _staging(run: Path) -> Iterator[Leftover]:
@@ -194,27 +193,52 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
     return f"step {newest} of the run is newer", False
 
 
-def _conversions(run: Path, steps: set[int]) -> Iterator[Leftover]:
-    """Yield the conversions of the run's steps that a newer conversion of the same kind replaces."""
+def _conversions(run: Path) -> Iterator[Leftover]:
+    """Yield the conversions of the run's steps that a newer conversion of the same kind replaces.
+
+    A conversion belongs to the step that its name begins with: `run-2-checkpoint-4-hf` is of the run `run-2`.
+    """
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]
-    series: dict[str, list[tuple[int, Path]]] = {}
+    series: dict[str, list[tuple[Step, Path]]] = {}
     for place in places:
-        name = str(place.relative_to(run.parent)).removeprefix(f"{run.name}-")
-        if (number := _STEP.search(name)) and not place.is_symlink() and (place / MANIFEST).is_file():
-            key = name[: number.start(1)] + name[number.end(1) :]
-            series.setdefault(key, []).append((int(number[1]), place))
+        if not place.is_symlink() and (place / MANIFEST).is_file() and (found := _converted_step(run, place)):
+            step, kind = found
+            series.setdefault(kind, []).append((step, place))
     for members in series.values():
-        newest = max(members)
-        for step, place in sorted(members):
-            if step == newest[0] or not _is_as_written(newest[1]):
+        newest, replacing = max(members, key=lambda member: (member[0].number, member[1]))
+        for step, place in sorted(members, key=lambda member: (member[0].number, member[1])):
+            if step.number == newest.number or not _is_as_written(replacing):
                 continue
-            is_kept, why = False, f"{newest[1].name} is of a newer step, {newest[0]}"
-            if step not in steps:
-                is_kept, why = True, f"the run has no step {step} any more: this is the only copy of its weights"
+            is_kept, why = False, f"{replacing.name} is of a newer step, {newest.number}"
+            if not _holds_model(step):
+                is_kept, why = True, f"{step.path.name} cannot be read: this may be the only copy of its weights"
             elif not _is_as_written(place):
                 is_kept, why = True, "its files are not those of its manifest: somebody has changed it"
             yield Leftover(str(place), CONVERSION, disk_bytes(place), why, is_kept)
+
+
+def _converted_step(run: Path, place: Path) -> tuple[Step, str] | None:
+    """Return the step of the run in the name of a conversion, and the rest of the name; None without one.
+
+    Default outputs are `run-checkpoint-4-hf`, and `run-hf/checkpoint-4` of the callback.
+    """
+    name = str(place.relative_to(run.parent)).removeprefix(f"{run.name}-")
+    for step in run_at(run).steps:
+        own = "-".join(step.path.relative_to(run).parts)
+        if name.startswith(f"{own}-"):
+            return step, name.removeprefix(own)
+        target, _, inner = name.partition("/")
+        if inner == own and target in registry.words():
+            return step, target
+    return None
+
+
+def _holds_model(step: Step) -> bool:
+    """Return True if a model can be opened in the step."""
+    with contextlib.suppress(CkptError):
+        return holds_model(api.open(step.path))
+    return False
 
 
 def _is_as_written(place: Path) -> bool:

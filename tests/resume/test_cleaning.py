@@ -132,6 +132,29 @@ def test_clean_removes_older_outputs_of_the_callback(run: Path, converted: tuple
     assert ckpt.clean(run).remove().removed == (str(run.parent / "run-hf/checkpoint-1"),)
 
 
+def test_clean_leaves_conversions_of_a_run_whose_name_begins_alike(run: Path, converted: tuple[Path, Path]) -> None:
+    for place in converted:  # of a run `run-2` that is gone
+        place.rename(run.parent / place.name.replace("run-", "run-2-"))
+    assert ckpt.clean(run).leftovers == ()
+
+
+@pytest.mark.parametrize("lost", ["weights cut", "no weights", "empty folder"])
+def test_clean_keeps_the_conversion_of_a_damaged_step(run: Path, converted: tuple[Path, Path], lost: str) -> None:
+    step = run / "checkpoint-1"
+    if lost == "weights cut":
+        os.truncate(next(step.glob("global_step1/*optim_states.pt")), 1000)
+        for file in step.glob("model*.safetensors"):
+            os.truncate(file, 1000)
+    elif lost == "no weights":
+        for file in [*step.rglob("*.pt"), *step.glob("model*.safetensors")]:
+            file.unlink()
+    else:
+        shutil.rmtree(step)
+        step.mkdir()
+    found = ckpt.clean(run)
+    assert names(found, kept=True) == [converted[0].name] and "only copy" in found.leftovers[0].why
+
+
 @pytest.mark.parametrize("change", ["file added", "byte changed", "step lost", "newer one damaged", "a link"])
 def test_clean_keeps_a_conversion_that_may_be_missed(run: Path, converted: tuple[Path, Path], change: str) -> None:
     older, newer = converted
