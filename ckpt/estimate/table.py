@@ -11,7 +11,6 @@ from typing import Any
 
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
-from ckpt.base.text import HUB_ID
 from ckpt.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.estimate.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
 from ckpt.estimate.setup import (
@@ -109,42 +108,15 @@ def find(where: str) -> Subject:
             if config is not None and config.get("model_type"):
                 return _of_config(where, config)
             return _of_checkpoint(where, open_checkpoint(path))
-    if HUB_ID.fullmatch(where):
+    if from_hub.is_repository(where):
         fetched = from_hub.fetched(where, [CONFIG]) / CONFIG
         return _of_config(where, read_object(fetched, "the model's config"))
     raise NotFoundError(
         "no such model",
         path=where,
         expected="a folder, a config.json, a checkpoint, or a Hub id like org/name",
-        hint=_meant(where),
+        hint=from_hub.unknown_hint(where),
     )
-
-
-#: Owners of well-known families on the Hub, by the beginning of a model's name.
-_OWNERS = {
-    "qwen": "Qwen",
-    "llama": "meta-llama",
-    "meta-llama": "meta-llama",
-    "mistral": "mistralai",
-    "mixtral": "mistralai",
-    "gemma": "google",
-    "deepseek": "deepseek-ai",
-    "gpt-oss": "openai",
-    "phi": "microsoft",
-    "olmo": "allenai",
-    "smollm": "HuggingFaceTB",
-    "glm": "zai-org",
-    "granite": "ibm-granite",
-    "falcon": "tiiuae",
-}
-
-
-def _meant(where: str) -> str:
-    """Return a hint at the Hub id of a model that was given by its name alone."""
-    owner = next((owner for start, owner in _OWNERS.items() if where.lower().startswith(start)), "ORG")
-    if "/" in where or where.startswith("."):
-        return "check the path; a model of the Hub is given as ORG/NAME"
-    return f"give a model of the Hub with its owner: ckpt estimate {owner}/{where}"
 
 
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:

@@ -21,6 +21,7 @@ from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder import adapter_entries, peft_rules
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
 from ckpt.run_folder.choosing import Want
+from ckpt.run_folder.from_hub import is_repository, owner_hint, unknown_hint
 from ckpt.run_folder.opening import open_wanted
 from ckpt.state import adapter as names
 from ckpt.state.adapter import parse_name
@@ -135,11 +136,12 @@ def open_adapter(
     its config records none; `accept_settings` names unknown entries of the config that are ignored.
     """
     path = local(where)
-    if not path.exists() and HUB_ID.fullmatch(where):
+    if is_repository(where):
         path = cached_snapshot(where, None)
     with translate_os_errors(path):
         if not path.exists():
-            raise NotFoundError("no such adapter", path=where, expected="a folder, or a Hub id in the local cache")
+            expected = "a folder, or a Hub id in the local cache"
+            raise NotFoundError("no such adapter", path=where, expected=expected, hint=unknown_hint(where))
         checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base, base_config), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
@@ -300,12 +302,12 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
         )
     path = local(given) if where else Path(given)
     if not path.exists():
-        if not HUB_ID.fullmatch(given):
+        if not is_repository(given):
             raise NotFoundError(
                 "the base model is not there",
                 path=given,
                 found=None if where else f"base_model_name_or_path of {adapter.config.path}",
-                hint="give the folder of the base with --base",
+                hint="; or, ".join(filter(None, ("give the folder of the base with --base", owner_hint(given)))),
             )
         try:
             path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
@@ -357,7 +359,7 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
     if config.base is None:
         return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
-    found = _hub_id(path) or (given if HUB_ID.fullmatch(given) and not Path(given).exists() else "")
+    found = _hub_id(path) or (given if is_repository(given) else "")
     wanted = config.base + (f" at revision {config.revision}" if config.revision else "")
     refusal = _other_base(path, wanted, found or str(path))
     if not is_same and found and HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):

@@ -1,4 +1,4 @@
-"""Files of a Hub repository that stand beside its weights, from the local cache or else from the Hub."""
+"""Names of Hub repositories, and their files beside the weights, from the local cache or else from the Hub."""
 
 from __future__ import annotations
 
@@ -6,9 +6,49 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ckpt.base.errors import NotFoundError
+from ckpt.base.text import HUB_ID
 
 #: Config, tokenizer, chat templates and code.
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
+
+#: Owners of well-known families on the Hub, by the beginning of a model's name.
+_OWNERS = {
+    "qwen": "Qwen",
+    "llama": "meta-llama",
+    "meta-llama": "meta-llama",
+    "mistral": "mistralai",
+    "mixtral": "mistralai",
+    "gemma": "google",
+    "deepseek": "deepseek-ai",
+    "gpt-oss": "openai",
+    "phi": "microsoft",
+    "olmo": "allenai",
+    "smollm": "HuggingFaceTB",
+    "glm": "zai-org",
+    "granite": "ibm-granite",
+    "falcon": "tiiuae",
+}
+
+
+def is_repository(where: str) -> bool:
+    """Return True if `where` is the name of a Hub repository and not a local path, because a local path comes first."""
+    return HUB_ID.fullmatch(where) is not None and not Path(where).exists()
+
+
+def owner_hint(where: str, scheme: str = "", owner: str | None = None) -> str | None:
+    """Return a hint that names the Hub repository of a path that does not exist; None if nothing is known.
+
+    `scheme` is the part in front of a repository's name, `hf://` for a URL.  `owner` stands for an unknown owner.
+    """
+    if "/" in where or where.startswith("."):
+        return f"to read it from the Hub, give {scheme}{where}" if scheme and HUB_ID.fullmatch(where) else None
+    owner = next((one for start, one in _OWNERS.items() if where.lower().startswith(start)), owner)
+    return f"give a model of the Hub with its owner: {scheme}{owner}/{where}" if where and owner else None
+
+
+def unknown_hint(where: str) -> str:
+    """Return the hint for a model that is neither a local path nor a repository's name."""
+    return owner_hint(where, owner="ORG") or "check the path; a model of the Hub is given as ORG/NAME"
 
 
 def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
@@ -21,7 +61,7 @@ def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
         )
     except Exception as error:  # the library raises its own, requests' and OS errors
         raise NotFoundError(
-            f"the config of {repo_id!r} could not be downloaded from the Hub",
+            f"{repo_id!r} is not there, and the Hub did not give its config",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,
             hint="give the folder of a local copy",
         ) from error

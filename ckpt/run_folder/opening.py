@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID, counted, did_you_mean
+from ckpt.base.text import counted, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
 from ckpt.plan import registry
@@ -177,9 +177,8 @@ def _neighbour(path: Path) -> str | None:
     try:
         beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
     except OSError:
-        is_hubs = HUB_ID.fullmatch(str(path)) is not None
-        return f"hf://{path} is the Hub's repository of this name" if is_hubs else None
-    return did_you_mean(path.name, beside)
+        beside = []
+    return did_you_mean(path.name, beside) or from_hub.owner_hint(str(path), "hf://")
 
 
 def can_resume(checkpoint: Checkpoint) -> bool:
@@ -328,6 +327,7 @@ def find_config(where: str) -> Path:
         raise NotFoundError(f"this folder has no {CONFIG}", path=where, hint=hint)
     if path.is_file():
         return path.parent
-    if HUB_ID.fullmatch(where):
+    if from_hub.is_repository(where):
         return from_hub.fetched(where)
-    raise NotFoundError("no such config", path=where, expected="a folder, a config.json or a Hub id like org/name")
+    expected = "a folder, a config.json or a Hub id like org/name"
+    raise NotFoundError("no such config", path=where, expected=expected, hint=from_hub.unknown_hint(where))

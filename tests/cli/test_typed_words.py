@@ -1,4 +1,4 @@
-"""`ckpt/base/typed.py`, `ckpt/cli/options.py`, `ckpt/cli/convert.py`, `ckpt/estimate/table.py`."""
+"""`ckpt/base/typed.py`, `ckpt/cli/options.py`, `ckpt/cli/convert.py`, `ckpt/run_folder/from_hub.py`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 
 import ckpt
 from ckpt.base.errors import UsageError
+from ckpt.run_folder.from_hub import is_repository
 from tests.support.commands import ckpt as run_ckpt
 
 
@@ -63,14 +64,39 @@ def test_quantization_methods_are_no_formats_and_the_hint_works(run: Path, metho
     assert near.code == 2 and "did you mean zero3" in near.err
 
 
-def test_a_model_without_its_owner_is_answered_with_the_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert (
-        "hint: give a model of the Hub with its owner: ckpt estimate Qwen/Qwen3-8B\n"
-        in run_ckpt("estimate", "Qwen3-8B").err
-    )
-    assert "ckpt estimate ORG/mymodel" in run_ckpt("estimate", "mymodel").err
+@pytest.mark.parametrize(
+    ("words", "given"),
+    [
+        (("estimate",), ""),
+        (("inspect", "run", "--config"), ""),
+        (("merge-lora", "lora", "-o", "out", "--base"), ""),
+        (("merge-lora", "-o", "out"), ""),
+        (("inspect",), "hf://"),
+        (("hash",), "hf://"),
+        (("verify", "run"), "hf://"),
+        (("convert", "zero3", "hf", "run", "-o", "out", "--complete-from"), "hf://"),
+    ],
+)
+def test_a_model_of_the_hub_is_answered_with_what_can_be_typed(
+    run: Path, fixtures: Path, words: tuple[str, ...], given: str
+) -> None:
+    shutil.copytree(fixtures / "lora-zero3", "lora")
+    done = run_ckpt(*words, "Qwen3-8B")
+    assert (done.code, f"with its owner: {given}Qwen/Qwen3-8B\n" in done.err) == (3, True), done.err
+    owned = run_ckpt(*words, "Qwen/Qwen3-8B")  # without a network
+    assert owned.code == 3 and "with its owner" not in owned.err
+    assert not given or "hint: to read it from the Hub, give hf://Qwen/Qwen3-8B\n" in owned.err
+
+
+def test_a_local_folder_comes_before_a_repository_of_its_name(run: Path) -> None:
+    assert is_repository("org/name") and not is_repository("name") and not is_repository("a/b/c")
+    shutil.copytree(run, "org/name")
+    assert not is_repository("org/name")
+    assert run_ckpt("estimate", "org/name").code == run_ckpt("inspect", "run", "--config", "org/name").code == 0
+    assert "with its owner: ORG/mymodel\n" in run_ckpt("estimate", "mymodel").err
     assert "check the path" in run_ckpt("estimate", "./Qwen3-8B").err
+    near = run_ckpt("inspect", "rum")
+    assert near.code == 3 and "did you mean run?" in near.err and "Hub" not in near.err
 
 
 def test_an_open_checkpoint_is_asked_by_name(run: Path) -> None:

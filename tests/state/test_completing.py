@@ -251,7 +251,7 @@ def test_the_base_is_no_destination(sees: Path, tmp_path: Path) -> None:
 def test_a_base_that_is_called_as_on_the_hub_is_told_how_to_be_named(predicts: Path, tmp_path: Path) -> None:
     run = without(predicts, tmp_path / "run", "mtp.")
     done = ckpt("convert", "dcp", "hf", run, "-o", tmp_path / "out", "--complete-from", "org/spelled-wrong")
-    assert done.code == 3 and "hf://org/spelled-wrong is the Hub's repository of this name" in done.err
+    assert done.code == 3 and "hint: to read it from the Hub, give hf://org/spelled-wrong" in done.err
     assert not (tmp_path / "out").exists()
 
 
