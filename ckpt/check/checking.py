@@ -45,7 +45,7 @@ from ckpt.plan.checkpoint import OWN, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.halves import check_holds_model
-from ckpt.run_folder.models import missing_models, models_of
+from ckpt.run_folder.models import free_tags, missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
@@ -246,7 +246,7 @@ def checkpoints_of(path: Path) -> list[Path]:
         return [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     run = run_at(path)
-    inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded]))
+    inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *free_tags(path)]))
     if TRAINER_STEP.fullmatch(path.absolute().name):
         return [path]
     if _is_checkpoint(path):

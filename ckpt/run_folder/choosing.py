@@ -25,8 +25,8 @@ from ckpt.base.text import Brief
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
-from ckpt.run_folder.models import check_all_there, save_around, tagged
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
+from ckpt.run_folder.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.run_folder.placeholders import check_has_elements
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
@@ -88,6 +88,8 @@ class Chooser:
                 self._hint_at_another(error, run)
             raise
         if found is not None:
+            if tag is None and not models_of(path):
+                self._check_one_engine(run, found)
             # an engine that resumes is given all models of a save
             place = save_around(Path(found.path)) if self.want.is_newest and tag is None else Path(found.path)
             return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
@@ -202,6 +204,19 @@ class Chooser:
         if failure is not None:
             raise failure
         return None
+
+    def _check_one_engine(self, run: Run, chosen: Checkpoint) -> None:
+        """Raise UsageError if the save of `chosen` holds other engines: other parameters, or the same step twice."""
+        free = free_tags(run.path)
+        others = [place for place in free if place != Path(chosen.path)]
+        if len(others) == len(free):
+            return
+        for place in others:
+            found = None
+            with suppress(CkptError):  # a damaged one may be another model
+                found = self._open_step(place)
+            if found is None or found.state.step == chosen.state.step or _shapes(found) != _shapes(chosen):
+                raise several_models(run.path, free, with_tag=True)
 
     def _rivals(self, run: Run, own: Checkpoint) -> list[Step]:
         """Return the steps to prefer to `own`: newer ones, and equal ones if only they have HF Trainer's record."""
@@ -337,6 +352,10 @@ def _number(run: Run, checkpoint: Checkpoint) -> int | None:
     if holder is not None:
         return holder.number
     return trainer_step(Path(checkpoint.path)) if step is None else step
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {fqn: tensor.shape for (fqn, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES}
 
 
 def _skip_note(run: Run, place: Path, error: CkptError) -> str:

@@ -12,15 +12,18 @@ Format facts: accelerate 1.15, `accelerator.py`, `checkpointing.py` and `utils/f
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from ckpt.base.errors import IncompleteError, UsageError
 from ckpt.base.text import counted
-from ckpt.move.listing import entries_in, is_folder, names_in
+from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
+from ckpt.run_folder.steps import LATEST, recorded_step, step_number
 
 _FOLDER = re.compile(r"pytorch_model(?:_fsdp(?=_\d))?(?:_(\d+))?")
 _FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?P<ranks>_rank\d+)?\.bin)")
+#: DeepSpeed's file of an engine's model (deepspeed/runtime/engine.py, `_get_ckpt_name`).
+_ENGINE_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt")
 _RANKS = "Accelerate's load_state loads this save; from files of ranks ckpt reads the only model of a save"
 
 
@@ -31,6 +34,18 @@ def models_of(save: Path) -> dict[int, Path]:
         if match := (_FOLDER if is_folder(entry) else _FILE).fullmatch(name):
             found.setdefault(int(match[1] or 0), save / name)
     return dict(sorted(found.items())) if max(found, default=0) else {}
+
+
+def free_tags(run: Path) -> list[Path]:
+    """Return the DeepSpeed checkpoints in a run whose tags are no steps, if `latest` names one of them.
+
+    They are models of one save, as `actor` and `critic`, or saves of one model, as `best` and `final`.
+    """
+    said = recorded_step(run / LATEST)
+    if not said or step_number(said) is not None or not (run / said).is_dir():
+        return []
+    free = [folder for folder in folders_in(run) if step_number(folder.name) is None]
+    return sorted(folder for folder in free if any(map(_ENGINE_FILE.fullmatch, names_in(folder))))
 
 
 def save_around(place: Path) -> Path:
@@ -103,11 +118,16 @@ def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
     if not models or (place != save and (asked == place or Path(tag or "").name in (place.name, place.stem))):
         return
     check_all_there(save)
-    raise UsageError(
+    raise several_models(save, models.values(), with_tag=save == asked)
+
+
+def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:
+    """Return the error for a save of several models, none of them named by the user."""
+    return UsageError(
         f"this save holds {counted(len(models), 'model')}: choose one",
         path=save,
-        found=", ".join(one.name for one in models.values()),
-        hint=_how_to_choose(models.values(), with_tag=save == asked),
+        found=", ".join(one.name for one in models),
+        hint=_how_to_choose(models, with_tag=with_tag),
         code="several-models",
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt import api
+from ckpt import api, check
 from ckpt.errors import IncompleteError, LossError, UsageError
 from tests.support.commands import ckpt
 from tests.support.dcp_folders import save
@@ -145,3 +146,30 @@ def test_the_optimizer_next_to_a_model_of_fsdp_is_read(tmp_path: Path) -> None:
     for number in (0, 1):
         found = api.open(tmp_path / f"pytorch_model_fsdp_{number}")
         assert found.state.param_groups[0].options["lr"] == pytest.approx(0.1 * (number + 1))
+
+
+def engines(folder: Path, tags: tuple[str, str]) -> Path:
+    """Two DeepSpeed checkpoints of one step under free tags; `latest` names the last."""
+    for tag in tags:
+        shutil.copytree(REPOSITORY / "fixtures" / "toy-zero2" / "global_step2", folder / tag)
+    (folder / "latest").write_text(tags[-1])
+    return folder
+
+
+def test_two_engines_under_free_tags_are_asked_for(tmp_path: Path) -> None:
+    place = engines(tmp_path / "save", ("actor", "critic"))
+    with pytest.raises(UsageError) as failure:
+        api.open(place)
+    assert failure.value.hint == "use --tag actor or --tag critic"
+    assert Path(api.open(place, tag="actor").path).name == "actor"
+    os.truncate(place / "actor" / "mp_rank_00_model_states.pt", 100)
+    assert not check(place).whole
+    with pytest.raises(UsageError):
+        api.open(place)
+
+
+def test_a_free_tag_next_to_steps_is_no_other_engine(tmp_path: Path) -> None:
+    run = engines(tmp_path / "run", ("best", "global_step2"))
+    assert Path(api.open(run).path).name == "global_step2"
+    (run / "latest").write_text("best")
+    assert Path(api.open(run).path).name == "best"
