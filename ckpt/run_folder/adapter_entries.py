@@ -68,6 +68,10 @@ OF_PEFT = frozenset(
     )
 )
 
+_INIT = "init_lora_weights"
+#: Inits of LoRA by name (`tuners/lora/layer.py`), besides `pissa_niter_N`.  Some of them change the base weight.
+_INITS = ("corda", "eva", "gaussian", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
+
 #: Values that turn a feature off.
 _OFF: tuple[object, ...] = (None, False, "", [], {})
 
@@ -85,12 +89,16 @@ def relevant(raw: Mapping[str, Any]) -> list[str]:
 
 
 def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that may change a merge in an unknown way.
+    """Return the entries that may change a merge in an unknown way, and an unknown init, which may change the base.
 
     PEFT turns a feature off by null, false or an empty value, so such an entry changes nothing.
     """
     kind = str(raw.get("peft_type"))
-    return {key: value for key, value in raw.items() if not is_known(kind, key) and value not in _OFF}
+    found = {key: value for key, value in raw.items() if not is_known(kind, key) and value not in _OFF}
+    init = raw.get(_INIT)
+    if isinstance(init, str) and init and not (init.lower() in _INITS or init.startswith("pissa_niter_")):
+        found[_INIT] = init
+    return found
 
 
 def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), *, option: str = "") -> None:
@@ -104,7 +112,7 @@ def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), 
         "the adapter's config has entries that may change what the adapter computes, and this release of ckpt does "
         "not know them",
         path=str(path),
-        expected="entries of peft 0.21.2 and older",
+        expected="entries and inits of peft 0.21.2 and older",
         found=", ".join(f"{key}: {value!r}" for key, value in found.items())
         + (f"; peft_version {version}" if version else ""),
         hint=(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from ckpt.errors import UsageError
+from ckpt.errors import LossError, UsageError
 from ckpt.run_folder import adapter_entries
 from ckpt.run_folder.adapter_config import BY_LAYER, BY_MODEL, LORA, parse_config
 from ckpt.run_folder.peft_rules import with_explicit_patterns
@@ -176,3 +176,13 @@ def test_an_unknown_entry_of_mlx_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as refused:
         read_raw(file)
     assert "gate" in str(refused.value)
+
+
+def test_an_unknown_init_is_refused_by_name() -> None:
+    known = (True, False, None, "gaussian", "EVA", "olora", "pissa", "pissa_niter_4", "loftq", "mica", "orthogonal")
+    assert not any(adapter_entries.unknown({"peft_type": LORA, "init_lora_weights": init}) for init in known)
+    raw = {"peft_type": LORA, "init_lora_weights": "newinit"}
+    with pytest.raises(LossError) as refused:
+        adapter_entries.check(raw, "adapter_config.json", option="--accept-setting")
+    assert "init_lora_weights: 'newinit'" in str(refused.value)
+    adapter_entries.check(raw, "adapter_config.json", ["init_lora_weights"])
