@@ -29,6 +29,7 @@ from converters.names.transformers import relation as relations
 from converters.names.transformers.relation import relation
 from converters.names.transformers.ties import kept_names
 from tests.support.architectures import tiny_config, tiny_model
+from tests.support.loaded import save_loaded
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -91,7 +92,7 @@ class Saved:
         model = tiny_model(model_type)
         self.memory = without_aliases(model)
         self.hub = folder / "hub"
-        model.save_pretrained(self.hub)
+        save_loaded(model, self.hub)
         self.config: dict[str, Any] = json.loads((self.hub / "config.json").read_text())
         self.plain = folder / "memory"
         self.plain.mkdir()

@@ -120,11 +120,13 @@ class Tower:
     layers: str = "encoder.layers"
     count: str = "num_hidden_layers"
     defaults: Mapping[str, Any] = field(default_factory=dict)
+    #: What files have before every name, and transformers 5.6 and later not in memory.
+    inside: str = ""
 
     def shapes(self, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
         """The tower's tensors, in the order in which transformers registers them."""
         stated = {name: value for name, value in config.items() if value is not None}
-        read = Config({**self.defaults, **stated, str(config.get("norm_type")): True})
+        read, prefix = Config({**self.defaults, **stated, str(config.get("norm_type")): True}), prefix + self.inside
         dims = self.sizes(read)
         found = dict(spelled_out(dict(filled(self.before, read, dims)), prefix, 0))
         layer = dict(filled(self.layer, read, dims))
@@ -139,7 +141,12 @@ class Tower:
     def rows(self) -> list[str]:
         """The names of its rows, where `{e}` is the number of a layer."""
         layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
-        return [*(row.name for row in parse(self.before)), *layer, *(row.name for row in parse(self.behind))]
+        before, behind = (row.name for row in parse(self.before)), (row.name for row in parse(self.behind))
+        return [self.inside + name for name in (*before, *layer, *behind)]
+
+    def has(self, name: str) -> bool:
+        """Return True if a tensor of the tower has this name."""
+        return _row_and_number(self.rows(), name) is not None
 
 
 _PATCHES = {"in_channels": 3, "patch_size": 14, "temporal_patch_size": 2}
@@ -190,6 +197,7 @@ _TOWERS = {
         _ATTENTION + "layer_norm1.[weight|bias] h" + _FC + "layer_norm2.[weight|bias] h",
         "post_layernorm.[weight|bias] h",
         defaults={"num_channels": 3},
+        inside="vision_model.",
     ),
     "siglip_vision_model": Tower(
         """
@@ -213,6 +221,7 @@ _TOWERS = {
         head.mlp.fc2.bias h ? vision_use_head
         """,
         defaults={"vision_use_head": True, "num_channels": 3},
+        inside="vision_model.",
     ),
     "internvl_vision": Tower(
         """
@@ -393,10 +402,12 @@ class Composite:
         return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:
-        """The name that transformers 5.23 writes for a tensor, by that of another release or of the model in memory."""
-        if (match := _MODULE.fullmatch(name)) is not None:
-            module = "multi_modal_projector." if match[1] == "multi_modal_projector" else self.tower
-            return module + match[2]
+        """The name of a tensor in the Hub's files, by that of another release or of the model in memory."""
+        if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
+            return f"multi_modal_projector.{match[2]}"
+        if match is not None:
+            towers = (_TOWERS[kind] for kind in self.towers)
+            return self.tower + next((one.inside for one in towers if one.has(one.inside + match[2])), "") + match[2]
         if name.endswith("lm_head.weight"):
             return self.head + "lm_head.weight"
         if name == "model.image_newline":

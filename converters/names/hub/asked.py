@@ -39,11 +39,14 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         return None
     from transformers.core_model_loading import revert_weight_conversion
 
+    from converters.names.transformers.stored import stored_names
     from converters.names.transformers.tracing import Traced
+
+    named = stored_names(model)
 
     def files(shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         traced = {name: Traced.source(name, shape) for name, shape in shapes.items()}
-        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(model, traced).items()}
+        return {name: tuple(tensor.shape) for name, tensor in revert_weight_conversion(named, traced).items()}
 
     in_required, in_optional = in_memory(model)
     required, every = files(in_required), files({**in_required, **in_optional})

@@ -154,7 +154,7 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str |
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
     """How tensors of `shapes` differ from what is `saved`.
 
-    Files of the base model may lack its prefix, and those of an earlier release have names that loading renames.
+    Files of the base model may lack its prefix, and those of another release have names that loading renames.
     """
     if _lacks_prefix(saved, shapes):
         prefix = f"{saved.base}."
@@ -171,7 +171,8 @@ def _renamed(
 ) -> Mapping[str, Shape] | None:
     """`shapes` under the names that files have today; None where `from_pretrained` would not rename all that differ.
 
-    The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`, which transformers 5 writes no more.
+    The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`, and transformers 5.6 and later write no
+    `vision_model.` if the model was made from a config.
     """
     rules = declared(config)
     if rules is None or not differences.extra:
@@ -213,7 +214,7 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
     elif _compare(saved, shapes):
-        yield f"names are those of an earlier release, which {saved.cls} renames as it loads them"
+        yield f"names are those of another release, which {saved.cls} renames as it loads them"
     if twice := [name for name in saved.optional if name in shapes]:
         yield f"written though save_pretrained leaves it out: {_some(twice)}"
     if loads:

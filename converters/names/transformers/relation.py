@@ -30,6 +30,7 @@ from converters.names.transformers.installed import (
 )
 from converters.names.transformers.order import as_registered
 from converters.names.transformers.rules import Direction, not_of_the_config
+from converters.names.transformers.stored import stored_names
 from converters.names.transformers.tables import declared
 
 if TYPE_CHECKING:
@@ -208,7 +209,7 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
-        return dict(revert_weight_conversion(model, dict(traced)))
+        return dict(revert_weight_conversion(stored_names(model), dict(traced)))
     except CkptError:
         raise
     except Exception as error:

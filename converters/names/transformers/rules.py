@@ -51,6 +51,11 @@ class NameRule:
         return "*" in self.hub[0]
 
     @property
+    def inserts(self) -> bool:
+        """Return True if the Hub's name has a word more; files that transformers 5 made of a config lack it."""
+        return not self.read and self.hub[0].startswith(f"{self.memory}.")
+
+    @property
     def is_rename(self) -> bool:
         return len(self.hub) == 1 and not self.is_stacked and not self.exchanges
 
@@ -176,19 +181,21 @@ class Rules:
             self._known[name, direction] = found
         return found
 
-    def _to_hub(self, name: str) -> _Renamed:
+    def _to_hub(self, name: str, *, inserts: bool = True) -> _Renamed:
         names, taken = [name], None
         for rule in self.rules:
             if not (rule.is_rename or rule.exchanges) and rule.is_about(name) and _pattern(rule.memory).search(name):
                 names, taken = [_replaced(name, rule.memory, hub) for hub in rule.hub], rule
                 break
         for rule in reversed(self.rules):
+            if rule.inserts and (not inserts or _pattern(rule.hub[0]).search(names[0])):
+                continue
             if rule.is_rename and not rule.read and rule.is_about(names[0]):
                 names = [_replaced(part, rule.memory, rule.hub[0]) for part in names]
         return _Renamed(tuple(names), taken)
 
     def _to_memory(self, name: str) -> _Renamed:
-        if self._to_hub(name).names != (name,):
+        if self._to_hub(name, inserts=False).names != (name,):
             return _Renamed((name,))  # which is a name in memory
         for rule in self.rules:
             if rule.is_rename and rule.is_about(name):

@@ -264,11 +264,13 @@ PARTS: Mapping[str, tuple[NameRule, ...]] = {
     ),
     "lfm3": (rename("self_attn.g_proj", "self_attn.gate_proj").within("language_model"),),
     "clip_vision_model": tuple(
-        read_as(tower, f"{tower}.vision_model") for tower in ("vision_tower", "image_tower", "video_tower")
+        rename(tower, f"{tower}.vision_model") for tower in ("vision_tower", "image_tower", "video_tower")
     ),
     **dict.fromkeys(
         ("siglip2_vision_model", "siglip_vision_model"),
-        tuple(read_as(tower, f"{tower}.vision_model") for tower in ("vision_tower", "vision_model")),
+        tuple(
+            rename(tower, f"{tower}.vision_model") for tower in ("vision_tower", "^model.vision_model", "^vision_model")
+        ),
     ),
 }
 

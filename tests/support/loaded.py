@@ -1,0 +1,28 @@
+"""Tiny models as `save_pretrained` writes them after `from_pretrained` loaded the Hub's files."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file, save_file
+
+_TOWER = re.compile(
+    r"\b(vision_tower|image_tower|video_tower)\.(?=(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)"
+)
+
+
+def save_loaded(model: Any, folder: Path) -> None:
+    """Save `model`, name its CLIP or SigLIP tower as releases on the Hub do, load it, and save it again."""
+    model.save_pretrained(folder)
+    vision = getattr(model.config, "vision_config", None)
+    if getattr(vision, "model_type", None) not in ("clip_vision_model", "siglip_vision_model"):
+        return
+    file = folder / "model.safetensors"
+    tensors = {_TOWER.sub(r"\1.vision_model.", name): tensor for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values())
+    loaded.save_pretrained(folder)
+    assert load_file(file).keys() == tensors.keys()
