@@ -193,14 +193,16 @@ class Table:
 
 
 def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[MegatronRow]:
-    """Rows, those of a module that is kept as it is once for each of its tensors."""
+    """Rows, those of a module that is kept as it is once for each of its tensors: the first row counts."""
+    kept: set[str] = set()
     for row in rows:
         before, is_module, _ = row.hubs[0].partition(EVERY)
         if not is_module:
             yield row
             continue
         for name in names:
-            if name.startswith(before):
+            if name.startswith(before) and name not in kept:
+                kept.add(name)
                 yield MegatronRow(row.megatron.replace(EVERY, name.removeprefix(before)), (name,), row.kind)
 
 

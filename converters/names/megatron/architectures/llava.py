@@ -7,6 +7,7 @@ from converters.names.megatron.sighted import sighted
 
 TEXTS = {"mistral": mistral.TABLE, "qwen2": qwen2.TABLE, "qwen3": qwen3.TABLE, "llama": llama.TABLE}
 VISION = """
+    vision_tower.**             vision_tower.vision_model.**    same
     vision_tower.**             vision_tower.**             same
     multi_modal_projector.**    multi_modal_projector.**    same
 """
