@@ -29,9 +29,7 @@ from tests.support.tiny_sizes import even_sizes, tiny_sizes
 
 SEEING = sorted(name for name in architectures() if name in COMPOSITES)
 #: Where CLIP and SigLIP have one module more on the Hub than in a model of a config.
-TOWER = re.compile(
-    r"^vision_tower\.(?=embeddings\.(class|patch_embedding|position_embedding)|encoder\.layers|p\w+norm|head\.)"
-)
+TOWER = re.compile(r"^vision_tower\.(?=embeddings\.\w+_embedding\b|encoder\.layers|p\w+norm|head\.)")
 LAYER = "language_model.decoder.layers.0.self_attention"
 
 
