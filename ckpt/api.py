@@ -88,6 +88,15 @@ def open(
     run of MultiLoRA, `"1:8:16"`: its slot, and the rank and alpha that it was claimed with.  `accept_settings` names
     recorded settings to ignore, though the target cannot hold them.  How the checkpoint was found is in its `notes`.
     Raises the errors of `ckpt.errors`.
+
+    Args:
+        path: The checkpoint or run folder, or a URL of one.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        replica: The rank whose copies of replicated tensors are taken.
+        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
+        accept_settings: Recorded settings to ignore, by name.
     """
     place = None if config is None else fspath(config)
     asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "adapter_slot": adapter_slot}
@@ -355,6 +364,27 @@ def plan(
     that the format `to` declares, as `tp=2`.  A `layout` of one's own says what is written in place of these.
     `complete_from` is a model from which everything is taken that the run lacks of its own.  Raises LossError where a
     tensor would go nowhere or part of the target would be filled by nothing, UsageError.
+
+    Args:
+        source: A path, a URL or what `ckpt.open` returned.
+        to: The format to write.
+        layout: A layout of your own, in place of the options.
+        resources: Memory and threads, in place of `max_memory` and `workers`.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        replica: The rank whose copies of replicated tensors are taken.
+        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
+        accept_settings: Recorded settings to ignore, by name.
+        complete_from: A model with the tensors that the run lacks.
+        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Take the plain values of quantized weights.
+        optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
+        max_shard_size: Largest weight file, in bytes or as `5GB`.
+        world_size: Ranks of a sharded target; None for the source's.
+        max_memory: Bound on all buffers together, in bytes or as `512MB`.
+        workers: Threads that copy; 0 chooses.
+        **options: Options of the target format, such as `tp=2`.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
@@ -495,6 +525,34 @@ def convert(
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
     It is `ckpt.plan` and `Conversion.run` in one, whose options it takes.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        source: A path, a URL or what `ckpt.open` returned.
+        to: The format to write.
+        output: The folder or URL to write to.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        replica: The rank whose copies of replicated tensors are taken.
+        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
+        accept_settings: Recorded settings to ignore, by name.
+        complete_from: A model with the tensors that the run lacks.
+        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Take the plain values of quantized weights.
+        optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
+        max_shard_size: Largest weight file, in bytes or as `5GB`.
+        world_size: Ranks of a sharded target; None for the source's.
+        max_memory: Bound on all buffers together, in bytes or as `512MB`.
+        workers: Threads that copy; 0 chooses.
+        check: First compare float32 masters with the weights stored next to them.
+        verify: Read back and compare every bit that was written.
+        overwrite: Replace a checkpoint at `output`.
+        restart: Clear what a stopped run has kept, and begin anew.
+        manifest: Write digests of the output to ckpt-manifest.json.
+        progress: Called with the number of bytes since the last call.
+        **options: Options of the target format, such as `tp=2`.
     """
     conversion = plan(
         source,
@@ -600,6 +658,20 @@ def mount(
 
     The block is given the folder: `view`, which is empty or not there yet, or a temporary one.  Options are those of
     `ckpt.plan`.  Raises what that raises, NotFoundError without FUSE, StorageError where nothing can be mounted.
+
+    Args:
+        source: A path or a URL.
+        to: The format to write.
+        view: An empty or new folder to show it in; None for a temporary one.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        accept_settings: Recorded settings to ignore, by name.
+        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Take the plain values of quantized weights.
+        max_shard_size: Largest weight file, in bytes or as `5GB`.
+        world_size: Ranks of a sharded target; None for the source's.
+        **options: Options of the target format, such as `tp=2`.
     """
     from ckpt.views.mount import check_free, library, served_by
 
@@ -631,6 +703,18 @@ def hash(
 
     `dtype` is the precision in which weights count, their own or as `ckpt.convert` casts them.  `progress` is told of
     bytes.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        source: A path, a URL or what `ckpt.open` returned.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        accept_settings: Recorded settings to ignore, by name.
+        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
+        workers: Threads that copy; 0 chooses.
+        progress: Called with the number of bytes since the last call.
     """
     WORKERS.check(workers)
     checkpoint = opened(source, format, tag=tag, config=config, accept_settings=accept_settings)
@@ -701,6 +785,26 @@ def verify(
     are that differ.  With `run` the training states are compared instead of the tensors: schedule, scaler, random
     states, data position.  With `loads` transformers loads the folder `a`, without data.  Of two checkpoints `expected`
     is told first of how many bytes `progress` will be told.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        a: The first checkpoint: a path, a URL or what `ckpt.open` returned.
+        b: The second checkpoint; None compares the folder `a` with its manifest.
+        only: `all`, `weights` or `optimizer`.
+        cast: Round the wider of two dtypes to the narrower first.
+        exact: Round nothing.
+        measured: Add the size of each difference.
+        run: Compare training states in place of tensors.
+        loads: Let transformers load `a`, without data.
+        from_a: The format of `a`.
+        from_b: The format of `b`.
+        tag_a: The step of `a`.
+        tag_b: The step of `b`.
+        config: The model's config: a folder, a config.json or a Hub id.
+        accept_settings: Recorded settings to ignore, by name.
+        progress: Called with the number of bytes since the last call.
+        expected: Called first with the number of bytes that `progress` will add up to.
     """
     sides: dict[str, Any] = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
     sides["accept_setting"] = accept_settings
@@ -743,6 +847,23 @@ def diff(
 
     Tensors of other dtypes are compared as numbers, nothing is rounded.  With `rtol` or `atol` an element of `b` may be
     `atol + rtol * abs(a)` from that of `a`, and the result says whether all are `within` that.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        a: The first checkpoint: a path, a URL or what `ckpt.open` returned.
+        b: The second checkpoint.
+        only: `all`, `weights` or `optimizer`.
+        rtol: Relative tolerance.
+        atol: Absolute tolerance.
+        from_a: The format of `a`.
+        from_b: The format of `b`.
+        tag_a: The step of `a`.
+        tag_b: The step of `b`.
+        config: The model's config: a folder, a config.json or a Hub id.
+        accept_settings: Recorded settings to ignore, by name.
+        progress: Called with the number of bytes since the last call.
+        expected: Called first with the number of bytes that `progress` will add up to.
     """
     from ckpt.verify.changes import Tolerance
     from ckpt.verify.diff import diff as diff_same_names

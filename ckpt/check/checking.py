@@ -203,6 +203,14 @@ def check(
     compared too.  `values` reads every value: NaN and infinities are damage; zeros, constants, equal experts, tensors
     that did not change since the step before and untrained adapters are noted.  `progress` is told of bytes.  Raises
     NotFoundError where there is nothing, UsageError for several runs.
+
+    Args:
+        path: The checkpoint or run folder.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        every_byte: Read all tensor data and compare checksums.
+        values: Read every value and look for damage.
+        progress: Called with the number of bytes since the last call.
     """
     path = local(path)
     with translate_os_errors(path):

@@ -101,6 +101,17 @@ def inspect(
 
     `tensors` lists every tensor, and `tensor` those whose names one of these patterns fits, with where each of their
     parts lies; with `everything` no list and no value is cut short.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        source: A path, a URL or what `ckpt.open` returned.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        tensors: List every tensor.
+        tensor: Patterns of names of tensors to show in full.
+        everything: Cut no list and no value short.
     """
     run: tuple[Checked, ...] = ()
     if isinstance(source, Checkpoint):

@@ -76,6 +76,37 @@ def estimate(
 
     `model` is a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.  The options are those of
     `ckpt estimate`.  An option that is not given is taken from the run's config, or else is the command's default.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        model: The model: a config.json, a folder, a Hub id or a checkpoint.
+        strategy: Strategies to show; None for all.
+        run_config: An Axolotl, Accelerate or FSDP config.
+        ds_config: A DeepSpeed config.
+        dtype: Dtype that the model computes in.
+        pure: Hold parameters in `dtype`, without float32 ones.
+        batch_size: Sequences of a micro batch on one GPU.
+        seq_len: Tokens of a sequence.
+        fused_cross_entropy: Never hold all logits.
+        eager_attention: Keep attention scores.
+        activation_offload: Keep inputs of checkpointed layers in host memory.
+        recompute_modules: Modules that Megatron recomputes.
+        gpus: Number of GPUs.
+        gpu_memory: Memory of a GPU: a number of GB, or a size as `24GB`.
+        cp: Context parallel size.
+        tp: Tensor parallel size.
+        pp: Pipeline parallel size.
+        ep: Expert parallel size.
+        no_sequence_parallel: Turn Megatron's sequence parallelism off.
+        optimizer: The optimizer, such as `adam` or `adamw_8bit`.
+        master_dtype: Dtype of masters in DeepSpeed's and Megatron's optimizers.
+        state_dtype: Dtype of states in DeepSpeed's and Megatron's optimizers.
+        offload_optimizer: `cpu`, `nvme` or `none`.
+        offload_param: `cpu`, `nvme` or `none`.
+        lora_r: Rank of LoRA; 0 for none.
+        lora_target_modules: Modules that get adapters; None for all linear ones.
+        qlora: Hold the frozen model in 4 bits.
     """
     given = locals()
     for name, least in _LEAST.items():

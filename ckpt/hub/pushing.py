@@ -38,6 +38,19 @@ def push(
     `repo_id` is `org/name`, failing that the `hub_model_id` that the run records.  `names="own"` pushes weights whose
     names are not those of the config's architecture.  `whole_run=True` pushes a run's training state, too, which raises
     LossError otherwise.  `say` is given what is done, a line each.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        path: The folder or URL to push.
+        repo_id: The repository, `ORG/NAME`; None for the recorded one.
+        private: Make a new repository private.
+        revision: The branch to push to.
+        create_pr: Push as a pull request.
+        commit_message: The commit's message on the Hub.
+        names: `hub`, or `own` to write other names as they are.
+        whole_run: Push the training state of a run, too.
+        say: Called with each line about the progress.
     """
     place = local(path)
     repo_id = repo_id or recorded_repo([place])

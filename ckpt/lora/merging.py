@@ -103,6 +103,34 @@ def merge_lora(
 
     The bits are PEFT's.  A change of one of two tied weights is the exception: the default writes the model that was
     trained, with both weights, and `as_peft` adds the change to both, as PEFT's `merge_and_unload` does.
+
+    Args:
+        adapters: Adapters: folders, checkpoints or Hub ids in the cache.
+        output: The folder or URL to write to.
+        base: The model to merge into; None for the recorded one.
+        config: The folder with the adapter's config, or the config of a base without one.
+        tag: The step's folder or number; None for the latest.
+        accept_base: Merge into a base that the adapter does not name.
+        expert_layout: Who packed stacked experts: `peft` or `unsloth`.
+        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
+        peft_version: PEFT release that trained the adapter, if none is recorded.
+        accept_settings: Recorded settings to ignore, by name.
+        ignore_files: Files next to the adapter to leave out.
+        adapter_weights: Weights of adapters that are combined into one.
+        combination: PEFT's `combination_type` for several adapters.
+        density: Fraction of weights kept by ties, dare and magnitude_prune.
+        seed: Random seed for dare.
+        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Take the plain values of quantized weights.
+        max_shard_size: Largest weight file, in bytes or as `5GB`.
+        names: `hub`, or `own` to write other names as they are.
+        as_peft: Add a change of tied weights to both, as PEFT does.
+        workers: Threads that copy; 0 chooses.
+        verify: Read back and compare every bit that was written.
+        overwrite: Replace a model at `output`.
+        restart: Clear what a stopped run has kept, and begin anew.
+        manifest: Write digests of the output to ckpt-manifest.json.
+        progress: Called with the number of bytes since the last call.
     """
     api.WORKERS.check(workers)
     light.load_ahead()

@@ -171,6 +171,20 @@ def verify_merge(
     note says so, and where the configs of the two models differ.  `expected` is told first of how many bytes `progress`
     will be told.  Raises LossError where an adapter does not fit the base, or if a file in its folder holds trained
     weights that are not merged; `ignore_files` names files to leave out.
+
+    Args:
+        base: The base model, in any format.
+        merged: The merged model, in any format.
+        adapters: Adapters: folders, checkpoints or Hub ids in the cache.
+        expert_layout: Who packed stacked experts: `peft` or `unsloth`.
+        peft_version: PEFT release that trained the adapter, if none is recorded.
+        accept_settings: Recorded settings to ignore, by name.
+        ignore_files: Files next to the adapter to leave out.
+        format: The format of `merged`.
+        tag: The step of `merged`.
+        config: The model's config: a folder, a config.json or a Hub id.
+        progress: Called with the number of bytes since the last call.
+        expected: Called first with the number of bytes that `progress` will add up to.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     place = None if config is None else fspath(config)

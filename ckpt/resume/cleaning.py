@@ -108,6 +108,9 @@ def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
     Removable are staging folders of stopped conversions, copies of `ckpt resume` that a newer step replaces, and
     conversions with a newer one of the same run. Kept are a copy that the next resume uses, and the only copy of a step
     that the run has lost. Checkpoints of the run are never listed. Raises NotFoundError if there is no such folder.
+
+    Args:
+        path: The run folder.
     """
     place = Path(path)
     if not place.is_dir():

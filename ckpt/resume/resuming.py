@@ -111,7 +111,7 @@ def resume(
     say: Callable[[str], None] = say_on_stderr,
     **options: api.OptionValue,
 ) -> str | None:
-    """The folder to resume from: of the run folder or checkpoint `path`, on the engine and ranks that there are now.
+    """Find or make the folder to resume from, of a run or checkpoint, on the engine and ranks that there are now.
 
     That is the newest complete checkpoint with an optimizer, of `path` itself and of its steps, if it fits.  Otherwise
     it is converted, into a hidden folder beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or
@@ -134,6 +134,18 @@ def resume(
     Raises what `ckpt.open` and `ckpt.plan` do, LossError where there is only a model without an optimizer, StorageError
     where processes do not see the same files, and UsageError where they ask for different things, or where several were
     started and torch.distributed is not initialized.
+
+    Args:
+        path: The checkpoint or run folder.
+        format: The engine's format; None finds it out.
+        world_size: Number of ranks; None finds it out.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        dtype: Precision of weights, such as `bf16`.
+        model_only: Take a model without an optimizer if there is nothing else.
+        missing_ok: Return None if nothing has been saved yet.
+        say: Called with each line about the progress.
+        **options: Options of the format, such as `tp=2`.
     """
     if scheme_of(path) is not None:
         hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"

@@ -26,7 +26,7 @@ _LOG = logging.getLogger("ckpt.training")
 
 
 class TrainerCallback(_Base):  # type: ignore[misc]
-    """Checks, converts, verifies and pushes each checkpoint that a Trainer saves, in a process of its own.
+    """Check, convert, verify and push each checkpoint that a Trainer saves, in a process of its own.
 
         Trainer(..., callbacks=[ckpt.TrainerCallback(push="org/name", dtype="bf16")])
 
@@ -39,6 +39,15 @@ class TrainerCallback(_Base):  # type: ignore[misc]
     Training is not held up: the first rank hands each checkpoint to a queue, whose processes run one after the other,
     and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing,
     as where `save_total_limit` has removed the checkpoint meanwhile.
+
+    Args:
+        check: Look whether each checkpoint is whole.
+        to: The format to write; None for no conversion.
+        output: The folder of conversions; None for `OUTPUT_DIR-TO`.
+        verify: Compare every bit that was written.
+        push: The repository on the Hub, `ORG/NAME`.
+        keep: Number of newest conversions to keep; None for all.
+        **options: Options of `ckpt.convert`.
     """
 
     def __new__(cls, *_: Any, **__: Any) -> TrainerCallback:

@@ -37,6 +37,12 @@ def load_into(
 
     Raises UsageError for a model that is sharded or has no memory (meta), LossError where names, shapes or kinds of
     dtype do not match, and what `ckpt.open` raises.
+
+    Args:
+        model: The torch module to fill.
+        source: A path, a URL or what `ckpt.open` returned.
+        format: The format to read; `auto` finds it.
+        strict: Raise if either side lacks a name of the other.
     """
     try:
         import torch

@@ -44,7 +44,7 @@ from ckpt.views.state_keys import StateKeys, state_keys
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
-    """Reads a checkpoint of any format for `torch.distributed.checkpoint.load`.
+    """Read a checkpoint of any format for `torch.distributed.checkpoint.load`.
 
     `path`, `format`, `tag`, `config` and `replica` are those of `ckpt.open`; without a path, it is the `checkpoint_id`
     that `load` is given.  The state dict is a model's alone, or has the model's under the name `model` and the
@@ -55,6 +55,15 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
     Raises what `ckpt.open` raises.  What is asked for and not there is torch's error for a missing key, and a warning
     names the checkpoint; where no tensor that is asked for is there, that is an error under `allow_partial_load`, too.
     What is there and was not asked for is said in a warning of the first rank.
+
+    Args:
+        path: The checkpoint or run folder, or a URL of one; None for the `checkpoint_id` of `load`.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        replica: The rank whose copies of replicated tensors are taken.
+        model: The model's key in the state dict.
+        optimizer: The optimizer's key in the state dict.
     """
 
     def __init__(

@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import json
 import re
 import shutil
@@ -210,3 +211,13 @@ def test_options_are_said_as_keywords() -> None:
         ("a file called run--tag.pt", "run--tag.pt"),
     ):
         assert said in in_python(typed)
+
+
+@pytest.mark.parametrize("name", sorted(set(ckpt.__all__) - {"CkptError", "__version__"}))
+def test_every_parameter_has_a_line_in_the_docstring(name: str) -> None:
+    public = getattr(ckpt, name)
+    signature = inspect.signature(vars(public)["__init__"] if isinstance(public, type) else public)
+    described = re.findall(
+        r"^    \*{0,2}(\w+): \S", (inspect.getdoc(public) or "").partition("\nArgs:\n")[2], re.MULTILINE
+    )
+    assert described == [one for one in signature.parameters if one != "self"]
