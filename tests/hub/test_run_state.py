@@ -94,6 +94,14 @@ def test_push_refuses_an_optimizer_inside_a_torch_file(model: Path, tmp_path: Pa
         check(folder)
 
 
+def test_push_refuses_a_torch_file_of_an_optimizer_alone(model: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(model, tmp_path / "model")
+    shutil.copy(FIXTURES / "trainer-plain" / "checkpoint-2" / "optimizer.pt", folder / "last.bin")
+    with pytest.raises(LossError, match="training run") as failure:
+        check(folder)
+    assert failure.value.found == "last.bin"
+
+
 def test_push_of_a_whole_run_says_who_can_see_it(server: HubServer, tmp_path: Path) -> None:
     run = shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run")
     refused = process("push", run, "--repo-id", "me/run")
