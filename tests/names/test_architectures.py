@@ -26,6 +26,7 @@ from converters.names.transformers.installed import converted_identifiers, model
 from converters.names.transformers.relation import relation
 from converters.names.transformers.tables import declared
 from tests.support.architectures import auto, model_class, model_types, numbered, tiny_config, tiny_model
+from tests.support.loaded import save_loaded
 
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
@@ -58,7 +59,7 @@ class Sample:
     def __init__(self, model_type: str, folder: Path) -> None:
         model = numbered(tiny_model(model_type))
         self.folder, self.stored, self.saved = folder, folder / "stored", folder / "saved"
-        model.save_pretrained(self.saved)
+        save_loaded(model, self.saved)
         self.stored.mkdir()
         torch.save(model.state_dict(), self.stored / "pytorch_model.bin")
         shutil.copy(self.saved / "config.json", self.stored)

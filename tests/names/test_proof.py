@@ -21,6 +21,7 @@ from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.names.hub import asked as installed
 from converters.names.hub.proof import prove
+from tests.support.loaded import save_loaded
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -292,7 +293,7 @@ def test_a_model_whose_own_names_have_one_beginning_is_in_no_other_module(tmp_pa
     model = transformers.Gemma3ForConditionalGeneration(config)
     tensors = {name: tensor for name, tensor in model.state_dict().items() if name != "lm_head.weight"}
     folder = tmp_path / "run"
-    model.save_pretrained(tmp_path / "hub")
+    save_loaded(model, tmp_path / "hub")
     folder.mkdir()
     torch.save(tensors, folder / "pytorch_model.bin")
     (folder / "config.json").write_bytes((tmp_path / "hub" / "config.json").read_bytes())

@@ -9,7 +9,7 @@ from typing import Any
 from safetensors.torch import load_file, save_file
 
 _TOWER = re.compile(
-    r"\b(vision_tower|image_tower|video_tower)\.(?=(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)"
+    r"\b(vision_tower|image_tower|video_tower|model\.vision_model)\.(?=(embeddings|encoder|pre_layrnorm|post_layernorm|head)\.)"
 )
 
 
