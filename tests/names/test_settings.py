@@ -95,6 +95,12 @@ def test_every_field_of_megatron_core_is_classified() -> None:
     assert not [name for name in (*COMPARED, *CHANGES) if is_run_setting(name)]
 
 
+def test_code_that_builds_another_model_is_refused_and_hooks_of_a_training_are_not() -> None:
+    assert refusal("llama", custom_rm_path="rewards.math", custom_generate_function_path="a.b") is None
+    for name in ("custom_model_provider_path", "custom_scale"):
+        assert name in (refusal("llama", **{name: "slime_plugins.models.gemma4"}) or "")
+
+
 def other_values(name: str) -> list[Any]:
     """Return values of a field that are not its default."""
     default = FIELDS[name].default

@@ -422,6 +422,15 @@ _TRAINERS = """
     verbosity vf_coef vision_model_type vit_attn_impl
 """
 
+#: slime and miles, arguments.py: functions that rollouts, rewards, losses and logs call; ms-swift's data sets.
+_HOOKS = """
+    custom_advantage_function_path custom_config_path custom_convert_samples_to_train_data_path custom_dataset_info
+    custom_delta_pre_push_path custom_eval_rollout_log_function_path custom_generate_function_path
+    custom_loss_function_path custom_megatron_before_log_prob_hook_path custom_megatron_before_train_step_hook_path
+    custom_megatron_init_path custom_pg_loss_reducer_function_path custom_register_path custom_reward_post_process_path
+    custom_rm_path custom_rollout_log_function_path custom_tis_function_path
+"""
+
 #: Megatron-Bridge, models: fields of its providers.  Parts of models with images keep transformers' own config.
 _MEGATRON_BRIDGE = """
     # Logs, profiles and tests of the machine
@@ -463,7 +472,6 @@ PREFIXES = (
     "one_logger_",
     "rollout_",
     "lmdeploy_",
-    "custom_",
     "update_weight",
 )
 
@@ -474,4 +482,4 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _MEGATRON_BRIDGE + _NEMO)
+RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _HOOKS + _MEGATRON_BRIDGE + _NEMO)

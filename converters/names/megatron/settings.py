@@ -81,6 +81,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "hybrid_mlp_ratio": (),
     "hybrid_layer_pattern": (),
     "hybrid_stack_spec": (),
+    "custom_model_provider_path": (),  # of slime and miles: code that builds another model
     "spec": (),
     "transformer_layer_spec": (),
     "yaml_cfg": (),
