@@ -206,6 +206,15 @@ def test_a_plain_model_with_such_names_has_no_quantized_weights() -> None:
     assert not weights.parts and not weights.faults and weights.unproved is None
 
 
+@pytest.mark.parametrize("part", ["codes", "W_q", "weight._data"])
+def test_packed_values_without_a_recorded_method_are_not_called_whole(part: str) -> None:
+    tensors = {"a.weight": tensor("a.weight", "F32", [4, 4]), f"b.{part}": tensor(f"b.{part}", "I8", [4, 4])}
+    expected = {"a.weight": (4, 4), "b.weight": (4, 4)}
+    assert f"b.{part}" in str(QuantizedWeights(tensors, None, expected).unproved)
+    buffer = {**tensors, "b.weight": tensor("b.weight", "F32", [4, 4])}
+    assert QuantizedWeights(buffer, None, expected).unproved is None
+
+
 # -- commands --------------------------------------------------------------------------------------------------
 
 

@@ -191,9 +191,16 @@ class QuantizedWeights:
         if self._schemes is None:
             return f"the parts of weights quantized by {self.title} were not checked: ckpt does not know this layout"
         packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
-        if name := next((one.fqn for one in packed if _is_matrix(one) and one.fqn not in self.parts), None):
+        unclaimed = (one for one in packed if len(one.shape) >= 2 and one.fqn not in self.parts)
+        if name := next((one.fqn for one in unclaimed if _is_matrix(one) or self._replaces_weight(one.fqn)), None):
             return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
         return None
+
+    def _replaces_weight(self, name: str) -> bool:
+        """Return True if a tensor belongs to a module whose weight the architecture has and the checkpoint lacks."""
+        module = name.rpartition(".")[0].removesuffix(f".{_WEIGHT}")
+        weight = f"{module}.{_WEIGHT}"
+        return weight in self.expected and weight not in self.tensors
 
     @property
     def unread(self) -> str | None:
@@ -414,7 +421,8 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
     """Return the quantized weights of a checkpoint."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
-    return QuantizedWeights(tensors, quantization, _expected(checkpoint.config) if quantization else {})
+    has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())
+    return QuantizedWeights(tensors, quantization, _expected(checkpoint.config) if quantization or has_packed else {})
 
 
 def _expected(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
