@@ -41,12 +41,13 @@ from ckpt.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import OWN, Checkpoint
+from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
+from ckpt.run_folder.choosing import is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import free_tags, missing_models, models_of
-from ckpt.run_folder.not_read import STATE, not_read
+from ckpt.run_folder.not_read import STATE, not_read, stray_names
 from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
@@ -267,11 +268,18 @@ def _is_checkpoint(path: Path) -> bool:
     """Whether the files of a folder itself are a checkpoint, and not those of a step in it."""
     for one in registry.all_formats():
         try:
-            if one.reads and one.find(path, None) == path:
+            if one.reads and one.find(path, None) == path and not _is_stray(one, path):
                 return True
         except CkptError:
             continue
     return False
+
+
+def _is_stray(one: Format, place: Path) -> bool:
+    try:
+        return bool(stray_names(place)) and is_stray(one.read(place, ReadRequest()))
+    except CkptError:  # opening it will report that
+        return False
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
@@ -361,6 +369,8 @@ def _check_one(
     if checkpoint is not None:
         problems += _not_read(checkpoint, place, of_run=place == every[0])
     for one in opened:
+        if one.missing_optimizer is not None:
+            problems.append(Problem(INCOMPLETE, "optimizer", one.missing_optimizer))
         problems += _against_config(one)
         problems += _lacking(one)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
@@ -432,6 +442,8 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
                 found = one.find(place, None)
             except CkptError:  # of this format, and damaged: opening it will report that
                 found = place
+            if found == place and _is_stray(one, place):
+                continue
             if found is not None:
                 if not any(found.is_relative_to(other) for other in below):
                     yield format if is_first else one.name

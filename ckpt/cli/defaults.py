@@ -45,7 +45,7 @@ def of_command(name: str, params: list[Any]) -> dict[str, Any]:
                 f"a file does not set --{option}: it may be somebody else's",
                 path=path,
                 found=f"{key}, [{TABLE}.{name}]",
-                hint=f"give --{option} on the command line, or set it in the environment",
+                hint="remove it from the file, and give the option on the command line or in the environment",
                 code="unknown-default",
             )
         found[known[option].name] = value

@@ -293,12 +293,47 @@ def guarded(function: Function) -> Function:
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
+            error.hint = error.hint and _for_command(error.hint, function.__name__.strip("_").replace("_", "-"))
             say_error(error, *_commands(error), *getattr(error, "__notes__", ()))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
             raise typer.Exit(say_ended(interrupt)) from None
 
     return run  # type: ignore[return-value]
+
+
+#: An option in a hint, but not one inside a command in backticks.
+_HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
+
+
+def _for_command(hint: str, name: str) -> str:
+    """Return `hint` with the options of the command `name`; an option of `ckpt convert` alone is said to be one."""
+    known = _options_of(name)
+    others: dict[str, None] = {}
+
+    def renamed(found: re.Match[str]) -> str:
+        option = found[1]
+        if option and option not in known:
+            if f"{option}-a" in known:
+                return f"{option}-a"
+            others[option] = None
+        return found[0]
+
+    hint = _HINTED.sub(renamed, hint)
+    elsewhere = [option for option in others if option in _options_of("convert")]
+    if not elsewhere or "convert" in hint:
+        return hint
+    return f"{hint} (`ckpt convert` has {' and '.join(elsewhere)}, `ckpt {name}` has not)"
+
+
+def _options_of(name: str) -> set[str]:
+    """Return all options of a command, with those that formats declare."""
+    from ckpt.cli import app
+
+    command = next(one for one in app.registered_commands if one.name == name)
+    assert command.callback is not None
+    params = _complete(name, inspect.unwrap(command.callback)).params
+    return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 
 def _commands(error: CkptError) -> list[str]:
@@ -405,10 +440,8 @@ class Commands(_Help, TyperGroup):
                 raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
-        if name in ("convert", "resume", "mount"):
-            alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-            alone.command(name, cls=Command)(guarded(_with_declared(inspect.unwrap(command.callback))))
-            command = typer.main.get_command(alone)
+        if name in _WITH_FORMATS:
+            command = _complete(name, inspect.unwrap(command.callback))
         found = defaults.of_command(name, command.params)
         found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
         ctx.default_map = {name: found}
@@ -428,6 +461,18 @@ def _with_short_dtypes(args: Sequence[str]) -> list[str]:
         words.append(word)
         before = word
     return words
+
+
+#: Commands that take the options of formats.
+_WITH_FORMATS = ("convert", "resume", "mount")
+
+
+def _complete(name: str, function: Callable[..., Any]) -> Any:
+    """Return the command `name` alone, with the options that formats declare if it takes them."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    declared = _with_declared(function) if name in _WITH_FORMATS else with_options(function)
+    alone.command(name, cls=Command)(guarded(declared))
+    return typer.main.get_command(alone)
 
 
 @guarded

@@ -69,10 +69,10 @@ def push_model(
     progress: bool = False,
 ) -> Pushed:
     """Push a folder whose names are those of its architecture, with a card where it has none that names `command`."""
-    if not to.whole_run and folder.is_dir():
-        check_no_run(folder, hub.files_to_push(folder))
     if not to.own_names:
         api.prove_names(folder)
+    if not to.whole_run and folder.is_dir():
+        check_no_run(folder, hub.files_to_push(folder))
     card: Callable[[], str] | None = None
     if folder.is_dir() and not (folder / CARD).exists():
         checkpoint = api.open(folder)

@@ -272,6 +272,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
+    #: Reason why the optimizer that the run had is not here, or None.
+    missing_optimizer: str | None = None
     #: Functions that return the bytes of made-up paths.  An extent with such a path is computed when it is written; a
     #: merged LoRA weight is one.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
@@ -491,6 +493,8 @@ class Format(Protocol):
     carries_quantized: bool = False
     #: Whether there is an optimizer in each checkpoint, also where nothing tells which parameters its states are of.
     always_has_optimizer: bool = False
+    #: The files record the shape of every parameter, and the reader compares it with the parameter's parts.
+    records_shapes: bool = False
     #: What an engine is given to load a step: its own folder, or the run's, whose record names the step.
     loads_from: Literal["step", "run"] = "step"
     #: Whether an engine on another number of ranks than wrote it loads it, and one with other sizes of Megatron's axes.

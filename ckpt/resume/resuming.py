@@ -343,6 +343,8 @@ def _way(
     if as_it_is is not None and misfit is None:
         for one in every:
             _check_whole(one)
+            for line in not_read.lines([file.to_json() for file in not_read.not_read(one)]):
+                say(line)
         return _Way(str(as_it_is), "as it is", [file.path for one in every for file in one.files])
     if len(every) > 1:
         _refuse_to_lose_models(Path(checkpoint.path), misfit, wanted)

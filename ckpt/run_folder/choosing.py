@@ -27,6 +27,7 @@ from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.run_folder.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
+from ckpt.run_folder.not_read import holds_tensors, stray_names
 from ckpt.run_folder.placeholders import check_has_elements
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
@@ -130,6 +131,8 @@ class Chooser:
             if found is None or (tag is None and run.holder(found) is not None and run.record_of(found) is None):
                 continue
             checkpoint = one.read(found, self.request)
+            if tag is None and found == run.path and is_stray(checkpoint, self.formats):
+                continue
             if self.want.holds(checkpoint):
                 check_has_elements(checkpoint)
                 return checkpoint
@@ -328,6 +331,30 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
     if tag is None or run.tagged(tag):
         return any(_holds(step.path, formats) for step in run.steps)
     return any(_finds(one, step.path, tag) for step in run.steps for one in formats)
+
+
+def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) -> bool:
+    """Return True if a checkpoint is only a file of tensors with an unusual name, next to steps or parts of one.
+
+    Readers take any file of tensors for a model, so a value head next to a step would be one.
+    """
+    folder = Path(checkpoint.path)
+    if checkpoint.optimizer_states:
+        return False
+    strays = {str(folder / name) for name in stray_names(folder)} if folder.is_dir() else set()
+    if not strays or not {file.path for file in checkpoint.files if holds_tensors(file.path)} <= strays:
+        return False
+    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    run = run_at(folder)
+    inside = dict.fromkeys([*(step.path for step in run.steps), *run.recorded(), *folders_in(folder)])
+    return any(_is_checkpoint(place, formats) for place in inside)
+
+
+def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
+    try:
+        return _holds(place, formats)
+    except CkptError:  # a damaged one is one
+        return True
 
 
 def _holds(step: Path, formats: Sequence[Format]) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, printable
 from ckpt.containers.safetensors import read_header
-from ckpt.move.listing import entries_in
+from ckpt.move.listing import entries_in, names_in
 from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER
@@ -67,7 +67,10 @@ _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
     r"|^offloaded_tensors$|exp_avg"
 )
+#: Names of parts that engines write by rank, by layer or by shard.
+_OF_A_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?\d|_states\b|shard|\d-of-\d")
 _OF_TENSORS = (".safetensors", ".distcp")
+_TENSOR_FILES = (*_OF_TENSORS, ".pt", ".pth", ".bin", ".ckpt")
 #: A zip's first record, and torch's number of its older files (torch/serialization.py, `MAGIC_NUMBER`).
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
@@ -205,6 +208,18 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
 def is_named_like_state(name: str) -> bool:
     """Return True if a file or folder has the name of a part of a training state: an optimizer, a rank, a shard."""
     return _STATE.search(name.lower()) is not None
+
+
+def holds_tensors(name: str) -> bool:
+    """Return True if a file's name is that of tensors, and not of a by-product of training."""
+    return name.endswith(_TENSOR_FILES) and not _fits(_base(name), _HARMLESS)
+
+
+def stray_names(folder: Path) -> list[str]:
+    """Return the files of tensors in `folder`, if none has the usual name of a model or of a rank's part of one."""
+    names = [name for name in names_in(folder) if holds_tensors(name) and not name.endswith(".distcp")]
+    usual = [name for name in names if _WEIGHTS.fullmatch(name) or name.startswith("model") or _OF_A_RANK.search(name)]
+    return [] if usual else names
 
 
 def is_of_a_run(name: str, is_weights: bool) -> str | None:

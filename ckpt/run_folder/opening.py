@@ -191,6 +191,8 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
     Its engine takes such states by number: training can go on from them, but they cannot be converted.
     """
+    if checkpoint.missing_optimizer is not None:
+        return False
     is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
     return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer
 

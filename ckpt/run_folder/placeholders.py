@@ -26,11 +26,8 @@ _GATHER = (
 
 
 def check_has_elements(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError if weights are empty placeholders.
-
-    DeepSpeed's own files record the shape of every parameter, and their readers compare it.
-    """
-    if checkpoint.state.engine == "deepspeed" or not (empty := _placeholders(checkpoint)):
+    """Raise IncompleteError if weights are empty placeholders, unless the format's files record shapes."""
+    if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     place = _checkpoint_with_weights(Path(checkpoint.path), empty)

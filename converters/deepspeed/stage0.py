@@ -185,6 +185,7 @@ def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
             "do not prove which parameter has which number"
             + (", or layers are of several ep_size" if len(_expert_parallel_sizes(held.optimizers[0])) > 1 else "")
         )
+    missing = _missing_optimizer(file)
     states, ranks = OptimizerStates(groups=_groups(named or (), held.sharing)), range(len(held.optimizers))
     parts = [_read_states(optimizer, rank, held, states) for rank, optimizer in enumerate(named or ())]
     tensors |= {tensor.key: tensor for tensor in held.sharing.together(parts, [ranks] * len(parts))}
@@ -201,11 +202,24 @@ def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
         ties=held.ties,
         state=model_file.training_state(file, others, engine_version=version, **states.recorded()),
         folders=(str(held.path.parent),),
-        notes=(*notes, *held.sources.notes),
+        notes=(*notes, *([missing] if missing else []), *held.sources.notes),
+        missing_optimizer=missing,
         computed=states.computed,
         quantized=QuantizedStates(states.quantized),
         unread=states.left_out(),
     )
+
+
+def _missing_optimizer(file: RankFile) -> str | None:
+    """Return the reason why the optimizer of a run under ZeRO is not here, or None.
+
+    The optimizer has files of its own from stage 1 on, and the model's file records the stage.
+    """
+    options = (file.content.get("ds_config") or {}).get("zero_optimization")
+    stage = options.get("stage") if isinstance(options, dict) else None
+    if not stage or file.content.get("optimizer"):
+        return None
+    return f"the optimizer's files (*_optim_states.pt) are missing: the run used ZeRO stage {stage}"
 
 
 def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: OptimizerStates) -> dict[Key, Tensor]:

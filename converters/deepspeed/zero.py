@@ -83,6 +83,7 @@ class Zero(Format):
     aliases = ALIASES
     namespace = TRANSFORMERS  # a run's own: what its modules are called in memory
     always_has_optimizer = True
+    records_shapes = True
     loads_from = "run"
     fits_other_ranks = False
     takes = ("world_size",)

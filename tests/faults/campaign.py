@@ -21,6 +21,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.plan.planner import check_source
 from ckpt.run_folder.precision import TRAINING_ARGS
+from tests.faults.claims import CLASSES, lies
 from tests.faults.kinds import CARRIED, KINDS, MISSING, NAME, VALUE, Case, in_its_place
 from tests.faults.records import kept, stopped
 from tests.faults.running import Ending, arguments, errors, kills
@@ -37,6 +38,7 @@ PARTS: dict[str, tuple[Callable[[Sample, Path, Random], Iterator[tuple[str, Endi
     "a stopped conversion damaged": (stopped, 0.02),
     "a kept conversion damaged": (kept, 0.02),
     "a store in which requests fail": (stores, 0.01),
+    **{name: (partial(lies, make), part) for name, (make, part) in CLASSES.items()},
 }
 
 

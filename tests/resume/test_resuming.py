@@ -148,7 +148,7 @@ class TestOneProcess:
         assert f"removed {stale}, whose source has gone or changed" in said
 
     @pytest.mark.parametrize(
-        "asked", [{"dtype": "float32"}, {"world_size": "2"}, {"world_size": 0}, {"tpp": 2}, {"format": "zero9"}]
+        "asked", [{"dtype": "float64"}, {"world_size": "2"}, {"world_size": 0}, {"tpp": 2}, {"format": "zero9"}]
     )
     def test_what_cannot_be_meant(self, run: Path, asked: dict[str, Any]) -> None:
         with pytest.raises(UsageError):

@@ -18,6 +18,7 @@ from typing import Any
 import typer
 
 from ckpt.cli import app
+from tests.support.hints import check_hint
 from tests.support.places import REPOSITORY
 
 
@@ -38,7 +39,13 @@ def ckpt(*args: str | Path) -> Result:
     """`ckpt ARGS`, with what it printed.  An exception that is no exit goes through: it would be a traceback."""
     out, err = io.StringIO(), io.StringIO()
     code = _run(args, out, err)
+    check_hint([*map(str, args)], None, err.getvalue(), _run_for_hint)
     return Result(code, out.getvalue(), err.getvalue())
+
+
+def _run_for_hint(words: list[str], cwd: Path | None) -> str:
+    """Return what `ckpt WORDS` prints on stderr."""
+    return process(*words, cwd=cwd).err if cwd is not None else ckpt(*words).err
 
 
 def ckpt_in_order(*args: str | Path) -> Result:
@@ -62,6 +69,8 @@ def process(*args: str | Path, script: str | None = None, cwd: Path | None = Non
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, *start, *map(str, args)]
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=60, check=False)
+    if script is None:
+        check_hint([*map(str, args)], cwd, done.stderr, lambda words, place: process(*words, cwd=place).err)
     return Result(done.returncode, done.stdout, done.stderr)
 
 

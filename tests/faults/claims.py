@@ -1,0 +1,311 @@
+"""Sentences that claim something, on checkpoints that make them false: each of them has to be gone.
+
+A class of faults takes a sample and makes endless lies about it: folders with half a checkpoint, with empty tensors,
+with two models, with values that no training gives, with trained weights next to a step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import ckpt
+from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.tensors import Tensor
+from tests.faults.running import Ending
+from tests.faults.samples import Sample
+from tests.faults.tensor_files import Tensors, change, is_changeable
+from tests.quantized.test_parts import LAYOUTS, damaged, model
+
+#: Claims: what a command says, or does, if it takes a checkpoint for sound.
+WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "finds", "writes", "resumes", "values"
+#: Formats that a lie is converted to, as users do.
+_TARGETS = ("hf", "peft", "full", "dcp")
+
+
+@dataclass(frozen=True)
+class Lie:
+    """A change to a run, the claims that it makes false, and the file that every command has to name."""
+
+    what: str
+    do: Callable[[Path], object]
+    false: tuple[str, ...] = ()
+    named: str | None = None
+
+
+Maker = Callable[[Sample, Random], Lie | None]
+
+
+def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
+    """Yield cases of one class: the run is changed, and no command says any more what is false now."""
+    while (lie := make(sample, random)) is not None:
+        run = sample.copy(folder / sample.path.name)
+        lie.do(run)
+        try:
+            ending = _ending(sample, run, lie)
+        except Exception as error:
+            ending = "", f"{type(error).__name__}: {error}"
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield f"{sample.name}: {lie.what}", ending
+
+
+def _ending(sample: Sample, run: Path, lie: Lie) -> Ending:
+    said = dict(_claims(run, values=VALUES in lie.false))
+    if still := [claim for claim in lie.false if claim in said]:
+        return "", f"it is still said: {', '.join(f'{claim} ({said[claim][:200]})' for claim in still)}"
+    if lie.named is not None:
+        silent = [claim for claim, text in said.items() if claim in (WHOLE, WRITES, RESUMES) and lie.named not in text]
+        if silent:
+            return "", f"{lie.named} is not named by: {', '.join(silent)}"
+        return "the file is named", None
+    return "no false sentence", None
+
+
+def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
+    """Yield the claims that commands make about `run`, each with what they print."""
+    try:
+        report = ckpt.check(run)
+        if report.whole:
+            yield WHOLE, str(report)
+        if "every part of every tensor" in str(report):
+            yield EVERY_PART, str(report)
+    except CkptError:
+        pass
+    for target in _TARGETS:
+        try:
+            conversion = ckpt.plan(run, target)
+        except CkptError:
+            continue
+        if conversion.source.passed_over:  # an older step is taken, and every command says so
+            break
+        text = "\n".join([*conversion.lines(), *conversion.source.notes, *conversion.plan.target.notes])
+        yield WRITES, f"to {target}: {text}"
+        if "from_pretrained finds every tensor" in text or "from_pretrained loads" in text:
+            yield FINDS, text
+        break
+    told: list[str] = []
+    try:
+        ckpt.resume(run, say=told.append)
+        if any(line.startswith("resuming from") for line in told) and not any("is skipped" in line for line in told):
+            yield RESUMES, "\n".join(told)
+    except CkptError:
+        pass
+    if values:
+        try:
+            found = ckpt.check(run, values=True)  # type: ignore[call-arg]
+            if found.whole:
+                yield VALUES, str(found)
+        except CkptError:
+            pass
+
+
+# -- the classes -------------------------------------------------------------------------------------------------------
+
+
+def _places(checkpoint: Checkpoint, *, weights: bool) -> dict[str, set[str]]:
+    """The names of tensors by the file that holds their elements: of the weights, or of all else that is trained."""
+    found: dict[str, set[str]] = {}
+    for key, tensor in checkpoint.tensors.items():
+        fqn, role = key
+        if (role == "weight") is weights and role != "buffer":
+            for fragment in tensor.fragments():
+                if os.path.isabs(fragment.extent.path):  # others are computed while they are read
+                    found.setdefault(fragment.extent.path, set()).add(fqn)
+    return found
+
+
+def half_folders(sample: Sample, random: Random) -> Lie | None:
+    """The files of the model gone, or those of the optimizer: the other half is no checkpoint to resume from."""
+    checkpoint = ckpt.open(sample.path)
+    models, optimizer = _places(checkpoint, weights=True), _places(checkpoint, weights=False)
+    halves = {
+        "the model's files": (models.keys() - optimizer.keys(), (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)),
+        "the optimizer's files": (optimizer.keys() - models.keys(), (RESUMES,)),
+    }
+    choices = [(name, files, false) for name, (files, false) in halves.items() if files and len(files) < 50]
+    if not (models and optimizer and choices):
+        return None
+    name, files, false = random.choice(choices)
+    if not models.keys() - optimizer.keys() and name == "the optimizer's files":
+        return None
+    own = [Path(file).relative_to(sample.path) for file in files]
+    return Lie(f"without {name} ({', '.join(map(str, own[:3]))})", partial(_remove, own), false)
+
+
+def _remove(names: list[Path], run: Path) -> None:
+    for name in names:
+        (run / name).unlink()
+
+
+def empty_tensors(sample: Sample, random: Random) -> Lie | None:
+    """Some weights with no elements, as rank 0 of ZeRO-3 saves them if nobody gathers."""
+    checkpoint = ckpt.open(sample.path)
+    files = [file for file in _places(checkpoint, weights=True) if file.endswith((".safetensors", ".bin", ".pt"))]
+    files = [file for file in files if is_changeable(Path(file))]
+    if not files or checkpoint.world_size not in (None, 1):
+        return None
+    file = random.choice(files)
+    number = random.choice((1, 2, 5, 1000))
+    name = Path(file).relative_to(sample.path)
+
+    def emptied(tensors: Tensors) -> Tensors:
+        full = sorted(key for key, value in tensors.items() if value.numel() and value.dim())
+        chosen = set(random.sample(full, k=min(number, len(full))))
+        return {key: value.new_empty(0) if key in chosen else value for key, value in tensors.items()}
+
+    false = (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    return Lie(f"{name}: up to {number} empty", lambda run: change(run / name, emptied), false)
+
+
+#: Bits that no training gives, by the size of an element in bytes and the dtype's name.
+_NOT_FINITE: dict[str, list[bytes]] = {
+    "float32": [bytes.fromhex("0000c07f"), bytes.fromhex("0000807f"), bytes.fromhex("000080ff")],
+    "bfloat16": [bytes.fromhex("c07f"), bytes.fromhex("807f"), bytes.fromhex("80ff")],
+    "float16": [bytes.fromhex("007e"), bytes.fromhex("007c"), bytes.fromhex("00fc")],
+}
+
+
+def bad_values(sample: Sample, random: Random) -> Lie | None:
+    """One element of one tensor that is NaN or infinite, wherever the format keeps it."""
+    checkpoint = ckpt.open(sample.path)
+    keys = [key for key, tensor in checkpoint.tensors.items() if tensor.dtype.name in _NOT_FINITE and tensor.numel]
+    if not keys:
+        return None
+    key = random.choice(keys)
+    fragments = [one for one in checkpoint.tensors[key].fragments() if one.extent.numel]
+    fragments = [one for one in fragments if one.extent.dtype.name in _NOT_FINITE and os.path.isabs(one.extent.path)]
+    if not fragments:
+        return None
+    extent = random.choice(fragments).extent
+    index = [random.randrange(size) for size in extent.shape]
+    at = extent.offset + extent.dtype.itemsize * int(np.dot(index, extent.strides))
+    content = random.choice(_NOT_FINITE[extent.dtype.name])
+    name = Path(extent.path).relative_to(sample.path)
+
+    def do(run: Path) -> None:
+        with open(run / name, "r+b") as file:
+            file.seek(at)
+            file.write(content)
+
+    return Lie(f"{key}: {content.hex()} in {name}", do, (VALUES,))
+
+
+def two_models(sample: Sample, random: Random) -> Lie | None:
+    """A second model next to the first, as Accelerate saves two engines; half of the time the first one is damaged."""
+    latest = sample.path / "latest"
+    tag = latest.read_text().strip() if latest.is_file() else ""
+    folders = [
+        path.name for path in sample.path.iterdir() if path.is_dir() and path.name.startswith("pytorch_model_fsdp")
+    ]
+    if not tag and not folders:
+        return None
+    first = "pytorch_model" if tag else "pytorch_model_fsdp_0"
+    second = f"{first}_1" if tag else "pytorch_model_fsdp_1"
+    damage = random.choice(("none", "cut", "gone", "empty"))
+    number = random.randrange(1 << 30)
+
+    def do(run: Path) -> None:
+        source = run / (tag or folders[0])
+        if source.name != first:
+            source.rename(run / first)
+        shutil.copytree(run / first, run / second)
+        if tag:
+            (run / "latest").write_text(second)
+        files = sorted(path for path in (run / first).rglob("*") if path.is_file() and path.stat().st_size)
+        file = files[number % len(files)]
+        if damage == "cut":
+            os.truncate(file, file.stat().st_size // 2)
+        elif damage == "empty":
+            os.truncate(file, 0)
+        elif damage == "gone":
+            file.unlink()
+
+    false = (FINDS, WRITES) if damage == "none" else (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    return Lie(f"{first} and {second}, damage to the first: {damage}", do, false)
+
+
+#: Files with trained weights that trainers leave next to what they save.
+_NEIGHBOURS = (
+    "value_head.safetensors",
+    "value_head.bin",
+    "non_lora_trainables.bin",
+    "mm_projector.bin",
+    "new_embeddings.safetensors",
+    "ema.safetensors",
+    "optimizer_1.bin",
+    "critic.pt",
+    "reward_head.pth",
+    "layer_99-model_00-model_states.pt",
+    "zero_pp_rank_99_mp_rank_00_optim_states.pt",
+)
+
+
+def neighbours(sample: Sample, random: Random) -> Lie | None:
+    """A file with weights in the checkpoint's folder, or next to it in the run."""
+    import torch
+    from safetensors.torch import save_file
+
+    checkpoint = ckpt.open(sample.path)
+    folder = Path(checkpoint.path)
+    inside = folder if folder.is_dir() else folder.parent
+    places = [place for place in (inside, inside.parent) if place.is_relative_to(sample.path)]
+    name = random.choice(_NEIGHBOURS)
+    place = random.choice(places).relative_to(sample.path) / name
+    weights: dict[str, Any] = {f"head.{random.randrange(100)}.weight": torch.ones(3, 2)}
+
+    def do(run: Path) -> None:
+        if name.endswith(".safetensors"):
+            save_file(weights, run / place)
+        else:
+            torch.save(weights, run / place)
+
+    if checkpoint.is_adapter and name == "non_lora_trainables.bin":
+        return None  # its reader opens this file
+    return None if (sample.path / place).exists() else Lie(f"{place} next to it", do, (), name)
+
+
+def quantized_parts(sample: Sample, random: Random) -> Lie:
+    """A quantized weight without one of its parts, with one too many, or with a part of another dtype or shape."""
+    layout = random.choice([*LAYOUTS])
+    tensors, config = model(layout)
+    # a weight's own size is known from the architecture alone
+    cases = [one for one in damaged(tensors, layout) if not one[0].startswith(("weight of", "_weight_qdata of"))]
+    what, changed = random.choice(cases)
+    false = (WHOLE, EVERY_PART, FINDS, WRITES)
+    return Lie(f"(another folder) {layout}: {what}", lambda run: write_model(run, changed, config), false)
+
+
+def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
+    """Replace a run by a folder with these tensors, all zeros."""
+    import torch
+    from safetensors.torch import save_file
+
+    shutil.rmtree(run)
+    run.mkdir()
+    (run / "config.json").write_text(json.dumps(config))
+    save_file(
+        {fqn: torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for fqn, one in tensors.items()},
+        run / "model.safetensors",
+    )
+
+
+#: Each class of lies, and the part of the campaign that it is.
+CLASSES: dict[str, tuple[Maker, float]] = {
+    "quantized parts": (quantized_parts, 0.06),
+    "half folders": (half_folders, 0.05),
+    "empty tensors": (empty_tensors, 0.05),
+    "values": (bad_values, 0.1),
+    "two models in one save": (two_models, 0.05),
+    "files next to a step": (neighbours, 0.1),
+}
