@@ -307,7 +307,7 @@ _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def _for_command(hint: str, name: str) -> str:
-    """Return `hint` with the options of the command `name`; an option of `ckpt convert` alone is said to be one."""
+    """Return `hint` with the options of the command `name`; an option of `ckpt convert` alone is named as one."""
     known = _options_of(name)
     others: dict[str, None] = {}
 
