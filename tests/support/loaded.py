@@ -14,10 +14,15 @@ _TOWER = re.compile(
 
 
 def save_loaded(model: Any, folder: Path) -> None:
-    """Save `model`, name its CLIP or SigLIP tower as releases on the Hub do, load it, and save it again."""
+    """Save `model`, name its CLIP or SigLIP tower as releases on the Hub do, load it, and save it again.
+
+    A model that `from_pretrained` does not read back as it was saved stays so.
+    """
     model.save_pretrained(folder)
     vision = getattr(model.config, "vision_config", None)
     if getattr(vision, "model_type", None) not in ("clip_vision_model", "siglip_vision_model"):
+        return
+    if any(type(model).from_pretrained(folder, output_loading_info=True)[1].values()):
         return
     file = folder / "model.safetensors"
     tensors = {_TOWER.sub(r"\1.vision_model.", name): tensor for name, tensor in load_file(file).items()}
