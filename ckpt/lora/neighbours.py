@@ -22,6 +22,8 @@ from ckpt.state.naming import to_namespace
 
 #: Prefix of the tensors of a value head, which TRL and LLaMA-Factory load from a file next to a model.
 _VALUE_HEAD = "v_head."
+#: torchtune's copy of the adapter under its own names, next to the file for PEFT (training/checkpointing).
+_OWN_COPY = "adapter_model.pt"
 _SHOWN = 3
 
 
@@ -60,7 +62,7 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
 
 def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
     """Raise LossError if the file holds trained weights that are in neither the adapter nor `ignored`."""
-    if path.name in ignored or not path.is_file():
+    if path.name in (*ignored, _OWN_COPY) or not path.is_file():
         return
     try:
         names = {fqn for fqn, role in api.open(path).tensors if role in MODEL_ROLES}

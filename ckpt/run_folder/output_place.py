@@ -85,7 +85,8 @@ def check_place(destination: Path) -> None:
             raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a step of a trainer's")
     if place.parent.name in _STEPS_ALONE and any(_steps_beside(place)):
         raise _refusal(destination, f"a folder outside {place.parent.name}/", f"{place.parent} holds a trainer's steps")
-    if _STEP_LIKE.search(place.name) and (step := next(_steps_beside(place), None)):
+    is_universal = place.name.endswith("_universal")  # next to the step, as DeepSpeed's ds_to_universal.py writes it
+    if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_steps_beside(place), None)):
         raise _refusal(
             destination, "a name that is not a step's, or a folder outside the run", f"{step} lies next to it"
         )

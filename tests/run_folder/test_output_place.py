@@ -73,6 +73,11 @@ def test_output_among_steps_is_refused(tmp_path: Path, name: str) -> None:
     check_place(tmp_path / f"run-{name.replace('/', '-')}")  # the hint works
 
 
+def test_universal_output_may_lie_next_to_its_step(tmp_path: Path) -> None:
+    make_steps(tmp_path / "run", "global_step2")
+    check_place(tmp_path / "run/global_step2_universal")
+
+
 def test_output_in_a_folder_of_checkpoints_is_refused(tmp_path: Path) -> None:
     make_steps(tmp_path / "run/checkpoints", "checkpoint_2")
     with pytest.raises(UsageError):
