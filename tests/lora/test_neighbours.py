@@ -134,6 +134,9 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image_token_index=96,
     )
     transformers.LlavaForConditionalGeneration(config).save_pretrained(folder / "base")
+    file = folder / "base/model.safetensors"  # under the Hub's names, which a loaded model is saved with
+    named = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()}
+    save_file(named, file, {"format": "pt"})
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder / "base")
     lora = LoraConfig(r=4, target_modules=r".*language_model.*\.q_proj", init_lora_weights=False)
     wrapped = get_peft_model(model, lora)
