@@ -36,6 +36,8 @@ from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
 from ckpt.stores import places
 
+#: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
+_NEMO_CONTEXT = "model.yaml"
 AUTO = "auto"
 #: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
 _MAX_ENTRIES = 200
@@ -74,14 +76,6 @@ def open_checkpoint(
             if checkpoint is None:
                 check_optimizer_files(path if tag is None else confined(path, tag))
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
-    if slot is not None and checkpoint.adapter_slot is None:
-        raise UsageError(
-            "there are no slots with several adapters here",
-            path=checkpoint.path,
-            expected="a run of Megatron-Bridge's MultiLoRA",
-            found=checkpoint.framework or checkpoint.format,
-            hint="leave --adapter-slot out",
-        )
     return checkpoint
 
 
@@ -141,6 +135,8 @@ def _opened(
             checkpoint = Chooser(formats, request, want).open(path)
         except HalfError as error:
             raise with_hint(error) from None
+        if checkpoint is not None and slot is not None:
+            _check_slots(checkpoint)
         if checkpoint is not None and not want.is_newest:
             check_one_is_meant(Path(checkpoint.path), path, tag)
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
@@ -318,11 +314,23 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
     return with_computing_dtype(found)
 
 
+def _check_slots(checkpoint: Checkpoint) -> None:
+    """Raise UsageError if a slot is asked for in a checkpoint without slots."""
+    if checkpoint.adapter_slot is None:
+        raise UsageError(
+            "there are no slots with several adapters here",
+            path=checkpoint.path,
+            expected="a run of Megatron-Bridge's MultiLoRA",
+            found=checkpoint.framework or checkpoint.format,
+            hint="leave --adapter-slot out",
+        )
+
+
 def find_config(where: str) -> Path:
     """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
     path = places.local(where)
     if where and path.is_dir():
-        if (path / CONFIG).exists():
+        if any((path / name).exists() for name in (CONFIG, _NEMO_CONTEXT)):
             return path
         inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
         hint = f"use --config {inside[0]}" if inside else "give the folder that holds the model's config.json"

@@ -45,7 +45,7 @@ def test_reads_what_the_engine_held() -> None:
 
 def test_the_hub_gets_the_masters_rounded(tmp_path: Path) -> None:
     """As the ranks computed with them: the weights that the engine held are not in the checkpoint."""
-    done = commands.ckpt("convert", "megatron-dist", "hf", FIXTURE, "-o", tmp_path / "hf")
+    done = commands.ckpt("convert", "megatron-dist", "hf", FIXTURE, "-o", tmp_path / "hf", "-v")
     assert done.code == 0 and "rounded from the float32 masters" in done.err
     written, expected = ckpt.open(tmp_path / "hf"), held().tensors
     layer = "decoder.layers.0.mlp.linear_fc1.weight", "weight"

@@ -30,7 +30,7 @@ def keys(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("form", FORMS)
 def test_what_is_written_is_read_as_the_run(form: str, tmp_path: Path) -> None:
-    done = commands.ckpt("convert", "auto", "megatron-dist", RUN, "-o", tmp_path / "out", "--ckpt-format", form)
+    done = commands.ckpt("convert", "auto", "megatron-dist", RUN, "-o", tmp_path / "out", "--ckpt-format", form, "-v")
     assert done.code == 0 and f"Megatron, {form}" in done.err
     assert commands.ckpt("verify", RUN, tmp_path / "out").code == 0
     known, found = ckpt.open(RUN), ckpt.open(tmp_path / "out")
