@@ -41,14 +41,14 @@ from ckpt.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import OWN, Checkpoint, Format, ReadRequest
+from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.choosing import is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import free_tags, missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read, stray_names
-from ckpt.run_folder.opening import AUTO, is_run, open_checkpoint
+from ckpt.run_folder.opening import AUTO, has_optimizer, is_run, open_checkpoint
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     LATEST,
@@ -171,7 +171,7 @@ class CheckReport(Returned):
                 f"{show_size(self.bytes.compared)} of records are as their checksums say; "
                 f"{show_size(self.bytes.without)} were read and have none"
             )
-        elif self.whole:
+        elif self.whole and not any(problem.kind == LACKING for one in self.checkpoints for problem in one.problems):
             read = all(one.findings is not None for one in self.checkpoints)
             unread = "bytes were not read (--bytes reads them)"
             yield f"every part of every tensor is there; {'every value was read' if read else unread}"
@@ -518,9 +518,16 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """What the model's config promises, and the checkpoint has not."""
-    if found := registry.service("lacking")(checkpoint):
-        yield Problem(LACKING, CONFIG, "; ".join(found))
+    """Report what the model's config promises and the checkpoint lacks.
+
+    A trainer may leave frozen or unused parts out of a run. A folder for from_pretrained needs every tensor.
+    """
+    parts, tensors = registry.service("lacking")(checkpoint)
+    is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
+    if tensors and is_model:
+        yield Problem(INCOMPLETE, CONFIG, "; ".join(tensors))
+    elif parts or tensors:
+        yield Problem(LACKING, CONFIG, "; ".join([*parts, *tensors]))
 
 
 def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -38,8 +38,8 @@ _TOWERS = {
 }
 
 
-def lacking_of(checkpoint: Checkpoint) -> list[str]:
-    """What `lacking` says of a checkpoint.
+def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return what `lacking` says of a checkpoint, and the same for single tensors of its architecture.
 
     The names that a model has in memory are turned into those of the Hub's files where a table has these: transformers
     is not asked, which takes seconds to import.
@@ -49,25 +49,39 @@ def lacking_of(checkpoint: Checkpoint) -> list[str]:
         with suppress(CkptError):  # then its own names tell less
             checkpoint = as_hub(checkpoint)
     shapes = quantized_weights(checkpoint).in_place(checkpoint.shapes)
-    return lacking(checkpoint.config, shapes, is_hub=checkpoint.namespace == HUB)
+    is_hub = checkpoint.namespace == HUB
+    return lacking(checkpoint.config, shapes), _missing_tensors(checkpoint.config, shapes) if is_hub else []
 
 
-def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], *, is_hub: bool = False) -> list[str]:
+def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
     """A sentence for each thing that a config promises and that is not among tensors of `shapes`, by name.
 
-    Of an adapter, and of a model with adapters, there is none: what is frozen stands elsewhere.
-    Where these are names of the Hub's files (`is_hub`), they are compared with a table of the architecture too.
+    Adapters and models with adapters promise nothing: their frozen weights are elsewhere.
     """
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
-    found = [*_predictions(config, shapes), *_towers(config, shapes)]
-    names, cls = missing(config, shapes) if is_hub else ([], "")
-    said = [pattern for key, (_, pattern) in _TOWERS.items() if any(f"({key})" in one for one in found)]
-    if names := [name for name in names if not any(pattern.search(name) for pattern in said)]:
-        found.append(
-            f"{counted(len(names), 'tensor')} that files of {cls} have: {names[0]}" + (", ..." if names[1:] else "")
-        )
-    return [f"the config promises {what}, and there is nothing of it" for what in found]
+    return list(map(_sentence, [*_predictions(config, shapes), *_towers(config, shapes)]))
+
+
+def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
+    """Return a sentence on missing tensors of the architecture, other than those of whole parts.
+
+    The names of `shapes` are those of the Hub's files.
+    """
+    if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
+        return []
+    names, cls = missing(config, shapes)
+    absent = [
+        pattern for key, (_, pattern) in _TOWERS.items() if any(f"({key})" in one for one in _towers(config, shapes))
+    ]
+    if names := [name for name in names if not any(pattern.search(name) for pattern in absent)]:
+        more = ", ..." if names[1:] else ""
+        return [_sentence(f"{counted(len(names), 'tensor')} that files of {cls} have: {names[0]}{more}")]
+    return []
+
+
+def _sentence(what: str) -> str:
+    return f"the config promises {what}, and there is nothing of it"
 
 
 def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
