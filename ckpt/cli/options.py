@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -293,7 +294,8 @@ def guarded(function: Function) -> Function:
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
-            error.hint = error.hint and _for_command(error.hint, function.__name__.strip("_").replace("_", "-"))
+            with contextlib.suppress(CkptError, typer.Exit):  # the options themselves may be at fault
+                error.hint = error.hint and _for_command(error.hint, function.__name__.strip("_").replace("_", "-"))
             say_error(error, *_commands(error), *getattr(error, "__notes__", ()))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
@@ -308,7 +310,9 @@ _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 def _for_command(hint: str, name: str) -> str:
     """Return `hint` with the options of the command `name`; an option of `ckpt convert` alone is named as one."""
-    known = _options_of(name)
+    known = _options_of(name) if "--" in hint else set()
+    if not known:
+        return hint
     others: dict[str, None] = {}
 
     def renamed(found: re.Match[str]) -> str:
@@ -329,10 +333,13 @@ def _for_command(hint: str, name: str) -> str:
 def _options_of(name: str) -> set[str]:
     """Return all options of a command, with those that formats declare."""
     from ckpt.cli import app
+    from ckpt.cli.convert import convert
 
-    command = next(one for one in app.registered_commands if one.name == name)
-    assert command.callback is not None
-    params = _complete(name, inspect.unwrap(command.callback)).params
+    known = {one.name: one.callback for one in app.registered_commands} | {"convert": convert}
+    callback = known.get(name)
+    if callback is None:
+        return set()
+    params = _complete(name, inspect.unwrap(callback)).params
     return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 

@@ -690,7 +690,7 @@ def test_a_run_of_deepspeed(fixtures: Path, tmp_path: Path) -> None:
     slot = -(-numel // 3)
     edges = [edges for fill, edges in found.row("embed.weight").patches if fill != "url(#padding)"]
     assert edges[:3] == [near(r / 3, min((r + 1) * slot, numel) / (3 * slot), 0, 1) for r in range(3)]
-    assert "3 copies" in found.row("mask").notes
+    assert found.row("mask").notes == [], "every rank has its own values of a buffer, and rank 0's are read"
 
 
 def test_the_padding_of_a_megatron_vocabulary(fixtures: Path, tmp_path: Path) -> None:

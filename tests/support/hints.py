@@ -22,6 +22,7 @@ from pathlib import Path
 import typer
 
 from ckpt.cli import app
+from tests.support.places import REPOSITORY
 
 #: Words that stand for something the user has to fill in: `--config ORG/NAME`, `ckpt check RUN`.
 _PLACEHOLDER = re.compile(r"\.\.\.|\b[A-Z][A-Z_]+\b|<\w+>|^org/name$")
@@ -124,7 +125,8 @@ def _problems(
         problems += [f"`ckpt {args[0]}` has no option {name}" for name in options if name not in {*known, *elsewhere}]
     typed += [text for text in _BACKTICKED.findall(hint) if text.startswith("ckpt ")]
     trials = [shlex.split(text)[1:] for text in typed]
-    for name, value in options.items():
+    dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", hint)
+    for name, value in ((name, one) for name, one in options.items() if name not in dropped):
         if name in known and (known[name] or value):
             other = [f"{name[:-2]}-b", value] if name.endswith("-a") else []
             trials.append([*args, name] if known[name] else [*_without(args, name), name, value, *other])
@@ -198,9 +200,11 @@ def _options(command: str) -> dict[str, bool]:
     if found is None:
         return {}
     flags = {name for one in found.params if getattr(one, "is_flag", False) for name in one.opts}
-    printed = subprocess.run(
-        [sys.executable, "-m", "ckpt", command, "--help"], capture_output=True, text=True, check=True
-    )
+    # not in the test's folder, whose defaults may be wrong on purpose
+    env = {name: value for name, value in os.environ.items() if not name.startswith("CKPT_")}
+    env["PYTHONPATH"] = str(REPOSITORY)
+    words = [sys.executable, "-m", "ckpt", command, "--help"]
+    printed = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     return {name: name in flags for name in re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", printed.stdout)}
 
 
