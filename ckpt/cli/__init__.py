@@ -48,7 +48,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 #: The commands, by the sections of the help.
-_COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
+COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     "Convert and go on": {
         "convert": with_options(convert),
         "resume": with_options(resume),
@@ -66,7 +66,7 @@ _COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
     },
     "Know beforehand": {"estimate": with_options(estimate_), "formats": formats, "doctor": doctor},
 }
-for _section, _members in _COMMANDS.items():
+for _section, _members in COMMANDS.items():
     for _name, _command in _members.items():
         app.command(_name, cls=Command, rich_help_panel=_section)(guarded(_command))
 

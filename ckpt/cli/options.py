@@ -332,11 +332,9 @@ def _for_command(hint: str, name: str) -> str:
 
 def _options_of(name: str) -> set[str]:
     """Return all options of a command, with those that formats declare."""
-    from ckpt.cli import app
-    from ckpt.cli.convert import convert
+    from ckpt.cli import COMMANDS
 
-    known = {one.name: one.callback for one in app.registered_commands} | {"convert": convert}
-    callback = known.get(name)
+    callback = next((members[name] for members in COMMANDS.values() if name in members), None)
     if callback is None:
         return set()
     params = _complete(name, inspect.unwrap(callback)).params
