@@ -19,10 +19,8 @@ from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.run_folder import adapter_entries, peft_rules
-from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
 from ckpt.run_folder.choosing import Want
-from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.from_hub import is_repository, owner_hint, unknown_hint
 from ckpt.run_folder.opening import open_wanted
 from ckpt.state import adapter as names
@@ -217,7 +215,6 @@ def _model(path: Path, config: str | None) -> Checkpoint:
 def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
     """Return the adapter that `ckpt.open` would choose, or the adapter's own file in the same place."""
     empty: list[tuple[str, str, int, int]] = []
-    config = None if config is None or _holds_adapter_config_alone(config) else config
 
     def holds(checkpoint: Checkpoint) -> bool:
         if checkpoint.format == PEFT and (found := _empty_tensors(checkpoint)):
@@ -258,12 +255,6 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
         for place, *_ in empty
     ]
     return replace(checkpoint, notes=(*notes, *checkpoint.notes))
-
-
-def _holds_adapter_config_alone(config: str) -> bool:
-    """Return True if the folder given with --config has an adapter's config and none of a model."""
-    place = local(config)
-    return (place / ADAPTER_CONFIG).is_file() and not (place / CONFIG).exists()
 
 
 def _empty_tensors(checkpoint: Checkpoint) -> list[str]:

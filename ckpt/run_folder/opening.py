@@ -25,6 +25,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Tensor
 from ckpt.run_folder import from_hub
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.run_folder.choosing import ANY, Chooser, Want
 from ckpt.run_folder.choosing import is_run as is_run
 from ckpt.run_folder.companions import CONFIG, read_config
@@ -330,7 +331,7 @@ def find_config(where: str) -> Path:
     """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
     path = places.local(where)
     if where and path.is_dir():
-        if any((path / name).exists() for name in (CONFIG, _NEMO_CONTEXT)):
+        if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):
             return path
         inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
         hint = f"use --config {inside[0]}" if inside else "give the folder that holds the model's config.json"

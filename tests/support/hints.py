@@ -130,7 +130,7 @@ def _problems(
         if name in known and (known[name] or value):
             other = [f"{name[:-2]}-b", value] if name.endswith("-a") else []
             trials.append([*args, name] if known[name] else [*_without(args, name), name, value, *other])
-    for words in trials[:_MAX_TRIED]:
+    for words in trials[:_MAX_TRIED] if "hf download" not in hint else ():  # nothing is fetched here
         if not _can_be_tried(words):
             continue
         again = _try(words, cwd, run)
