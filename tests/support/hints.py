@@ -115,9 +115,9 @@ def _problems(
     typed = [line for line in lines if line.startswith("ckpt ")]
     hint = "\n".join(line for line in lines if line not in typed)
     outside = _BACKTICKED.sub(lambda found: found[0] if found[1].startswith("-") else " ", hint).replace("`", " ")
-    options = {
-        name: "" if value.strip("?.") in _WORDS else value.strip("?.") for name, value in _OPTION.findall(outside)
-    }
+    options: dict[str, list[str]] = {}
+    for name, text in _OPTION.findall(outside):
+        options.setdefault(name, []).append(_value(text))
     known = _options(args[0])
     if known and not _is_about_training(hint):
         named = [one for one in ("convert", "merge-lora") if one in hint]
@@ -126,10 +126,15 @@ def _problems(
     typed += [text for text in _BACKTICKED.findall(hint) if text.startswith("ckpt ")]
     trials = [shlex.split(text)[1:] for text in typed]
     dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", hint)
-    for name, value in ((name, one) for name, one in options.items() if name not in dropped):
-        if name in known and (known[name] or value):
-            other = [f"{name[:-2]}-b", value] if name.endswith("-a") else []
-            trials.append([*args, name] if known[name] else [*_without(args, name), name, value, *other])
+    for name in options.keys() & known.keys() - {*dropped}:
+        values = list(filter(None, options[name]))
+        if known[name]:
+            trials.append([*args, name])
+        elif f" or {name} " in outside:
+            trials += [[*_without(args, name), name, value] for value in values]
+        elif values:
+            other = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
+            trials.append([*_without(args, name), *(word for value in values for word in (name, value)), *other])
     for words in trials[:_MAX_TRIED] if "hf download" not in hint else ():  # nothing is fetched here
         if not _can_be_tried(words):
             continue
