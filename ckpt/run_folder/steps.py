@@ -60,7 +60,7 @@ _FILES = (".ckpt", ".pt", ".pth")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
 #: Parts of a step that hold the model, if the step's folder is no checkpoint itself: OLMo-core's, prime-rl's,
 #: LeRobot's, NeMo-RL's, SkyRL's, NeMo's.
-STEP_PARTS = ("model_and_optim", "trainer", "pretrained_model", "policy/weights", "policy", "weights", "model")
+STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,7 +58,7 @@ def test_a_reworded_note_changes_no_output(
 
         with monkeypatch.context() as patched:
             patched.setattr(kind, "read", reworded)
-            assert ckpt.open(path, declaration.format).notes[-len(said) :] == said or not said
+            assert set(said) <= set(ckpt.open(path, declaration.format).notes)
             assert written(path, declaration) == as_read
 
 

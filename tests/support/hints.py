@@ -135,7 +135,7 @@ def _problems(
         elif values:
             other = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
             trials.append([*_without(args, name), *(word for value in values for word in (name, value)), *other])
-    for words in trials[:_MAX_TRIED] if "hf download" not in hint else ():  # nothing is fetched here
+    for words in trials[:_MAX_TRIED] if not _is_about_training(hint) else ():
         if not _can_be_tried(words):
             continue
         again = _try(words, cwd, run)
@@ -215,4 +215,7 @@ def _options(command: str) -> dict[str, bool]:
 
 def _is_about_training(hint: str) -> bool:
     """Return True if the hint speaks of the options of another program: Megatron-LM's, pip's, docker's."""
-    return re.search(r"Megatron|megatron|pip install|container|train(?:ed|ing)? with|hf download", hint) is not None
+    return (
+        re.search(r"Megatron|megatron|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download", hint)
+        is not None
+    )

@@ -31,7 +31,7 @@ COMPARED = names_in(
     position_embedding_type add_position_embedding use_rotary_position_embeddings rotary_base rope_theta rotary_percent
     rotary_interleaved rotary_seq_len_interpolation_factor use_rope_scaling rope_scaling rope_scaling_factor
     no_rope_freq mrope_section mrope_interleaved rope_type rotary_scaling_factor original_max_position_embeddings
-    beta_fast beta_slow mscale mscale_all_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings
+    yarn beta_fast beta_slow mscale mscale_all_dim yarn_rotary_scaling_factor yarn_original_max_position_embeddings
     yarn_beta_fast yarn_beta_slow yarn_correction_range_round_to_int yarn_mscale yarn_mscale_all_dim
     window_size window_attn_skip_freq softmax_type attention_output_gate
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
@@ -65,7 +65,6 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "moe_latent_size": (),
     ROUTED_BLOCK: (),  # the readers of Megatron-LM's own runs undo it
     SHARED_BLOCK: (),
-    "yarn": (),
     "low_freq_factor": (1, 1.0),  # NeMo's Llama31Config, whose other field is compared
     "high_freq_factor": (4, 4.0),
     "old_context_len": (8192,),
