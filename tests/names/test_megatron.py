@@ -46,7 +46,6 @@ from converters.names.megatron.table import Table
 from tests.support import commands
 from tests.support.engines import fork
 from tests.support.images import TEXT_ALONE
-from tests.support.loaded import save_loaded
 from tests.support.megatron_logits import random_model, save
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import SAME_NAMES, TWINS, twin_of
@@ -237,10 +236,7 @@ def hub_of(config: Mapping[str, Any]) -> Checkpoint:
 
 def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tensor]:
     """A random model as transformers saves it, and its tensors."""
-    model = random_model(architecture, more)
-    save(model, folder, architecture)
-    if architecture.startswith("llava"):  # its tower has the Hub's names only after a load
-        save_loaded(model, folder)
+    save(random_model(architecture, more), folder, architecture)
     return load_file(folder / "model.safetensors")
 
 

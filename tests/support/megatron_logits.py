@@ -30,6 +30,7 @@ from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
 from converters.names.megatron.model.spelling import is_beside
 from tests.support import images, two_heads
+from tests.support.loaded import save_loaded
 from tests.support.megatron_models import build_chunks
 from tests.support.tiny_sizes import tiny_sizes
 from tests.support.twins import PARTS, TWINS, twin_of
@@ -173,7 +174,7 @@ def logits_of(model: Any, inputs: torch.Tensor) -> torch.Tensor:
 
 def save(model: Any, hub: Path, architecture: str) -> None:
     """As the architecture's release is: under its own `model_type`, with what it has for multi-token prediction."""
-    model.save_pretrained(hub)
+    save_loaded(model, hub)
     if architecture in TWINS:
         to_release(hub, architecture)
     config = json.loads((hub / "config.json").read_text())
