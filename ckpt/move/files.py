@@ -28,7 +28,7 @@ _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 _STAGED = ".ckpt-staging"
 #: Suffix of a replaced destination until it is removed.
-_REPLACED = ".ckpt-old"
+REPLACED = ".ckpt-old"
 _OPEN_FILES = 64  # source descriptors a thread keeps open
 
 #: errno values with which a filesystem says that it has no fsync for such a file or folder.
@@ -171,7 +171,7 @@ class Staging:
             what = "a hidden folder of this name is what a conversion writes before it has ended, and may be cleared"
             raise UsageError(what, path=destination, hint="give a folder of another name")
         self.path = staging_folder(self.destination)
-        self._old = self.destination.with_name(f".{self.destination.name}{_REPLACED}")
+        self._old = self.destination.with_name(f".{self.destination.name}{REPLACED}")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
         self._is_kept = True  # what is in the folder, when it is left
@@ -408,7 +408,7 @@ def staging_folder(destination: Path) -> Path:
 
 def destination_of(staging: Path) -> Path:
     """Return the destination of a staging folder, or of the folder that a replaced destination is moved to."""
-    name = staging.name.removeprefix(".").removesuffix(_STAGED).removesuffix(_REPLACED)
+    name = staging.name.removeprefix(".").removesuffix(_STAGED).removesuffix(REPLACED)
     return staging.with_name(name)
 
 

@@ -16,7 +16,7 @@ from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
 from ckpt.base.typed import typed
-from ckpt.move.files import destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
+from ckpt.move.files import REPLACED, destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.resume.copies import copies_in, kept_folder, remove_staging, unfinished_in
@@ -29,7 +29,6 @@ from ckpt.verify import manifest
 
 #: Kinds of leftovers.
 STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
-_REPLACED = ".ckpt-old"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +166,7 @@ def _staging(run: Path) -> Iterator[Leftover]:
     for place in (*neighbours, *folders_in(run)):
         if place.is_symlink():
             continue
-        if place.name.startswith(".") and place.name.endswith(_REPLACED):
+        if place.name.startswith(".") and place.name.endswith(REPLACED):
             what = "its replacement was interrupted: it is restored, or removed if the new one is there"
             yield Leftover(str(place), STAGING, disk_bytes(place), what)
         elif is_staged(place):
