@@ -14,7 +14,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, CorruptError, HalfError
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.run_folder.steps import ANY_STEP
 
 #: Torch files that hold an optimizer alone, as HF Trainer, Accelerate and Megatron-LM name them.
@@ -79,7 +79,18 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
 
 def _checkpoint_of(folder: Path) -> Checkpoint | None:
     """Return the checkpoint that `folder` itself is."""
+    one = _format_of(folder)
+    return one.read(folder, ReadRequest()) if one else None
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if `folder` itself is a checkpoint: not a run folder, nor a folder damaged beyond recognition."""
+    return _format_of(folder) is not None
+
+
+def _format_of(folder: Path) -> Format | None:
     for one in registry.all_formats():
-        if one.reads and one.find(folder, None) == folder:
-            return one.read(folder, ReadRequest())
+        with suppress(CkptError):
+            if one.reads and one.find(folder, None) == folder:
+                return one
     return None

@@ -16,8 +16,8 @@ from pathlib import Path
 from ckpt.base.errors import UsageError
 from ckpt.move.files import is_staged
 from ckpt.move.listing import entries_in, is_folder
+from ckpt.run_folder.halves import is_checkpoint
 from ckpt.run_folder.not_read import is_named_like_state
-from ckpt.run_folder.opening import is_run
 from ckpt.run_folder.runs import MANIFEST
 from ckpt.run_folder.steps import ANY_STEP, RECORDS
 from ckpt.stores import standins
@@ -72,7 +72,7 @@ def _is_part_of_run(path: Path) -> bool:
     """Return True if the parent folder of `path` belongs to a trainer: it holds steps, a record, or half a step."""
     if _is_step_name(path) or any(_steps_beside(path)) or any((path.parent / name).is_file() for name in RECORDS):
         return True
-    return is_named_like_state(path.name) and is_run(path.parent)
+    return is_named_like_state(path.name) and is_checkpoint(path.parent)
 
 
 def check_place(destination: Path) -> None:

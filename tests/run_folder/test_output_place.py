@@ -99,6 +99,16 @@ def test_output_with_another_name_in_a_run_is_warned_about(tmp_path: Path) -> No
     assert place_notes(tmp_path / "run-final") == []
 
 
+def test_neighbours_of_a_folder_named_after_an_optimizer_are_not_its_run(fixtures: Path, tmp_path: Path) -> None:
+    """A step of DeepSpeed's without `latest` makes no run of the folder around it."""
+    step = next(path for path in (fixtures / "toy-zero1").iterdir() if path.is_dir())
+    shutil.copytree(step, tmp_path / "other run")
+    place = tmp_path / "optimizer study"
+    shutil.copytree(fixtures / "trainer-plain", place)
+    assert run_root(place) == place
+    assert ckpt.resume(place / "checkpoint-2", world_size=2) == str(place / "checkpoint-2")
+
+
 def test_hf_trainer_keeps_its_steps_and_the_conversion(fixtures: Path, tmp_path: Path) -> None:
     """transformers' own rotation, with `save_total_limit=2`, sees the run's two steps and nothing else."""
     from transformers.trainer_utils import rotate_checkpoints
