@@ -84,7 +84,7 @@ class Chooser:
             found = self._open_in(run) if tag is None else self._open_tagged(run, tag)
         except SeveralRunsError as error:  # in a step
             raise SeveralRunsError(path, error.runs) from None
-        except CorruptError as error:
+        except (CorruptError, HalfError) as error:
             if tag is None:
                 self._hint_at_another(error, run)
             raise

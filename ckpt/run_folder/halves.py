@@ -19,6 +19,8 @@ from ckpt.run_folder.steps import ANY_STEP
 
 #: Torch files that hold an optimizer alone, as HF Trainer, Accelerate and Megatron-LM name them.
 _OPTIMIZER_FILE = re.compile(r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)")
+#: A whole model next to a DeepSpeed step, or the index of its shards.
+_MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$")
 _MAX_FOLDERS = 50  # to search for the model
 
@@ -44,29 +46,36 @@ def check_optimizer_files(path: Path) -> None:
         raise with_hint(optimizer_alone(path))
 
 
-def optimizer_alone(path: Path) -> HalfError:
+def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
     """Return the error for a file or folder with nothing but optimizer states."""
     what = "folder" if path.is_dir() else "file"
-    return HalfError(f"this {what} holds only optimizer states", path=path, expected="a model")
+    return HalfError(f"this {what} holds only optimizer states", path=path, expected=expected)
 
 
 def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
-    """Add the place of the model to `error`; `trained` are the names of the optimizer's parameters, if known."""
+    """Add the place of the model to `error`; `trained` are the names of the optimizer's parameters, if known.
+
+    A hint at another step of the run stays.
+    """
     model = next(_models_around(Path(error.path or ""), {*trained}), None)
-    if model is None:
+    if model is not None:
+        place = f"the model is in {model}: give that {'folder' if model.is_dir() else 'file'}"
+        error.hint = "; ".join([place, *([error.hint] if error.hint else [])])
+    elif error.hint is None:
         error.hint = "give the folder that holds the model of this save, or a whole step of the run"
-    else:
-        error.hint = f"the model is in {model}: give that folder"
     return error
 
 
 def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
-    """Yield folders with the model of `path`: around a file, in a folder, and next to a folder named as an optimizer.
+    """Yield the places of the model of `path`: around a file, in a folder, and next to an optimizer's folder.
 
+    A step's folder inside another one, as HF Trainer's `checkpoint-2/global_step2`, has the model's file next to it.
     Other folders next to it, as other steps of the run, hold other models.
     """
     if path.is_file():
         places = [path.parent]
+    elif ANY_STEP.fullmatch(path.name) and ANY_STEP.fullmatch(path.parent.name):
+        places = [path.parent / name for name in names_in(path.parent) if _MODEL_FILE.fullmatch(name)]
     else:
         beside = folders_in(path.parent) if _OPTIMIZER_FOLDER.search(path.name) else []
         places = [one for one in (*folders_in(path), *beside) if one != path and not ANY_STEP.fullmatch(one.name)]

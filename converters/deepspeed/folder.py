@@ -19,6 +19,7 @@ from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.run_folder.finding import Steps, find_step, newest_first
+from ckpt.run_folder.halves import optimizer_alone
 from ckpt.run_folder.steps import LATEST
 
 #: What users call any of the formats here.
@@ -27,6 +28,8 @@ ALIASES = ("deepspeed", "ds")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+#: Suffix of every file with a part of the model: of all ranks, of one, of an expert, of a pipeline's layer.
+_MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
@@ -134,6 +137,12 @@ def tensor_parallel_ranks(path: Path) -> list[int]:
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
 
 
+def tensor_parallel_rank(optimizer: str) -> int:
+    """Return the tensor parallel rank in the name of an optimizer's file."""
+    match = OPTIMIZER.fullmatch(os.path.basename(optimizer))
+    return int(match[2]) if match else 0
+
+
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
     """Sort the files of a step folder by what they are; with `tp_rank` those of that tensor parallel rank alone.
 
@@ -210,6 +219,16 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
         "load it with the script that trained it at ep_size 1 (AutoEP: autoep_size 1), where every rank has all "
         "experts, and save the module's state dict with torch.save: the format `full` is that (`ckpt convert full hf`)",
     )
+
+
+def check_has_model(step: Path) -> None:
+    """Raise HalfError if a step has no file with a part of the model.
+
+    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them.  A step that lacks only
+    some of them is incomplete, not half: its reader names the missing file.
+    """
+    if not any(name.endswith(_MODEL_SUFFIX) for name in names_in(step)):
+        raise optimizer_alone(step, "the model's files, *_model_states.pt")
 
 
 def is_of_experts(name: str) -> bool:

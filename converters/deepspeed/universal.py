@@ -48,7 +48,7 @@ from ckpt.state.unread import listed
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
-from converters.deepspeed.folder import ALIASES, experts_unsupported, is_of_one_rank, list_step_folder
+from converters.deepspeed.folder import ALIASES, check_has_model, experts_unsupported, is_of_one_rank, list_step_folder
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import UniversalOptions
@@ -183,6 +183,7 @@ def _stage_of(models: Sequence[RankFile]) -> int:
 
 def _model_files(reading: _UniversalReading) -> list[RankFile]:
     """The one model file of stages 1 and 2, or those of all ranks of stage 3; the former where there are both."""
+    check_has_model(reading.path)
     folder = list_step_folder(reading.path)
     single = [reading.load(folder.model)] if folder.model is not None else []
     models = [reading.load(path, rank) for rank, path in sorted(folder.model_per_rank.items())]

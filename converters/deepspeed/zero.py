@@ -41,11 +41,12 @@ from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.folder import (
     ALIASES,
     StepFolder,
+    check_has_model,
     experts_unsupported,
     find_stage,
     list_step_folder,
     naming_a_complete_step,
-    tensor_parallel,
+    tensor_parallel_rank,
     tensor_parallel_ranks,
 )
 from converters.deepspeed.layout import before_dealing
@@ -67,8 +68,6 @@ from converters.deepspeed.states import flat_group_states, group_states
 from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
-#: Prefix of errors about a step without any model file.
-_HALF = "this folder holds only optimizer states: "
 #: Ranks and files that a message lists at most.
 _SHOWN = 16
 #: The ranks whose numbers of a parameter are compared here: those that share a buffer have been by then.
@@ -153,9 +152,10 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
     first = list_step_folder(path, ranks[0])
     if first.experts:
         raise experts_unsupported(str(path), " that are tensor parallel, too")
+    check_has_model(path)
     model = first.model or next(iter(first.model_per_rank.values()), None)
     if model is None:
-        raise tensor_parallel(str(path))
+        raise _without_model_file(path, ranks[0])
     with known_structure(path):
         folders = [one for one in (config, path, path.parent) if one]
         sharing = sharing_of(_ZeroReading(first).load(model, ranks[0]), ranks, folders)
@@ -195,16 +195,19 @@ def _understand(reading: _ZeroReading) -> RankSlice:
                 found=_said(_stage(inner), partition_counts(inner)),
             )
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
+    check_has_model(path)
     if stage == 3:
-        _check_ranks(
-            folder.model_per_rank, world_size, path, "model_states", _HALF if not folder.model_per_rank else ""
-        )
+        _check_ranks(folder.model_per_rank, world_size, path, "model_states")
     elif folder.model is None:
-        raise IncompleteError(f"{_HALF}the model file is missing", path=path, expected="mp_rank_00_model_states.pt")
+        raise _without_model_file(path, tensor_parallel_rank(first.path))
     inners = [in_group_order(inner, counts) for inner in inners]
     reading.sources.check_distinct((inner.rank, inner.path) for inner in inners)
     (_read_stage3 if stage == 3 else _read_stage12)(reading, inners)
     return RankSlice(_checkpoint(reading, inners, stage, world_size), reading.models[0])
+
+
+def _without_model_file(path: Path, tp_rank: int) -> IncompleteError:
+    return IncompleteError("the model file is missing", path=path, expected=f"mp_rank_{tp_rank:02}_model_states.pt")
 
 
 def _said(stage: int, counts: tuple[int, ...]) -> str:
@@ -217,8 +220,8 @@ def _listed(counts: tuple[int, ...]) -> str:
     return ", ".join(map(str, dict.fromkeys(counts)))
 
 
-def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str, half: str = "") -> None:
-    what = f"{half}{kind} files are missing: every parameter has a part in each of them"
+def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: str) -> None:
+    what = f"{kind} files are missing: every parameter has a part in each of them"
     absent = next((rank for rank in range(world_size) if rank not in files), 0)
     check_all_there(what, files, world_size, path, _name_for_rank(files, absent, kind))
     extra = [rank for rank in files if rank >= world_size]

@@ -101,11 +101,18 @@ def test_fault_03_an_optimizer_file_is_missing(source: Path) -> None:
         path.write_bytes(content)
 
 
-@of(*STAGES)
+@of("zero3")
 def test_fault_03_a_model_file_is_missing(source: Path) -> None:
     path = model_file(source, 1)
     path.unlink()
     refused(source, 4, path.name, "model", "hint: ")
+
+
+@of(*STAGES)
+def test_fault_03_all_model_files_are_missing(source: Path) -> None:
+    for path in source.rglob("*model_states.pt"):
+        path.unlink()
+    refused(source, 6, "holds only optimizer states", "expected: the model's files, *_model_states.pt", "hint: ")
 
 
 @of("hf")

@@ -41,6 +41,12 @@ def _torch_file(name: str, root: object) -> Callable[[Path], Path]:
     return make
 
 
+def _universal(folder: Path) -> Path:
+    api.plan(api.open(FIXTURES / "toy-zero2"), "universal").run(folder)
+    next(folder.rglob("mp_rank_00_model_states.pt")).unlink()
+    return folder
+
+
 HALVES: dict[str, Callable[[Path], Path]] = {
     "Accelerate's pair": lambda folder: save({"optimizer": OPTIMIZER}, folder / "optimizer_0").parent,
     "Accelerate's folder": lambda folder: save({"optimizer": OPTIMIZER}, folder / "optimizer_0"),
@@ -49,6 +55,12 @@ HALVES: dict[str, Callable[[Path], Path]] = {
     "verl": _without("verl-fsdp2", "model_world_size*"),
     "HF Trainer": _without("trainer-plain/checkpoint-2", "model.safetensors"),
     "Axolotl": _without("axolotl-fsdp2/outputs/gpt-oss-out/checkpoint-2", "pytorch_model_fsdp_0"),
+    "ZeRO-1": _without("toy-zero1", "*model_states.pt"),
+    "ZeRO-2": _without("toy-zero2/global_step2", "*model_states.pt"),
+    "ZeRO-3": _without("toy-zero3", "*model_states.pt"),
+    "AutoTP": _without("autotp-zero2", "*model_states.pt"),
+    "GPT-NeoX": _without("neox-zero1", "*model_states.pt"),
+    "universal": _universal,
     "Accelerate's torch file": _torch_file("optimizer.bin", OPTIMIZER),
     "a torch file": _torch_file("state.pt", OPTIMIZER),
     "a bundle": _torch_file("state.pt", {"epoch": 3, "optimizer": OPTIMIZER}),
@@ -96,6 +108,45 @@ def test_an_optimizers_file_next_to_its_model_is_half(tmp_path: Path) -> None:
     assert done.code == HalfError.exit_code
     assert f"the model is in {step}: give that folder" in done.err
     assert ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out").code == 0
+
+
+def test_deepspeeds_hint_names_the_model_file_of_the_step(tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / "trainer-zero2" / "checkpoint-2", tmp_path / "checkpoint-2")
+    written = tmp_path / "written"
+    api.plan(api.open(step), "hf").run(written)
+    next(step.rglob("mp_rank_00_model_states.pt")).unlink()
+    assert "the model is in" not in ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out").err
+    model = shutil.copy(written / "model.safetensors", step)
+    done = ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out")
+    assert done.code == HalfError.exit_code and f"the model is in {model}: give that file" in done.err
+    assert ckpt("convert", "auto", "hf", model, "-o", tmp_path / "out").code == 0
+
+
+@pytest.mark.parametrize(
+    ("fixture", "lost"),
+    [
+        ("toy-zero3", "zero_pp_rank_1_mp_rank_00_model_states.pt"),
+        ("autotp-zero2", "mp_rank_00_model_states.pt"),
+        ("autotp-zero2", "mp_rank_01_model_states.pt"),
+        ("neox-zero1", "mp_rank_01_model_states.pt"),
+    ],
+)
+def test_a_step_that_lacks_some_of_its_model_files_is_incomplete(fixture: str, lost: str, tmp_path: Path) -> None:
+    """A torn copy keeps some files of the model. Only a step without any is half."""
+    place = _without(fixture, lost)(tmp_path / "source")
+    done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
+    assert done.code == CorruptError.exit_code, done.err
+    assert "holds only optimizer states" not in done.err
+    checked = ckpt("check", place)
+    assert checked.code == CorruptError.exit_code and "incomplete" in checked.out and lost in checked.out
+
+
+def test_a_half_step_that_latest_names_leads_to_the_step_before(tmp_path: Path) -> None:
+    run = shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "run")
+    shutil.copytree(run / "global_step2", run / "global_step1")
+    (run / "global_step2" / "mp_rank_00_model_states.pt").unlink()
+    done = ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")
+    assert done.code == HalfError.exit_code and "--tag global_step1 takes the checkpoint before" in done.err
 
 
 def test_a_half_step_is_passed_over_with_a_note(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ckpt.api import plan
-from ckpt.errors import CorruptError, UsageError
+from ckpt.errors import CorruptError, HalfError, UsageError
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, TrainingState
 from ckpt.plan.planner import make_plan
@@ -171,7 +171,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
         read(damaged("zero/embed.weight/exp_avg.pt"))
     with pytest.raises(CorruptError, match="optimizer state of a parameter is missing"):
         read(damaged("zero/embed.weight/step.pt"))
-    with pytest.raises(CorruptError, match="model files are missing"):
+    with pytest.raises(HalfError, match="holds only optimizer states"):
         read(damaged("mp_rank_00_model_states.pt"))
     copy = damaged()
     shutil.copy(copy / "zero" / "down.bias" / "fp32.pt", copy / "zero" / "embed.weight" / "fp32.pt")
