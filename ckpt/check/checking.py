@@ -43,7 +43,7 @@ from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
-from ckpt.run_folder.choosing import is_stray
+from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import free_tags, missing_models, models_of
@@ -256,7 +256,7 @@ def checkpoints_of(path: Path) -> list[Path]:
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     run = run_at(path)
     inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *free_tags(path)]))
-    if TRAINER_STEP.fullmatch(path.absolute().name):
+    if TRAINER_STEP.fullmatch(path.absolute().name) or (not inside and has_model_part(path)):
         return [path]
     if _is_checkpoint(path):
         return [path, *inside]

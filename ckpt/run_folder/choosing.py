@@ -26,6 +26,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
+from ckpt.run_folder.halves import check_is_no_optimizer, lost_weights
 from ckpt.run_folder.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.run_folder.not_read import holds_tensors, stray_names
 from ckpt.run_folder.placeholders import check_has_elements
@@ -37,6 +38,7 @@ from ckpt.run_folder.steps import (
     check_ended,
     has_record,
     has_trainer_state,
+    is_step,
     recorded_number,
     run_at,
     trainer_step,
@@ -82,6 +84,10 @@ class Chooser:
             check_all_there(path)
         try:
             found = self._open_in(run) if tag is None else self._open_tagged(run, tag)
+            if found is None and tag is None and has_model_part(path):
+                found = self._open_part(path)
+                if found is None:
+                    return None
         except SeveralRunsError as error:  # in a step
             raise SeveralRunsError(path, error.runs) from None
         except (CorruptError, HalfError) as error:
@@ -134,6 +140,7 @@ class Chooser:
             if tag is None and found == run.path and is_stray(checkpoint, self.formats):
                 continue
             if self.want.holds(checkpoint):
+                check_is_no_optimizer(checkpoint)
                 check_has_elements(checkpoint)
                 return checkpoint
             if self.want.prefers not in (None, one.name):
@@ -176,11 +183,14 @@ class Chooser:
         found = self._open_in(run_at(step))
         if found is not None or is_run(step, self.formats):
             return found
-        for part in _model_parts(step):
-            if (found := self._open_in(run_at(part))) is not None:
-                return found
+        if (found := self._open_part(step)) is not None:
+            return found
         below = run_below(step, lambda folder: is_run(folder, self.formats))
         return None if below is None else self._open_in(run_at(below))
+
+    def _open_part(self, step: Path) -> Checkpoint | None:
+        """Return the checkpoint in the part of a step's folder that holds the model."""
+        return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
         """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
@@ -258,23 +268,15 @@ class Chooser:
             _ask(run, [run.name(step.path), run.name(other.path)])
 
     def _holds_any(self, step: Step) -> bool:
-        try:
-            return _holds(step.path, self.formats)
-        except CkptError:  # a damaged one is one
-            return True
+        return _is_checkpoint(step.path, self.formats)
 
     def _with_newer_named(self, run: Run, checkpoint: Checkpoint, skipped: _Skipped) -> Checkpoint:
         """Return `checkpoint` with notes about skipped steps and every newer step of the run."""
         place, number = Path(checkpoint.path), _number(run, checkpoint)
-        passed = [
-            _skip_note(run, step.path, error)
-            if error is not None
-            else f"{run.name(step.path)} is skipped, it holds no {self.want.what}"
-            for step, error in skipped.items()
-        ]
+        passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
         if number is None:
-            beside = [step for step in beside if run.record_of(step.path) is None]
+            beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
             told = _note("the model of the folder itself is taken; beside it: {} (--tag takes it)", run, beside)
             return _with_notes(checkpoint, passed, told if place == run.path else [], passed)
         newer = [step for step in beside if step.number > number]
@@ -290,6 +292,12 @@ class Chooser:
             *(f"there is also the average {name} (--tag takes it)" for name in (run.copies(holder) if holder else ())),
         ]
         return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
+
+    def _why_skipped(self, run: Run, step: Step, error: CkptError | None) -> str:
+        error = error or (None if _holds_any(step.path) else lost_weights(step.path))
+        if error is None:
+            return f"{run.name(step.path)} is skipped, it holds no {self.want.what}"
+        return _skip_note(run, step.path, error)
 
     def _hint_at_another(self, error: CkptError, run: Run) -> None:
         """Add a hint to an error about a run: another step that can be opened, or why each of them cannot."""
@@ -328,9 +336,9 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
     run = run_at(folder)
     if any(_finds(one, folder, tag) for one in formats):
         return True
-    if tag is None or run.tagged(tag):
-        return any(_holds(step.path, formats) for step in run.steps)
-    return any(_finds(one, step.path, tag) for step in run.steps for one in formats)
+    if steps := run.steps if tag is None else run.tagged(tag):
+        return any(_holds(step.path, formats) for step in steps)
+    return tag is not None and any(_finds(one, step.path, tag) for step in run.steps for one in formats)
 
 
 def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) -> bool:
@@ -357,9 +365,19 @@ def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
         return True
 
 
+def _holds_any(step: Path) -> bool:
+    """Return True if `step` holds a checkpoint of any format, damaged ones included."""
+    return _is_checkpoint(step, [one for one in registry.all_formats() if one.reads])
+
+
 def _holds(step: Path, formats: Sequence[Format]) -> bool:
     inside = folders_in(step) if step.is_dir() else []
     return any(is_run(place, formats) for place in (step, *_model_parts(step), *inside))
+
+
+def has_model_part(folder: Path) -> bool:
+    """Return True if `folder` is a step that holds the model in a part of it, next to training state."""
+    return is_step(folder) and any(map(is_run, _model_parts(folder)))
 
 
 def _model_parts(step: Path) -> list[Path]:

@@ -11,17 +11,22 @@ from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 
-from ckpt.base.errors import CkptError, CorruptError, HalfError
+from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
-from ckpt.run_folder.steps import ANY_STEP
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
+from ckpt.run_folder.not_read import holds_tensors, may_hold_tensors
+from ckpt.run_folder.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 
-#: Torch files that hold an optimizer alone, as HF Trainer, Accelerate and Megatron-LM name them.
-_OPTIMIZER_FILE = re.compile(r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)")
+#: Files that hold an optimizer alone, as HF Trainer, Accelerate, Megatron-LM and LeRobot name them.
+_OPTIMIZER_FILE = re.compile(
+    r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
+)
 #: A whole model next to a DeepSpeed step, or the index of its shards.
 _MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
-_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$")
+_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
+_MAX_SHOWN = 8  # names in a message
 _MAX_FOLDERS = 50  # to search for the model
 
 
@@ -39,11 +44,32 @@ def holds_model(checkpoint: Checkpoint) -> bool:
     return any(role in MODEL_ROLES for _, role in checkpoint.tensors)
 
 
-def check_optimizer_files(path: Path) -> None:
-    """Raise HalfError if `path` is an optimizer's torch file, or a folder with one and no model that can be read."""
+def lost_weights(path: Path) -> CkptError | None:
+    """Return the error for a place without a checkpoint whose other files are of one, or None.
+
+    An optimizer's file is half a checkpoint.  HF Trainer writes weights before its record of a step, and PEFT
+    before an adapter's config.
+    """
     names = names_in(path) if path.is_dir() else [path.name]
     if any(map(_OPTIMIZER_FILE.fullmatch, names)):
-        raise with_hint(optimizer_alone(path))
+        return with_hint(optimizer_alone(path))
+    if not path.is_dir() or may_hold_tensors(path):
+        return None
+    found = f"{', '.join(names[:_MAX_SHOWN])}{', ...' if len(names) > _MAX_SHOWN else ''}"
+    if ADAPTER_CONFIG in names:
+        expected = f"adapter_model.safetensors next to {ADAPTER_CONFIG}"
+        return IncompleteError("the weights of the adapter are missing", path=path, expected=expected, found=found)
+    if TRAINER_STEP.fullmatch(path.name) and has_trainer_state(path):
+        expected = f"the files of the model, which HF Trainer writes before {TRAINER_STATE}"
+        return IncompleteError("the weights of the step are missing", path=path, expected=expected, found=found)
+    return None
+
+
+def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
+    """Raise HalfError if readers took an optimizer's file alone for a model, by its tensors."""
+    files = [Path(file.path) for file in checkpoint.files if holds_tensors(file.path)]
+    if files and not checkpoint.optimizer_states and all(_OPTIMIZER_FILE.fullmatch(file.name) for file in files):
+        raise optimizer_alone(Path(checkpoint.path))
 
 
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:

@@ -23,7 +23,7 @@ from ckpt.move.source import open_stream
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER
 from ckpt.run_folder.companions import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
-from ckpt.run_folder.steps import ANY_STEP, RECORDS
+from ckpt.run_folder.steps import ANY_STEP, RECORDS, is_step
 
 #: Kinds of files that hold no tensors: texts, tokenizers, pictures.
 _NO_TENSORS = (
@@ -131,12 +131,15 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
 def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[NotRead]:
     """Yield the folders among `entries` whose files hold tensors, except steps and those in `known`."""
     for name in (entry.name for entry in entries if entry.size is None):
-        if name in known or name.startswith(".") or ANY_STEP.fullmatch(name):
+        if name in known or name.startswith(".") or is_step(root / name):
             continue
         if (root / name / ADAPTER).is_file():
             yield NotRead(f"{name}/", OTHER, "another adapter")
-        elif any(one.kind == STATE for one in judged(_listed(root, name), (), partial(_ends_in, root))):
-            yield NotRead(f"{name}/", OTHER, "a folder whose files hold tensors")
+            continue
+        found = judged(_listed(root, name), (), partial(_ends_in, root))
+        if states := [one.name for one in found if one.kind == STATE]:
+            more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
+            yield NotRead(f"{name}/", OTHER, f"a folder whose files hold tensors{more}")
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
@@ -177,13 +180,9 @@ def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
 
 def _is_of_step(root: Path, folder: Path) -> bool:
     """Return True if `folder`, which lies around a checkpoint at `root`, holds one step alone."""
-    if ANY_STEP.fullmatch(folder.name):
+    if is_step(folder):
         return True
-    return (
-        folder == root.parent
-        and not ANY_STEP.fullmatch(root.name)
-        and not any((folder / one).exists() for one in RECORDS)
-    )
+    return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
 
 
 def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
@@ -220,6 +219,12 @@ def stray_names(folder: Path) -> list[str]:
     names = [name for name in names_in(folder) if holds_tensors(name) and not name.endswith(".distcp")]
     usual = [name for name in names if _WEIGHTS.fullmatch(name) or name.startswith("model") or _OF_A_RANK.search(name)]
     return [] if usual else names
+
+
+def may_hold_tensors(folder: Path) -> bool:
+    """Return True if a file in `folder`, or in a folder there, is not known to be without tensors."""
+    entries = list(_listed(folder, ""))
+    return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
 
 
 def is_of_a_run(name: str, is_weights: bool) -> str | None:

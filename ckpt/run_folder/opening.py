@@ -30,7 +30,7 @@ from ckpt.run_folder.choosing import ANY, Chooser, Want
 from ckpt.run_folder.choosing import is_run as is_run
 from ckpt.run_folder.companions import CONFIG, read_config
 from ckpt.run_folder.foreign import foreign
-from ckpt.run_folder.halves import check_optimizer_files, holds_model, with_hint
+from ckpt.run_folder.halves import holds_model, lost_weights, with_hint
 from ckpt.run_folder.models import check_one_is_meant
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
@@ -74,8 +74,6 @@ def open_checkpoint(
     )
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
-            if checkpoint is None:
-                check_optimizer_files(path if tag is None else confined(path, tag))
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
     return checkpoint
 
@@ -199,7 +197,7 @@ def knows_optimizer(checkpoint: Checkpoint) -> bool:
     return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)
 
 
-def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> NotFoundError:
+def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> CkptError:
     """What to say where there is nothing of `format`; `others` are the formats that it is known to be instead."""
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
@@ -212,7 +210,7 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
             except CkptError:
                 continue
             others += [one.name] if found else []
-    if not others and (error := foreign(path)) is not None:
+    if not others and (error := lost_weights(_step_named(path, tag)) or foreign(path)) is not None:
         return error
     hint = f"this looks like {' or '.join(others)}" if others else None
     said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
@@ -237,6 +235,13 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         hint = f"give the folder of one checkpoint, such as {deeper}"
     contents = None if others or not path.is_dir() else _contents(path)
     return NotFoundError(f"no {wanted} here", path=path, found=contents, hint=hint)
+
+
+def _step_named(path: Path, tag: str | None) -> Path:
+    """Return the step that `tag` names in `path`, by its name or number; without a tag the newest one, if any."""
+    run = run_at(path)
+    steps = run.steps if tag is None else run.tagged(tag)
+    return steps[0].path if steps else path if tag is None else confined(path, tag)
 
 
 def _contents(folder: Path) -> str:

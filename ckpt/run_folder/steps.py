@@ -153,6 +153,11 @@ def _steps_in(folder: Path) -> Iterator[Step]:
             yield Step(folder / name, number, _COUNTS_EPOCHS.fullmatch(name) is not None)
 
 
+def is_step(folder: Path) -> bool:
+    """Return True if a folder has the name of a step. LeRobot's name is the number alone."""
+    return ANY_STEP.fullmatch(folder.name) is not None or (folder.name.isdecimal() and _is_bare_step(folder))
+
+
 def _is_bare_step(folder: Path) -> bool:
     """Return True if a folder whose name is a number is a step: LeRobot's, Nanotron's, Orbax's."""
     return folder.parent.name in _HOLDERS or any((folder / part).is_dir() for part in STEP_PARTS)
@@ -203,7 +208,7 @@ def check_ended(step: Path) -> None:
 
 def enclosing_folders(path: Path) -> list[Path]:
     """Return the folders that may hold files of a checkpoint's run: its own, and the folders around its step."""
-    if path.name in STEP_PARTS and ANY_STEP.fullmatch(path.parent.name):
+    if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
         return [path, path.parent / "huggingface", path.parent]
