@@ -133,7 +133,7 @@ def test_lerobots_training_state_is_named_as_not_read(tmp_path: Path) -> None:
         assert done.code == 0 and "not read: ../training_state/" in done.err, done.err
         assert ckpt("resume", place).code == 6
     shutil.rmtree(step / "training_state")
-    assert "not read" not in ckpt("check", step).out
+    assert "training_state: not read" not in ckpt("check", step).out
 
 
 def test_lerobots_training_state_alone_is_half(tmp_path: Path) -> None:
