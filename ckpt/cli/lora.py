@@ -110,14 +110,11 @@ def merge_lora(
     outcome: opt.Outcome,
 ) -> None:
     """Merge a LoRA adapter into its base model without loading the model."""
-    from ckpt.lora import light
     from ckpt.lora.find import open_adapter
     from ckpt.lora.merging import planned
     from ckpt.run_folder.output_place import default_output
     from ckpt.stores import places
 
-    if not outcome.dry_run:
-        light.load_ahead()
     quiet = outcome.quiet
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]

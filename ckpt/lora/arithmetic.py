@@ -19,10 +19,41 @@ Every function takes a weight whose memory it may reuse, and returns the merged 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 
 import torch
+
+
+@dataclass
+class _Threads:
+    """Torch's number of threads `before` the first of `num_running` computations began."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    num_running: int = 0
+    before: int = 1
+
+
+_THREADS = _Threads()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Let torch compute in the calling thread alone; the last to leave restores the number for the process."""
+    with _THREADS.lock:
+        if not _THREADS.num_running:
+            _THREADS.before = torch.get_num_threads()
+        _THREADS.num_running += 1
+        torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        with _THREADS.lock:
+            _THREADS.num_running -= 1
+            if not _THREADS.num_running:
+                torch.set_num_threads(_THREADS.before)
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:

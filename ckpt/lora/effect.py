@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-    from ckpt.lora.light import PlainLora
-
-#: A tensor of torch's, or raw bits.
-Weight = TypeVar("Weight", bound="torch.Tensor | NDArray[Any]")
 _SHOWN = 20  # targets that are named which were rounded away
 _COMPARED = 1 << 14  # values of a weight
 
@@ -35,7 +31,6 @@ _COMPARED = 1 << 14  # values of a weight
 class Update:
     """A change of one weight by what an adapter has for `target`, a layer or a parameter of `adapter`.
 
-    `plain` is the same where it is plain LoRA, for `ckpt.lora.light`.
     `is_nothing` is asked where the weights of the target are the same afterwards: whether there was nothing to add.
     """
 
@@ -43,11 +38,6 @@ class Update:
     target: str
     apply: Callable[[torch.Tensor], torch.Tensor]
     is_nothing: Callable[[], bool]
-    plain: PlainLora | None = None
-
-
-#: An update, and the function that applies it to what stands for the weight.
-Applied: TypeAlias = tuple[Update, Callable[[Weight], Weight]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,12 +144,14 @@ class Noted:
                 by_target.setdefault((one.update.adapter, one.update.target), []).append(one)
         return Effects(tuple(_effect(*key, changes) for key, changes in by_target.items()), self.num_adapters)
 
-    def updated(self, fqn: str, dtype: str, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> Weight:
-        """The weight in `dtype` that `load` gives, with every update in turn."""
+    def updated(
+        self, fqn: str, dtype: str, load: Callable[[], torch.Tensor], updates: Sequence[Update]
+    ) -> torch.Tensor:
+        """Return the weight in `dtype` that `load` gives, with every update in turn."""
         changes, weight = [], load()
-        for number, (update, apply) in enumerate(updates):
+        for number, update in enumerate(updates):
             before = _some(weight)
-            weight = apply(weight)
+            weight = update.apply(weight)
             is_changed = before != _some(weight) or not _is_same(weight, load, updates[:number])
             changes.append(_Done(update, dtype, is_changed))
         self.found[fqn] = changes
@@ -207,24 +199,22 @@ class Merge(api.Conversion):
         return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
 
-def raw_bytes(weight: torch.Tensor | NDArray[Any]) -> NDArray[np.uint8]:
-    """The bytes of a weight, in its own memory where they lie one behind the other there."""
-    if not isinstance(weight, np.ndarray):
-        import torch
+def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
+    """Return the bytes of a weight, without a copy if it is contiguous."""
+    import torch
 
-        weight = weight.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return np.ascontiguousarray(weight).reshape(-1).view(np.uint8)
+    return np.asarray(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _some(weight: torch.Tensor | NDArray[Any]) -> bytes:
-    """The bytes of some values, spread over the whole weight."""
+def _some(weight: torch.Tensor) -> bytes:
+    """Return the bytes of some values, spread over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
 
 
-def _is_same(weight: Weight, load: Callable[[], Weight], updates: Sequence[Applied[Weight]]) -> bool:
-    """Whether the weight has the bytes of the loaded one with these updates."""
+def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: Sequence[Update]) -> bool:
+    """Return True if the weight has the bytes of the loaded one with these updates."""
     before = load()
-    for _, apply in updates:
-        before = apply(before)
+    for update in updates:
+        before = update.apply(before)
     return np.array_equal(raw_bytes(before), raw_bytes(weight))

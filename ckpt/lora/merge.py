@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
-from ckpt.lora import light, renamed, targets, tied
+from ckpt.lora import renamed, targets, tied
 from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
@@ -35,7 +35,6 @@ from ckpt.lora.head import as_trained
 from ckpt.lora.hollow import WholeModel
 from ckpt.lora.joint import JointModel
 from ckpt.lora.layer import check_installed, merge_layer, updates
-from ckpt.lora.light import PlainLora, RefusedError, is_stored, stored
 from ckpt.lora.order import FROD
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
@@ -83,22 +82,21 @@ class _Merged:
     noted: Noted
 
     def __call__(self) -> memoryview:
-        plain = [(update, update.plain) for update in self.updates if update.plain is not None]
-        if is_stored(self.source) and len(plain) == len(self.updates) and (library := light.library()):
-            steps = [(update, partial(one.merge, library, dtype=self.dtype)) for update, one in plain]
-            try:
-                bits = self.noted.updated(self.fqn, self.dtype.name, lambda: stored(self.source)[0], steps)
-            except RefusedError as error:
-                assert self.source.choice is not None, "it is stored"
-                path = next(fragment.extent.path for fragment in self.source.choice.tensor.fragments())
-                what, hint = "torch's library did not compute this tensor", "fewer --workers, where memory is short"
-                raise StorageError(what, path=path, fqn=self.fqn, hint=hint) from error
-            return raw_bytes(bits).data
         import torch
 
-        with torch.no_grad(), light.one_thread():  # tensors are computed side by side already
-            applied = [(update, update.apply) for update in self.updates]
-            return raw_bytes(self.noted.updated(self.fqn, self.dtype.name, self.source.load, applied)).data
+        from ckpt.lora.arithmetic import one_thread
+
+        try:
+            with torch.no_grad(), one_thread():  # workers already compute tensors in parallel
+                merged = self.noted.updated(self.fqn, self.dtype.name, self.source.load, self.updates)
+        except (MemoryError, RuntimeError) as error:
+            raise StorageError(
+                f"torch did not compute this tensor: {error}",
+                path=self.source.file or self.source.of.path,
+                fqn=self.fqn,
+                hint="use fewer --workers if memory is short",
+            ) from error
+        return raw_bytes(merged).data
 
 
 def plan(
@@ -674,16 +672,13 @@ class _Merge:
             )
         if magnitude is not None:
             self.normed.add(owner)
-        plain = None
         if attention:
             apply = _arithmetic("merge_attention", a, b, scaling=scaling, is_output=module != attention)
         elif is_conv:
             apply = _arithmetic("merge_conv", a, b, magnitude, scaling=scaling)
         else:
             apply = _arithmetic("merge_linear", a, b, magnitude, scaling=scaling, transposed=transposed)
-            if magnitude is None and is_stored(a) and is_stored(b):
-                plain = PlainLora(a, b, scaling, transposed)
-        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b), plain))
+        self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
         if names.BIAS in parts:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 

@@ -10,7 +10,6 @@ from ckpt import api
 from ckpt.base.errors import UsageError
 from ckpt.base.sizes import parse_size
 from ckpt.base.typed import typed
-from ckpt.lora import light
 from ckpt.lora.effect import Merge, MergedModel
 from ckpt.lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
 from ckpt.lora.merge import plan
@@ -133,7 +132,6 @@ def merge_lora(
         progress: Called with the number of bytes since the last call.
     """
     api.WORKERS.check(workers)
-    light.load_ahead()
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     if not several:
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
