@@ -9,7 +9,8 @@
     |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
-    |  `- HalfError        optimizer states without their model
+    |  |- HalfError        optimizer states without their model
+    |  `- SeveralModelsError  one state dict with several models
     `- StorageError     7  the disk: no space, no permission, an I/O error
 
 Exit code 1 is no error: `ckpt verify` found a difference.  70 is an error of ckpt itself,
@@ -173,6 +174,14 @@ class HalfError(LossError):
     """A folder or file holds only optimizer states, without the model of the same save."""
 
     code = "half"
+
+
+class SeveralModelsError(LossError):
+    """A state dict holds several models; the user has to name one of `tags`."""
+
+    def __init__(self, what: str, *, tags: Sequence[str] = (), **facts: Any) -> None:
+        super().__init__(what, **facts)
+        self.tags = tuple(tags)
 
 
 class StorageError(CkptError):

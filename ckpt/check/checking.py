@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, printable
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, SeveralModelsError, printable
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
@@ -342,25 +342,31 @@ def _check_one(
     problems: list[Problem] = []
     usable = None
     opened: list[Checkpoint] = []
-    models = list(models_of(place).values()) or [place]
-    for model in models:
+    waiting: list[tuple[Path, str | None]] = [(model, None) for model in models_of(place).values() or [place]]
+    is_every_model_open = True
+    while waiting:
+        model, tag = waiting.pop(0)
         own = _own_formats(model, format, others)
         try:
             if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
                 confined(root, str(place.relative_to(root)))
-            opened.append(one := open_checkpoint(model, next(own, format)))
+            opened.append(one := open_checkpoint(model, next(own, format), tag=tag))
             check_holds_model(one)
             problems += _damaged_tensors(one)
             problems += _of_two_saves(one)
             problems += _quantized(one)
         except CkptError as error:
+            if isinstance(error, SeveralModelsError) and tag is None and error.tags:
+                waiting += [(model, key) for key in error.tags]
+                continue
+            is_every_model_open = False
             problems.append(problem_of(error, place))
             if isinstance(error, IncompleteError):
                 usable = next(_read_alone(model, own), None)
     problems += [
         Problem(INCOMPLETE, name, "missing; a later model of the save is here") for name in missing_models(place)
     ]
-    checkpoint = _together(opened, place) if len(opened) == len(models) else None
+    checkpoint = _together(opened, place) if is_every_model_open else None
     problems += problems_of(place, files, {file.path for one in opened for file in one.files})
     problems += _lacking_beside(place, checkpoint)
     if count is not None:

@@ -221,7 +221,7 @@ class _DcpReading:
 
     def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
         file = self.metadata or str(path)
-        found = understand(nest(self.leaves, file), file)
+        found = understand(nest(self.leaves, file), file, None if request.tag == path.name else request.tag)
         if not found.weights and not found.states:
             raise without_tensors(found, file)
         self.notes += found.notes

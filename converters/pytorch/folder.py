@@ -58,10 +58,19 @@ def _is_dcp(names: list[str]) -> bool:
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint that `path` is, or that `tag` names in it."""
+    """Return the checkpoint that `path` is, or that `tag` names in it: a step, or one of several models."""
     if path.name == METADATA and path.is_file():
         path = path.parent
-    return find_step(path, tag, _STEPS)
+    found = find_step(path, tag, _STEPS)
+    return path if found is None and tag is not None and _holds_model(path, tag) else found
+
+
+def _holds_model(folder: Path, key: str) -> bool:
+    """Return True if the state dict in `folder` has a dict at `key`, such as `actor` or `actor.model`."""
+    if not is_dcp(folder) or not (folder / METADATA).is_file() or key in OPTIMIZER_NAMES:
+        return False
+    at = tuple(key.split("."))
+    return any(steps[: len(at)] == at and len(steps) > len(at) for _, _, steps in read_metadata(folder).paths())
 
 
 def is_checkpoint(folder: Path) -> bool:

@@ -13,11 +13,12 @@ Before torch 2.4, dicts and lists that hold no tensor were single values; nested
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ckpt.base.errors import CkptError, CorruptError, LossError
+from ckpt.base.errors import CkptError, CorruptError, SeveralModelsError
 from ckpt.containers.dcp.metadata import Path_
 from ckpt.containers.dcp.tensors import Placed
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -30,6 +31,7 @@ from converters.optimizers.state_dicts import GROUPS, MEMBERS, STATE, is_optimiz
 MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _MAX_DEPTH = 32
+_TOP = "the tensors at the top"
 #: Optimizers by their paths in the state dict.
 _Optimizers = dict[Path_, Mapping[str, Any]]
 
@@ -84,8 +86,8 @@ class Understood:
     optimizer_at: Path_ = ("optimizer",)
 
 
-def understand(root: Mapping[Any, Any], path: str) -> Understood:
-    """Sort a nested state dict; `path` is its file, for messages."""
+def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Understood:
+    """Sort a nested state dict; `path` is its file, for messages, and `tag` the key of the model to take of several."""
     found = Understood()
     optimizers: _Optimizers = {}
     models: list[_Model] = []
@@ -93,15 +95,22 @@ def understand(root: Mapping[Any, Any], path: str) -> Understood:
         optimizers[()] = root
     else:
         found.rest = _sort(root, optimizers, models)
-    if len(optimizers) == 1:
-        (found.optimizer_at,) = optimizers
     trained = [fqn for node in optimizers.values() for fqn in _members(node)]
-    if models and not _is_at_the_top(models, found, trained, path):
+    tagged = None if tag is None else _tagged(tag, models, found.rest)
+    if tagged is not None:
+        model, found.model_at = tagged.node, tagged.path
+        _leave_out_others(tagged, models, optimizers, found)
+    elif models and not _is_at_the_top(models, found, trained, path):
         the_model = _the_model(models, found, path)
         model, found.model_at = the_model.node, the_model.path
     else:
         model = _model_without_name(found, trained, path)
-        _keep(models, found, "the tensors at the top")
+        _keep(models, found, _TOP)
+    if tagged is None:
+        _name_others(found)
+        _of_the_model(model, optimizers, found, path)
+    if len(optimizers) == 1:
+        (found.optimizer_at,) = optimizers
     weights, extra = _flat_model(model)
     strip = stripper(weights or trained)
     for fqn, leaf in weights.items():
@@ -185,7 +194,7 @@ def _sort(
 def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
     """The one model, or that of several beside which an optimizer stands; without optimizers the one at the top.
 
-    The others are training state again.  LossError where nothing tells which one is meant.
+    The others are training state again.  SeveralModelsError where nothing tells which one is meant.
     """
     likely = [model for model in models if model.is_trained]
     if not likely:
@@ -194,6 +203,82 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
         raise _several([model.called for model in models], path)
     _keep((model for model in models if model is not likely[0]), found, repr(likely[0].called))
     return likely[0]
+
+
+def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Model | None:
+    """Return the model that `tag` names: by its path, by the dict that it alone is in, or a dict of tensors."""
+    found = [model for model in models if tag == model.called] or [model for model in models if tag == model.within]
+    if found:
+        return found[0] if len(found) == 1 else None
+    within, _, name = tag.rpartition(".")
+    node = rest.get(within) if within else rest
+    value = node.get(name) if isinstance(node, Mapping) else None
+    return _Model(within or None, name, value, False) if isinstance(value, Mapping) and _has_tensors(value) else None
+
+
+def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Iterator[_Model]:
+    """Yield dicts of tensors in training state that may be models, as their names have dots."""
+    for name, value in rest.items():
+        if _is_all_tensors(value) and any("." in one for one in value):
+            yield _Model(within, name, value, False)
+        elif within is None and isinstance(value, Mapping):
+            yield from _unnamed_models(value, name)
+
+
+def _leave_out_others(chosen: _Model, models: Sequence[_Model], optimizers: _Optimizers, found: Understood) -> None:
+    """Keep the optimizer of the `chosen` model alone, and no other model; say so.
+
+    An optimizer that fits several models is the one's that is called `model`.
+    """
+    unnamed = list(_unnamed_models(found.rest))
+    others = [model for model in (*models, *unnamed) if model.path != chosen.path]
+    for model in (chosen, *unnamed):
+        place = found.rest if model.within is None else found.rest.get(model.within, {})
+        place.pop(model.name, None)
+    rivals = [model.node for model in others if model.path[:-1] == chosen.path[:-1] and chosen.name not in MODEL_NAMES]
+    beside = [at for at in optimizers if at[: len(chosen.path) - 1] == chosen.path[:-1]]
+    fitting = [at for at in beside if _trains_only(optimizers[at], chosen.node)]
+    own = [at for at in fitting if not any(_trains_only(optimizers[at], model) for model in rivals)]
+    left = [*(model.called for model in others), *(".".join(map(str, at)) for at in optimizers if [at] != own)]
+    for at in [at for at in optimizers if [at] != own]:
+        del optimizers[at]
+    if left:
+        found.notes.append(f"the model is {chosen.called!r}, and not carried are the others here: {', '.join(left)}")
+    if fitting and len(own) != 1:
+        found.notes.append(f"no optimizer is carried: nothing records the model of {_called(fitting)}")
+
+
+def _called(optimizers: Iterable[Path_]) -> str:
+    return ", ".join(".".join(map(str, at)) for at in optimizers)
+
+
+def _trains_only(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
+    """Return True if all parameters of an optimizer are the model's."""
+    members = [*_members(optimizer)]
+    strip = stripper(members)
+    return {strip(one) for one in members} <= {*map(stripper(model), model)}
+
+
+def _name_others(found: Understood) -> None:
+    """Say that training state holds other models, apart from those that are named already."""
+    for name in (model.called for model in _unnamed_models(found.rest)):
+        if name in found.others:
+            continue
+        found.notes.append(f"{name!r} looks like another model, and is training state (--tag {name} takes it)")
+
+
+def _of_the_model(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
+    """Move optimizers of other models to the training state; SeveralModelsError if two train one name."""
+    others = list(_unnamed_models(found.rest))
+    for at in [*optimizers] if len(optimizers) > 1 else ():
+        trained = [*_members(optimizers[at])]
+        if not _has_some(model, trained) and any(_has_some(other.node, trained) for other in others):
+            found.rest[_called([at])] = optimizers.pop(at)
+            found.notes.append(f"{_called([at])!r} is the optimizer of another model, and is training state")
+    members = [name for node in optimizers.values() for name in {*_members(node)}]
+    if others and len({*members}) < len(members):
+        own = ".".join(map(str, found.model_at)) or _TOP
+        raise _several([own, *(other.called for other in others)], path)
 
 
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
@@ -213,7 +298,7 @@ def _at_the_top(rest: Mapping[str, Any]) -> dict[str, Leaf]:
 def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
     """Whether the model is the tensors at the top, and those in dicts are others: `{**model, "ema": {"model": ...}}`.
 
-    LossError where both may be meant.
+    SeveralModelsError where both may be meant.
     """
     top = _at_the_top(found.rest)
     if any(model.within is None or model.is_trained for model in models):
@@ -221,7 +306,7 @@ def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequenc
     if _has_some(top, trained):
         return True
     if any("." in name for name in top) and not any(_has_some(model.node, trained) for model in models):
-        raise _several(["the tensors at the top", *(model.called for model in models)], path)
+        raise _several([_TOP, *(model.called for model in models)], path)
     return False
 
 
@@ -238,12 +323,13 @@ def without_tensors(found: Understood, path: str) -> CkptError:
     return CorruptError("there is no tensor of a model or an optimizer", path=path)
 
 
-def _several(names: Sequence[str], path: str) -> LossError:
-    return LossError(
+def _several(names: Sequence[str], path: str) -> SeveralModelsError:
+    return SeveralModelsError(
         "there are several models, and nothing tells which one is meant",
         path=path,
+        tags=() if _TOP in names else names,
         found=", ".join(names),
-        hint="load it with torch.distributed.checkpoint, and save each model with its optimizer by itself",
+        hint="use " + " or ".join(f"--tag {shlex.quote(name)}" for name in names if name != _TOP),
     )
 
 
@@ -266,7 +352,7 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
 def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
     """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name.
 
-    Of several it is the one with the parameters that are `trained`.  LossError where several have some of them.
+    Of several it is the one with the parameters that are `trained`.  SeveralModelsError if several have some of them.
     """
     top = _at_the_top(found.rest)
     if top:
