@@ -45,6 +45,7 @@ from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
+from ckpt.run_folder.emptiness import empty_parameters, has_no_states, lacks_states
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import free_tags, missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read, stray_names
@@ -354,6 +355,7 @@ def _check_one(
             check_holds_model(one)
             problems += _damaged_tensors(one)
             problems += _of_two_saves(one)
+            problems += _empty(one)
             problems += _quantized(one)
         except CkptError as error:
             if isinstance(error, SeveralModelsError) and tag is None and error.tags:
@@ -510,6 +512,15 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
             yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
     if told := of_another_step(Path(checkpoint.path), state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
+
+
+def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Report parameters without elements, and an optimizer that lacks states."""
+    if what := has_no_states(checkpoint):
+        yield Problem(UNKNOWN, "optimizer", what, CorruptError.exit_code)
+    for where, told in (("parameters", empty_parameters(checkpoint)), ("optimizer", lacks_states(checkpoint))):
+        if told:
+            yield Problem(LACKING, where, told)
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -26,7 +26,14 @@ _GATHER = (
 
 
 def check_has_elements(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError if weights are empty placeholders, unless the format's files record shapes."""
+    """Raise IncompleteError if no tensor of a model has an element.
+
+    The same if weights are empty placeholders, unless the format's files record shapes.
+    """
+    sizes = [tensor.numel for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
+    if len(sizes) > 1 and not any(sizes) and not _placeholders(checkpoint):
+        what = f"none of {counted(len(sizes), 'tensor')} has an element: these are no weights"
+        raise IncompleteError(what, path=checkpoint.path, fqn=next(iter(checkpoint.tensors))[0])
     if registry.get(checkpoint.format).records_shapes or not (empty := _placeholders(checkpoint)):
         return
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}

@@ -70,6 +70,7 @@ class Universal(Format):
     title = "DeepSpeed Universal Checkpoint"
     aliases = ALIASES
     namespace = TRANSFORMERS
+    records_shapes = True
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:

@@ -1,0 +1,83 @@
+"""Parts of a checkpoint that hold nothing: parameters without elements, and an optimizer without states.
+
+Both may be right.  A model may declare a parameter of shape [0, 3], and torch's optimizers begin the states of a
+parameter at its first gradient.  So they are named and not refused, except for a model without a single element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ckpt.base.text import counted
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
+
+_PARAMETERS = ("weight", "bias")
+_MAX_SHOWN = 3
+
+
+def empty_parameters(checkpoint: Checkpoint) -> str:
+    """Return a sentence on parameters without elements, or "" if there are none or the engine recorded their shapes.
+
+    A script that saves one rank's part of FSDP2's parameters leaves such ones.
+    """
+    if registry.get(checkpoint.format).records_shapes:
+        return ""
+    shapes = {
+        fqn: tensor.shape
+        for (fqn, role), tensor in checkpoint.tensors.items()
+        if role in MODEL_ROLES and tensor.numel == 0 and fqn.endswith(_PARAMETERS)
+    }
+    if not shapes:
+        return ""
+    named = [f"{fqn} {list(shape)}" for fqn, shape in [*shapes.items()][:_MAX_SHOWN]]
+    have = "has" if len(shapes) == 1 else "have"
+    why = "right only if the model declares them so"
+    return f"{counted(len(shapes), 'parameter')} {have} no elements ({_listed(named, len(shapes))}): {why}"
+
+
+def has_no_states(checkpoint: Checkpoint) -> str:
+    """Return a sentence if the optimizer has no states at all although it took steps, or ""."""
+    trained, without = _trained(checkpoint)
+    step = checkpoint.state.step
+    if not without or len(without) < len(trained) or not step:
+        return ""
+    return f"the optimizer has no states after {counted(step, 'step')}: all were skipped, or the states are lost"
+
+
+def lacks_states(checkpoint: Checkpoint) -> str:
+    """Return a sentence on parameters that lack states which others of the optimizer have, or ""."""
+    trained, without = _trained(checkpoint)
+    if not without or len(without) == len(trained):
+        return ""
+    have = "has" if len(without) == 1 else "have"
+    what = f"{len(without)} of {counted(len(trained), 'parameter')} {have} no optimizer state"
+    return f"{what} ({_listed(without[:_MAX_SHOWN], len(without))}): no gradient ever came, or states are lost"
+
+
+def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return the parameters of groups whose optimizer keeps states, and those of them without any."""
+    if checkpoint.unread or checkpoint.missing_optimizer is not None:
+        return [], []
+    held = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
+    held |= {fqn for values in checkpoint.state.scalars.values() for fqn in values}
+    held |= {alias for alias, owner in checkpoint.ties.items() if owner in held}
+    held |= {owner for alias, owner in checkpoint.ties.items() if alias in held}
+    groups = [
+        group
+        for group in checkpoint.state.param_groups
+        if _keeps_states(group.options) or not held.isdisjoint(group.fqns)
+    ]
+    trained = list(dict.fromkeys(fqn for group in groups for fqn in group.fqns))
+    return trained, [fqn for fqn in trained if fqn not in held]
+
+
+def _keeps_states(options: Mapping[str, Any]) -> bool:
+    """Return True for Adam and its kind, and for momentum; plain SGD keeps nothing."""
+    momentum = options.get("momentum")
+    return "betas" in options or (isinstance(momentum, int | float) and momentum > 0)
+
+
+def _listed(names: list[str], count: int) -> str:
+    return ", ".join([*names, *(["..."] if count > len(names) else [])])
