@@ -34,7 +34,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
     named = [f"{fqn} {list(shape)}" for fqn, shape in [*shapes.items()][:_MAX_SHOWN]]
     have = "has" if len(shapes) == 1 else "have"
     why = "right only if the model declares them so"
-    return f"{counted(len(shapes), 'parameter')} {have} no elements ({_listed(named, len(shapes))}): {why}"
+    return f"{counted(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
 
 
 def has_no_states(checkpoint: Checkpoint) -> str:
@@ -53,7 +53,7 @@ def lacks_states(checkpoint: Checkpoint) -> str:
         return ""
     have = "has" if len(without) == 1 else "have"
     what = f"{len(without)} of {counted(len(trained), 'parameter')} {have} no optimizer state"
-    return f"{what} ({_listed(without[:_MAX_SHOWN], len(without))}): no gradient ever came, or states are lost"
+    return f"{what} ({_shortened(without[:_MAX_SHOWN], len(without))}): no gradient ever came, or states are lost"
 
 
 def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
@@ -79,5 +79,5 @@ def _keeps_states(options: Mapping[str, Any]) -> bool:
     return "betas" in options or (isinstance(momentum, int | float) and momentum > 0)
 
 
-def _listed(names: list[str], count: int) -> str:
+def _shortened(names: list[str], count: int) -> str:
     return ", ".join([*names, *(["..."] if count > len(names) else [])])
