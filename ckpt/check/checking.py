@@ -49,7 +49,7 @@ from ckpt.run_folder.emptiness import empty_parameters, has_no_states, lacks_sta
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import free_tags, missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read, stray_names
-from ckpt.run_folder.opening import AUTO, has_optimizer, is_run, open_checkpoint
+from ckpt.run_folder.opening import AUTO, has_optimizer, is_run, of_two_saves, open_checkpoint
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import (
     LATEST,
@@ -495,22 +495,10 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report a folder that is named for another step, and a model and an optimizer that count different steps.
-
-    The latter are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins
-    anew where weights alone were loaded.  ZeRO's stage 0 counts otherwise; HF Trainer counts steps that an overflow
-    made void, so that its optimizer may have taken fewer.
-    """
-    state = checkpoint.state
-    taken = max(state.scalars.get("step", {}).values(), default=None)
-    skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.step is not None and taken is not None:
-        is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
-        if is_more or (state.zero_stage is not None and taken != state.step - skipped):
-            what = f"the model is of step {state.step}, and the optimizer has taken {taken:g}"
-            what += ": are all files of one save?"
-            yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
-    if told := of_another_step(Path(checkpoint.path), state.step):
+    """Report a folder that is named for another step, and a model and an optimizer that count different steps."""
+    if what := of_two_saves(checkpoint):
+        yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+    if told := of_another_step(Path(checkpoint.path), checkpoint.state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
 

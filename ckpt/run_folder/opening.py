@@ -35,7 +35,7 @@ from ckpt.run_folder.halves import holds_model, lost_weights, with_hint
 from ckpt.run_folder.models import check_one_is_meant
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
-from ckpt.run_folder.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
+from ckpt.run_folder.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at, trainer_step
 from ckpt.stores import places
 
 #: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
@@ -155,8 +155,27 @@ def _noted(checkpoint: Checkpoint) -> Checkpoint:
     """Add notes on a folder named for another step, on values of one rank, and on parts that hold nothing."""
     told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), has_no_states(checkpoint), lacks_states(checkpoint))
-    notes = [note for note in (told, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
+    two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader says so itself
+    notes = [note for note in (told, two, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
+
+
+def of_two_saves(checkpoint: Checkpoint) -> str:
+    """Return a sentence if a model and its optimizer count different steps, or "".
+
+    These are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins anew
+    if weights alone were loaded.  ZeRO's stage 0 counts otherwise; HF Trainer counts steps that an overflow made void,
+    so that its optimizer may have taken fewer.
+    """
+    state = checkpoint.state
+    taken = max(state.scalars.get("step", {}).values(), default=None)
+    skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
+    if state.step is None or taken is None:
+        return ""
+    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
+    if not is_more and (state.zero_stage is None or taken == state.step - skipped):
+        return ""
+    return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
 
 
 def rank_copies_note(tensors: Iterable[Tensor]) -> str:

@@ -34,8 +34,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ckpt.base.errors import CorruptError, IncompleteError, LossError, NeverWholeError, NotFoundError, UsageError
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NeverWholeError,
+    NotFoundError,
+    UsageError,
+)
 from ckpt.base.text import Brief, counted
+from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
@@ -66,6 +75,7 @@ from ckpt.run_folder.steps import enclosing_folders, trainer_step
 from ckpt.state.plain import is_plain
 from ckpt.state.wrapped import clean_names
 from converters.optimizers.state_dicts import is_optimizer
+from converters.pytorch.keys import several_models
 from converters.pytorch.optimizer_file import optimizer_file
 from converters.pytorch.state_dicts import Reading, step_of, tie_as_declared
 
@@ -127,7 +137,8 @@ class Full(Format):
         """
         if path.is_file():
             return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None
-        return find_step(path, tag, _STEPS)
+        found = find_step(path, tag, _STEPS)
+        return path if found is None and tag is not None and _holds_model(path, tag) else found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the state dicts; every tensor of the model has the role `weight`, as files tell no buffers apart.
@@ -143,7 +154,7 @@ class Full(Format):
         if name == INDEX or name.endswith(".index.json"):
             _read_sharded(reading, name)
         else:
-            _read_bundle(reading, name)
+            _read_bundle(reading, name, request.tag)
         number = number_of(path)
         if path.is_dir() or name == FSDP_MODEL or number is not None:
             _read_beside(reading, number)
@@ -257,13 +268,20 @@ class _Reading(Reading):
         self.tensors[tensor.key] = tensor
 
 
-def _read_bundle(reading: _Reading, name: str) -> None:
-    """One file: a state dict, or a dict that has one beside an optimizer and whatever else a trainer keeps."""
+def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
+    """One file: a state dict, or a dict that has one beside an optimizer and whatever else a trainer keeps.
+
+    `tag` is the key of the model to take of several.
+    """
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
         raise NotFoundError("this torch file holds no state dict", path=path, found=type(root).__name__)
-    key = next((key for key in _MODEL_KEYS if is_state_dict(root.get(key))), None)
-    others = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in k]
+    others = _models_in(root)
+    named = [key for key in _MODEL_KEYS if key in others]
+    key = tag if tag in others else named[0] if named else None
+    is_open = len(named) > 1 or (not named and len(others) > 1 and not is_state_dict(root))
+    if is_open and tag not in others:
+        raise several_models(named or others, path)
     if key is None and not is_state_dict(root) and len(others) == 1:
         key = others[0]
         reading.notes.append(f"the model is taken from {key!r}, the only state dict in {name}")
@@ -279,7 +297,15 @@ def _read_bundle(reading: _Reading, name: str) -> None:
     # In torchtitan's spelling the model's names stand beside `optimizer` and the like.
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
+    reading.notes += [
+        f"{other!r} looks like another model, and is training state (--tag {other} takes it)"
+        for other in others
+        if other not in (key, tag) and other in rest and tag not in others
+    ]
     optimizer = next((key for key in _OPTIMIZER_KEYS if _only(rest.get(key)) is not None), None)
+    if optimizer is not None and key == tag and len(others) > 1 and (is_open or key not in _MODEL_KEYS):
+        reading.notes.append(f"{optimizer!r} is kept as training state: nothing records its model")
+        optimizer = None
     if optimizer is not None:
         _add_optimizer(reading, _only(rest.pop(optimizer)), path)
     for key, value in rest.items():
@@ -289,6 +315,24 @@ def _read_bundle(reading: _Reading, name: str) -> None:
             reading.notes.append(f"{key!r} holds several optimizers, which are not told apart: kept as training state")
     reading.items |= {str(k): v for k, v in rest.items() if v is not None}
     reading.step = step_of(rest)
+
+
+def _models_in(root: Mapping[str, Any]) -> list[str]:
+    """Return the keys of state dicts in a bundle; of several, names with dots tell models from statistics."""
+    found = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in k]
+    return [k for k in found if k in _MODEL_KEYS or any("." in name for name in root[k])] or found
+
+
+def _holds_model(folder: Path, key: str) -> bool:
+    """Return True if the torch file in `folder` is a bundle with a model at `key`."""
+    name = _weights_in(folder) if folder.is_dir() else None
+    if name is None or name.endswith(".json"):
+        return False
+    try:
+        root = torchfile.read(confined(folder, name)).root
+    except CkptError:  # opening it reports the error
+        return False
+    return isinstance(root, Mapping) and key in _models_in(root)
 
 
 def _only(value: Any) -> Any:

@@ -200,7 +200,7 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
     if not likely:
         likely = models if len(models) == 1 else [model for model in models if model.within is None]
     if len(likely) != 1:
-        raise _several([model.called for model in models], path)
+        raise several_models([model.called for model in models], path)
     _keep((model for model in models if model is not likely[0]), found, repr(likely[0].called))
     return likely[0]
 
@@ -278,7 +278,7 @@ def _of_the_model(model: Mapping[str, Any], optimizers: _Optimizers, found: Unde
     members = [name for node in optimizers.values() for name in {*_members(node)}]
     if others and len({*members}) < len(members):
         own = ".".join(map(str, found.model_at)) or _TOP
-        raise _several([own, *(other.called for other in others)], path)
+        raise several_models([own, *(other.called for other in others)], path)
 
 
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
@@ -306,7 +306,7 @@ def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequenc
     if _has_some(top, trained):
         return True
     if any("." in name for name in top) and not any(_has_some(model.node, trained) for model in models):
-        raise _several([_TOP, *(model.called for model in models)], path)
+        raise several_models([_TOP, *(model.called for model in models)], path)
     return False
 
 
@@ -319,11 +319,11 @@ def without_tensors(found: Understood, path: str) -> CkptError:
     """The error for a state dict with no tensor of a model or an optimizer, where several models may be why."""
     likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
     if len(likely) > 1:
-        return _several(sorted(likely), path)
+        return several_models(sorted(likely), path)
     return CorruptError("there is no tensor of a model or an optimizer", path=path)
 
 
-def _several(names: Sequence[str], path: str) -> SeveralModelsError:
+def several_models(names: Sequence[str], path: str) -> SeveralModelsError:
     return SeveralModelsError(
         "there are several models, and nothing tells which one is meant",
         path=path,
@@ -365,7 +365,7 @@ def _model_without_name(found: Understood, trained: Sequence[str], path: str) ->
     if len(named) > 1:
         named = {name: value for name, value in named.items() if _has_some(value, trained)}
     if len(named) > 1:
-        raise _several(sorted(named), path)
+        raise several_models(sorted(named), path)
     if not named:
         return {}
     (name,) = named

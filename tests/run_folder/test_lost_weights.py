@@ -145,3 +145,18 @@ def test_lerobots_training_state_alone_is_half(tmp_path: Path) -> None:
             assert done.code == HalfError.exit_code, done.err
         assert ckpt("check", place).code == LOST
     assert f"the model is in {step / 'pretrained_model'}: give that folder" in ckpt("hash", state).err
+
+
+def test_an_optimizer_of_another_step_is_named_by_every_command(tmp_path: Path) -> None:
+    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
+    told = "the model is of step 2, and the optimizer has taken 7"
+    convert = ("convert", "auto", "full", step, "-o")
+    assert told not in ckpt(*convert, tmp_path / "before").err
+    optimizer = torch.load(step / "optimizer.pt", weights_only=True)
+    for state in optimizer["state"].values():
+        state["step"] = torch.tensor(7.0)
+    torch.save(optimizer, step / "optimizer.pt")
+    assert told in ckpt(*convert, tmp_path / "out").err
+    assert told in ckpt("resume", step).err
+    checked = ckpt("check", step)
+    assert checked.code == LOST and told in checked.out

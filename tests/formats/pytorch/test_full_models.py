@@ -1,0 +1,67 @@
+"""`converters/pytorch/full.py`: several models in one torch file. `--tag` takes one, and none is taken in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from ckpt import api
+from ckpt.errors import SeveralModelsError
+from tests.support.commands import ckpt
+
+
+def model(value: float) -> dict[str, Any]:
+    return {"w.weight": torch.full((2, 3), value)}
+
+
+def optimizer(value: float) -> dict[str, Any]:
+    states = {"exp_avg": torch.full((2, 3), value), "exp_avg_sq": torch.ones(2, 3), "step": torch.tensor(2.0)}
+    return {"state": {"w.weight": states}, "param_groups": [{"params": ["w.weight"], "lr": value}]}
+
+
+def saved(state: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(state, folder / "model.pt")
+    return folder
+
+
+def taken(place: Path, tag: str, out: Path) -> float:
+    done = ckpt("convert", "auto", "hf", place, "--tag", tag, "-o", out)
+    assert done.code == 0, done.err
+    return float(load_file(out / "model.safetensors")["w.weight"][0, 0])
+
+
+@pytest.mark.parametrize("names", [("generator", "discriminator"), ("model", "state_dict")])
+def test_of_several_models_a_tag_takes_one(names: tuple[str, str], tmp_path: Path) -> None:
+    both = {name: model(number) for number, name in enumerate(names)}
+    folder = saved({**both, "optimizer": optimizer(1)}, tmp_path / "save")
+    for place in (folder, folder / "model.pt"):
+        with pytest.raises(SeveralModelsError) as failure:
+            api.open(place)
+        assert set(failure.value.tags) == set(names)
+        for number, name in enumerate(names):
+            assert taken(place, name, tmp_path / f"{name}-{place.name}") == number
+            assert not api.open(place, tag=name).optimizer_states
+        done = ckpt("resume", place)
+        assert done.code == 6 and f"--tag {names[0]}" in done.err and "only optimizer states" not in done.err
+        assert ckpt("check", place).code == 0
+
+
+def test_an_average_in_the_bundle_is_named(tmp_path: Path) -> None:
+    own = {"model": model(1), "optimizer": optimizer(1), "stats": {"mean": torch.ones(3)}}
+    assert not api.open(saved(own, tmp_path / "own")).notes
+    folder = saved({**own, "ema": model(2)}, tmp_path / "save")
+    done = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
+    assert done.code == 0 and "'ema' looks like another model" in done.err
+    assert taken(folder, "ema", tmp_path / "ema") == 2
+    assert taken(folder, "model", tmp_path / "model") == 1
+    assert api.open(folder, tag="model").optimizer_states and not api.open(folder, tag="ema").optimizer_states
+
+
+def test_one_model_next_to_statistics_is_taken(tmp_path: Path) -> None:
+    folder = saved({"net": model(1), "stats": {"mean": torch.ones(3)}}, tmp_path / "save")
+    assert [fqn for fqn, _ in api.open(folder).tensors] == ["w.weight"]
