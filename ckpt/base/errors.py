@@ -32,6 +32,8 @@ SHOWN: dict[str, str] = {}
 
 #: A user and a password in a URL.
 _PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
+#: Characters of a hint.  Its commands repeat paths, of at most 4,096 characters, and must not be cut.
+_MAX_HINT = 20_000
 
 
 class CkptError(Exception):
@@ -83,7 +85,7 @@ class CkptError(Exception):
 
     def to_json(self) -> dict[str, Any]:
         """The error as `--json` prints it; what is not known is null."""
-        facts, hint = self.facts(), None if self.hint is None else printable(self.hint)
+        facts, hint = self.facts(), None if self.hint is None else printable(self.hint, _MAX_HINT)
         parts = {name: facts.get(name) for name in ("expected", "found")}
         where = {name: facts.get(name) for name in ("file", "rank", "tensor")}
         return json_error(self.code, printable(self.what), self.exit_code, where=where, **parts, hint=hint)
@@ -100,7 +102,7 @@ class CkptError(Exception):
         facts = {name: value if name in ("file", "tensor") else said(value) for name, value in self.facts().items()}
         lines = [printable(said(self.what)), *(f"  {name}: {value}" for name, value in facts.items())]
         if self.hint:
-            lines += ["", f"hint: {printable(said(self.hint))}"]
+            lines += ["", f"hint: {printable(said(self.hint), _MAX_HINT)}"]
         return "\n".join(lines)
 
 

@@ -32,9 +32,9 @@ from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
 from ckpt.move.files import confined
+from ckpt.move.json_files import MAX_JSON, parse_json, read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
-from ckpt.run_folder.companions import MAX_JSON, parse_json, read_json
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"

@@ -31,10 +31,11 @@ from ckpt.estimate.setup import (
     Setup,
 )
 from ckpt.move.files import translate_os_errors
+from ckpt.move.json_files import read_object
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.run_folder import from_hub
-from ckpt.run_folder.companions import CONFIG, read_config, read_object
+from ckpt.run_folder.companions import CONFIG, read_config
 from ckpt.run_folder.opening import open_checkpoint
 from ckpt.state.adapter import BASE, is_adapter, parse_name
 

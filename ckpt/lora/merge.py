@@ -36,6 +36,7 @@ from ckpt.lora.hollow import WholeModel
 from ckpt.lora.joint import JointModel
 from ckpt.lora.layer import check_installed, merge_layer, updates
 from ckpt.lora.order import FROD
+from ckpt.move.json_files import parse_json
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
@@ -44,7 +45,7 @@ from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.run_folder.adapter_config import BY_MODEL, LORA, TRAINABLE_TOKENS, AdapterConfig
-from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config, parse_json
+from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import run_at
 from ckpt.state import adapter as names

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.move.json_files import read_json
 from ckpt.processes.group import LAUNCHERS
-from ckpt.run_folder.companions import read_json
 
 #: torch's StateDictType, which FSDP's plugin of Accelerate has.
 _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}

@@ -11,8 +11,8 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, UsageError
 from ckpt.move.files import Staging, staging_folder, translate_os_errors
 from ckpt.move.journal import sources_of
+from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import SourceFile
-from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.output_place import run_root
 
 #: Record of a copy: its source files and its step.

@@ -31,6 +31,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.base.typed import typed
 from ckpt.move.files import destination_of, translate_os_errors
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, SourceFile
@@ -40,7 +41,6 @@ from ckpt.resume.caller import caller
 from ckpt.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
-from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.halves import check_holds_model
 from ckpt.run_folder.models import models_of, others_of_save, save_around
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training

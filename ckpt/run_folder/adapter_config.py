@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_object
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.run_folder.companions import read_object
 
 CONFIG = "adapter_config.json"
 #: What verl writes beside rank files in its place, with nothing but these entries (verl 0.9.1,

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.json_files import parse_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
@@ -28,7 +29,6 @@ from ckpt.run_folder.companions import (
     corrected_config,
     dump_config,
     find_config,
-    parse_json,
 )
 from ckpt.run_folder.left_out import run_files_left_out
 from ckpt.run_folder.steps import TRAINER_STATE

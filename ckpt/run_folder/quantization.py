@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.move.files import confined
-from ckpt.run_folder.companions import CONFIG, QUANTIZATION_FILES, read_object
+from ckpt.move.json_files import read_object
+from ckpt.run_folder.companions import CONFIG, QUANTIZATION_FILES
 
 #: Key of mlx-lm in config.json.
 _MLX = "quantization"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, SeveralRunsError
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
-from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.steps import has_record, run_at
 
 #: The digests of what a conversion wrote, which it writes last.

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ckpt.base.errors import CkptError, IncompleteError
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, is_folder
 from ckpt.move.source import read_file
-from ckpt.run_folder.companions import read_json
 
 #: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
 TRAINER_STATE = "trainer_state.json"

@@ -10,8 +10,6 @@ from dataclasses import dataclass, field
 from html import escape
 
 from ckpt.base.text import one_line
-from ckpt.show.overview import ranks_text
-from ckpt.show.sketch import Holder, Patch
 
 #: The first eight are told apart by everybody; of all of them, neighbours are, and none is near a red, which is for
 #: faults, or a grey.  Chosen for their distance in OKLab, as seen with normal vision and with red-green blindness.
@@ -56,7 +54,7 @@ class Canvas:
     `numbers` are of the holders, which have their colours by them.
     """
 
-    numbers: Mapping[Holder, int]
+    numbers: Mapping[int | str, int]
     bar: float  # where bars begin
     length: float
     width: float
@@ -124,13 +122,13 @@ class Canvas:
 
     # -- colours and rectangles ------------------------------------------------------------------------------
 
-    def colour(self, holder: Holder) -> str:
+    def colour(self, holder: int | str) -> str:
         return COLOURS[(holder if isinstance(holder, int) else self.numbers[holder]) % len(COLOURS)]
 
-    def label(self, holder: Holder) -> str:
+    def label(self, holder: int | str) -> str:
         return str(holder) if isinstance(holder, int) else f"f{self.numbers[holder] + 1}"
 
-    def fill(self, holders: Sequence[Holder], is_several: bool = False) -> str:
+    def fill(self, holders: Sequence[int | str], is_several: bool = False) -> str:
         """The colour of a slice, or the pattern of the colours of all that hold it."""
         colours = tuple(dict.fromkeys(map(self.colour, holders)))[:_STRIPES]
         if len(colours) == 1:
@@ -142,29 +140,6 @@ class Canvas:
         size = f'width="{n(max(width, 0.1))}" height="{n(max(height, 0.1))}"'
         start = f'<rect x="{n(x)}" y="{n(y)}" {size} fill="{fill}"{more}'
         self.parts.append(f"{start}><title>{escaped(said)}</title></rect>" if said else f"{start}/>")
-
-    def patch(
-        self, patch: Patch, x: float, y: float, width: float, height: float, said: str, has_label: bool = True
-    ) -> None:
-        """A slice, or what stands in its place."""
-        if patch.kind == "hole":
-            self.rect(x + 0.75, y + 0.75, width - 1.5, height - 1.5, PAPER, said, ' class="p o"')
-            self.mark(x, y, width, height, "hole", "l r")
-        elif patch.kind == "overlap":
-            self.rect(x, y, width, height, RED, said)
-            self.mark(x, y, width, height, "overlap", "l w")
-        elif patch.kind == "padding":
-            if patch.holders:
-                self.rect(x, y, width, height, self.fill(patch.holders), "")
-            self.rect(x, y, width, height, "url(#padding)", said)
-        else:
-            self.rect(x, y, width, height, self.fill(patch.holders, patch.kind == "several"), said)
-            if has_label:
-                ranks = [holder for holder in patch.holders if isinstance(holder, int)]
-                files = [self.label(holder) for holder in patch.holders if isinstance(holder, str)]
-                label = " ".join([*([ranks_text(ranks)] if ranks else []), *files])
-                colours = [self.colour(holder) for holder in patch.holders]
-                self.label_in(x + width / 2, y + height / 2, label, colours, width, height)
 
 
 def _is_light(colour: str) -> bool:

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
-from ckpt.show.canvas import COLOURS, GAP, GREY, MARGIN, SANS, TRACK, Canvas
-from ckpt.show.overview import coordinates, mesh, mesh_text
+from ckpt.show.canvas import COLOURS, GAP, GREY, MARGIN, PAPER, RED, SANS, TRACK, Canvas
+from ckpt.show.overview import coordinates, mesh, mesh_text, ranks_text
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Holder, Patch, holder_text
 from ckpt.state.summaries import summary_text
@@ -250,7 +250,39 @@ def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
     found += [(sample("hole"), "hole: stored nowhere"), (sample("overlap"), "overlap: stored twice")]
     x = MARGIN
     for patch, text in found:
-        canvas.patch(patch, x, canvas.y, 20, 14, "", has_label=False)
+        draw_patch(canvas, patch, x, canvas.y, 20, 14, has_label=False)
         canvas.say(x + 27, canvas.y + 12, text)
         x += len(text) * SANS + 50
     canvas.y += 32
+
+
+def draw_patch(
+    canvas: Canvas,
+    patch: Patch,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    text: str = "",
+    *,
+    has_label: bool = True,
+) -> None:
+    """Draw a slice of a tensor, or the hole, overlap or padding in its place.  A browser shows `text` with it."""
+    if patch.kind == "hole":
+        canvas.rect(x + 0.75, y + 0.75, width - 1.5, height - 1.5, PAPER, text, ' class="p o"')
+        canvas.mark(x, y, width, height, "hole", "l r")
+    elif patch.kind == "overlap":
+        canvas.rect(x, y, width, height, RED, text)
+        canvas.mark(x, y, width, height, "overlap", "l w")
+    elif patch.kind == "padding":
+        if patch.holders:
+            canvas.rect(x, y, width, height, canvas.fill(patch.holders), "")
+        canvas.rect(x, y, width, height, "url(#padding)", text)
+    else:
+        canvas.rect(x, y, width, height, canvas.fill(patch.holders, patch.kind == "several"), text)
+        if has_label:
+            ranks = [holder for holder in patch.holders if isinstance(holder, int)]
+            files = [canvas.label(holder) for holder in patch.holders if isinstance(holder, str)]
+            label = " ".join([*([ranks_text(ranks)] if ranks else []), *files])
+            colours = [canvas.colour(holder) for holder in patch.holders]
+            canvas.label_in(x + width / 2, y + height / 2, label, colours, width, height)

@@ -14,7 +14,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.show.canvas import GAP, GREY, LETTER, MARGIN, RED, SANS, TRACK, Canvas, escaped, n, shortened
 from ckpt.show.rows import Picture, Row
 from ckpt.show.sketch import Patch, holder_text
-from ckpt.show.summary import draw_head, part_colour, part_of
+from ckpt.show.summary import draw_head, draw_patch, part_colour, part_of
 
 _BAR, _LONG_BAR, _NOTES = 580.0, 740.0, 250.0  # widths of the columns; that of names goes by the longest
 _LONG_FROM = 32  # ranks
@@ -131,7 +131,7 @@ class _Drawing:
         if self.is_by_part:
             canvas.rect(x, y, width, bottom - top, part_colour(row.name), f"{part_of(row.name)}: {said}")
         else:
-            canvas.patch(patch, x, y, width if self.is_by_size else right - left, bottom - top, said)
+            draw_patch(canvas, patch, x, y, width if self.is_by_size else right - left, bottom - top, said)
 
 
 def _about(row: Row) -> str:

@@ -24,13 +24,13 @@ from ckpt.base.returned import Returned
 from ckpt.base.text import counted
 from ckpt.move.filehash import FileDigest, Hasher, jobs
 from ckpt.move.files import OpenFiles, confined, translate_os_errors
+from ckpt.move.json_files import read_json
 from ckpt.move.threads import in_threads
 from ckpt.move.workers import FileDigests
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Format, ReadRequest
 from ckpt.plan.spans import Piece
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.runs import MANIFEST as MANIFEST
 from ckpt.verify.digest import ALGORITHM, Progress, digests
 

@@ -24,10 +24,11 @@ from ckpt.containers.torchfile.read import read
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import Array, Record, StoredTensor
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_object
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Tensor, Whole
-from ckpt.run_folder.companions import read_object, run_files
+from ckpt.run_folder.companions import run_files
 from ckpt.state.positions import sequences_seen
 from ckpt.verify.compare import Reader
 from ckpt.verify.digest import row_major

@@ -28,13 +28,14 @@ from ckpt.containers.weights import (
     weight_files,
 )
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.loads import Loads
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import run_files_left_out, training_left_out
 from ckpt.run_folder.sentence_modules import module_folders

@@ -24,6 +24,7 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredTensor, is_state_dict
 from ckpt.containers.weights import weight_files
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_object
 from ckpt.move.source import open_stream, read_file
 from ckpt.plan.checkpoint import (
     MODEL_ROLES,
@@ -42,7 +43,7 @@ from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.run_folder import adapter_entries, peft_rules
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.run_folder.adapter_config import is_of_mlx, parse_config, settings_of
-from ckpt.run_folder.companions import CONFIG, companions, dump_config, read_object
+from ckpt.run_folder.companions import CONFIG, companions, dump_config
 from ckpt.run_folder.companions import read_config as read_model_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out

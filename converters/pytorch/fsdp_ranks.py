@@ -32,6 +32,7 @@ from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor, is_part
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.plan.assemble import assemble
 from ckpt.plan.checkpoint import (
@@ -46,7 +47,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
-from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
 from ckpt.run_folder.steps import TRACKER

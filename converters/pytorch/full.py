@@ -49,6 +49,7 @@ from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, 
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
 from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, is_folder
 from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import (
@@ -67,7 +68,7 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.companions import RUN_PATTERNS, read_config, read_json
+from ckpt.run_folder.companions import RUN_PATTERNS, read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
 from ckpt.run_folder.models import number_of, numbered, optimizers_fit

@@ -19,6 +19,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import (
     HUB,
     MASTER,
@@ -34,7 +35,7 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.models import number_of, numbered
 from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step

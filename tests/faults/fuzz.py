@@ -114,7 +114,7 @@ def metadata(data: bytes, place: Path) -> None:
 def indexes(data: bytes, place: Path) -> None:
     """`model.safetensors.index.json`: it names files of its folder."""
     from ckpt.containers.weights import parse_index
-    from ckpt.run_folder.companions import read_json
+    from ckpt.move.json_files import read_json
 
     path = place / "model.safetensors.index.json"
     path.write_bytes(data)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.errors import CorruptError
-from ckpt.run_folder.companions import MAX_JSON_DEPTH, read_json
+from ckpt.move.json_files import MAX_JSON_DEPTH, read_json
 from tests.support.commands import Result, ckpt
 from tests.support.places import REPOSITORY
 

@@ -19,10 +19,10 @@ from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.tensors import DataFiles, FoundTensor, Placed
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.move.files import confined
+from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
-from ckpt.run_folder.companions import read_json
 from ckpt.run_folder.halves import optimizer_alone
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, MODULE_1, is_nemo, is_nemo_1

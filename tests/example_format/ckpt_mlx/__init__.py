@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
+from ckpt.move.json_files import read_json
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import Namespace
@@ -24,7 +25,7 @@ from ckpt.plan.precision import choices, describe
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
 from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import read_config, read_json
+from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.left_out import training_left_out
 

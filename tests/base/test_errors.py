@@ -1,0 +1,11 @@
+"""`ckpt/base/errors.py`: texts of errors, whole where they have to be."""
+
+from __future__ import annotations
+
+from ckpt.errors import NotFoundError
+
+
+def test_hint_is_never_cut() -> None:
+    """A command in it would not work."""
+    folder = "/".join(["run"] * 1000)
+    assert f"{folder}`, then" in str(NotFoundError("no such file", hint=f"`mkdir {folder} && cd {folder}`, then again"))
