@@ -286,6 +286,8 @@ class Chooser:
         holder, record = run.holder(place), run.record_of(place)
         name = run.name(holder.path if holder else place)
         told = _note(f"{name} is what `{record}` records; there is also {{}} (--tag takes it)", run, recorded)
+        twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
+        told += _note(f"also of step {number}: {{}} (--tag takes it)", run, twins)
         also_passed = [
             *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
             *_note(f"skipped, no {checkpoint.format} checkpoint was found in newer folders: {{}}", run, others),
@@ -397,6 +399,12 @@ def _number(run: Run, checkpoint: Checkpoint) -> int | None:
     if holder is not None:
         return holder.number
     return trainer_step(Path(checkpoint.path)) if step is None else step
+
+
+def _is_twin(step: Step, chosen: Step) -> bool:
+    """Return True if only the name tells a step from the `chosen` one, as `checkpoint-2` from `checkpoint_2`."""
+    same = (step.number, step.counts_epochs) == (chosen.number, chosen.counts_epochs)
+    return same and has_trainer_state(step.path) == has_trainer_state(chosen.path)
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:

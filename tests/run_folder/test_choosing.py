@@ -46,6 +46,21 @@ def test_resume_takes_the_step_with_the_trainers_files_at_equal_numbers(run: Pat
     assert ckpt.resume(run) == str(run), "the run's folder has the trainer's files, too"
 
 
+@pytest.mark.parametrize("other", ["checkpoint_2", "checkpoint-02"])
+def test_two_steps_of_one_number_are_named(other: str, fixtures: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "trainer-plain" / "checkpoint-2", run / "checkpoint-2")
+    assert not any("also of step" in note for note in ckpt.open(run).notes)
+    shutil.copytree(run / "checkpoint-2", run / other)
+    left = {"checkpoint-2", other} - {Path(ckpt.open(run).path).name}
+    told = f"also of step 2: {left.pop()} (--tag takes it)"
+    assert told in run_ckpt("convert", "auto", "full", run, "-o", tmp_path / "out").err
+    assert told in run_ckpt("resume", run).err
+    shutil.copytree(run / "checkpoint-2", run / "checkpoint-4")
+    (run / "checkpoint-4" / "trainer_state.json").write_text('{"global_step": 4}')
+    assert "also of step" not in run_ckpt("resume", run).err
+
+
 @pytest.mark.parametrize("damage", ["cut", "missing"])
 def test_every_step_is_named_with_its_reason_if_all_are_damaged(run: Path, damage: str) -> None:
     for number, step in enumerate(("checkpoint-1", "checkpoint-2")):
