@@ -78,6 +78,7 @@ class DistributedCheckpoint(Format):
         found = parts(path)
         for folder in found.folders:
             reading.folder(folder)
+        reading.is_pair = len(found.folders) + bool(found.shards) > 1
         if found.shards:
             reading.shards(path, found.shards)
         if found.local:
@@ -143,6 +144,7 @@ class _DcpReading:
     metadata: str = ""
     states: OptimizerStates = field(default_factory=OptimizerStates)
     spread: list[str] = field(default_factory=list)
+    is_pair: bool = False
 
     # -- DCP's own files -----------------------------------------------------------------------------------------
 
@@ -225,7 +227,7 @@ class _DcpReading:
         if not found.weights and not found.states:
             raise without_tensors(found, file)
         self.notes += found.notes
-        _check_states(found, self.metadata)
+        _check_states(found, self.metadata, self.is_pair)
         tensors: dict[Key, Tensor] = {}
         for fqn, leaf in found.weights.items():
             if leaf.wrapped:
@@ -401,7 +403,7 @@ def _step(rest: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _check_states(found: Understood, path: str) -> None:
+def _check_states(found: Understood, path: str, is_pair: bool) -> None:
     """CorruptError for states of no parameter, and for a parameter that lacks one which others of its group have.
 
     Others whose states are of other dtypes are none of its kind: 8-bit optimizers keep small parameters in 32 bits.  A
@@ -411,7 +413,15 @@ def _check_states(found: Understood, path: str) -> None:
     for (fqn, name), value in found.states.items():
         states.setdefault(fqn, {})[name] = value.dtype if isinstance(value, Leaf) else None
     strange = [fqn for fqn in states if fqn not in found.weights]
-    if strange and len(strange) < len(states):  # where all are, the optimizer spells names in a way of its own
+    is_all = len(strange) == len(states)
+    if is_all and is_pair and strange and found.weights:
+        raise CorruptError(
+            "the optimizer's folder belongs to another model",
+            path=path,
+            fqn=strange[0],
+            expected=next(iter(found.weights)),
+        )
+    if strange and not is_all:  # where all are, the optimizer spells names in a way of its own
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )

@@ -274,3 +274,18 @@ def test_megatrons_optimizer_alone_is_half(tmp_path: Path) -> None:
     assert done.code == HalfError.exit_code, done.err
     assert f"the model is in {place.parent / 'huggingface'}: give that folder" in done.err
     assert "half a checkpoint" in ckpt("check", place).out
+
+
+@pytest.mark.parametrize("names", [("model", "optimizer"), ("pytorch_model_fsdp_0", "optimizer_0")])
+def test_an_optimizer_of_another_model_is_not_paired(names: tuple[str, str], tmp_path: Path) -> None:
+    model = save({"model": {"w": torch.ones(2)}}, tmp_path / "checkpoint-2" / names[0])
+    place = model if names[0] == "model" else model.parent
+    save({"optimizer": OPTIMIZER}, model.parent / names[1])
+    assert ckpt("check", place).code == 0 and api.open(place).optimizer_states
+    shutil.rmtree(model.parent / names[1])
+    other = {"state": {"v": STATE}, "param_groups": [{"params": ["v"], "lr": 0.1}]}
+    save({"optimizer": other}, model.parent / names[1])
+    for command in (("check", place), ("convert", "auto", "full", place, "-o", tmp_path / "out"), ("resume", place)):
+        done = ckpt(*command)
+        assert done.code == CorruptError.exit_code, done
+        assert "the optimizer's folder belongs to another model" in done.out + done.err
