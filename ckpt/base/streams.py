@@ -120,13 +120,22 @@ def coloured(stream: TextIO) -> bool:
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
-def folded(line: str) -> str:
-    """Return `line` folded between words to the width of the terminal, if stderr is one."""
-    if not sys.stderr.isatty():
-        return line
+def width_of(stream: TextIO) -> int | None:
+    """Return the columns of a terminal, or None for a file or a pipe, which get whole lines."""
+    if not stream.isatty():
+        return None
     import shutil
+
+    return shutil.get_terminal_size().columns
+
+
+def folded(line: str, stream: TextIO | None = None) -> str:
+    """Return `line` folded between words to the width of `stream` (stderr unless given), if that is a terminal."""
+    width = width_of(stream or sys.stderr)
+    if width is None or len(line) <= width:
+        return line
     import textwrap
 
-    width = shutil.get_terminal_size().columns
-    fold = textwrap.TextWrapper(width, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    indent = " " * (len(line) - len(line.lstrip()) + 2)
+    fold = textwrap.TextWrapper(width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return fold.fill(line) or line

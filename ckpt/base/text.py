@@ -44,6 +44,14 @@ def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
     return [short for one in sentences if (short := getattr(one, "short", one))]
 
 
+def note_lines(notes: Iterable[str], verbose: bool = False) -> list[str]:
+    """Return a line for each note if `verbose`, otherwise one line with the short forms of all."""
+    shown = [printable(note) for note in in_short(notes, verbose)]
+    if verbose or len(shown) < 2:
+        return [f"note: {note}" for note in shown]
+    return [f"notes: {'; '.join(f'({number}) {note}' for number, note in enumerate(shown, 1))} (-v: a line each)"]
+
+
 def one_line(text: str, limit: int = 400) -> str:
     """`text` bounded and with every control character escaped, line ends too."""
     return printable(text, limit).replace("\n", "\\n")

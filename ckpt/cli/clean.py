@@ -11,6 +11,7 @@ import typer
 
 from ckpt.base.errors import shown
 from ckpt.cli import options as opt
+from ckpt.cli.text import print_lines, say
 
 
 def clean(
@@ -25,10 +26,13 @@ def clean(
     found = look(path)
     if found.removable:
         if not yes and is_interactive():
-            print(found, file=sys.stderr)
+            say(*found.lines())
             yes = typer.confirm("remove?", err=True)
         if yes:
             found = found.remove()
-    print(shown(json.dumps(found.to_json(), indent=2)) if as_json else found)
+    if as_json:
+        print(shown(json.dumps(found.to_json(), indent=2)))
+    else:
+        print_lines(found.lines())
     if found.removable and not found.removed:
         print("nothing was removed; use --yes to remove without being asked", file=sys.stderr)

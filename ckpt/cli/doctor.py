@@ -10,7 +10,7 @@ import typer
 
 from ckpt.base.errors import CkptError, shown
 from ckpt.cli import options as opt
-from ckpt.cli.text import terminal_width
+from ckpt.cli.text import print_lines, terminal_width
 
 
 def doctor(
@@ -24,8 +24,10 @@ def doctor(
     from ckpt.cli import diagnosis
 
     def show(found: diagnosis.Diagnosis) -> None:
-        lines = found.lines(terminal_width())
-        print(shown(json.dumps(found.to_json(), indent=2)) if as_json else "\n".join(lines), flush=True)
+        if as_json:
+            print(shown(json.dumps(found.to_json(), indent=2)), flush=True)
+        else:
+            print_lines(found.lines(terminal_width()))
 
     facts = diagnosis.gather(path)
     if path is None:

@@ -15,7 +15,7 @@ from ckpt.base.errors import CorruptError, UnsafeError, UsageError, printable, s
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.drawn import check_place, write
-from ckpt.cli.text import print_table, say_notes, terminal_width
+from ckpt.cli.text import print_lines, print_table, say_notes, terminal_width
 from ckpt.estimate.setup import Device, Optimizer, StateDType, TrainDType
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ def inspect(
         elif as_json:
             print(shown(json.dumps(found.to_json(), indent=2)))
         elif not quiet:
-            print("\n".join(found.facts(terminal_width())))
+            print_lines(found.facts(terminal_width()))
             if found.run:
                 print()
                 _print_run(found.run)
@@ -102,7 +102,7 @@ def inspect(
                 print()
                 print_table(overview.HEADS, overview.rows(found.checkpoint), right=overview.RIGHT)
             for one in found.parts():
-                print("", *one, sep="\n")
+                print_lines(["", *one])
         if damaged is not None:
             sys.stdout.flush()
             raise damaged

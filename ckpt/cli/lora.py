@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.text import in_short
 from ckpt.cli import options as opt
 from ckpt.cli.axolotl import run_of
 from ckpt.cli.text import carry_out, say_notes, say_result, say_source
@@ -146,7 +145,7 @@ def merge_lora(
 
         check_room(set(conversion.files), to)
     for one in opened if quiet else found:
-        say_notes(one.checkpoint.passed_over if quiet else in_short(one.notes, outcome.verbose))
+        say_notes(one.checkpoint.passed_over if quiet else one.notes, verbose=outcome.verbose or quiet)
     path = Path(conversion.source.path)
     others = [one.source for one in opened if not path.is_relative_to(one.path)]  # the base is in a run's checkpoint
     what = f"merging {', '.join(others)} into " if others else "merging into "

@@ -135,7 +135,7 @@ NamesOption = Annotated[
     typer.Option(help="hub: only what the config's architecture saves. own: other names are written as they are."),
 ]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors only.")]
+QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors and warnings of loss only.")]
 VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +12,8 @@ import typer
 
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
-from ckpt.base.streams import coloured, folded
-from ckpt.base.text import aligned, counted, in_short
+from ckpt.base.streams import coloured, folded, width_of
+from ckpt.base.text import aligned, counted, note_lines
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
@@ -23,8 +22,13 @@ if TYPE_CHECKING:
 
 
 def terminal_width() -> int | None:
-    """Columns of the terminal that stdout is; None where it is none, as nothing is cut for a file or a pipe."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    """Return the columns of stdout, or None unless it is a terminal."""
+    return width_of(sys.stdout)
+
+
+def print_lines(lines: Iterable[str]) -> None:
+    """Print a report on stdout, folded between words if that is a terminal."""
+    print("\n".join(folded(line, sys.stdout) for line in lines), flush=True)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
@@ -60,10 +64,10 @@ def carry_out(
     conversion.check_destination(destination)
     report = conversion.to_json(str(destination))
     if outcome.dry_run:
-        lines = (
-            shown(json.dumps(report, indent=2)) if outcome.as_json else "\n".join(plan_lines(report, outcome.verbose))
-        )
-        print(lines)
+        if outcome.as_json:
+            print(shown(json.dumps(report, indent=2)))
+        else:
+            print_lines(plan_lines(report, outcome.verbose))
         return None
     with progress(0, "check", quiet=outcome.quiet) as meter:
         options |= {"progress": meter, "phase": meter.phase}
@@ -85,13 +89,14 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
 
     where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
     print(where, flush=True)
-    if not outcome.quiet:
+    if not outcome.quiet or (report["loads"] and report["loads"]["can"] is False):  # a folder of no use is no success
         say(*loads_lines(report))
 
 
 #: How lines begin, and the style of this beginning on a terminal.
 _STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
+    "notes:": {"fg": "yellow"},
     "not in the target:": {"fg": "yellow"},
     "not read:": {"fg": "yellow", "bold": True},
     "not checked:": {"fg": "yellow", "bold": True},
@@ -115,8 +120,9 @@ def in_colour(text: str) -> str:
     return typer.style(start, **_STYLES[start]) + text.removeprefix(start) if start else text
 
 
-def say_notes(notes: Sequence[str]) -> None:
-    say(*(f"note: {printable(note)}" for note in notes))
+def say_notes(notes: Sequence[str], *, verbose: bool = True) -> None:
+    """Print notes on stderr, a line each if `verbose`, otherwise the short forms of all in one line."""
+    say(*note_lines(notes, verbose))
 
 
 def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False, verbose: bool = False) -> None:
@@ -128,4 +134,4 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
     step = f", step {checkpoint.state.step}" if checkpoint.state.step is not None else ""
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
     say(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"))
-    say_notes(in_short(checkpoint.notes, verbose))
+    say_notes(checkpoint.notes, verbose=verbose)

@@ -16,7 +16,7 @@ from ckpt.base.returned import Returned
 from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.drawn import HeatMap
-from ckpt.cli.text import say_notes, say_source
+from ckpt.cli.text import print_lines, say_notes, say_source, terminal_width
 
 if TYPE_CHECKING:
     from ckpt.plan.checkpoint import Checkpoint
@@ -201,7 +201,7 @@ def diff(
     with progress(0, "measure", quiet=quiet) as meter:
         report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter, expected=meter.expect)
     page.write(report, quiet=quiet)
-    _conclude(report, report.lines(verbose), as_json, quiet)
+    _conclude(report, report.lines(verbose, terminal_width()), as_json, quiet)
 
 
 def _opened(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple[Checkpoint, Checkpoint]:
@@ -230,7 +230,7 @@ def _conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool
     if as_json:
         print(shown(json.dumps(report.to_json(), indent=2)))
     elif not quiet:
-        print("\n".join(lines))
+        print_lines(lines)
     if report.exit_code:
         raise typer.Exit(report.exit_code)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from ckpt.base.errors import printable
 from ckpt.base.sizes import show_size
-from ckpt.base.text import counted, in_short
+from ckpt.base.text import counted, in_short, note_lines
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.loads import Loads
@@ -68,9 +68,10 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
 def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
     """What a plan's report has to say about precision, about what is not in the target, and what was not read.
 
-    Without `verbose` there is one line for all that is not in the target, and one for all that was not read.
+    Without `verbose` there is one line for all notes, one for all that is not in the target, and one for all that was
+    not read.
     """
-    notes = [f"note: {printable(note)}" for note in in_short(report["notes"], verbose)]
+    notes = note_lines(report["notes"], verbose)
     left_out = report["left_out"]
     if verbose or len(left_out) < 2:
         notes += [f"not in the target: {printable(one)}" for one in left_out]

@@ -97,14 +97,18 @@ class Diff(Report):
         ]
         return super().to_json() | {"tolerance": allowed, "within": self.within, "layers": layers}
 
-    def lines(self, verbose: bool = False) -> Iterator[str]:
-        """The layers, the tensors that changed most (with `verbose` all of them), what has no partner, the outcome."""
+    def lines(self, verbose: bool = False, width: int | None = None) -> Iterator[str]:
+        """Yield the layers, the tensors that changed most (with `verbose` all), what has no partner, and the outcome.
+
+        Tables have at most `width` columns.
+        """
         rows = [(one_line(n), str(len(found)), *_cells(_together(found))) for n, found in self.layers.items()]
         if rows:
-            yield from (*aligned(("layer", "tensors", *HEADS), rows, ("tensors", *HEADS)), "")
+            yield from (*aligned(("layer", "tensors", *HEADS), rows, ("tensors", *HEADS), width=width), "")
         changed = self.changed if verbose else self.changed[:_SHOWN]
         if changed:
-            yield from aligned(("changed most", *HEADS, "largest at"), list(map(_changed_row, changed)), HEADS)
+            most = list(map(_changed_row, changed))
+            yield from aligned(("changed most", *HEADS, "largest at"), most, HEADS, width=width)
             yield from _more(len(self.changed) - len(changed))
             yield ""
         others = [one for one in self.results if one.status != EQUAL and one.change is None and not one.is_scalar]

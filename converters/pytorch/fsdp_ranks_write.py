@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
-from ckpt.base.text import counted
+from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile.values import Record, StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, copy_of, state_number, torch_file, with_gaps
 from ckpt.move.files import confined
@@ -112,9 +112,8 @@ def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
 
 def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks: int) -> Iterator[str]:
     before = checkpoint.world_size
-    yield f"FSDP{version} on {counted(num_ranks, 'rank')}" + (
-        f", from {before}" if before not in (None, num_ranks) else ""
-    )
+    changed = f", from {before}" if before not in (None, num_ranks) else ""
+    yield Brief(f"FSDP{version} on {counted(num_ranks, 'rank')}{changed}")
     path = Path(checkpoint.path)
     for role in _ROLES:
         if path.name in _ROLES and role != path.name and (path.parent / role).is_dir():

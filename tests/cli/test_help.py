@@ -290,7 +290,14 @@ def on_a_terminal(*words: str, **env: str) -> Result:
 
 @pytest.mark.parametrize("columns", [50, 80])
 def test_tables_fit_the_terminal(fixtures: Path, columns: int) -> None:
-    for words in (("formats",), ("inspect", str(fixtures / "trainer-zero2"), "--tensors")):
+    one, other = str(fixtures / "trainer-zero2"), str(fixtures / "toy-zero3")
+    compared = ("diff", other, str(fixtures / "toy-zero2")) if columns == 50 else ("verify", one, other)
+    for words in (compared, ("doctor", other)):
+        shown = on_a_terminal(*words, COLUMNS=str(columns), NO_COLOR="1").out
+        assert all(len(line) <= columns or "/" in line for line in shown.splitlines()), shown
+        lines = run_ckpt(*words).out.splitlines()
+        assert any(len(line) > columns for line in lines), "a pipe gets whole lines"
+    for words in (("formats",), ("inspect", one, "--tensors")):
         shown = on_a_terminal(*words, COLUMNS=str(columns), NO_COLOR="1")
         assert shown.code == 0 and max(map(len, shown.out.splitlines())) <= columns
         whole = process(*words).out

@@ -10,11 +10,12 @@ from pathlib import Path
 import pytest
 
 import ckpt
-from ckpt.base.text import counted
+from ckpt.base.text import Brief, counted, note_lines
 from ckpt.cli import text
 from ckpt.plan.loads import Loads
 from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt
+from tests.support.commands import ckpt_in_order
 
 #: A sample of each framework: ZeRO, FSDP, Megatron, GPT-NeoX, HF Trainer, a LoRA run.
 PLAIN = ("moe-zero3", "toy-zero1", "local-flat", "megatron-0.17-dp", "neox-zero1", "trainer-zero2", "autotp-zero0")
@@ -32,6 +33,52 @@ def test_plain_success_has_at_most_five_lines(fixtures: Path, tmp_path: Path, na
         assert f"not in the target: {one}" in long, "with -v nothing is shortened"
     assert all(f"note: {note}" in long for note in report["notes"])
     assert len(report["left_out"]) < 2 or "(-v: all of it)" in done.err
+
+
+def _of_kind(lines: list[str], *starts: str) -> list[str]:
+    return [line for line in lines if line.startswith(starts)]
+
+
+def test_every_fixture_is_converted_in_few_lines(fixtures: Path, tmp_path: Path) -> None:
+    """A warning of each kind has a line of its own; -v says at least as much."""
+    folders = sorted(one for one in fixtures.iterdir() if one.is_dir())
+    words = {"fsdp-ranks": 0, "hf": 0, "zero1": 0}
+    for number, folder in enumerate(folders):
+        target = list(words)[number % len(words)]
+        convert = ("convert", "auto", target, folder, "-o", tmp_path / "out", "--overwrite")
+        done = ckpt_in_order(*convert)
+        if done.code:
+            continue
+        words[target] += 1
+        lines = done.out.splitlines()
+        notes = _of_kind(lines, "note: ", "notes: ")
+        warnings = [*notes, *_of_kind(lines, "not in the target: "), *_of_kind(lines, "not read: ")]
+        assert len(lines) - len(warnings) <= 5 and len(notes) <= 2 and len(warnings) <= 4, done.out
+        assert len(lines) <= 5 or len(warnings) > 1, done.out
+        if notes:
+            left = "".join(re.sub(r"^notes?: | \(-v: a line each\)$", "", line) for line in notes)
+            for line in sorted(
+                _of_kind(ckpt_in_order(*convert, "-v").out.splitlines(), "note: "), key=len, reverse=True
+            ):
+                left = left.replace(line.removeprefix("note: "), "")
+            assert not re.sub(r"\(\d\)|; ", "", left).strip(), left
+    assert all(words.values())
+
+
+def test_several_notes_have_one_line_without_verbose() -> None:
+    notes = ["one thing", Brief("known"), Brief("a long story", "short")]
+    assert note_lines(notes) == ["notes: (1) one thing; (2) short (-v: a line each)"]
+    assert note_lines(notes, verbose=True) == ["note: one thing", "note: known", "note: a long story"]
+    assert note_lines(notes[:2]) == ["note: one thing"] and note_lines([]) == []
+
+
+def test_quiet_says_what_cannot_be_loaded_alone(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
+    assert run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "good", "-q").err == ""
+    (run / "config.json").unlink()
+    done = run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "bad", "-q")
+    assert done.code == 0 and done.out == f"{tmp_path}/bad\n"
+    assert re.fullmatch("from_pretrained cannot load this folder: config.json is missing.*\n", done.err)
 
 
 def test_last_line_is_proved_by_transformers(fixtures: Path, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from itertools import chain, product
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile.pickler import Size
 from ckpt.containers.torchfile.values import StoredDict
 from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
@@ -396,8 +397,8 @@ def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:
 def _pipeline_notes(pipeline: _Pipeline) -> Iterator[str]:
     grid, before = pipeline.grid, pipeline.checkpoint.world_size
     ranks = grid.tp * grid.pp * pipeline.dp
-    changed = f", from {before} ranks" if before not in (None, ranks) else ""
-    yield f"DeepSpeed's pipeline for TP {grid.tp}, PP {grid.pp}, DP {pipeline.dp}{changed}"
+    changed = f", from {counted(before, 'rank')}" if before not in (None, ranks) else ""
+    yield Brief(f"DeepSpeed's pipeline for TP {grid.tp}, PP {grid.pp}, DP {pipeline.dp}{changed}")
     if pipeline.has_optimizer:
         yield from master_notes(pipeline.model)
     counts = [len(pipeline.stages.layers(pp)) for pp in range(grid.pp)]

@@ -15,6 +15,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import Brief
 from ckpt.containers.dcp.write import Writing
 from ckpt.containers.torchfile.write import FromSource, torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Target, TargetFile
@@ -86,9 +87,10 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
         TargetFile.of_bytes(f"{folder}/{RUN_CONFIG}", json.dumps(_config(run, chosen), indent=2).encode()),
         TargetFile.of_bytes(TRACKER, folder.encode() if step is None else str(step).encode()),
     )
-    notes = [f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"]
+    what = f"{CLASSES[run.kind]} of Megatron-Bridge's, for any pipeline parallel size"
+    notes: list[str] = [Brief(what)]
     if any(is_of_ranks(*_parsed(fqn), run) for fqn in chosen):
-        notes[0] += f" and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"
+        notes = [f"{what} and for tensor parallel size {run.tp}, in whose order the rows of linear_fc1 are (--tp)"]
     if run.etp > 1 and any(_parsed(fqn)[0].is_expert for fqn in chosen):
         notes.append(
             f"with expert tensor parallel size {run.etp} Megatron-Bridge computes something else than an adapter of "

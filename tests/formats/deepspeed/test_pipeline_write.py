@@ -335,7 +335,7 @@ def test_a_layout_that_does_not_fit_is_refused(misfit: str) -> None:
 def test_stages_as_asked_for_and_as_they_were(tmp_path: Path) -> None:
     done = commands.ckpt(
         *("convert", FORMAT, FORMAT, sample("base"), "-o", tmp_path / "asked", "--pp", "2", "--tp", "1"),
-        *("--world-size", "2", "--decoder-first-pipeline-num-layers", "1"),
+        *("--world-size", "2", "--decoder-first-pipeline-num-layers", "1", "-v"),
     )
     assert done.code == 0, done.err
     assert "DeepSpeed's pipeline for TP 1, PP 2, DP 1, from 4 ranks" in done.err
