@@ -216,9 +216,9 @@ class Conformance:
                 if declaration.is_unchecked_data and damaged is not None and len(damaged) == len(original):
                     continue
                 # Without its only file there is nothing left to recognise.
-                # Without the model's file it may be half a checkpoint.
-                is_alone = damaged is None and len(files) <= 2
-                kinds = (CorruptError, NotFoundError, HalfError) if is_alone else (CorruptError,)
+                # Without the model's only file it is half a checkpoint.
+                alone = (NotFoundError,) if len(files) <= 2 else ()
+                kinds = (CorruptError, HalfError, *alone) if damaged is None else (CorruptError,)
                 with pytest.raises(kinds) as caught:
                     ckpt.open(path, declaration.format)
                 assert str(path) in str(caught.value)
