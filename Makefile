@@ -66,7 +66,7 @@ test-peft: env  ## PEFT's own list of adapters, every one merged
 	$(BIN)/python -m pip install --quiet --target build/peft-tests/beside -c constraints.txt \
 		scikit-learn==1.9.1 scipy==1.17.1 joblib==1.6.0 threadpoolctl==3.8.0
 	PEFT_TESTS=build/peft-tests/tests PYTHONPATH=build/peft-tests/beside \
-		$(BIN)/python -m pytest -m '' tests/lora/test_peft_list.py tests/lora/test_clusters.py
+		$(BIN)/python -m pytest -m '' tests/lora/test_peft_list.py tests/lora/test_adamss.py
 
 wheel:  ## build the package, and try it on every Python at hand
 	.ci/wheel

@@ -1,8 +1,7 @@
 """What PEFT itself does to adapters: several made one (`add_weighted_adapter`), and those of transformers 4 converted.
 
-PEFT needs a model to hold the adapters.  It gets one without weights (`ckpt.lora.hollow`).  The combinations read the
-adapters' factors only, so the bits are those of the real model, the random draws of `dare_*` too where the seed is the
-same.
+PEFT needs a model to hold the adapters and gets one without weights (`ckpt.lora.empty_model`). The combinations read
+the adapters' factors only, so the bits are the real model's, and with the same seed so are the draws of `dare_*`.
 """
 
 from __future__ import annotations
@@ -15,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import LossError, UsageError
+from ckpt.lora.empty_model import empty_model
 from ckpt.lora.find import Adapter, Factor
-from ckpt.lora.hollow import hollow
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.run_folder.adapter_config import LORA, parse_config
 from ckpt.state import adapter as names
@@ -48,7 +47,7 @@ def combine(
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
-    model = hollow(to_namespace(base, TRANSFORMERS))
+    model = empty_model(to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
     every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
     options = {} if density is None else {"density": density}
@@ -98,7 +97,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wrapped = get_peft_model(hollow(to_namespace(base, TRANSFORMERS)), config)
+            wrapped = get_peft_model(empty_model(to_namespace(base, TRANSFORMERS)), config)
             result = set_peft_model_state_dict(wrapped, {fqn: factor.load() for fqn, factor in lora.items()})
     except (ValueError, RuntimeError) as error:
         raise UsageError(f"PEFT does not load this adapter: {error}", path=adapter.path) from error

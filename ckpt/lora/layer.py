@@ -14,14 +14,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
-from ckpt.base.errors import CorruptError, UsageError
-from ckpt.lora.clusters import ADAMSS, check_clusters
+from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.lora.effect import Update
 from ckpt.lora.find import Adapter, Factor
 from ckpt.run_folder import adapter_entries
-from ckpt.run_folder.adapter_config import LORA, OF_PEFT, AdapterConfig
+from ckpt.run_folder.adapter_config import ADAMSS, KINDS, LORA, OF_PEFT, AdapterConfig
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +33,11 @@ _ELSEWHERE = (
 )
 #: Names of classes of layers.
 LINEAR, CONV1D = "Linear", "Conv1D"
+#: Suffix of AdaMSS's frozen projection, which PEFT makes of the base.
+_PROJECTION = ".adamss_newB"
+#: Largest distance of a projection's row, relative to its length. Rounding differs by processor and bf16 rounds;
+#: another base or other random numbers change everything.
+_TOLERANCE = 0.02
 _LOCK = threading.Lock()  # PEFT draws numbers, and changes torch's own settings meanwhile
 
 
@@ -66,14 +71,25 @@ def merge_layer(
 
 
 def check_installed(config: AdapterConfig) -> None:
-    """Raise UsageError if the installed PEFT would ignore an entry that changes the merge."""
+    """Raise UsageError if the installed PEFT does not merge the kind, or would ignore an entry that changes it."""
     import dataclasses
 
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
 
     made = next((one for kind, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind == config.kind), None)
-    known = {field.name for field in dataclasses.fields(made)} if made is not None else set()
-    if lacking := [key for key in adapter_entries.relevant(config.raw) if key not in known]:
+    tuner = next((one for kind, one in PEFT_TYPE_TO_TUNER_MAPPING.items() if kind == config.kind), None)
+    if made is None:
+        raise UsageError(
+            "the installed PEFT does not know this kind of adapter",
+            path=config.path,
+            found=f"peft_type {config.kind!r}, peft {version('peft')}",
+            hint="pip install -U peft",
+        )
+    if not hasattr(tuner, "merge_and_unload"):
+        raise UsageError("PEFT does not merge this kind of adapter", path=config.path, found=f"peft_type {config.kind}")
+    known = {field.name for field in dataclasses.fields(made)}
+    entries = adapter_entries.relevant(config.raw) if config.kind in KINDS else adapter_entries.turned_on(config.raw)
+    if lacking := [key for key in entries if key not in known]:
         raise UsageError(
             "the installed PEFT does not know this adapter's settings",
             path=config.path,
@@ -91,13 +107,47 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
 
     wrapped = get_peft_model(model, made)
     if made.peft_type == ADAMSS:
-        check_clusters(get_peft_model_state_dict(wrapped, save_embedding_layers=False), state, path)
+        check_made_of_base(get_peft_model_state_dict(wrapped, save_embedding_layers=False), state, path)
     result = set_peft_model_state_dict(wrapped, dict(state))
     if result.unexpected_keys:
         raise CorruptError("PEFT has no place for a tensor of this adapter", path=path, fqn=result.unexpected_keys[0])
     if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
         raise CorruptError("the adapter lacks a tensor of this layer", path=path, fqn=min(lacking))
     return wrapped
+
+
+def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Raise LossError if the tensors that PEFT has `made` of the base belong to other rows than the saved `state`.
+
+    AdaMSS's factors are for groups of rows that PEFT finds again with scikit-learn when it loads an adapter, and no
+    file records them. PEFT continues if the groups differ from those in training. The saved projection shows it, as
+    it comes from the same decomposition of the base, and so do the sizes of the groups.
+    """
+    for fqn, tensor in made.items():
+        saved = state.get(fqn)
+        if saved is None:
+            continue
+        why, found = None, f"shape {list(saved.shape)}"
+        if saved.shape != tensor.shape:
+            why = f"shape {list(tensor.shape)}, by the groups of rows that PEFT finds in this base"
+        elif fqn.endswith(_PROJECTION) and not _are_near(tensor, saved):
+            why, found = "the projection that PEFT makes of this base", "another one"
+        if why is not None:
+            raise LossError(
+                "which rows this adapter's factors are for is not known: it was trained on another base, or on a "
+                "device that draws other random numbers, as GPUs do",
+                path=path,
+                fqn=fqn,
+                expected=why,
+                found=found,
+                hint="in Python, on a device of the kind that it was trained on: PeftModel.from_pretrained, "
+                "merge_and_unload, save_pretrained",
+            )
+
+
+def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    one, other = tensor.double(), saved.double()
+    return bool(((one - other).norm(dim=1) <= _TOLERANCE * other.norm(dim=1)).all())
 
 
 def updates(

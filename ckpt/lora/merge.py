@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from functools import cached_property, partial
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from itertools import permutations
 from pathlib import Path
@@ -26,16 +26,14 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
 from ckpt.lora import renamed, targets, tied
-from ckpt.lora.clusters import ADAMSS, SCIKIT_LEARN, made_anew, require_sklearn
 from ckpt.lora.combine import loaded, require_peft
 from ckpt.lora.effect import Merge, Noted, Update, raw_bytes
+from ckpt.lora.empty_model import EmptyModel
 from ckpt.lora.experts import ExpertPart, part_of
 from ckpt.lora.find import Adapter, Factor, open_adapter
 from ckpt.lora.head import as_trained
-from ckpt.lora.hollow import WholeModel
-from ckpt.lora.joint import JointModel
 from ckpt.lora.layer import check_installed, merge_layer, updates
-from ckpt.lora.order import FROD
+from ckpt.lora.whole_model import LoadedModel
 from ckpt.move.json_files import parse_json
 from ckpt.move.workers import Resources
 from ckpt.plan import registry
@@ -44,7 +42,7 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder.adapter_config import BY_MODEL, LORA, TRAINABLE_TOKENS, AdapterConfig
+from ckpt.run_folder.adapter_config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.run_folder.companions import CONFIG, PATTERNS, TEMPLATES, companions, dump_config
 from ckpt.run_folder.left_out import training_left_out
 from ckpt.run_folder.steps import run_at
@@ -190,9 +188,8 @@ def _identity(adapters: Sequence[Adapter]) -> str:
     """
     from xxhash import xxh3_128
 
-    libraries = [name for name in ("torch", "peft") if find_spec(name)]
-    libraries += [SCIKIT_LEARN] if any(one.config.kind == ADAMSS for one in adapters) else []
-    hasher = xxh3_128(repr([version(name) for name in libraries]).encode())
+    packages = ("torch", "peft", "transformers", "scikit-learn")
+    hasher = xxh3_128(repr([_installed(name) for name in packages]).encode())
     for one in adapters:
         hasher.update(repr((one.config.given_layout, sorted(one.config.raw.items()))).encode())
         for fqn, factor in one.factors.items():
@@ -200,6 +197,14 @@ def _identity(adapters: Sequence[Adapter]) -> str:
             if factor.is_held:
                 hasher.update(raw_bytes(factor.load()).data)
     return hasher.hexdigest()
+
+
+def _installed(package: str) -> str | None:
+    """Return the version of a package, or None if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
@@ -339,8 +344,6 @@ class _Merge:
         """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
         require_peft("merging this kind of adapter")
         check_installed(adapter.config)
-        if adapter.config.kind == ADAMSS:
-            require_sklearn()
         layers: dict[str, dict[str, Factor]] = {}
         shared: dict[str, Factor] = {}
         whole: dict[str, Factor] = {}
@@ -348,30 +351,44 @@ class _Merge:
             name = parse_name(fqn)
             if self.base.ties.get(name.module, name.module) in self.chosen:
                 whole[fqn] = factor
-            elif not fqn.startswith(names.PREFIX):
+            elif not fqn.startswith(names.PREFIX) or adapter.config.kind not in KINDS:
                 shared[fqn] = factor
             else:
                 layers.setdefault(self._layer_of(adapter, fqn), {})[fqn] = factor
         parts = {m: {fqn.rpartition(".")[2]: one for fqn, one in state.items()} for m, state in layers.items()}
         self._replace_all(adapter, whole, parts)
         self._check_saved(adapter)
-        if adapter.config.kind in BY_MODEL:
+        if adapter.config.kind not in BY_LAYER:
             factors = {fqn: factor for state in (shared, *layers.values()) for fqn, factor in state.items()}
-            kind = JointModel if adapter.config.kind == FROD else WholeModel
+            kind = EmptyModel if adapter.config.kind in BY_MODEL else LoadedModel
             model = kind(adapter, self.base, self.chosen, factors, frozenset(layers), self._stored)
+            if isinstance(model, LoadedModel):
+                model.check_memory()
             self._divide(adapter, {layer: {} for layer in model.layers})
             placed = {module: self._place_alone(adapter, module) for module in model.layers}
-            self.noted.made_anew.extend(model.notes)
+            if isinstance(model, LoadedModel):
+                self._merge_whole(adapter, model, placed)
+                return
             for module, owner in placed.items():
                 self._update(owner, model.update(module))
             return
-        if adapter.config.kind == ADAMSS:
-            self.noted.made_anew.append(made_anew(len(layers)))
         for module, state in layers.items():
             if self._is_again(module, layers):
                 continue
             self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
+
+    def _merge_whole(self, adapter: Adapter, model: LoadedModel, placed: Mapping[str, str]) -> None:
+        """Let PEFT merge the adapter into the loaded model, and place the parameters that it changed."""
+        model.untie(self.untied)
+        model.merge_all(placed, {fqn: self._owner(fqn) for fqn in (*self.chosen, *self.base.ties)})
+        self.noted.made_anew.extend(model.notes)
+        for owner, update in model.updates(placed):
+            if owner not in placed.values() and (self._shared(owner) or owner in self.updates):
+                raise UsageError(
+                    "PEFT's merge changes a parameter that is shared or adapted twice", path=adapter.path, fqn=owner
+                )
+            self._update(owner, update)
 
     def _layer_of(self, adapter: Adapter, fqn: str) -> str:
         """The layer of the base that a tensor of an adapter is for."""

@@ -46,13 +46,21 @@ _INITS_OF_BASE = ("pissa", "olora")
 LORA, TRAINABLE_TOKENS = "LORA", "TRAINABLE_TOKENS"
 #: Other kinds, which PEFT itself merges layer by layer: it takes a layer's weight and its tensors in the file.
 BY_LAYER = (
-    *("ADALORA", "ADAMSS", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
+    *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
     *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
     *(TRAINABLE_TOKENS, "VBLORA", "WAVEFT"),
 )
-#: Kinds whose layers share tensors that go by the shapes, the order or the weights of all of them: PEFT merges them in
-#: a model without weights.
-BY_MODEL = ("FROD", "PVERA", "RANDLORA", "TINYLORA", "UNILORA", "VERA")
+#: Kinds whose layers share tensors by the shapes of all layers: PEFT merges them in a model without weights.
+BY_MODEL = ("PVERA", "RANDLORA", "VERA")
+ADAMSS, FROD, TINYLORA, UNILORA = "ADAMSS", "FROD", "TINYLORA", "UNILORA"
+#: Kinds that PEFT merges in the loaded model, like any kind that is not known here.
+WHOLE = (ADAMSS, FROD, TINYLORA, UNILORA)
+KINDS = (LORA, *BY_LAYER, *BY_MODEL, *WHOLE)
+#: Kinds that PEFT does not merge: prompts, prefixes, adapters that route each token, and layers of its own.
+NOT_MERGED = (
+    *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"),
+    *("PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
+)
 #: Entries of a config that mean the same in all kinds.
 _OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
@@ -295,9 +303,9 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Same as `read_config`, for a config that was read; `path` is for messages."""
-    kind = next((one for one in (LORA, *BY_LAYER, *BY_MODEL) if one == raw.get("peft_type")), None)
-    if kind is None:
-        raise _unknown_kind(raw.get("peft_type"), path)
+    kind = raw.get("peft_type")
+    if not isinstance(kind, str) or kind in NOT_MERGED:
+        raise _unmerged_kind(kind, path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
             raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
@@ -333,11 +341,11 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     )
 
 
-def _unknown_kind(kind: object, path: Path) -> UsageError:
+def _unmerged_kind(kind: object, path: Path) -> UsageError:
     return UsageError(
         "this kind of adapter is not merged",
         path=path,
-        expected=f"peft_type {', '.join((LORA, *BY_LAYER, *BY_MODEL))}",
+        expected=f"peft_type {', '.join(KINDS)}, or another one that the installed PEFT merges",
         found=f"peft_type {kind!r}",
         hint="PEFT does not merge prompts, prefixes, adapters that route each token, and layers of its own either",
     )

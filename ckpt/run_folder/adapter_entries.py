@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.base.errors import LossError
+from ckpt.run_folder.adapter_config import KINDS
 
 #: Entries that change no merge: records, training, initialization and names of layers (the file's tensors name them).
 HARMLESS = frozenset(
@@ -77,7 +78,9 @@ _OFF: tuple[object, ...] = (None, False, "", [], {})
 
 
 def is_known(kind: str, entry: str) -> bool:
-    """Return True if the table has `entry` of the method `kind`."""
+    """Return True if the table has `entry` of the method `kind`, or has no entries of this method at all."""
+    if kind not in KINDS:  # the installed PEFT has its entries, see `ckpt.lora.layer.check_installed`
+        return True
     of_lora, of_others = READ | REFUSED, OF_PEFT
     wanted = of_lora if kind == "LORA" else of_lora | of_others if kind == "ADALORA" else of_others
     return entry in HARMLESS or entry in wanted
@@ -86,6 +89,11 @@ def is_known(kind: str, entry: str) -> bool:
 def relevant(raw: Mapping[str, Any]) -> list[str]:
     """Return the known entries that a merge goes by and that are not turned off."""
     return [key for key, value in raw.items() if key in OF_PEFT | READ and value not in _OFF]
+
+
+def turned_on(raw: Mapping[str, Any]) -> list[str]:
+    """Return the entries that are not turned off."""
+    return [key for key, value in raw.items() if value not in _OFF]
 
 
 def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:

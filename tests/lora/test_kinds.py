@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from ckpt.errors import CorruptError, LossError
-from ckpt.run_folder.adapter_config import BY_LAYER, BY_MODEL
+from ckpt.run_folder.adapter_config import BY_LAYER
+from ckpt.run_folder.adapter_config import KINDS as MERGED
 from tests.support.adapters import compare, edited, load_base, merge, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY
@@ -170,12 +171,12 @@ def base(folder: Path) -> Any:
 def test_every_kind_has_a_case_and_pefts_own_list_is_in_the_docs() -> None:
     from peft import PeftType
 
-    assert {*CASES, "ADAMSS"} == set(BY_LAYER)  # whose tests are in test_clusters.py
+    assert {*CASES} == set(BY_LAYER)
     table = (REPOSITORY / "docs/merge-lora.md").read_text().partition("## Which kinds")[2].partition("\n## ")[0]
     rows = [line.split("|")[1:3] for line in table.splitlines() if line.startswith("| ")][2:]
     told = {kind: what for kinds, what in rows for kind in kinds.strip().split(", ")}
     assert set(told) == {kind.value for kind in PeftType}
-    assert {kind for kind, what in told.items() if "refused" not in what} == {"LORA", *BY_LAYER, *BY_MODEL}
+    assert {kind for kind, what in told.items() if "refused" not in what} == set(MERGED)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -352,12 +353,9 @@ SHARED: dict[str, list[dict[str, Any]]] = {
 
 
 def goes_by_order(kind: str, options: dict[str, Any]) -> bool:
-    """Whether the adapter's file does not tell the layers' order, and it matters."""
-    return not options.get("save_indices" if kind == "UNILORA" else "save_projection", kind != "UNILORA") and kind in (
-        "FROD",
-        "TINYLORA",
-        "UNILORA",
-    )
+    """Return True if the merge goes by the order of layers and the adapter's file does not record it."""
+    recorded = {"FROD": options.get("save_projection", True), "UNILORA": options.get("save_indices")}
+    return kind == "TINYLORA" or not recorded.get(kind, True)
 
 
 @pytest.mark.parametrize(
@@ -385,10 +383,12 @@ def test_what_layers_share_takes_no_known_model_where_the_adapter_names_its_laye
     from peft import PeftModel
 
     for number, options in enumerate(SHARED[kind]):
-        if goes_by_order(kind, options):
-            continue
         adapter, folder = tmp_path / f"adapter{number}", tmp_path / f"merged{number}"
         trained(base(own), kind, case(*targets, **options), adapter)
+        if goes_by_order(kind, options):
+            done = ckpt("merge-lora", adapter, "--base", own, "-o", folder)
+            assert (done.code, folder.exists()) == (2, False) and "does not know this base" in done.err
+            continue
         expected = PeftModel.from_pretrained(base(own), adapter).merge_and_unload().state_dict()
         merge([adapter], own, folder)
         found, before = load_file(folder / "model.safetensors"), load_file(own / "model.safetensors")

@@ -13,7 +13,7 @@ import torch
 
 from ckpt.errors import LossError, UsageError
 from ckpt.run_folder import adapter_entries
-from ckpt.run_folder.adapter_config import BY_LAYER, BY_MODEL, LORA, parse_config
+from ckpt.run_folder.adapter_config import KINDS, LORA, parse_config
 from ckpt.run_folder.peft_rules import with_explicit_patterns
 from tests.support.adapters import edited, save_adapter, weights
 from tests.support.commands import ckpt
@@ -148,7 +148,7 @@ def test_every_entry_of_the_installed_peft_is_in_the_table() -> None:
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     methods = {kind.value: made for kind, made in PEFT_TYPE_TO_CONFIG_MAPPING.items()}
-    for kind in (LORA, *BY_LAYER, *BY_MODEL):
+    for kind in KINDS:
         fields = [field.name for field in dataclasses.fields(methods[kind])]
         assert [name for name in fields if not adapter_entries.is_known(kind, name)] == [], kind
     parts = (adapter_entries.HARMLESS, adapter_entries.READ, adapter_entries.REFUSED)

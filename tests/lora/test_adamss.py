@@ -1,5 +1,4 @@
-"""`ckpt/lora/clusters.py`: AdaMSS, whose groups of rows PEFT finds anew with scikit-learn, merged with the bits of
-PEFT's merge.
+"""`ckpt/lora/whole_model.py`, `ckpt/lora/layer.py`: AdaMSS, whose groups of rows PEFT finds again with scikit-learn.
 
 `make test-peft` has scikit-learn beside the environment.
 """
@@ -7,7 +6,6 @@ PEFT's merge.
 from __future__ import annotations
 
 import json
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -70,9 +68,9 @@ def test_it_equals_pefts_own_merge_in_bf16(bases: dict[str, Path], tmp_path: Pat
 @needs_sklearn
 def test_what_was_made_anew_is_said(adapter: Path, own: Path, tmp_path: Path) -> None:
     done = ckpt("merge-lora", adapter, "--base", own, "-o", tmp_path / "out")
-    assert done.code == 0 and "found anew in 2 layers by scikit-learn" in done.err + done.out
+    assert done.code == 0 and "found the rows that factors are for again" in done.err + done.out
     done = ckpt("verify", own, tmp_path / "out", "--adapter", adapter)
-    assert done.code == 0 and "found anew in 2 layers by scikit-learn" in done.err + done.out
+    assert done.code == 0 and "found the rows that factors are for again" in done.err + done.out
 
 
 @needs_sklearn
@@ -104,24 +102,22 @@ def test_a_factor_that_lacks_is_refused_by_name(adapter: Path, own: Path, tmp_pa
         assert (done.code, (tmp_path / "out").exists()) == (CorruptError.exit_code, False) and fqn in done.err
 
 
-def test_without_scikit_learn_it_is_asked_for(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder of its package's name beside a script is none; and no other kind of adapter asks for it."""
-
-    def installed(name: str) -> str:
-        if name == "scikit-learn":
-            raise PackageNotFoundError(name)
-        return version(name)
-
-    (tmp_path / "sklearn").mkdir()
-    monkeypatch.syspath_prepend(tmp_path)
-    for module in ("clusters", "merge"):
-        monkeypatch.setattr(f"ckpt.lora.{module}.version", installed)
+@pytest.mark.skipif(find_spec("sklearn") is not None, reason="scikit-learn is installed")
+@pytest.mark.parametrize("has_folder", [False, True])
+def test_without_scikit_learn_it_is_asked_for(
+    has_folder: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder of its package's name is not the package, and no other kind of adapter needs it."""
+    if has_folder:
+        (tmp_path / "sklearn").mkdir()
+        monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "adapter").mkdir()
     config = {"peft_type": "ADAMSS", "target_modules": ["first"], "r": 2}
     (tmp_path / "adapter/adapter_config.json").write_text(json.dumps(config))
     state = {"base_model.model.first.adamss_A.0": torch.zeros(1, 2)}
     save_file(state, tmp_path / "adapter/adapter_model.safetensors", metadata={"format": "pt"})
     done = ckpt("merge-lora", tmp_path / "adapter", "--base", own, "-o", tmp_path / "out")
-    assert (done.code, (tmp_path / "out").exists()) == (2, False) and "pip install scikit-learn" in done.err
+    assert (done.code, (tmp_path / "out").exists()) == (2, False) and "PEFT needs another package" in done.err
+    assert "scikit-learn" in done.err or "sklearn" in done.err
     trained(base(own), "LORA", {"target_modules": ["first"], "r": 2}, tmp_path / "lora")
     assert ckpt("merge-lora", tmp_path / "lora", "--base", own, "-o", tmp_path / "out").code == 0

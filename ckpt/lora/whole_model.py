@@ -1,0 +1,216 @@
+"""Adapters that PEFT merges in the loaded model, because their merge needs more than one layer's weight.
+
+FRoD makes a basis of all layers of a category, TinyLoRA and UniLoRA share vectors by the order of layers, AdaMSS
+clusters rows again, and nothing is known about kinds of a newer PEFT. The base is loaded as transformers builds it,
+PEFT puts the adapter in and merges, and the parameters that changed are written like any other merged tensor.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from math import prod
+from typing import Any
+
+from ckpt.base.errors import StorageError, UsageError
+from ckpt.base.memory import available_memory
+from ckpt.base.sizes import show_size
+from ckpt.lora.effect import Update, raw_bytes
+from ckpt.lora.empty_model import EmptyModel
+from ckpt.plan.precision import CAST_SOURCES
+from ckpt.plan.tensors import Shape
+from ckpt.run_folder.adapter_config import ADAMSS, FROD, UNILORA, AdapterConfig
+
+#: Config key, and its default, of kinds whose file then has everything that PEFT makes by the order of layers.
+_RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
+#: Bytes per element of the largest matrix that PEFT decomposes at once: the matrix and its factors.
+_DECOMPOSED = 32
+
+
+def needs_order(config: AdapterConfig) -> bool:
+    """Return True unless the merge is known to be the same in any order of the model's layers."""
+    key, default = _RECORDED.get(config.kind, ("", False))
+    return config.kind != ADAMSS and not config.raw.get(key, default)
+
+
+@dataclass(frozen=True, eq=False)
+class LoadedModel(EmptyModel):
+    """The model of a base with its weights, and the `factors` of an adapter in it as PEFT loads them.
+
+    `merged` and `unchanged` are filled by `merge_all`: the changed parameters by name, and the layers whose weight is
+    the same afterwards, with True for those to which nothing was to be added.
+    """
+
+    merged: dict[str, Any] = field(default_factory=dict)
+    unchanged: dict[str, bool] = field(default_factory=dict)
+
+    @property
+    def needed_memory(self) -> int:
+        """Estimate of the bytes that loading and merging take."""
+        sizes = [prod(choice.tensor.shape) * choice.dtype.itemsize for choice in self.chosen.values()]
+        sizes += [prod(one.shape) * (one.choice.dtype.itemsize if one.choice else 4) for one in self.factors.values()]
+        matrices = [prod(choice.tensor.shape) for choice in self.chosen.values() if len(choice.tensor.shape) == 2]
+        at_once = sum(matrices) if self.adapter.config.kind == FROD else max(matrices, default=0)
+        return sum(sizes) + _DECOMPOSED * at_once
+
+    def check_memory(self) -> None:
+        """Raise StorageError if there is less memory available than the merge needs."""
+        available = available_memory()
+        if available is not None and available < self.needed_memory:
+            raise StorageError(
+                "PEFT merges this kind of adapter in the loaded model, and there is too little memory",
+                path=self.base.path,
+                expected=f"about {show_size(self.needed_memory)}",
+                found=f"{show_size(available)} available",
+                hint="run it on a machine with more memory; kinds that are merged layer by layer take less",
+            )
+
+    def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
+        """Return a model of the matrices; UsageError if the merge goes by the order of a model's layers."""
+        if needs_order(self.adapter.config):
+            key, _ = _RECORDED.get(self.adapter.config.kind, ("", False))
+            raise UsageError(
+                "PEFT merges this kind of adapter in the whole model, by the order of its layers, and transformers "
+                "does not know this base",
+                path=self.base.path,
+                expected="a base whose config.json transformers knows",
+                found=f"peft_type {self.adapter.config.kind}",
+                hint="merge it with PEFT in Python: merge_and_unload, save_pretrained"
+                + (f"; or save the adapter with {key}=True" if key else ""),
+            )
+        return super().of_shapes(shapes)
+
+    def wrap(self, model: Any) -> Any:
+        """Return PEFT's model of `model`, after its parameters got the base's values."""
+        from torch import nn
+
+        loaded: dict[str, Any] = {}  # tied parameters stay one
+        for name, _ in list(model.named_parameters(remove_duplicate=False)):
+            owner = self.base.ties.get(name, name)
+            if owner in self.chosen and self.chosen[owner].dtype in CAST_SOURCES:
+                if owner not in loaded:
+                    loaded[owner] = nn.Parameter(self.stored(owner).load(), requires_grad=False)
+                module, _, leaf = name.rpartition(".")
+                setattr(model.get_submodule(module), leaf, loaded[owner])
+        wrapped = super().wrap(model)
+        if self.adapter.config.kind == FROD:
+            _decompose_by_saved_basis(wrapped)
+        return wrapped
+
+    def untie(self, fqns: Collection[str]) -> None:
+        """Give the parameters `fqns` values of their own in the model."""
+        from torch import nn
+
+        for fqn in fqns:
+            module, _, leaf = fqn.rpartition(".")
+            layer = self.wrapped.base_model.model.get_submodule(module)
+            layer = layer.get_base_layer() if hasattr(layer, "get_base_layer") else layer
+            setattr(layer, leaf, nn.Parameter(self.stored(fqn).load(), requires_grad=False))
+
+    def merge_all(self, owners: Mapping[str, str], known: Mapping[str, str]) -> None:
+        """Merge the adapter into the model. `owners` has the weight of each layer, `known` every parameter's tensor.
+
+        UsageError if PEFT does not merge the kind, or changes more than values.
+        """
+        import torch
+
+        config, inner = self.adapter.config, self.wrapped.base_model.model
+        layers = {module: inner.get_submodule(module) for module in self.layers}
+        with torch.no_grad(), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+            warnings.simplefilter("ignore")
+            try:
+                model = self.wrapped.merge_and_unload()
+            except (NotImplementedError, ValueError) as error:
+                raise UsageError(
+                    f"PEFT does not merge this adapter: {error}", path=config.path, found=f"peft_type {config.kind}"
+                ) from error
+            after = {name: one for name, one in model.named_parameters(remove_duplicate=False) if name in known}
+            for name, _ in model.named_parameters(remove_duplicate=False):
+                if name not in known and "weight" in name and name.rpartition(".")[0] in layers:
+                    raise UsageError("PEFT's merge adds a parameter to the model", path=config.path, fqn=name)
+            for name, parameter in after.items():
+                before = self.stored(known[name]).load() if self.is_plain(known[name]) else None
+                if before is None:
+                    continue
+                if (before.shape, before.dtype) != (parameter.shape, parameter.dtype):
+                    raise UsageError(
+                        "PEFT's merge changes the shape or the dtype of a parameter",
+                        path=config.path,
+                        fqn=name,
+                        expected=f"{list(before.shape)} {before.dtype}",
+                        found=f"{list(parameter.shape)} {parameter.dtype}",
+                    )
+                if raw_bytes(before).tobytes() != raw_bytes(parameter.detach()).tobytes():
+                    self.merged[known[name]] = parameter.detach()
+            changed = {fqn.rpartition(".")[0] for fqn in self.merged}
+            for module in owners.keys() - changed:
+                if owners[module] not in self.merged:
+                    self.unchanged[module] = _adds_nothing(layers[module])
+
+    def is_plain(self, owner: str) -> bool:
+        """Return True if the tensor is in a dtype that can be loaded as it is."""
+        return self.chosen[owner].dtype in CAST_SOURCES
+
+    def updates(self, owners: Mapping[str, str]) -> Iterator[tuple[str, Update]]:
+        """Yield each changed or adapted tensor with PEFT's result for it."""
+        layers = {owner: module for module, owner in owners.items()}
+        for owner in dict.fromkeys([*owners.values(), *self.merged]):
+            module = owner.rpartition(".")[0]
+            target = layers.get(owner, module if module in owners else owner)
+            result, is_nothing = self.merged.get(owner), self.unchanged.get(target, False)
+            yield owner, _update(self.adapter.path, target, result, is_nothing)
+
+    @property
+    def notes(self) -> Iterator[str]:
+        """Memory, and what PEFT made again of the base because the adapter's file lacks it."""
+        config = self.adapter.config
+        size = show_size(self.needed_memory)
+        yield f"PEFT merged this adapter in the loaded model, which takes about {size} of memory"
+        if config.kind == ADAMSS:
+            yield (
+                f"scikit-learn {version('scikit-learn')} found the rows that factors are for again, as PEFT does: no "
+                "file records them. Their numbers are the adapter's. With another release of scikit-learn, or a base "
+                "that had another dtype in training, they may be other rows"
+            )
+        if config.kind == FROD and needs_order(config):
+            yield (
+                "the basis of FRoD is not in the adapter (save_projection is false): PEFT made it again of the base. "
+                "If training computed it on another kind of processor, with another number of threads or in another "
+                "dtype, the result is wrong"
+            )
+
+
+def _update(adapter: str, target: str, result: Any, is_nothing: bool) -> Update:
+    return Update(adapter, target, lambda weight: weight if result is None else result, lambda: is_nothing)
+
+
+def _adds_nothing(layer: Any) -> bool:
+    """Return True if the parameters of a merged layer that did not change would not change in fp32 either."""
+    from torch import nn
+
+    inner = layer.get_base_layer()
+    before = {name: parameter.detach().float() for name, parameter in inner.named_parameters(recurse=False)}
+    for name, tensor in before.items():
+        setattr(inner, name, nn.Parameter(tensor.clone(), requires_grad=False))
+    layer.merged_adapters.clear()
+    layer.merge()
+    return all(bool((getattr(inner, name) == tensor).all()) for name, tensor in before.items())
+
+
+def _decompose_by_saved_basis(wrapped: Any) -> None:
+    """Decompose FRoD's weights by the loaded basis.
+
+    PEFT decomposes them by a basis that it makes of the base, and then loads the saved one. The two differ if training
+    ran on another kind of processor.
+    """
+    from peft.tuners.frod.layer import FrodLayer
+
+    for layer in wrapped.modules():
+        if isinstance(layer, FrodLayer):
+            weight = layer.get_base_layer().weight
+            for name, basis in layer.frod_V.items():
+                turned = weight.T if layer.fan_in_fan_out else weight
+                part, _ = layer._calculate_frod_u_and_lambda(basis.to(weight.dtype), turned)
+                layer.frod_U[name] = part.to(weight.dtype).cpu()
