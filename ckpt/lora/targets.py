@@ -29,7 +29,7 @@ def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[st
     if config.kind != LORA or _OF_PEFTS_FILES not in config.raw:
         return
     try:
-        named = {layer for layer in layers if _is_named(config.raw, layer) and not _is_saved(config.saved, layer)}
+        named = {layer for layer in layers if is_named(config.raw, layer) and not _is_saved(config.saved, layer)}
     except (re.error, TypeError) as error:
         raise CorruptError(
             f"the adapter's config does not name its layers as PEFT reads them: {error}",
@@ -54,7 +54,7 @@ def _is_saved(saved: Iterable[str], layer: str) -> bool:
     return any(f".{name}." in f".{layer}." for name in saved)
 
 
-def _is_named(raw: Mapping[str, Any], layer: str) -> bool:
+def is_named(raw: Mapping[str, Any], layer: str) -> bool:
     targets, excluded = raw.get("target_modules"), raw.get("exclude_modules")
     if not targets or _matches(excluded, layer) or not _matches(targets, layer):
         return False

@@ -7,26 +7,37 @@ PEFT puts the adapter in and merges, and the parameters that changed are written
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from math import prod
 from typing import Any
+
+import numpy as np
 
 from ckpt.base.errors import StorageError, UsageError
 from ckpt.base.memory import available_memory
 from ckpt.base.sizes import show_size
 from ckpt.lora.effect import Update, raw_bytes
 from ckpt.lora.empty_model import EmptyModel
+from ckpt.lora.targets import is_named
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 from ckpt.run_folder.adapter_config import ADAMSS, FROD, UNILORA, AdapterConfig
 
 #: Config key, and its default, of kinds whose file then has everything that PEFT makes by the order of layers.
 _RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
-#: Bytes per element of the largest matrix that PEFT decomposes at once: the matrix and its factors.
-_DECOMPOSED = 32
+#: Bytes of the libraries that PEFT imports for a kind, such as scikit-learn.
+_LIBRARIES = 128_000_000
+#: Bytes per element of a matrix while PEFT decomposes it: the matrix and its factors, some in fp64.
+_DECOMPOSED = 40
+#: Bytes per element of the matrices of FRoD's largest category, while PEFT decomposes them together.
+_TOGETHER = 16
+#: Bytes per element of FRoD's largest basis, while PEFT draws places in it.
+_DRAWN = 64
 
 
 def needs_order(config: AdapterConfig) -> bool:
@@ -39,21 +50,34 @@ def needs_order(config: AdapterConfig) -> bool:
 class LoadedModel(EmptyModel):
     """The model of a base with its weights, and the `factors` of an adapter in it as PEFT loads them.
 
-    `merged` and `unchanged` are filled by `merge_all`: the changed parameters by name, and the layers whose weight is
-    the same afterwards, with True for those to which nothing was to be added.
+    `parameters` are the names in the model. `merge_all` fills `merged` and `unchanged`: the changed parameters by
+    name, and the layers that are the same afterwards, with True if nothing was to be added.
     """
 
+    parameters: set[str] = field(default_factory=set)
     merged: dict[str, Any] = field(default_factory=dict)
     unchanged: dict[str, bool] = field(default_factory=dict)
 
     @property
     def needed_memory(self) -> int:
         """Estimate of the bytes that loading and merging take."""
-        sizes = [prod(choice.tensor.shape) * choice.dtype.itemsize for choice in self.chosen.values()]
-        sizes += [prod(one.shape) * (one.choice.dtype.itemsize if one.choice else 4) for one in self.factors.values()]
-        matrices = [prod(choice.tensor.shape) for choice in self.chosen.values() if len(choice.tensor.shape) == 2]
-        at_once = sum(matrices) if self.adapter.config.kind == FROD else max(matrices, default=0)
-        return sum(sizes) + _DECOMPOSED * at_once
+        sizes = {fqn: prod(one.tensor.shape) * one.dtype.itemsize for fqn, one in self.chosen.items()}
+        matrices = {fqn: one.tensor.shape for fqn, one in self.chosen.items() if len(one.tensor.shape) == 2}
+        with suppress(re.error, TypeError):  # PEFT refuses such a config
+            named = {fqn for fqn in matrices if is_named(self.adapter.config.raw, fqn.removesuffix(".weight"))}
+            matrices = {fqn: matrices[fqn] for fqn in named} or matrices
+        adapter = sum(prod(one.shape) * 4 for one in self.factors.values())
+        needed = _LIBRARIES + sum(sizes.values()) + 2 * max(sizes.values(), default=0) + 2 * adapter
+        needed += _DECOMPOSED * max(map(prod, matrices.values()), default=0)
+        if self.adapter.config.kind != FROD:
+            return needed
+        categories: dict[str, int] = {}
+        for fqn, shape in matrices.items():
+            category = fqn.split(".")[-2]
+            categories[category] = categories.get(category, 0) + prod(shape)
+        kept = sum(sizes[fqn] for fqn in matrices)  # a part of each layer's weight
+        widest = max((max(shape) for shape in matrices.values()), default=0)
+        return needed + kept + _TOGETHER * max(categories.values(), default=0) + _DRAWN * widest**2
 
     def check_memory(self) -> None:
         """Raise StorageError if there is less memory available than the merge needs."""
@@ -87,7 +111,8 @@ class LoadedModel(EmptyModel):
         from torch import nn
 
         loaded: dict[str, Any] = {}  # tied parameters stay one
-        for name, _ in list(model.named_parameters(remove_duplicate=False)):
+        self.parameters.update(name for name, _ in model.named_parameters(remove_duplicate=False))
+        for name in sorted(self.parameters):
             owner = self.base.ties.get(name, name)
             if owner in self.chosen and self.chosen[owner].dtype in CAST_SOURCES:
                 if owner not in loaded:
@@ -127,9 +152,9 @@ class LoadedModel(EmptyModel):
                     f"PEFT does not merge this adapter: {error}", path=config.path, found=f"peft_type {config.kind}"
                 ) from error
             after = {name: one for name, one in model.named_parameters(remove_duplicate=False) if name in known}
-            for name, _ in model.named_parameters(remove_duplicate=False):
-                if name not in known and "weight" in name and name.rpartition(".")[0] in layers:
-                    raise UsageError("PEFT's merge adds a parameter to the model", path=config.path, fqn=name)
+            if others := self.parameters ^ {name for name, _ in model.named_parameters(remove_duplicate=False)}:
+                what = "PEFT's merge adds parameters to the model or removes some"
+                raise UsageError(what, path=config.path, fqn=min(others))
             for name, parameter in after.items():
                 before = self.stored(known[name]).load() if self.is_plain(known[name]) else None
                 if before is None:
@@ -142,7 +167,7 @@ class LoadedModel(EmptyModel):
                         expected=f"{list(before.shape)} {before.dtype}",
                         found=f"{list(parameter.shape)} {parameter.dtype}",
                     )
-                if raw_bytes(before).tobytes() != raw_bytes(parameter.detach()).tobytes():
+                if not np.array_equal(raw_bytes(before), raw_bytes(parameter.detach())):
                     self.merged[known[name]] = parameter.detach()
             changed = {fqn.rpartition(".")[0] for fqn in self.merged}
             for module in owners.keys() - changed:

@@ -250,9 +250,6 @@ class Checkpoint:
     #: Whether its engine loads it on the ranks that wrote it alone, though others of its format on any.
     bound_to_ranks: bool = False
     namespace: str = OWN
-    #: Whether `tensors` come in the order in which the model registers its modules, as far as its files tell: a pickled
-    #: state dict keeps that order, a safetensors file has none.
-    keeps_order: bool = False
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
     #: Whether it is an adapter without the model that it adapts, under the names of PEFT's files or a namespace's own.

@@ -170,7 +170,6 @@ class Full(Format):
             tensors=reading.tensors,
             files=reading.sources.files,
             framework="accelerate" if name == FSDP_MODEL else None,
-            keeps_order=True,
             ties=reading.ties,
             state=reading.state(reading.step),
             config=config,
