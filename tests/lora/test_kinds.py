@@ -1,4 +1,4 @@
-"""`ckpt/lora/layer.py`, `ckpt/run_folder/adapter_config.py`: PEFT's other kinds of adapters, merged layer by layer with
+"""`ckpt/lora/layer.py`, `ckpt/lora/empty_model.py`: PEFT's other kinds of adapters, merged layer by layer with
 the bits of PEFT's merge of the whole model.
 
 The cases are those of PEFT's own list (peft 0.21.2, `tests/test_custom_models.py`): each kind, the options with which
