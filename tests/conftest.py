@@ -35,6 +35,14 @@ TABLES: dict[str, dict[str, dict[str, str]]] = defaultdict(lambda: defaultdict(d
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seconds", metavar="FILE", help="where the seconds of files and tests are written")
+    parser.addoption("--hints", metavar="FILE", help="where each hint of an error is appended, with its trials")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    from tests.support import hints, python_hints  # after the environment is set
+
+    hints.record_file = config.getoption("--hints")
+    python_hints.watch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, is_dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -447,11 +447,21 @@ class Commands(_Help, TyperGroup):
         name, command, rest = resolved
         if name in _WITH_FORMATS:
             command = _complete(name, inspect.unwrap(command.callback))
+        _check_spelled_once(command.params, rest)
         found = defaults.of_command(name, command.params)
         found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
         ctx.default_map = {name: found}
         streams.json_by_default = str(found.get("as_json")).lower() in _TRUE
         return name, command, rest
+
+
+def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
+    """Raise UsageError if one option is given under two names, such as --tag and --step: click takes the last."""
+    given = [word.partition("=")[0].replace("_", "-") for word in takewhile(lambda word: word != "--", args)]
+    for param in params:
+        names = [name for name in param.opts if name.startswith("--") and name in given]
+        if len(names) > 1:
+            raise UsageError(f"{' and '.join(names)} are one option", hint=f"leave {names[-1]} out")
 
 
 def _with_short_dtypes(args: Sequence[str]) -> list[str]:

@@ -7,6 +7,7 @@ head (TRL, LLaMA-Factory), a projector, new embeddings. A merge without such a f
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -81,7 +82,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
         path=path,
         expected="trained weights in the adapter's own file",
         found=f"{counted(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
-        hint=f"--ignore-file {path.name} leaves it out{where}",
+        hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
     )
 
 

@@ -12,6 +12,7 @@ Format facts: accelerate 1.15, `accelerator.py`, `checkpointing.py` and `utils/f
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
@@ -135,4 +136,4 @@ def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> U
 def _how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
     if any((match := _FILE.fullmatch(one.name)) and match["ranks"] for one in models):
         return _RANKS
-    return "use " + " or ".join(f"--tag {one.name}" if with_tag else str(one) for one in models)
+    return "use " + " or ".join(f"--tag {shlex.quote(one.name)}" if with_tag else str(one) for one in models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -250,8 +251,10 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         run = run_at(path)
         names = [run.name(step.path) for step in run.steps]
         names.sort(key=lambda name: _without_digits(name) != _without_digits(tag))
-        there = names or _checkpoints_inside(path, format)
-        hint = f"there is {', '.join(there[:8])}" if there else hint
+        if names:
+            hint = " or ".join(f"--tag {shlex.quote(name)}" for name in names[:8])
+        elif inside := _checkpoints_inside(path, format):
+            hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
     if hint is None and (deeper := _checkpoint_deeper(path)):
         hint = f"give the folder of one checkpoint, such as {deeper}"
     contents = None if others or not path.is_dir() else _contents(path)

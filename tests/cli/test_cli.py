@@ -449,7 +449,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], int, str]] = {
     "no such target": (("convert", "zero3", "gguf", "outputs"), 2, "there is no format called 'gguf'"),
     "another stage": (("convert", "zero2", "hf", "outputs"), 3, "this looks like zero3"),
     "not a checkpoint": (("convert", "auto", "hf", "empty"), 3, "no checkpoint of a known format here"),
-    "no such tag": (("convert", "auto", "hf", "outputs", "--tag", "global_step7"), 3, "there is global_step2"),
+    "no such tag": (("convert", "auto", "hf", "outputs", "--tag", "global_step7"), 3, "hint: --tag global_step2"),
     "an empty tag": (("inspect", "outputs", "--tag", ""), 2, "an argument is empty"),
     "an empty path": (("inspect", ""), 2, "an argument is empty"),
     "an empty output": (("convert", "auto", "hf", "outputs", "-o", ""), 2, "an argument is empty"),

@@ -64,7 +64,7 @@ def test_push_from_python(server: HubServer, folder: Path) -> None:
     assert tree == contents(folder) and server.repos[REPO].private
     *_, said, shown = done.out.splitlines()
     assert said.startswith(f"verified: {len(tree) + 1} files") and shown.startswith(f"<{REPO}: {len(tree) + 1} files, ")
-    with pytest.raises(UsageError, match=r"to which repository(.|\n)*give it with repo_id ORG/NAME"):
+    with pytest.raises(UsageError, match=r"to which repository(.|\n)*give it with repo_id='ORG/NAME'"):
         pushing.push(folder)
     with pytest.raises(UsageError, match="no repository of the Hub\n  expected: ORG/NAME\n  found: name"):
         pushing.push(folder, "name")

@@ -86,12 +86,12 @@ def test_a_tag_names_a_step_inside_of_a_checkpoint_folder(run: Path) -> None:
             step = run / tag if "/" in tag else next(run.glob(f"*/{tag}"), run / tag / "global_step1")
             assert Path(api.open(run, tag=tag).path) == step
     missing = ckpt("inspect", run, "--tag", "global_step9")
-    assert missing.code == 3 and "there is global_step0" in missing.err
+    assert missing.code == 3 and "hint: --tag global_step0" in missing.err
 
 
 def test_a_tag_that_nothing_has_is_answered_with_those_there_are(run: Path) -> None:
     missing = ckpt("inspect", run, "--tag", "checkpoint-3")
-    assert missing.code == 3 and "there is checkpoint-2, checkpoint-1" in missing.err
+    assert missing.code == 3 and "hint: --tag checkpoint-2 or --tag checkpoint-1" in missing.err
 
 
 def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:

@@ -1,27 +1,31 @@
 """Hints of errors, typed as a user would type them: each one has to lead on.
 
-Every command that a test runs and that ends with an error passes through `check_hint`. A command in the hint is run, an
-option in it is added to the failed command. The same error again means that the hint does not help. It all happens in a
-copy of the test's folder, and once for each wording of a hint.
+Every command that a test runs and that ends with an error passes through `check_hint`; errors of Python calls come from
+`tests.support.python_hints`. A command in the hint is run, an option in it is added to the failed command. The same
+error again means that the hint does not help. It all happens in a copy of the test's folder, and once for each wording
+of a hint. A hint without anything to try has to be of a kind in `tests.support.advice`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import json
 import os
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import typer
 
 from ckpt.cli import app
+from tests.support import advice
 from tests.support.places import REPOSITORY
 
 #: Words that stand for something the user has to fill in: `--config ORG/NAME`, `ckpt check RUN`.
@@ -56,6 +60,11 @@ _WORDS = frozenset(
         "with",
     ]
 )
+_CLAUSE = re.compile(r"[;\n]|(?<=[.?]) ")
+#: Marks of clauses about options of another program: Megatron-LM's, pip's, docker's.
+_OTHER_PROGRAM = re.compile(
+    r"[Mm]egatron|NeoX|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download|^save (?:it|them) with --"
+)
 _TEST_FOLDER = re.compile(r"/\S*?/pytest-\d+/[^/\s]+")
 #: Commands that can be tried without writing.
 _DRY = ("convert", "merge-lora")
@@ -64,6 +73,8 @@ _NOT_RUN = ("push", "mount", "doctor", "clean")
 #: Largest test folder that is copied for a trial, in bytes.
 _MAX_COPIED = 64 << 20
 _MAX_TRIED = 6
+#: Sizes of a parallel axis to try if a hint asks for another one.
+SIZES = (1, 2, 3, 4, 8)
 
 #: Runs a command in a folder, and returns what it prints on stderr.
 Run = Callable[[list[str], Path | None], str]
@@ -71,14 +82,24 @@ Run = Callable[[list[str], Path | None], str]
 _tried: set[str] = set()
 _numbers = itertools.count()
 _is_trying = False
+#: File for one line of JSON for each wording, if `pytest --hints` asks for it.
+record_file: str | None = None
 
 
 @dataclass(frozen=True)
 class Told:
-    """An error as it is printed: its first line and its hint."""
+    """An error: its first line and its hint."""
 
     what: str
     hint: str
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Action that a hint proposes. `run` returns the next error, "" if there is none, or None if it could not run."""
+
+    said: str
+    run: Callable[[], str | None]
 
 
 def told(err: str) -> Told | None:
@@ -87,61 +108,163 @@ def told(err: str) -> Told | None:
     return Told(found[1], found[2].strip()) if found else None
 
 
-def check_hint(args: Sequence[str], cwd: Path | None, err: str, run: Run) -> None:
-    """Raise AssertionError if the hint in `err`, which `ckpt ARGS` printed, does not help."""
+def is_trying() -> bool:
+    """Return True while a hint is tried."""
+    return _is_trying
+
+
+def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[], Iterable[Trial]]) -> None:
+    """Raise AssertionError if a trial ends with the same error, or if a hint without one is of no known kind."""
     global _is_trying
-    error = told(err)
-    if error is None or _is_trying or not args or "--json" in args:
-        return
-    wording = re.sub(r"\d+|/\S+", "N", f"{args[0]}: {error.what}: {error.hint}")
+    wording = re.sub(r"\d+|/\S+", "N", f"{place}: {error.what}: {error.hint}")
     if wording in _tried:
         return
     _tried.add(wording)
     _is_trying = True
+    problems, tried, proposed = [*problems], [], []
     try:
-        problems = list(_problems([str(arg) for arg in args], cwd, error, run))
+        for trial in itertools.islice(trials(), _MAX_TRIED):
+            proposed.append(trial.said)
+            if (again := trial.run()) is not None:
+                tried.append(trial.said)
+                if again == error.what:
+                    problems.append(f"{trial.said} ends with the same error")
     finally:
         _is_trying = False
-    assert not problems, f"`ckpt {shlex.join(args)}` says: {error.what}\nhint: {error.hint}\n" + "\n".join(problems)
+    kind = None if tried else "not tried here" if proposed else advice.kind(error.hint)
+    if not tried and kind is None:
+        problems.append("nothing to try, and of no kind in tests/support/advice.py")
+    if record_file is not None:
+        line = {"place": place, "what": error.what, "hint": error.hint, "tried": tried, "kind": kind}
+        with open(record_file, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line | {"problems": problems}) + "\n")
+    if os.environ.get("CKPT_HINTS_SOFT"):
+        return
+    assert not problems, f"{place}: {error.what}\nhint: {error.hint}\n" + "\n".join(problems)
 
 
-def _problems(
-    args: list[str], cwd: Path | None, error: Told, run: Callable[[list[str], Path | None], str]
-) -> list[str]:
+def check_hint(args: Sequence[str], cwd: Path | None, err: str, run: Run) -> None:
+    """Raise AssertionError if the hint in `err`, which `ckpt ARGS` printed, does not help."""
+    error = told(err)
+    if error is None or _is_trying or not args or "--json" in args:
+        return
+    words = [str(arg) for arg in args]
+    unknown = [f"`ckpt {words[0]}` has no option {name}" for name in _unknown_options(words[0], error.hint)]
+    check(f"ckpt {words[0]}", error, unknown, lambda: _trials(words, cwd, error, run))
+
+
+def _unknown_options(command: str, hint: str) -> list[str]:
+    known = _options(command)
+    named = [one for one in ("convert", "merge-lora") if one in hint]
+    elsewhere = {name for one in named for name in _options(one)}
+    return [name for name in options_in(hint) if known and name not in known.keys() | elsewhere]
+
+
+def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterator[Trial]:
+    """Yield each command that the hint proposes, and the failed one with each option in the hint."""
     if error.what.startswith("there is no option "):  # the hint names the option that is meant
         args = [word for word in args if word.partition("=")[0] != error.what.rpartition(" ")[2]]
-    problems = []
-    lines = [line.strip() for line in error.hint.splitlines()]
-    typed = [line for line in lines if line.startswith("ckpt ")]
-    hint = "\n".join(line for line in lines if line not in typed)
-    outside = _BACKTICKED.sub(lambda found: found[0] if found[1].startswith("-") else " ", hint).replace("`", " ")
-    options: dict[str, list[str]] = {}
-    for name, text in _OPTION.findall(outside):
-        options.setdefault(name, []).append(_value(text))
-    known = _options(args[0])
-    if known and not _is_about_training(hint):
-        named = [one for one in ("convert", "merge-lora") if one in hint]
-        elsewhere = {name for one in named for name in _options(one)}
-        problems += [f"`ckpt {args[0]}` has no option {name}" for name in options if name not in {*known, *elsewhere}]
-    typed += [text for text in _BACKTICKED.findall(hint) if text.startswith("ckpt ")]
-    trials = [shlex.split(text)[1:] for text in typed]
-    dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", hint)
-    for name in options.keys() & known.keys() - {*dropped}:
+    known, outside = _options(args[0]), without_backticks(error.hint)
+    commands = [shlex.split(text)[1:] for text in commands_in(error.hint)]
+    dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", outside)
+    commands += [_without(args, name) for name in dropped if name in args]
+    other = re.findall(r"another (--[a-z-]+)(?! NAME)", outside)
+    options = {name: values for name, values in options_in(error.hint).items() if name not in (*dropped, *other)}
+    for name in options.keys() & known.keys():
         values = list(filter(None, options[name]))
         if known[name]:
-            trials.append([*args, name])
+            commands.append([*args, name])
         elif f" or {name} " in outside:
-            trials += [[*_without(args, name), name, value] for value in values]
+            commands += [[*_without(args, name), name, value] for value in values]
         elif values:
-            other = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
-            trials.append([*_without(args, name), *(word for value in values for word in (name, value)), *other])
-    for words in trials[:_MAX_TRIED] if not _is_about_training(hint) else ():
-        if not _can_be_tried(words):
-            continue
-        again = _try(words, cwd, run)
-        if (same := told(again)) is not None and same.what == error.what:
-            problems.append(f"`ckpt {shlex.join(words)}` ends with the same error")
-    return problems
+            second = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
+            commands.append([*_without(args, name), *(word for value in values for word in (name, value)), *second])
+    for meant in meant_words(error.hint):
+        wrong = wrong_word(error.what, args)
+        commands += [[meant if word == wrong else word for word in args]] if wrong else []
+    if re.search(r"\b(?:an)?other (?:folder|place|name)\b.*-o\b", outside):
+        commands.append([*_without(args, "-o"), "-o", str(unused([*args, str(cwd or "")]))])
+    for path in paths_in(error.hint, args, cwd or Path.cwd()):
+        source = next((word for word in args if Path(word).with_suffix("") == Path(path).with_suffix("")), None)
+        source = source or next((word for word in reversed(args) if os.path.exists((cwd or Path.cwd()) / word)), None)
+        commands += [[path if word == source else word for word in args]] if source else []
+    for words in commands:
+        if can_be_tried(words):
+            yield Trial(f"`ckpt {shlex.join(words)}`", functools.partial(_next_error, words, cwd, run))
+    for name in other:
+        tried = [[*_without(args, name), name, str(size)] for size in SIZES]
+        again = functools.partial(
+            first_other, error.what, [functools.partial(_next_error, one, cwd, run) for one in tried]
+        )
+        yield Trial(f"{name} {', '.join(map(str, SIZES))}", again)
+
+
+def meant_words(hint: str) -> list[str]:
+    """Return the words that a hint asks about: `did you mean hf?`."""
+    found = re.findall(r"did you mean ([^?]+)\?|this looks like (.*)", hint)
+    return [word for pair in found for word in re.split(r", | or ", "".join(pair).strip())]
+
+
+def wrong_word(what: str, words: Sequence[str]) -> str | None:
+    """Return the word of a command that its error quotes or ends with."""
+    quoted = re.findall(r"'([^']*)'|(\S+)$|^no (\S+) checkpoint", what)
+    return next((word for pair in quoted for word in pair if word in words), None)
+
+
+def paths_in(hint: str, words: Iterable[str], cwd: Path) -> list[str]:
+    """Return the paths in a hint that asks for another one: absolute, relative, or relative to one of `words`."""
+    if not re.search(r"\bgive\b|such as|is in ", hint):
+        return []
+    places = [cwd, *(cwd / word for word in words if os.path.isdir(cwd / word))]
+    found = [token.strip("`'\"(),;:.?") for token in without_backticks(hint).split()]
+    there = [
+        place / token
+        for token in found
+        if "/" in token or "." in token or "-" in token or "_" in token
+        for place in places
+        if os.path.exists(place / token)
+    ]
+    return [str(path) for path in dict.fromkeys(there)]
+
+
+def unused(words: Sequence[str]) -> Path:
+    """Return a path in the test's folder, which `words` or the working directory name, that does not exist."""
+    folders = [found for text in (*words, os.getcwd()) for found in _TEST_FOLDER.findall(text)]
+    return Path(folders[0] if folders else "/nonexistent") / f"hint-output-{next(_numbers)}"
+
+
+def _next_error(words: list[str], cwd: Path | None, run: Run) -> str | None:
+    printed = try_command(words, cwd, run)
+    return None if printed is None else getattr(told(printed), "what", "")
+
+
+def first_other(what: str, calls: Sequence[Callable[[], str | None]]) -> str | None:
+    """Return the first result that is not the error `what`, and `what` if every call ends with it."""
+    return next((again for call in calls if (again := call()) != what), what)
+
+
+def commands_in(hint: str) -> list[str]:
+    """Return the commands of ckpt in a hint: lines of their own, and in backticks."""
+    lines = [line.strip() for line in hint.splitlines()]
+    return [text for text in (*lines, *_BACKTICKED.findall(hint)) if text.startswith("ckpt ")]
+
+
+def without_backticks(hint: str) -> str:
+    """Return a hint without its commands, and without the backticks of options."""
+    lines = [line for line in hint.splitlines() if not line.strip().startswith("ckpt ")]
+    return _BACKTICKED.sub(lambda found: found[0] if found[1].startswith("-") else " ", "\n".join(lines)).replace(
+        "`", " "
+    )
+
+
+def options_in(hint: str) -> dict[str, list[str]]:
+    """Return the options in a hint with the values that follow each, but none of another program."""
+    options: dict[str, list[str]] = {}
+    for clause in _CLAUSE.split(without_backticks(hint)):
+        if not _OTHER_PROGRAM.search(clause.strip()):
+            for name, text in _OPTION.findall(clause):
+                options.setdefault(name, []).append(_value(text))
+    return options
 
 
 def _value(text: str) -> str:
@@ -155,33 +278,60 @@ def _without(args: list[str], option: str) -> list[str]:
     if option not in args:
         return args
     at = args.index(option)
-    return [*args[:at], *args[at + 2 :]]
+    return [*args[:at], *args[at + (1 if _options(args[0]).get(option) else 2) :]]
 
 
-def _can_be_tried(words: list[str]) -> bool:
+def can_be_tried(words: list[str]) -> bool:
+    """Return False for a command with words to fill in, and for one that reaches outside the test."""
     return bool(words) and words[0] not in _NOT_RUN and not any(map(_PLACEHOLDER.search, words))
 
 
-def _try(words: list[str], cwd: Path | None, run: Run) -> str:
-    """Run a command on a copy of the test's folder, and return what it prints on stderr."""
-    text = " ".join([*words, str(cwd or ""), os.getcwd()])
-    folders = {found for found in _TEST_FOLDER.findall(text) if os.path.isdir(found)}
+def try_command(words: list[str], cwd: Path | None, run: Run) -> str | None:
+    """Run a command on a copy of the test's folder, and return what it prints on stderr, or None if it can't be run."""
     if words[0] in _DRY and "--dry-run" not in words:
         words = [*words, "--dry-run"]
+    with copied(" ".join([*words, str(cwd or "")])) as moved:
+        if moved is None or (words[0] == "resume" and not moved.is_copy):
+            return None
+        return run([moved(word) for word in words], Path(moved(str(cwd))) if cwd else None)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """A copy of a test's folder. Calling it moves a text's paths into the copy."""
+
+    folder: str
+    copy: str
+
+    @property
+    def is_copy(self) -> bool:
+        return self.folder != self.copy
+
+    def holds(self, text: str) -> bool:
+        return text.startswith(self.copy)
+
+    def __call__(self, text: str) -> str:
+        return text.replace(self.folder, self.copy) if self.is_copy and self.copy not in text else text
+
+
+@contextlib.contextmanager
+def copied(text: str) -> Iterator[Moved | None]:
+    """Copy the test's folder that is in `text` or is the working directory; None if it is too large."""
+    before = os.getcwd()
+    folders = {found for found in _TEST_FOLDER.findall(f"{text} {before}") if os.path.isdir(found)}
     if len(folders) > 1 or not all(map(_can_be_copied, folders)):
-        return ""
+        yield None
+        return
     if not folders:
-        return run(words, cwd) if words[0] != "resume" else ""
+        yield Moved("", "")
+        return
     folder = folders.pop()
     copy = f"{folder}-hint{next(_numbers)}"
     shutil.copytree(folder, copy, symlinks=True)
-    before = os.getcwd()
     try:
         if before.startswith(folder):
             os.chdir(before.replace(folder, copy, 1))
-        return run(
-            [word.replace(folder, copy) for word in words], Path(str(cwd).replace(folder, copy)) if cwd else None
-        )
+        yield Moved(folder, copy)
     finally:
         os.chdir(before)
         shutil.rmtree(copy, ignore_errors=True)
@@ -211,11 +361,3 @@ def _options(command: str) -> dict[str, bool]:
     words = [sys.executable, "-m", "ckpt", command, "--help"]
     printed = subprocess.run(words, cwd=REPOSITORY, env=env, capture_output=True, text=True, check=False)
     return {name: name in flags for name in re.findall(r"(?<![\w-])(--?[a-z][a-z-]*)", printed.stdout)}
-
-
-def _is_about_training(hint: str) -> bool:
-    """Return True if the hint speaks of the options of another program: Megatron-LM's, pip's, docker's."""
-    return (
-        re.search(r"Megatron|megatron|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download", hint)
-        is not None
-    )

@@ -378,7 +378,8 @@ def _misfit(reading: DistReading, expected: object, found: object) -> CorruptErr
         path=reading.folder,
         expected=expected,
         found=found,
-        hint="frozen parameters are not known from the checkpoint; save with --dist-ckpt-optim-fully-reshardable",
+        hint="frozen parameters are not known from the checkpoint; save with Megatron-LM, "
+        "--dist-ckpt-optim-fully-reshardable",
     )
 
 

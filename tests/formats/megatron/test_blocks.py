@@ -17,7 +17,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from ckpt import api
-from ckpt.errors import UsageError
+from ckpt.errors import CorruptError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, GateBlocks, model_rows
@@ -185,11 +185,21 @@ def test_rows_that_do_not_divide_into_blocks(fixtures: Path, tmp_path: Path) -> 
         ({"quick_geglu": True, ROUTED_BLOCK: 8, SHARED_BLOCK: 4}, GateBlocks(8, 4)),
         ({"swiglu": False, ROUTED_BLOCK: 8}, GateBlocks()),  # without gate rows megatron-core ignores it
         ({"swiglu": True}, GateBlocks()),
+        ({"swiglu": True, ROUTED_BLOCK: 0}, GateBlocks(0)),
     ],
 )
 def test_what_arguments_record(args: Mapping[str, Any], blocks: GateBlocks) -> None:
     assert GateBlocks.of_args(args) == blocks
     assert GateBlocks.of_args(args, {ROUTED_BLOCK, SHARED_BLOCK}) == GateBlocks()
+
+
+@pytest.mark.parametrize("size", ["8", True, -1, 2.0, [2]])
+def test_a_block_that_is_no_number_of_rows_can_be_ignored(size: object) -> None:
+    args = {"swiglu": True, SHARED_BLOCK: size}
+    with pytest.raises(CorruptError, match=f"the argument {SHARED_BLOCK} is no number of rows") as caught:
+        GateBlocks.of_args(args)
+    assert f"accept_settings=['{SHARED_BLOCK}'] ignores it" in str(caught.value)
+    assert GateBlocks.of_args(args, {SHARED_BLOCK}) == GateBlocks()
 
 
 def test_rows_of_stored_tensors_are_each_there_once() -> None:

@@ -72,7 +72,7 @@ class Grid:
                 "expert and tensor parallel ranks do not fit each other",
                 expected="an --etp that divides --tp, and one of tp and etp * ep that divides the other",
                 found=f"tp {self.tp}, ep {self.ep}, etp {self.etp}",
-                hint="another --ep or --etp",
+                hint="another --etp" if self.tp % self.etp else "another --ep or --etp",
             )
 
     @property

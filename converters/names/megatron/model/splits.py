@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-from ckpt.base.errors import LossError, UsageError
+from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.plan.tensors import Box, Shape, whole
 from converters.names.megatron.model.spelling import is_beside, is_expert
 
@@ -74,10 +74,22 @@ class GateBlocks:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
-        """Return the blocks that `args` record, without the settings that the user has `accepted`."""
+        """Return the blocks that `args` record, without the settings that the user has `accepted`.
+
+        Raise CorruptError for a block that is no number of rows.
+        """
         if not any(args.get(name) for name in GATED_ARGS):
             return cls()
-        return cls(*(args.get(name) if name not in accepted else None for name in (ROUTED_BLOCK, SHARED_BLOCK)))
+        sizes = {name: args.get(name) for name in (ROUTED_BLOCK, SHARED_BLOCK) if name not in accepted}
+        for name, size in sizes.items():
+            if size and (type(size) is not int or size < 1):
+                raise CorruptError(
+                    f"the argument {name} is no number of rows",
+                    expected="a positive integer, or nothing",
+                    found=repr(size),
+                    hint=f"--accept-setting {name} ignores it: all gate rows come first then",
+                )
+        return cls(sizes.get(ROUTED_BLOCK), sizes.get(SHARED_BLOCK))
 
     def of(self, name: str) -> int | None:
         """Return the block size of the first layer of an expert; None for any other tensor."""
@@ -193,18 +205,18 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
         offsets[dim], sizes[dim] = start + rank * each, each
         boxes.append(Box(tuple(offsets), tuple(sizes)))
         start += unit * section
-    return tuple(boxes) if split.block is None else tuple(_alternating(boxes, split.block))
+    return tuple(boxes) if split.block is None else tuple(_alternating(boxes, split.block, size))
 
 
-def _alternating(sections: Sequence[Box], block: int) -> Iterator[Box]:
+def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box]:
     """Yield blocks of rows of each section in turn.  Raise UsageError if the rows do not divide into blocks."""
     rows = sections[0].sizes[0]
-    if type(block) is not int or block < 1 or rows % block:
+    if rows % block:
         raise UsageError(
             "gate and up rows of a rank do not divide into alternating blocks",
             expected=f"gate rows on each tensor parallel rank to be a multiple of {block}",
             found=f"{rows} gate rows",
-            hint="another --etp (experts) or --tp (shared experts)",
+            hint="another --etp (experts) or --tp (shared experts)" if rows * size % block == 0 else None,
         )
     for start in range(0, rows, block):
         for section in sections:

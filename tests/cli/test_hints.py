@@ -1,0 +1,105 @@
+"""Hints in the source: each option and each command in them exists.
+
+`tests/support/hints.py` tries the hints that tests meet.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import ckpt as package
+from ckpt.base.words import in_python
+from ckpt.cli import COMMANDS
+from ckpt.cli.options import _options_of
+from tests.support import advice, hints
+from tests.support.commands import ckpt
+from tests.support.places import FIXTURES, REPOSITORY
+
+NAMES = [name for members in COMMANDS.values() for name in members]
+
+
+def texts() -> Iterator[tuple[str, str]]:
+    """Yield each hint in the source with its place; a computed part is a word to fill in."""
+    for folder in ("ckpt", "converters"):
+        for path in sorted((REPOSITORY / folder).rglob("*.py")):
+            for node in ast.walk(ast.parse(path.read_text())):
+                for keyword in node.keywords if isinstance(node, ast.Call) else ():
+                    if keyword.arg == "hint":
+                        yield from ((f"{path.relative_to(REPOSITORY)}:{keyword.lineno}", one) for one in parts(keyword))
+
+
+def parts(keyword: ast.keyword) -> Iterator[str]:
+    inner = {id(part) for node in ast.walk(keyword) if isinstance(node, ast.JoinedStr) for part in ast.walk(node)}
+    for node in ast.walk(keyword):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(one.value) if isinstance(one, ast.Constant) else "VALUE" for one in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in inner:
+            yield node.value
+
+
+def test_every_option_in_a_hint_exists() -> None:
+    known = {option for name in NAMES for option in _options_of(name)} | {"-o", "--help"}
+    found = [(place, text) for place, text in texts() if len(text) > 3]
+    assert len(found) > 300
+    missing = [
+        (place, name)
+        for place, text in found
+        for name in hints.options_in(text)
+        if name not in known and "VALUE" not in name
+    ]
+    assert not missing
+
+
+def test_every_command_in_a_hint_exists_with_its_options() -> None:
+    missing = []
+    for place, text in texts():
+        for command in re.findall(r"`ckpt ([^`]+)`", text):
+            name, *words = command.split()
+            known = _options_of(name) | {"--help"} if name in NAMES else set()
+            missing += [(place, command) for word in words if word.startswith("-") and word not in known]
+            missing += [(place, command)] if name not in NAMES else []
+    assert not missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_has_a_word_for_every_option_of_a_function(name: str) -> None:
+    parameters = inspect.signature(getattr(package, name.replace("-", "_"))).parameters
+    for option in _options_of(name):
+        keyword = option.removeprefix("--").replace("-", "_")
+        if option.startswith("--") and keyword in parameters:
+            assert in_python(option).partition("=")[0] == keyword
+
+
+def test_kinds_of_hints_have_reasons() -> None:
+    assert all(one.reason and one.phrases for one in advice.KINDS)
+    assert advice.kind("pip install torch") == "install"
+    assert advice.kind("a hint of no kind") is None
+
+
+def test_an_option_under_two_names_is_refused(tmp_path: Path) -> None:
+    run = FIXTURES / "toy-zero3"
+    for words in (["--tag", "global_step2", "--step", "2"], ["--step=2", "--tag=2"]):
+        refused = ckpt("inspect", run, *words)
+        assert refused.code == 2 and "--tag and --step are one option" in refused.err
+        assert "hint: leave --step out" in refused.err
+    refused = ckpt("verify", run, run, "--step-a", "2", "--tag-a", "2")
+    assert refused.code == 2 and "--tag-a and --step-a are one option" in refused.err
+    assert ckpt("inspect", run, "--step", "2").code == 0
+
+
+def test_a_hint_that_does_not_help_is_found() -> None:
+    run = FIXTURES / "toy-zero3"
+    wrong = hints.Told("no such thing", "--dtype fp32 makes it work")
+    with pytest.raises(AssertionError, match="has no option --dtype"):
+        hints.check_hint(["inspect", str(run)], None, f"error: {wrong.what}\n\nhint: {wrong.hint}\n", lambda *_: "")
+    again = "error: no such thing at all\n\nhint: --tag 2 takes that step\n"
+    with pytest.raises(AssertionError, match="ends with the same error"):
+        hints.check_hint(["inspect", str(run)], None, again, lambda *_: again)
+    with pytest.raises(AssertionError, match="of no kind"):
+        hints.check("ckpt.open", hints.Told("a new error", "be lucky"), [], list)
