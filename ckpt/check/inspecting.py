@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import io
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -132,10 +131,7 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
-            hint = (
-                did_you_mean(pattern, names)
-                or f"`ckpt inspect {shlex.quote(str(checkpoint.path))} --tensors` lists them all"
-            )
+            hint = did_you_mean(pattern, names) or "--tensors without --tensor lists them all"
             raise UsageError(f"there is no tensor called {pattern!r}", path=checkpoint.path, hint=hint)
     return tuple(
         one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)

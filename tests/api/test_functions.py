@@ -170,7 +170,7 @@ def test_only_the_same_merge_goes_on_with_one_that_was_stopped(tmp_path: Path, m
         (lambda run: ckpt.check(run, every=True), "takes no 'every'"),
         (
             lambda run: ckpt.inspect(run, tensor="embd"),
-            "no tensor called 'embd'(.|\n)*(did you mean|tensors=True lists)",
+            "no tensor called 'embd'(.|\n)*(did you mean|tensors=True without tensor lists)",
         ),
         (lambda run: ckpt.estimate(MODEL, gpus=0), "gpus cannot be 0\n  expected: int from 1"),
         (lambda run: ckpt.estimate(MODEL, optimizer="adm"), "takes no optimizer='adm'\n  expected: 'adam' or"),

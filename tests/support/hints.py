@@ -168,6 +168,7 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
     commands = [shlex.split(text)[1:] for text in commands_in(error.hint)]
     dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", outside)
     commands += [_without(args, name) for name in dropped if name in args]
+    args = functools.reduce(_without, dropped, args)
     other = re.findall(r"another (--[a-z-]+)(?! NAME)", outside)
     options = {name: values for name, values in options_in(error.hint).items() if name not in (*dropped, *other)}
     for name in options.keys() & known.keys():

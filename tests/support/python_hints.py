@@ -158,7 +158,9 @@ def _trials(
     changes += [{one: None} for one in dropped if one in given]
     if short not in _NOT_CALLED:
         for change in changes:
-            wanted = {key: value for key, value in (given | change).items() if value is not None}
+            wanted = {
+                key: value for key, value in (given | dict.fromkeys(dropped) | change).items() if value is not None
+            }
             said = ", ".join(f"{key}={value!r}" for key, value in change.items())
             yield hints.Trial(f"{name}({said})", functools.partial(_call, short, function, wanted))
         for axis in re.findall(r"another (\w+)", outside):
