@@ -93,7 +93,8 @@ def test_an_option_under_two_names_is_refused(tmp_path: Path) -> None:
     assert ckpt("inspect", run, "--step", "2").code == 0
 
 
-def test_a_hint_that_does_not_help_is_found() -> None:
+def test_a_hint_that_does_not_help_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hints, "record_file", str(tmp_path / "hints.jsonl"))
     run = FIXTURES / "toy-zero3"
     wrong = hints.Told("no such thing", "--dtype fp32 makes it work")
     with pytest.raises(AssertionError, match="has no option --dtype"):
