@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -119,7 +119,9 @@ class HuggingFace(Format):
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
         wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
-        told, loads = _proof(checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside)
+        told, loads = _proof(
+            checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
+        )
         notes = (
             describe(chosen, checkpoint, layout.dtype, run.record if run else None)
             + ([_MAY_COMPUTE_IN_LESS] if run and run.dtype is None else [])
@@ -247,7 +249,11 @@ def _tie_notes(checkpoint: Checkpoint, names: Mapping[str, str]) -> list[str]:
 
 
 def _proof(
-    checkpoint: Checkpoint, chosen: Mapping[str, Choice], layout: Layout, beside: Iterable[TargetFile]
+    checkpoint: Checkpoint,
+    chosen: Mapping[str, Choice],
+    layout: Layout,
+    beside: Iterable[TargetFile],
+    parts: Collection[str],
 ) -> tuple[list[str], Loads]:
     """Return notes on how the names were checked, and if `from_pretrained` can load the folder.
 
@@ -268,7 +274,7 @@ def _proof(
         told = "config.json names no class (`architectures`), so the names are not compared with those of a class"
         return [told], loading.unproved(config, shapes)
     files = {file.name: file.literals[0][1] for file in beside}
-    loads = loading.with_files(loading.proved(config, saved.cls), files)
+    loads = loading.with_files(loading.proved(saved.cls), files, parts)
     if why := weights.unproved or weights.unread:
         loads = Loads(None if weights.unproved else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads

@@ -122,6 +122,16 @@ def test_what_cannot_be_loaded_is_never_promised(config: dict[str, object] | Non
     assert loads.can is False and why in loads.sentence("out")
 
 
+def test_class_that_was_proved_is_called_if_the_config_names_none(fixtures: Path, tmp_path: Path) -> None:
+    """AutoModel would load the model without its head."""
+    run = Path(shutil.copytree(fixtures / "moe-zero3", tmp_path / "run"))
+    config = json.loads((run / "config.json").read_text())
+    del config["architectures"]
+    (run / "config.json").write_text(json.dumps(config))
+    said = run_ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out").err.splitlines()[-1]
+    assert "can load this folder: Qwen3MoeForCausalLM.from_pretrained" in said
+
+
 def test_names_that_were_not_compared_are_not_promised() -> None:
     loads = loading.unproved({"model_type": "nobodys"}, {"w": (1,)})
     assert loads.can is None and loads.sentence("out").startswith("not checked: if from_pretrained can load")
@@ -134,6 +144,13 @@ def test_modules_of_sentence_transformers() -> None:
     assert "SentenceTransformer cannot load this folder: modules.json names 1_Pooling" in loading.with_files(
         good, files
     ).sentence("out")
+    dense = {"type": "sentence_transformers.models.Dense", "path": "2_Dense"}
+    more = {"modules.json": json.dumps([dense]).encode(), "2_Dense/config.json": b"{}", "tokenizer.json": b"{}"}
+    assert "2_Dense/model.safetensors, which is missing" in loading.with_files(good, more).sentence("out")
+    assert loading.with_files(good, more, ["2_Dense"]).can
+    assert loading.with_files(good, {**files, "modules.json": b"[]"}).can is False
+    own = {"modules.json": json.dumps([{"type": "nobody.X", "path": ""}]).encode()}
+    assert loading.with_files(good, own).can is None
     whole = loading.with_files(good, {**files, "1_Pooling/config.json": b"{}"})
     assert whole.sentence("out") == "SentenceTransformer can load this folder: SentenceTransformer('out')"
     assert loading.with_files(good, {**files, "modules.json": b"{"}).can is False

@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import fnmatch
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 from ckpt.plan.loads import Loads
 from ckpt.plan.tensors import Shape
-from converters.names.families.config import architectures
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
@@ -22,6 +21,9 @@ NO_CONFIG = Loads(
 )
 #: Files that turn text, pictures or sound into a model's input.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
+#: Modules of sentence-transformers that keep no files, and those that keep weights beside their config.
+_WITHOUT_FILES = ("Normalize",)
+_WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 _DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
@@ -44,17 +46,15 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
     return Loads(None, why=OWN_NAMES)
 
 
-def proved(config: Mapping[str, Any], cls: str) -> Loads:
+def proved(cls: str) -> Loads:
     """Return the answer for weights whose names and shapes are proved to be those of the class `cls`."""
-    if not architectures(config):
-        return Loads(True, why=cls)
     return Loads(True, f"{cls}.from_pretrained")
 
 
 def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> Loads:
     """Return the answer given the other files of the folder: small ones with their content.
 
-    `folders` are further folders in it.
+    `folders` are the folders in it that hold weights of their own.
     """
     if loads.can and MODULES in files:
         return _of_modules(loads, files, folders)
@@ -65,13 +65,27 @@ def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collect
 
 def _of_modules(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
     """Return the answer for a folder of sentence-transformers: each of its modules has files in a folder of its own."""
+    call = "SentenceTransformer"
     try:
-        modules = json.loads(files[MODULES] or b"")
-        places = [str(one["path"]) for one in modules if not str(one["type"]).endswith("Normalize")]
+        modules = [(str(one["path"]), str(one["type"])) for one in json.loads(files[MODULES] or b"")]
     except (ValueError, TypeError, KeyError):
-        return Loads(False, "SentenceTransformer", f"{MODULES} is damaged")
-    there = {*folders, *(name.partition("/")[0] for name in files if "/" in name)}
-    missing = [place for place in places if place and place not in there]
-    if missing:
-        return Loads(False, "SentenceTransformer", f"{MODULES} names {', '.join(missing)}, which is missing")
-    return Loads(True, "SentenceTransformer", lacks=loads.lacks)
+        return Loads(False, call, f"{MODULES} is damaged")
+    if not modules:
+        return Loads(False, call, f"{MODULES} names no modules")
+    lacking = [one for place, cls in modules if place for one in _missing_files(place, cls, files, folders)]
+    if lacking:
+        return Loads(False, call, f"{MODULES} names {', '.join(lacking)}, which is missing")
+    if own := next((cls for _, cls in modules if not cls.startswith("sentence_transformers.")), None):
+        return Loads(None, call, f"{MODULES} names the class {own}, which was not looked into")
+    return Loads(True, call, lacks=loads.lacks)
+
+
+def _missing_files(place: str, cls: str, files: Collection[str], folders: Collection[str]) -> Iterator[str]:
+    """Yield what the module of the class `cls` in the folder `place` needs and the folder does not have."""
+    kind = cls.rpartition(".")[2]
+    if kind in _WITHOUT_FILES:
+        return
+    if not any(fnmatch.fnmatchcase(name, f"{place}/*config.json") for name in files):
+        yield f"{place}/config.json"
+    if kind in _WITH_WEIGHTS and place not in folders:
+        yield f"{place}/{WEIGHTS}"
