@@ -216,12 +216,14 @@ def check(
     """
     path = local(path)
     with translate_os_errors(path):
-        places = [_tagged(path, tag, format)] if tag is not None else checkpoints_of(path)
+        run, places = (path, [_tagged(path, tag, format)]) if tag is not None else _run_of(path)
         count = ComparedBytes() if every_byte else None
         found = [_check_one(place, path, places, format, count, values, progress) for place in places]
         if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
             open_checkpoint(path, format, tag=tag)  # raises what says so
-        return CheckReport(str(path), tuple(found), tuple(_run_problems(path, places)) if tag is None else (), count)
+        of_run = [] if tag is not None else _run_problems(run, places)
+        named = [replace(one, where=str(run.relative_to(path) / one.where)) for one in of_run]
+        return CheckReport(str(path), tuple(found), tuple(named), count)
 
 
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
@@ -252,17 +254,22 @@ def checkpoints_of(path: Path) -> list[Path]:
     Steps are known by their names and not opened; a `checkpoint-N` is one, whatever is in it.  Raises SeveralRunsError
     for the folder of several runs.
     """
+    return _run_of(path)[1]
+
+
+def _run_of(path: Path) -> tuple[Path, list[Path]]:
+    """Return the run folder that `path` is or holds alone, and the checkpoints in it."""
     if models_of(path):
-        return [path]
+        return path, [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
     run = run_at(path)
     inside = list(dict.fromkeys([*run.last, *(step.path for step in run.steps), *recorded, *free_tags(path)]))
     if TRAINER_STEP.fullmatch(path.absolute().name) or (not inside and has_model_part(path)):
-        return [path]
+        return path, [path]
     if _is_checkpoint(path):
-        return [path, *inside]
+        return path, [path, *inside]
     below = None if inside else run_below(path, is_run)
-    return inside or ([path] if below is None else checkpoints_of(below))
+    return (path, inside or [path]) if below is None else _run_of(below)
 
 
 def _is_checkpoint(path: Path) -> bool:

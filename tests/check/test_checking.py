@@ -267,6 +267,19 @@ def test_what_is_not_whole_is_told_with_its_reason(fixtures: Path, tmp_path: Pat
     assert run_ckpt("check", run, "-q").out == ""
 
 
+@pytest.mark.parametrize("deeper", ["run", "out put/run"])
+def test_the_record_of_a_run_is_looked_for_in_the_run(fixtures: Path, tmp_path: Path, deeper: str) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "all" / deeper))
+    whole = run_ckpt("check", tmp_path / "all")
+    assert whole.code == 0 and "latest" not in whole.out, whole.out
+    (run / "latest").unlink()
+    without = run_ckpt("check", tmp_path / "all")
+    assert without.code == 4 and f"- {deeper}/latest: missing; DeepSpeed writes it last" in without.out, without.out
+    (run / "latest").write_text("global_step9")
+    other = run_ckpt("check", tmp_path / "all")
+    assert other.code == 4 and f"- {deeper}/latest: it names global_step9" in other.out, other.out
+
+
 def test_the_page_shows_what_is_printed(fixtures: Path, tmp_path: Path) -> None:
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     gone("checkpoint-2/*/*rank_1*")(run)
