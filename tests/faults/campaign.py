@@ -21,7 +21,9 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.plan.planner import check_source
 from ckpt.run_folder.precision import TRAINING_ARGS
-from tests.faults.claims import CLASSES, lies
+from tests.faults.claims import CLASSES as OF_RUNS
+from tests.faults.claims import Maker, Outcome, lies
+from tests.faults.comparisons import CLASSES as OF_COMPARISONS
 from tests.faults.kinds import CARRIED, KINDS, MISSING, NAME, VALUE, Case, in_its_place
 from tests.faults.records import kept, stopped
 from tests.faults.running import Ending, arguments, errors, kills
@@ -30,16 +32,21 @@ from tests.faults.stores import stores
 
 #: Seconds that a case may take, on a machine that has other things to do.
 _PATIENCE = 120
+#: Sentences that are made false, and what part of the campaign each class is.
+CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS}
 #: What part of the campaign each of these is.
-PARTS: dict[str, tuple[Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]], float]] = {
+Stream = Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]]
+Adding = Callable[[Sample, Path, Random], Iterator[None]]
+PARTS: dict[str, tuple[Stream, float]] = {
     "killed at a call to the system": (partial(kills, most=10), 0.03),
     "a call to the system fails": (errors, 0.04),
     "arguments without sense": (arguments, 0.03),
     "a stopped conversion damaged": (stopped, 0.02),
     "a kept conversion damaged": (kept, 0.02),
     "a store in which requests fail": (stores, 0.01),
-    **{name: (partial(lies, make), part) for name, (make, part) in CLASSES.items()},
 }
+_FEWEST_KINDS = 5  # of changes that a claim has to disappear for
+_ENOUGH = 10_000  # cases, of which each claim meets as many kinds in each format
 
 
 @dataclass
@@ -49,6 +56,8 @@ class Report:
     counts: dict[str, Counter[str]] = field(default_factory=dict)
     hidden: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    #: Kinds of changes by the claim that they make false and the format.
+    claims: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
 
     def add(self, kind: str, what: str, ending: Ending) -> None:
         name, fault = ending
@@ -62,7 +71,20 @@ class Report:
         for report in (self, other):
             for kind, counter in report.counts.items():
                 both.counts.setdefault(kind, Counter()).update(counter)
+            for claim, kinds in report.claims.items():
+                both.claims.setdefault(claim, Counter()).update(kinds)
         return both
+
+    def add_claimed(self, name: str, case: Outcome) -> None:
+        self.add(name, case.what, case.ending)
+        for claim in case.claims:
+            self.claims.setdefault((claim, case.format), Counter())[case.kind] += 1
+
+    def check_claims(self) -> None:
+        """Count it as wrong if a whole campaign made a claim false in too few ways."""
+        for (claim, format), kinds in self.claims.items():
+            if self.num_cases >= _ENOUGH and len(kinds) < _FEWEST_KINDS:
+                self.wrong.append(f"{claim}, of {format}: made false in {len(kinds)} ways only: {', '.join(kinds)}")
 
     @property
     def num_cases(self) -> int:
@@ -76,6 +98,9 @@ class Report:
         if self.hidden:
             yield "what nothing on the disk reveals:"
             yield from (f"    {name:<60} {count:>6}" for name, count in sorted(self.hidden.items()))
+        yield "claims that were made false:"
+        for (claim, format), kinds in sorted(self.claims.items()):
+            yield f"    {claim:<30} {format:<20} {len(kinds):>3} kinds of changes {kinds.total():>6}"
         yield from self.wrong
 
 
@@ -172,7 +197,9 @@ def campaigns(folder: Path, seed: int, num_cases: int, num_processes: int) -> Re
         place.mkdir()
     jobs = [(place, f"{seed}.{place.name}", round(num_cases / num_processes)) for place in places]
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        return sum(pool.starmap(campaign, jobs, chunksize=1), Report())
+        report = sum(pool.starmap(campaign, jobs, chunksize=1), Report())
+    report.check_claims()
+    return report
 
 
 def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
@@ -204,15 +231,18 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                 shutil.rmtree(out, ignore_errors=True)
         place = folder / "place"
         place.mkdir()
-        for kind, (stream_of, part) in PARTS.items():
+        streams_of = {
+            **{kind: (_told(stream_of, kind, report), part) for kind, (stream_of, part) in PARTS.items()},
+            **{kind: (_claimed(make, kind, report), part) for kind, (make, part) in CLASSES.items()},
+        }
+        for kind, (add_some, part) in streams_of.items():
             left = round(part * num_cases)
             while left > 0:
                 sample = random.choice(samples)
                 signal.alarm(_PATIENCE)
                 try:
-                    for what, ending in itertools.islice(stream_of(sample, place, random), min(10, left)):
+                    for _ in itertools.islice(add_some(sample, place, random), min(10, left)):
                         signal.alarm(_PATIENCE)
-                        report.add(kind, what, ending)
                         left -= 1
                 except _Over as error:
                     report.add(kind, f"{sample.name}: the case behind the last one", ("", str(error)))
@@ -220,6 +250,22 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                     shutil.rmtree(place)
                     place.mkdir()
     return report
+
+
+def _told(stream_of: Stream, kind: str, report: Report) -> Adding:
+    def add(sample: Sample, place: Path, random: Random) -> Iterator[None]:
+        for what, ending in stream_of(sample, place, random):
+            yield report.add(kind, what, ending)
+
+    return add
+
+
+def _claimed(make: Maker, kind: str, report: Report) -> Adding:
+    def add(sample: Sample, place: Path, random: Random) -> Iterator[None]:
+        for case in lies(make, sample, place, random):
+            yield report.add_claimed(kind, case)
+
+    return add
 
 
 def _in_turn(streams: list[tuple[Sample, Iterator[Case]]], random: Random) -> Iterator[tuple[Sample, Iterator[Case]]]:

@@ -33,35 +33,83 @@ WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "find
 _TARGETS = ("hf", "peft", "full", "dcp")
 
 
+#: The claims of commands about a run, each with what they print.
+Claims = Callable[[Path], Iterator[tuple[str, str]]]
+
+
 @dataclass(frozen=True)
 class Lie:
-    """A change to a run, the claims that it makes false, and the file that every command has to name."""
+    """A change to a run, the claims that it makes false, and the file that every command has to name.
+
+    `kind` is the kind of change: the table of claims counts it once.  `claims` asks the commands.  `truth` makes the
+    checkpoint for which the claims are true.  `format` is the format that they are about, by default the sample's.
+    """
 
     what: str
     do: Callable[[Path], object]
     false: tuple[str, ...] = ()
     named: str | None = None
+    kind: str = ""
+    claims: Claims | None = None
+    truth: Callable[[Path], object] | None = None
+    format: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a lie ended, and for the table of claims: the claims, the format, and the kind of change."""
+
+    what: str
+    ending: Ending
+    claims: tuple[str, ...]
+    format: str
+    kind: str
 
 
 Maker = Callable[[Sample, Random], Lie | None]
 
 
-def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[tuple[str, Ending]]:
-    """Yield cases of one class: the run is changed, and no command says any more what is false now."""
+def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[Outcome]:
+    """Yield cases of one class: the run is changed, and no command says any more what is false now.
+
+    For the first lie of a sample, the claims are made about the sample as it is, too.
+    """
+    is_first = True
     while (lie := make(sample, random)) is not None:
         run = sample.copy(folder / sample.path.name)
-        lie.do(run)
+        if is_first and lie.truth is not None:
+            lie.truth(run)
+            silent = set(lie.false) - {claim for claim, _ in _said(run, lie)}
+            if silent:
+                yield _case(sample, lie, ("", f"of the checkpoint as it is, nobody says: {', '.join(sorted(silent))}"))
+            _clear(folder)
+            run = sample.copy(folder / sample.path.name)
+        is_first = False
         try:
+            lie.do(run)
             ending = _ending(sample, run, lie)
         except Exception as error:
             ending = "", f"{type(error).__name__}: {error}"
-        for path in folder.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        yield f"{sample.name}: {lie.what}", ending
+        _clear(folder)
+        yield _case(sample, lie, ending)
+
+
+def _clear(folder: Path) -> None:
+    for path in folder.iterdir():
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def _case(sample: Sample, lie: Lie, ending: Ending) -> Outcome:
+    format = lie.format or ckpt.open(sample.path).format
+    return Outcome(f"{sample.name}: {lie.what}", ending, lie.false, format, lie.kind)
+
+
+def _said(run: Path, lie: Lie) -> Iterator[tuple[str, str]]:
+    return lie.claims(run) if lie.claims is not None else _claims(run, values=VALUES in lie.false)
 
 
 def _ending(sample: Sample, run: Path, lie: Lie) -> Ending:
-    said = dict(_claims(run, values=VALUES in lie.false))
+    said = dict(_said(run, lie))
     if still := [claim for claim in lie.false if claim in said]:
         return "", f"it is still said: {', '.join(f'{claim} ({said[claim][:200]})' for claim in still)}"
     if lie.named is not None:
@@ -140,7 +188,7 @@ def half_folders(sample: Sample, random: Random) -> Lie | None:
     if not models.keys() - optimizer.keys() and name == "the optimizer's files":
         return None
     own = [Path(file).relative_to(sample.path) for file in files]
-    return Lie(f"without {name} ({', '.join(map(str, own[:3]))})", partial(_remove, own), false)
+    return Lie(f"without {name} ({', '.join(map(str, own[:3]))})", partial(_remove, own), false, kind=f"without {name}")
 
 
 def _remove(names: list[Path], run: Path) -> None:
@@ -165,7 +213,7 @@ def empty_tensors(sample: Sample, random: Random) -> Lie | None:
         return {key: value.new_empty(0) if key in chosen else value for key, value in tensors.items()}
 
     false = (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
-    return Lie(f"{name}: up to {number} empty", lambda run: change(run / name, emptied), false)
+    return Lie(f"{name}: up to {number} empty", lambda run: change(run / name, emptied), false, kind=f"{number} empty")
 
 
 #: Bits that no training gives, by the size of an element in bytes and the dtype's name.
@@ -198,7 +246,8 @@ def bad_values(sample: Sample, random: Random) -> Lie | None:
             file.seek(at)
             file.write(content)
 
-    return Lie(f"{key}: {content.hex()} in {name}", do, (VALUES,))
+    kind = f"{content.hex()} in a {key[1]}"
+    return Lie(f"{key}: {content.hex()} in {name}", do, (VALUES,), kind=kind)
 
 
 def two_models(sample: Sample, random: Random) -> Lie | None:
@@ -232,7 +281,7 @@ def two_models(sample: Sample, random: Random) -> Lie | None:
             file.unlink()
 
     false = (FINDS, WRITES) if damage == "none" else (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
-    return Lie(f"{first} and {second}, damage to the first: {damage}", do, false)
+    return Lie(f"{first} and {second}, damage to the first: {damage}", do, false, kind=f"{damage} of two models")
 
 
 #: Files with trained weights that trainers leave next to what they save.
@@ -272,7 +321,7 @@ def neighbours(sample: Sample, random: Random) -> Lie | None:
 
     if checkpoint.is_adapter and name == "non_lora_trainables.bin":
         return None  # its reader opens this file
-    return None if (sample.path / place).exists() else Lie(f"{place} next to it", do, (), name)
+    return None if (sample.path / place).exists() else Lie(f"{place} next to it", do, (), name, kind=name)
 
 
 def quantized_parts(sample: Sample, random: Random) -> Lie:
@@ -283,7 +332,7 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
     cases = [one for one in damaged(tensors, layout) if not one[0].startswith(("weight of", "_weight_qdata of"))]
     what, changed = random.choice(cases)
     false = (WHOLE, EVERY_PART, FINDS, WRITES)
-    return Lie(f"(another folder) {layout}: {what}", lambda run: write_model(run, changed, config), false)
+    return Lie(f"{layout}: {what}", lambda run: write_model(run, changed, config), false, kind=what, format="hf")
 
 
 def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
@@ -305,7 +354,7 @@ CLASSES: dict[str, tuple[Maker, float]] = {
     "quantized parts": (quantized_parts, 0.06),
     "half folders": (half_folders, 0.05),
     "empty tensors": (empty_tensors, 0.05),
-    "values": (bad_values, 0.1),
+    "values": (bad_values, 0.07),
     "two models in one save": (two_models, 0.05),
-    "files next to a step": (neighbours, 0.1),
+    "files next to a step": (neighbours, 0.07),
 }

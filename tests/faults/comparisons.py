@@ -1,0 +1,318 @@
+"""Sentences of comparisons, and of commands that load a model, about checkpoints that make them false.
+
+`verify` says equal, as the manifest says, as the adapter says, loads; `doctor` says works.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+
+import ckpt
+from ckpt.errors import CkptError
+from ckpt.verify.manifest import MANIFEST
+from tests.faults import claims
+from tests.faults.claims import RESUMES, WRITES, Lie, Maker
+from tests.faults.samples import Sample
+from tests.faults.tensor_files import Tensors, change
+
+EQUAL, MANIFESTED, ADAPTED, LOADS = "equal", "as the manifest says", "as the adapter says", "loads"
+#: Sentences of `ckpt doctor`, by the claim of the command that it tried.
+_WORKS = {WRITES: "works: convert", RESUMES: "works: resume"}
+_FORMATS = ("hf", "full", "dcp", "zero3", "universal")
+
+
+def _lines(command: Callable[[], Any]) -> str:
+    """Return what a command prints, nothing if it ends with an error."""
+    try:
+        found = command()
+    except CkptError:
+        return ""
+    return "\n".join(found.lines())
+
+
+def _claim(sentence: str, text: str) -> Iterator[tuple[str, str]]:
+    """Yield `sentence` if a line of `text` begins or ends with it."""
+    if re.search(rf"^{sentence}:|: {sentence}$", text, re.MULTILINE):
+        yield sentence, text
+
+
+# -- equal -------------------------------------------------------------------------------------------------------------
+
+#: Changes to the bytes of one element.
+_ELEMENTS: dict[str, Callable[[bytes], bytes]] = {
+    "lowest bit": lambda value: bytes([value[0] ^ 1]) + value[1:],
+    "highest bit": lambda value: value[:-1] + bytes([value[-1] ^ 0x80]),
+    "bit below the highest": lambda value: value[:-1] + bytes([value[-1] ^ 0x40]),
+    "zero": lambda value: bytes(len(value)),
+    "all ones": lambda value: b"\xff" * len(value),
+    "all bits": lambda value: bytes(byte ^ 0xFF for byte in value),
+}
+
+
+def other_bits(sample: Sample, random: Random) -> Lie | None:
+    """One element of one tensor with other bits, in one of the files that hold it."""
+    checkpoint = ckpt.open(sample.path)
+    roles = sorted({role for (_, role), tensor in checkpoint.tensors.items() if tensor.numel})
+    role = random.choice(roles)
+    key = random.choice([key for key, tensor in checkpoint.tensors.items() if key[1] == role and tensor.numel])
+    fragments = [one for one in checkpoint.tensors[key].fragments() if one.extent.numel]
+    fragments = [one for one in fragments if os.path.isabs(one.extent.path)]
+    kind = random.choice([*_ELEMENTS])
+    if not fragments or checkpoint.tensors[key].dtype.name == "bool":
+        return None
+    extent = random.choice(fragments).extent
+    index = [random.randrange(size) for size in extent.shape]
+    at = extent.offset + extent.dtype.itemsize * int(np.dot(index, extent.strides))
+    name = Path(extent.path).relative_to(sample.path)
+
+    def do(run: Path) -> None:
+        with open(run / name, "r+b") as file:
+            file.seek(at)
+            before = file.read(extent.dtype.itemsize)
+            file.seek(at)
+            after = _ELEMENTS[kind](before)
+            file.write(after if after != before else _ELEMENTS["lowest bit"](before))
+
+    def compared(run: Path) -> Iterator[tuple[str, str]]:
+        yield from _claim(EQUAL, _lines(lambda: ckpt.verify(sample.path, run)))
+
+    return Lie(
+        f"{key}: {kind} in {name}",
+        do,
+        (EQUAL,),
+        kind=f"{kind} of a {role}",
+        claims=compared,
+        truth=lambda run: None,
+    )
+
+
+# -- as the manifest says ----------------------------------------------------------------------------------------------
+
+_FILES: dict[str, Callable[[Path, Random], object]] = {
+    "flipped bit": lambda file, random: _flip(file, random),
+    "cut": lambda file, random: os.truncate(file, random.randrange(file.stat().st_size)),
+    "longer": lambda file, random: file.write_bytes(file.read_bytes() + b"\0"),
+    "gone": lambda file, random: file.unlink(),
+    "empty": lambda file, random: file.write_bytes(b""),
+    "a folder": lambda file, random: (file.unlink(), file.mkdir()),
+    "zeros": lambda file, random: file.write_bytes(bytes(file.stat().st_size)),
+}
+
+
+def _flip(file: Path, random: Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[random.randrange(len(content))] ^= 1 << random.randrange(8)
+    file.write_bytes(content)
+
+
+def changed_outputs(sample: Sample, random: Random) -> Lie | None:
+    """A conversion with a file that is not the one that was written."""
+    target, kind, seed = random.choice(_FORMATS), random.choice([*_FILES]), random.randrange(1 << 30)
+    try:
+        conversion = ckpt.plan(sample.path, target)
+    except CkptError:
+        return None
+
+    def write(run: Path) -> None:
+        out = run.with_name("written")
+        conversion.run(out)
+        shutil.rmtree(run)
+        out.rename(run)
+
+    def do(run: Path) -> None:
+        write(run)
+        files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != MANIFEST]
+        files = [path for path in files if path.stat().st_size]
+        _FILES[kind](Random(seed).choice(files), Random(seed))
+
+    def checked(run: Path) -> Iterator[tuple[str, str]]:
+        yield from _claim(MANIFESTED, _lines(lambda: ckpt.verify(run)))
+
+    return Lie(f"as {target}: {kind}", do, (MANIFESTED,), kind=kind, claims=checked, truth=write, format=target)
+
+
+# -- as the adapter says, loads ----------------------------------------------------------------------------------------
+
+
+@cache
+def _models() -> Path:
+    """Return a folder with a base, an adapter and PEFT's merge of both, made once in each process."""
+    import torch
+
+    from tests.support.adapters import merge_by_peft, save_adapter, save_base
+
+    folder = Path(tempfile.mkdtemp(prefix="faults-models-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    base = save_base("llama", torch.bfloat16, folder / "base")
+    adapter = save_adapter(base, folder / "adapter", {"target_modules": ["q_proj", "down_proj"]})
+    merge_by_peft(base, [adapter], folder / "merged")
+    return folder
+
+
+def _tensor(random: Random, tensors: Tensors, targets: bool) -> str:
+    names = [name for name in sorted(tensors) if ("q_proj" in name or "down_proj" in name) is targets]
+    return random.choice(names)
+
+
+def _with_bit(tensors: Tensors, name: str) -> Tensors:
+    import torch
+
+    value = tensors[name].clone()
+    value.view(torch.int16).view(-1)[0] ^= 1
+    return {**tensors, name: value}
+
+
+def _without(tensors: Tensors, name: str) -> Tensors:
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+def _renamed(tensors: Tensors, name: str) -> Tensors:
+    return {(f"{key}_" if key == name else key): value for key, value in tensors.items()}
+
+
+_TENSORS: dict[str, Callable[[Tensors, Random], Tensors]] = {
+    "bit of a target": lambda tensors, random: _with_bit(tensors, _tensor(random, tensors, True)),
+    "bit of another tensor": lambda tensors, random: _with_bit(tensors, _tensor(random, tensors, False)),
+    "tensor gone": lambda tensors, random: _without(tensors, random.choice(sorted(tensors))),
+    "tensor renamed": lambda tensors, random: _renamed(tensors, random.choice(sorted(tensors))),
+    "tensor of another shape": lambda tensors, random: _shorter(tensors, random.choice(sorted(tensors))),
+    "tensor of another dtype": lambda tensors, random: _wider(tensors, random.choice(sorted(tensors))),
+    "all zeros": lambda tensors, random: _zeros(tensors, _tensor(random, tensors, True)),
+}
+
+
+def _shorter(tensors: Tensors, name: str) -> Tensors:
+    return {**tensors, name: tensors[name][:-1].contiguous()}
+
+
+def _wider(tensors: Tensors, name: str) -> Tensors:
+    return {**tensors, name: tensors[name].double()}
+
+
+def _zeros(tensors: Tensors, name: str) -> Tensors:
+    return {**tensors, name: tensors[name] * 0}
+
+
+def _model(run: Path, name: str) -> Path:
+    shutil.rmtree(run)
+    shutil.copytree(_models() / name, run)
+    return run / "model.safetensors"
+
+
+def other_merges(sample: Sample, random: Random) -> Lie:
+    """A merged model that is not its base with the adapter, as safetensors or as another format."""
+    kind = random.choice([*_TENSORS, "the base", "other scaling"])
+    target, seed = random.choice(("hf", "full", "dcp")), random.randrange(1 << 30)
+    base, adapter = _models() / "base", _models() / "adapter"
+
+    def convert(run: Path) -> None:
+        if target != "hf":
+            out = run.with_name("written")
+            ckpt.plan(run, target).run(out)
+            shutil.rmtree(run)
+            out.rename(run)
+
+    def truth(run: Path) -> None:
+        _model(run, "merged")
+        convert(run)
+
+    def do(run: Path) -> None:
+        if kind in _TENSORS:
+            change(_model(run, "merged"), lambda tensors: _TENSORS[kind](tensors, Random(seed)))
+        else:
+            _model(run, "base" if kind == "the base" else "merged")
+        convert(run)
+
+    def compared(run: Path) -> Iterator[tuple[str, str]]:
+        used = adapter
+        if kind == "other scaling" and (run.parent / "is a lie").exists():
+            used = run.with_name("adapter")
+            shutil.copytree(adapter, used)
+            config = json.loads((used / "adapter_config.json").read_text())
+            (used / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": config["lora_alpha"] + 1}))
+        yield from _claim(ADAPTED, _lines(lambda: ckpt.verify_merge(base, run, [used])))
+
+    def lie(run: Path) -> None:
+        do(run)
+        (run.parent / "is a lie").touch()
+
+    return Lie(f"as {target}: {kind}", lie, (ADAPTED,), kind=kind, claims=compared, truth=truth, format=target)
+
+
+_CONFIGS: dict[str, dict[str, Any]] = {
+    "wider model": {"hidden_size": 96},
+    "more layers": {"num_hidden_layers": 5},
+    "other vocabulary": {"vocab_size": 77},
+    "other MLP": {"intermediate_size": 200},
+    "fewer heads of keys": {"num_key_value_heads": 1},
+}
+
+
+def unloadable(sample: Sample, random: Random) -> Lie:
+    """A model that `from_pretrained` would load with missing, unexpected or other tensors."""
+    of_files = ("tensor gone", "tensor renamed", "tensor of another shape")
+    kind, seed = random.choice([*of_files, *_CONFIGS]), random.randrange(1 << 30)
+
+    def truth(run: Path) -> None:
+        _model(run, "merged")
+
+    def do(run: Path) -> None:
+        file = _model(run, "merged")
+        if kind in of_files:
+            change(file, lambda tensors: _TENSORS[kind](tensors, Random(seed)))
+        else:
+            config = json.loads((run / "config.json").read_text())
+            (run / "config.json").write_text(json.dumps({**config, **_CONFIGS[kind]}))
+
+    def loaded(run: Path) -> Iterator[tuple[str, str]]:
+        yield from _claim(LOADS, _lines(lambda: ckpt.verify(run, loads=True)))
+
+    return Lie(kind, do, (LOADS,), kind=kind, claims=loaded, truth=truth, format="hf")
+
+
+# -- works -------------------------------------------------------------------------------------------------------------
+
+
+def diagnosed(sample: Sample, random: Random) -> Lie | None:
+    """A run that other classes damage, and `ckpt doctor` on it."""
+    make = random.choice([maker for maker, _ in claims.CLASSES.values()])
+    lie = make(sample, random)
+    works = tuple(_WORKS[claim] for claim in lie.false if claim in _WORKS) if lie else ()
+    if lie is None or not works:
+        return None
+    return Lie(lie.what, lie.do, works, kind=lie.kind, claims=_works, format=lie.format)
+
+
+def _works(run: Path) -> Iterator[tuple[str, str]]:
+    try:
+        found = ckpt.doctor(run)
+    except CkptError:
+        return
+    if found.checkpoint is None or found.checkpoint.passed_over:
+        return
+    for trial in found.commands:
+        is_conversion = trial.command.startswith(tuple(f"ckpt convert auto {name} " for name in ("hf", "peft", "full")))
+        if trial.problem is None and (is_conversion or trial.command.startswith("ckpt resume")):
+            yield _WORKS[WRITES if is_conversion else RESUMES], trial.command
+
+
+#: Each class of lies, and the part of the campaign that it is.
+CLASSES: dict[str, tuple[Maker, float]] = {
+    "other bits": (other_bits, 0.06),
+    "changed outputs": (changed_outputs, 0.03),
+    "other merges": (other_merges, 0.02),
+    "models that do not load": (unloadable, 0.02),
+    "doctor on damaged runs": (diagnosed, 0.04),
+}
