@@ -20,14 +20,14 @@ _MAX_SHOWN = 3
 def empty_parameters(checkpoint: Checkpoint) -> str:
     """Return a sentence on parameters without elements, or "" if there are none or the engine recorded their shapes.
 
-    A script that saves one rank's part of FSDP2's parameters leaves such ones.
+    A script that saves one rank's part of FSDP2's parameters leaves such ones, and ZeRO-3's rank 0 leaves shape [0].
     """
     if registry.get(checkpoint.format).records_shapes:
         return ""
     shapes = {
         fqn: tensor.shape
         for (fqn, role), tensor in checkpoint.tensors.items()
-        if role in MODEL_ROLES and tensor.numel == 0 and fqn.endswith(_PARAMETERS)
+        if role in MODEL_ROLES and tensor.numel == 0 and (fqn.endswith(_PARAMETERS) or tensor.shape == (0,))
     }
     if not shapes:
         return ""

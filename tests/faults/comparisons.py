@@ -292,7 +292,7 @@ def diagnosed(sample: Sample, random: Random) -> Lie | None:
     works = tuple(_WORKS[claim] for claim in lie.false if claim in _WORKS) if lie else ()
     if lie is None or not works:
         return None
-    return Lie(lie.what, lie.do, works, kind=lie.kind, claims=_works, format=lie.format)
+    return Lie(lie.what, lie.do, works, kind=lie.kind, claims=_works, format=lie.format, unless=lie.unless)
 
 
 def _works(run: Path) -> Iterator[tuple[str, str]]:
@@ -302,10 +302,11 @@ def _works(run: Path) -> Iterator[tuple[str, str]]:
         return
     if found.checkpoint is None or found.checkpoint.passed_over:
         return
+    text = "\n".join(found.lines())
     for trial in found.commands:
         is_conversion = trial.command.startswith(tuple(f"ckpt convert auto {name} " for name in ("hf", "peft", "full")))
         if trial.problem is None and (is_conversion or trial.command.startswith("ckpt resume")):
-            yield _WORKS[WRITES if is_conversion else RESUMES], trial.command
+            yield _WORKS[WRITES if is_conversion else RESUMES], text
 
 
 #: Each class of lies, and the part of the campaign that it is.

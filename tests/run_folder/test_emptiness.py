@@ -122,3 +122,12 @@ def test_a_model_without_an_element_is_no_model(tmp_path: Path) -> None:
         for command in (("check", place), ("convert", "auto", "hf", place, "-o", tmp_path / "out"), ("hash", place)):
             done = ckpt(*command)
             assert done.code == 4 and "none of 2 tensors has an element" in done.out + done.err
+
+
+@pytest.mark.parametrize(("name", "shape", "is_named"), [("gain", (0,), True), ("gain", (0, 4), False)])
+def test_a_placeholder_of_any_name_is_named(name: str, shape: tuple[int, ...], is_named: bool, tmp_path: Path) -> None:
+    """ZeRO-3 leaves shape [0]; [0, 4] is what a model declares, unless it is a weight or a bias."""
+    save_file({"a.weight": torch.ones(2), name: torch.ones(shape)}, tmp_path / "model.safetensors")
+    done = ckpt("check", tmp_path)
+    assert done.code == 0
+    assert (f"{name} {list(shape)}" in done.out) is is_named and (WHOLE in done.out) is not is_named, done.out
