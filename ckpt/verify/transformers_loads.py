@@ -113,6 +113,9 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
         problems.append(f"{CONFIG}: {what}")
         cls = transformers.AutoModelForCausalLM
     quantization = getattr(config, "quantization_config", None)
+    if isinstance(quantization, dict) and _attempt(problems, CONFIG, lambda: _knows(quantization)) is False:
+        method = quantization.get("quant_method")
+        problems.append(f"{CONFIG}: transformers does not know quantization method {method!r}, and loads plain weights")
     device = "cpu" if isinstance(quantization, dict) and quantization.get("load_in_4bit") else "meta"
     options = {"device_map": device, "output_loading_info": True, "ignore_mismatched_sizes": True, "dtype": "auto"}
     loaded = _attempt(problems, "weights", lambda: cls.from_pretrained(path, local_files_only=True, **options))
@@ -127,6 +130,13 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
     ]
     problems += [f"weights: {message}" for message in info.get("error_msgs", ())]
     return type(model).__name__, len(model.state_dict())
+
+
+def _knows(quantization: dict[str, Any]) -> bool:
+    """Return True if transformers has this quantization method; it loads weights of any other as plain ones."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    return bool(AutoHfQuantizer.supports_quant_method(quantization))
 
 
 def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:

@@ -49,3 +49,22 @@ def test_verify_loads_names_what_is_wrong(tmp_path: Path, monkeypatch: pytest.Mo
     assert lacking.err.rstrip().endswith("hint: pip install 'transformers>=5' torch accelerate")
     assert ckpt("verify", "--loads", bases["llama"], bad).code == UsageError.exit_code
     assert ckpt("verify", "--loads", tmp_path / "empty").code == NotFoundError.exit_code
+
+
+@pytest.mark.parametrize(
+    ("entry", "problem"),
+    [
+        ({"quant_method": "frobnicate"}, "transformers does not know quantization method 'frobnicate'"),
+        ({"bits": 4}, "has no `quant_method` attribute"),
+    ],
+)
+def test_a_quantization_method_that_transformers_does_not_know_is_a_problem(
+    entry: dict[str, object], problem: str, tmp_path: Path
+) -> None:
+    """transformers loads such weights as plain ones, with a warning."""
+    base = save_base("llama", BF16, tmp_path / "base")
+    assert ckpt("verify", base, "--loads").out.rstrip().endswith(": loads")
+    config = json.loads((base / "config.json").read_text())
+    (base / "config.json").write_text(json.dumps({**config, "quantization_config": entry}))
+    done = ckpt("verify", base, "--loads")
+    assert done.code == 1 and problem in done.out and ": loads" not in done.out, done.out
