@@ -256,7 +256,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
     "more layers": {"num_hidden_layers": 5},
     "other vocabulary": {"vocab_size": 77},
     "other MLP": {"intermediate_size": 200},
-    "fewer heads of keys": {"num_key_value_heads": 1},
+    "other size of heads": {"head_dim": 48},
 }
 
 
