@@ -100,9 +100,9 @@ class CkptError(Exception):
 
     def _text(self, said: Callable[[str], str]) -> str:
         facts = {name: value if name in ("file", "tensor") else said(value) for name, value in self.facts().items()}
-        lines = [printable(said(self.what)), *(f"  {name}: {value}" for name, value in facts.items())]
+        lines = [said(printable(self.what)), *(f"  {name}: {value}" for name, value in facts.items())]
         if self.hint:
-            lines += ["", f"hint: {printable(said(self.hint), _MAX_HINT)}"]
+            lines += ["", f"hint: {said(printable(self.hint, _MAX_HINT))}"]
         return "\n".join(lines)
 
 
