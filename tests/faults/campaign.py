@@ -46,7 +46,7 @@ PARTS: dict[str, tuple[Stream, float]] = {
     "a store in which requests fail": (stores, 0.01),
 }
 _FEWEST_KINDS = 5  # of changes that a claim has to disappear for
-_ENOUGH = 10_000  # cases, of which each claim meets as many kinds in each format
+_ENOUGH = 10_000  # cases: a campaign of so many has them all
 
 
 @dataclass
