@@ -274,6 +274,21 @@ def test_commands_report_a_missing_part_and_claim_nothing(
     assert not [claim for claim in CLAIMS if claim in said.replace(str(tmp_path), "").replace("no loader", "")]
 
 
+@pytest.mark.parametrize("layout", COMMANDS)
+def test_a_config_without_the_quantization_of_its_weights_is_incomplete(
+    layout: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """transformers takes the values of FP8 unscaled, and draws a weight that is in parts at random."""
+    broken = Path(shutil.copytree(folders(layout), tmp_path / "broken"))
+    entries = json.loads((broken / "config.json").read_text())
+    plain = {name: value for name, value in entries.items() if name not in LAYOUTS[layout][0]}
+    (broken / "config.json").write_text(json.dumps(plain))
+    checked = ckpt("check", broken)
+    assert checked.code == CorruptError.exit_code, checked.out
+    assert "config.json: it records no quantization, and loaders take 3 quantized weights for plain" in checked.out
+    assert "every part of every tensor is there" not in checked.out
+
+
 def test_loads_reports_a_missing_scale(folders: Callable[[str], Path], tmp_path: Path) -> None:
     assert api.check_loads(folders("fp8 block")).good
     broken = tmp_path / "broken"

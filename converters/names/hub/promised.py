@@ -48,9 +48,13 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
         with suppress(CkptError):  # then its own names tell less
             checkpoint = as_hub(checkpoint)
-    shapes = quantized_weights(checkpoint).in_place(checkpoint.shapes)
-    is_hub = checkpoint.namespace == HUB
-    return lacking(checkpoint.config, shapes), _missing_tensors(checkpoint.config, shapes) if is_hub else []
+    weights = quantized_weights(checkpoint)
+    shapes = weights.in_place(checkpoint.shapes)
+    tensors = _missing_tensors(checkpoint.config, shapes) if checkpoint.namespace == HUB else []
+    if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
+        count = counted(len(names), "quantized weight")
+        tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
+    return lacking(checkpoint.config, shapes), tensors
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:

@@ -190,11 +190,22 @@ class QuantizedWeights:
         """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
         if self._schemes is None:
             return f"the parts of weights quantized by {self.title} were not checked: ckpt does not know this layout"
-        packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
-        unclaimed = (one for one in packed if len(one.shape) >= 2 and one.fqn not in self.parts)
-        if name := next((one.fqn for one in unclaimed if _is_matrix(one) or self._replaces_weight(one.fqn)), None):
+        if name := next(self._unclaimed(), None):
             return f"no quantization config is here, so the parts of quantized weights were not checked: {name}, ..."
         return None
+
+    def _unclaimed(self) -> Iterator[str]:
+        """Yield names of packed values of an unrecorded method that no scheme has."""
+        packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
+        unclaimed = (one for one in packed if len(one.shape) >= 2 and one.fqn not in self.parts)
+        yield from (one.fqn for one in unclaimed if _is_matrix(one) or self._replaces_weight(one.fqn))
+
+    @property
+    def unrecorded(self) -> list[str]:
+        """Names of weights in packed parts although no config records a quantization."""
+        if self.quantization:
+            return []
+        return sorted([*(name for name, parts in self.owners.items() if len(parts) > 1), *self._unclaimed()])
 
     def _replaces_weight(self, name: str) -> bool:
         """Return True if a tensor belongs to a module whose weight the architecture has and the checkpoint lacks."""
