@@ -818,12 +818,14 @@ def verify(
     one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
     if run:
         return verify_runs(one, other)
+    from ckpt.verify.beside import not_tensors
     from ckpt.verify.pairs import verify as verify_same_names
 
+    beside = not_tensors(one, other)
     one, other, notes = _as_pair(one, other)
     how: dict[str, Any] = {"only": only, "cast": cast, "exact": exact, "measured": measured}
     report = verify_same_names(one, other, **how, progress=progress, expected=expected)
-    return replace(report, notes=(*report.notes, *notes))
+    return replace(report, notes=(*report.notes, *notes, *beside))
 
 
 @typed

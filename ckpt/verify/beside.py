@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that `verify` does not compare and `hash` does not count."""
+"""The parts of a checkpoint that `verify` does not compare, or that `hash` does not count."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ from typing import Any
 from ckpt.base.text import counted, one_line
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
+from ckpt.run_folder.not_read import STATE, not_read
+from ckpt.state.same_model import stated_otherwise
 
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+_MAX_SHOWN = 4
 _RANDOM = ("rng", "random")  # in the names of random states
 
 
@@ -36,6 +39,20 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
             seen.add(id(one))
             inner = one.attributes if isinstance(one, Record) else one
             left += inner.values() if isinstance(inner, Mapping) else inner
+
+
+def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Yield notes on files with tensors that no reader opened, and on entries in which the configs differ."""
+    for label, side in (("A", a), ("B", b)):
+        if names := [one.name for one in not_read(side) if one.kind == STATE]:
+            yield f"not compared, of {label}: {_first(names)}: no reader opened {'them' if names[1:] else 'it'}"
+    if entries := [f"{name} {x!r} and {y!r}" for name, x, y in stated_otherwise(a.config, b.config)]:
+        yield f"only tensors are compared, and the configs of A and B differ: {_first(entries)}"
+
+
+def _first(found: list[str]) -> str:
+    more = [f"{len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
+    return ", ".join([*map(one_line, found[:_MAX_SHOWN]), *more])
 
 
 def not_hashed(checkpoint: Checkpoint) -> list[str]:

@@ -63,6 +63,23 @@ def test_tensors_beside_model_and_optimizer(tmp_path: Path, form: str) -> None:
     assert [line.split(":")[1].strip() for line in left_out] == ["2 tensors of ema", "1 tensor of queue"]
 
 
+def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> None:
+    """Equal tensors compute something else with another epsilon, or next to tensors of a head."""
+    a = tmp_path / "a"
+    assert ckpt("convert", "auto", "hf", FIXTURES / "trainer-plain", "-o", a).code == 0
+    b = Path(shutil.copytree(a, tmp_path / "b"))
+    config = json.loads((b / "config.json").read_text())
+    (b / "config.json").write_text(json.dumps({**config, "transformers_version": "4.0", "use_cache": False}))
+    same = ckpt("verify", a, b)
+    assert same.code == 0 and "configs of" not in same.out + same.err and "not compared" not in same.out + same.err
+    (b / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 0.5}))
+    shutil.copy(a / "model.safetensors", b / "value_head.safetensors")
+    other = ckpt("verify", a, b)
+    said = " ".join((other.out + other.err).split())
+    assert other.code == 0 and "the configs of A and B differ: rms_norm_eps 1e-06 and 0.5" in said, said
+    assert "not compared, of B: value_head.safetensors: no reader opened it" in said, said
+
+
 @pytest.mark.parametrize("fixture", ["toy-zero3", "dcp-fsdp2", "verl-fsdp2", "moe-zero3", "trainer-zero2"])
 def test_random_states_and_schedules_are_not_listed(fixture: str) -> None:
     report = ckpt("verify", FIXTURES / fixture, FIXTURES / fixture)
