@@ -304,7 +304,7 @@ class QuantizedWeights:
             if plain != wanted and (scheme.packed != "{w}_packed" or not _is_padded(plain, wanted)):
                 yield Fault(packed.fqn, f"holds a weight of {list(plain)}, and the architecture's is {list(wanted)}")
         if packed is not None and scheme.bits and (shape := self.expected.get(owner)):
-            size = -(-prod(shape) * scheme.bits // 8)
+            plain, size = shape, -(-prod(shape) * scheme.bits // 8)
             if packed.nbytes != size:
                 yield Fault(packed.fqn, f"{packed.nbytes} bytes instead of {size}, for a weight of {list(shape)}")
         for template, part in scheme.parts.items():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Protocol
 
 from ckpt.plan.tensors import Shape
@@ -420,14 +421,19 @@ def _auto_round(settings: Settings) -> list[Scheme] | None:
 # -- bitsandbytes, torchao, MLX, EETQ -----------------------------------------------------------------
 
 
+def _per_block(plain: Shape) -> list[Shape]:
+    """Return one scale for each block: of 64 elements, or of another size that bitsandbytes has."""
+    return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
+
+
 def _bitsandbytes(_: Settings) -> list[Scheme]:
     found = []
     for kind in ("nf4", "fp4"):
         state = {f"{{w}}.quant_state.bitsandbytes__{kind}": Part(BYTES), "{w}.quant_map": Part(F32)}
         packed = {_WEIGHT: Part((*FLOATS, *FOUR_BITS)), **state}
         nested = {"{w}.nested_absmax": Part(F32), "{w}.nested_quant_map": Part(F32)}
-        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(F32)}, bits=4))
-        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(BYTES), **nested}, bits=4))
+        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(F32, _per_block)}, bits=4))
+        found.append(Scheme(_WEIGHT, {**packed, "{w}.absmax": Part(BYTES, _per_block), **nested}, bits=4))
     rows = {_WEIGHT: Part(INT8), "{m}SCB": Part(F32, _per_output), "{m}weight_format": _optional(BYTES)}
     return [*found, Scheme(_WEIGHT, rows, tuple)]
 
