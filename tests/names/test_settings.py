@@ -178,6 +178,26 @@ def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, 
     assert (said is None) if refused is None else (said is not None and refused in said), said
 
 
+@pytest.mark.parametrize("together", [True, False])
+@pytest.mark.parametrize(
+    "name", ["rotary_scaling_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"]
+)
+def test_yarn_is_compared_however_a_run_records_it(name: str, together: bool) -> None:
+    """In one argument, or as the fields of megatron-core's config."""
+    args = run_of("gpt_oss")[0].state.args or {}
+    fields = {
+        one: args.get(f"yarn_{one}", args.get(one))
+        for one in ("rotary_scaling_factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
+    }
+
+    def recorded(fields: dict[str, Any]) -> dict[str, Any]:
+        given = {"yarn": fields} if together else {f"yarn_{one}": value for one, value in fields.items()}
+        return {"rotary_scaling_factor": None, **given}
+
+    assert refusal("gpt_oss", **recorded(fields)) is None
+    assert name in (refusal("gpt_oss", **recorded({**fields, name: fields[name] * 2})) or "")
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_real_runs_are_not_refused(name: str, fixtures: Path) -> None:
     args = api.open(fixtures / name).state.args or {}

@@ -52,6 +52,7 @@ from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.adapter import MAGNITUDE, OUT, ModuleName, parse_name
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, GateBlocks
+from converters.names.megatron.settings import is_off
 
 #: What the classes of megatron.bridge.peft are called, by the module that has each.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
@@ -220,6 +221,19 @@ def _run_of_class(
     )
 
 
+#: Names of settings of adapters in ms-swift's `args.json`, next to the training's own.
+_OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
+#: Those that are read, or that do not change what the adapter computes (ms-swift 3.5 to 4.5,
+#: megatron/arguments/megatron_args.py, arguments/tuner_args.py), and of other kinds of tuners.
+_SWIFTS_ENTRIES = (
+    *("tuner_type", "tuner_backend", "lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype"),
+    *("lorap_lr_ratio", "use_rslora", "adapters", "ref_adapters", "adapter_load", "ref_adapter_load", "mcore_adapter"),
+    *("mcore_adapters", "mcore_ref_adapter", "mcore_ref_adapters", "merge_lora", "vllm_enable_lora"),
+    *("_teacher_use_disable_adapter", "adapter_act", "adapter_length"),
+)
+_OF_OTHER_TUNERS = ("adalora_", "lora_ga_")
+
+
 def read_swifts_run(path: Path) -> AdapterRun:
     """What `args.json` of ms-swift says of its adapter; UsageError for what is no plain LoRA, CorruptError."""
     content = read_object(path, "the run's arguments")
@@ -228,6 +242,18 @@ def read_swifts_run(path: Path) -> AdapterRun:
             raise UsageError(
                 "of ms-swift's adapters only LoRA's two factors are read", path=path, found=f"{name}: {content[name]!r}"
             )
+    unknown = {
+        name: value
+        for name, value in content.items()
+        if _OF_ADAPTERS.search(name)
+        and name not in _SWIFTS_ENTRIES
+        and not name.startswith(_OF_OTHER_TUNERS)
+        and not is_off(value)
+    }
+    for name, value in unknown.items():
+        raise UsageError(
+            "ms-swift recorded a setting of the adapter that is unknown here", path=path, found=f"{name}: {value!r}"
+        )
     if content.get("expert_tensor_parallel_size") not in (1, None):
         raise UsageError("ms-swift trains no adapter so", path=path, found="expert_tensor_parallel_size above 1")
     if content.get("use_rslora"):

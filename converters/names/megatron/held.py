@@ -147,7 +147,7 @@ def _not_held(error: CkptError) -> str:
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
     """The arguments that do not mean the same in both: each with what was recorded, and with what is expected."""
-    recorded = _with_scaling(under_older_names(recorded))
+    recorded = _with_scaling(_with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
         if ours is not None and theirs is not None and not _is_same(ours, theirs):
@@ -160,6 +160,19 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
     """A run's arguments, those that Megatron-LM has renamed under both names."""
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
+
+
+def _with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return YaRN's arguments under the names of Megatron-LM, if they are recorded as fields of the core's config.
+
+    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py); a run may also record them in one `yarn`.
+    """
+    if isinstance(together := args.get("yarn"), Mapping):
+        args = {**args, **{f"yarn_{name}": value for name, value in together.items()}}
+    if args.get("position_embedding_type") != "yarn":
+        return args
+    fields = {name: args.get(f"yarn_{name}") for name in ("rotary_scaling_factor", "mscale", "mscale_all_dim")}
+    return {**args, **{name: value for name, value in fields.items() if value is not None}}
 
 
 def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -606,6 +606,8 @@ def test_an_adapter_of_ms_swift_is_merged_as_the_live_model_computed(run: str, t
         ({"lora_bias": "all"}, 2, "lora_bias: 'all'"),
         ({"modules_to_save": ["lm_head"]}, 2, "modules_to_save"),
         ({"tuner_type": "lora_llm"}, 2, "tuner_type"),
+        ({"use_dora": True}, 2, "use_dora: True"),
+        ({"lora_of_a_new_kind": 3}, 2, "lora_of_a_new_kind: 3"),
         ({"lora_rank": 8}, 4, "rank 4"),
         ({"lora_alpha": None}, 4, "lora_alpha"),
         ({"tensor_model_parallel_size": 4}, 4, "another number of tensor parallel ranks"),
