@@ -7,9 +7,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from ckpt import api
-from ckpt.base.errors import CkptError, HalfError, LossError
+from ckpt.base.errors import CkptError, LossError
 from ckpt.run_folder.not_read import is_of_a_run
-from ckpt.run_folder.opening import has_optimizer
+from ckpt.run_folder.opening import has_optimizer, holds_optimizer
 
 #: Suffixes of torch's files: one of them may hold an optimizer next to the model.
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")
@@ -48,17 +48,8 @@ def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
             yield entry
         elif name not in weights and name.endswith(_TORCH_FILES) and num_opened < _MAX_OPENED:
             num_opened += 1
-            if _holds_optimizer(folder / name):
+            if holds_optimizer(folder / name):
                 yield name
-
-
-def _holds_optimizer(file: Path) -> bool:
-    try:
-        return has_optimizer(api.open(file))
-    except HalfError:  # an optimizer alone
-        return True
-    except CkptError:
-        return False
 
 
 def _model_format(folder: Path) -> str:

@@ -214,6 +214,27 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
     return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer
 
 
+def holds_optimizer(file: Path) -> bool:
+    """Return True if a torch file holds an optimizer, even if no format reads a file of this name or content."""
+    from ckpt.containers.torchfile.read import read
+    from ckpt.containers.torchfile.tree import children, is_branch
+
+    def holds_groups(value: object) -> bool:
+        if isinstance(value, dict) and "param_groups" in value:
+            return True
+        return is_branch(value) and any(map(holds_groups, children(value)))
+
+    try:
+        return has_optimizer(open_checkpoint(file))
+    except HalfError:  # an optimizer alone
+        return True
+    except CkptError:
+        try:
+            return holds_groups(read(file).root)
+        except CkptError:
+            return False
+
+
 def knows_optimizer(checkpoint: Checkpoint) -> bool:
     """Whether states or hyperparameters of an optimizer are read, or what is not read of them is known."""
     return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)

@@ -81,16 +81,19 @@ def test_push_takes_the_files_of_a_model(model: Path, tmp_path: Path, name: str)
     check(folder)
 
 
-def test_push_refuses_an_optimizer_inside_a_torch_file(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["last.ckpt", "trainer.pkl", "state.tar", "rewards.pth"])
+@pytest.mark.parametrize("key", ["optimizer", "optimizers"])
+def test_push_refuses_an_optimizer_inside_a_torch_file(key: str, name: str, model: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(model, tmp_path / "model")
     layer = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(2)).sum().backward()
     optimizer.step()
-    torch.save(layer.state_dict(), folder / "last.ckpt")
+    torch.save(layer.state_dict(), folder / name)
     check(folder)
-    torch.save({"model": layer.state_dict(), "optimizer": optimizer.state_dict()}, folder / "last.ckpt")
-    with pytest.raises(LossError, match=r"last\.ckpt"):
+    state = optimizer.state_dict() if key == "optimizer" else [{"actor": optimizer.state_dict()}]
+    torch.save({"actor": layer.state_dict(), "epoch": 1, key: state}, folder / name)
+    with pytest.raises(LossError, match=name):
         check(folder)
 
 
