@@ -314,6 +314,9 @@ class _Merge:
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
         adapted = {module for module in adapted if not adapter.config.targets_parameter(f"{module}.weight")}
+        if adapter.config.raw.get("ensure_weight_tying"):  # a name means all tied weights
+            ties = self.base.ties
+            layers -= {fqn.removesuffix(".weight") for fqn in (*ties, *ties.values())}
         former = adapter.config.former
         layers, adapted = ({former.get(module, module) for module in of} for of in (layers, adapted))
         self.targets.extend(targets.notes(adapter.config, layers, adapted))

@@ -36,6 +36,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
 TIED: dict[str, dict[str, Any]] = {
     "rows": {"trainable_token_indices": [1, 5]},
     "LoRA, kept tied": {"target_modules": ["lm_head"], "ensure_weight_tying": True},
+    "LoRA of the embedding, kept tied": {"target_modules": ["embed_tokens"], "ensure_weight_tying": True},
     "copies, kept tied": {"modules_to_save": ["lm_head"], "ensure_weight_tying": True},
     "another layer": {},
 }
@@ -115,6 +116,7 @@ def verify(folder: Path, merged: str = "out") -> Result:
 def check_is_as_trained(folder: Path, live: torch.Tensor, model: Any) -> None:
     done = merge(folder)
     assert done.code == 0, done.err
+    assert "target_modules does not name" not in done.err
     found = logits(type(model).from_pretrained(folder / "out"))
     before = logits(type(model).from_pretrained(folder / "base"))
     assert float((found - live).abs().max()) < 1e-4 < float((before - live).abs().max())
