@@ -146,13 +146,8 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
         if "from_pretrained finds every tensor" in text or "from_pretrained loads" in text:
             yield FINDS, text
         break
-    told: list[str] = []
-    try:
-        ckpt.resume(run, say=told.append)
-        if any(line.startswith("resuming from") for line in told) and not any("is skipped" in line for line in told):
-            yield RESUMES, "\n".join(told)
-    except CkptError:
-        pass
+    if told := resumed(run):
+        yield RESUMES, told
     if values:
         try:
             found = ckpt.check(run, values=True)  # type: ignore[call-arg]
@@ -160,6 +155,17 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
                 yield VALUES, str(found)
         except CkptError:
             pass
+
+
+def resumed(run: Path) -> str:
+    """Return what `resume` says if it takes `run` without leaving out its newest step; "" if not."""
+    told: list[str] = []
+    try:
+        ckpt.resume(run, say=told.append)
+    except CkptError:
+        return ""
+    takes = any(line.startswith("resuming from") for line in told) and not any("is skipped" in line for line in told)
+    return "\n".join(told) if takes else ""
 
 
 # -- the classes -------------------------------------------------------------------------------------------------------
@@ -200,6 +206,27 @@ def _remove(names: list[Path], run: Path) -> None:
         (run / name).unlink()
 
 
+#: Damage to a file with weights.
+TORN: dict[str, Callable[[Path], object]] = {
+    "half": lambda file: os.truncate(file, file.stat().st_size // 2),
+    "without its last byte": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "empty": lambda file: os.truncate(file, 0),
+    "gone": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+    "only its first bytes": lambda file: os.truncate(file, 5),
+}
+
+
+def torn_files(sample: Sample, random: Random) -> Lie | None:
+    """A file with weights that was copied in part, or lost."""
+    files = [Path(file) for file in _places(ckpt.open(sample.path), weights=True)]
+    if not files:
+        return None
+    kind, name = random.choice([*TORN]), random.choice(files).relative_to(sample.path)
+    false = (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    return Lie(f"{name}: {kind}", lambda run: TORN[kind](run / name), false, kind=f"{kind}, of a file")
+
+
 def empty_tensors(sample: Sample, random: Random) -> Lie | None:
     """Some weights with no elements, as rank 0 of ZeRO-3 saves them if nobody gathers."""
     checkpoint = ckpt.open(sample.path)
@@ -228,9 +255,9 @@ def empty_tensors(sample: Sample, random: Random) -> Lie | None:
 
 #: Bits that no training gives, by the size of an element in bytes and the dtype's name.
 _NOT_FINITE: dict[str, list[bytes]] = {
-    "float32": [bytes.fromhex("0000c07f"), bytes.fromhex("0000807f"), bytes.fromhex("000080ff")],
-    "bfloat16": [bytes.fromhex("c07f"), bytes.fromhex("807f"), bytes.fromhex("80ff")],
-    "float16": [bytes.fromhex("007e"), bytes.fromhex("007c"), bytes.fromhex("00fc")],
+    "float32": [bytes.fromhex(bits) for bits in ("0000c07f", "0000807f", "000080ff", "0000c0ff", "0100807f")],
+    "bfloat16": [bytes.fromhex(bits) for bits in ("c07f", "807f", "80ff", "c0ff", "817f")],
+    "float16": [bytes.fromhex(bits) for bits in ("007e", "007c", "00fc", "00fe", "017c")],
 }
 
 
@@ -362,6 +389,7 @@ def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, A
 #: Each class of lies, and the part of the campaign that it is.
 CLASSES: dict[str, tuple[Maker, float]] = {
     "quantized parts": (quantized_parts, 0.06),
+    "torn files": (torn_files, 0.06),
     "half folders": (half_folders, 0.05),
     "empty tensors": (empty_tensors, 0.05),
     "values": (bad_values, 0.07),

@@ -23,7 +23,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.verify.manifest import MANIFEST
 from tests.faults import claims
-from tests.faults.claims import RESUMES, WRITES, Lie, Maker
+from tests.faults.claims import RESUMES, WRITES, Lie, Maker, resumed
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 
@@ -305,7 +305,7 @@ def _works(run: Path) -> Iterator[tuple[str, str]]:
     text = "\n".join(found.lines())
     for trial in found.commands:
         is_conversion = trial.command.startswith(tuple(f"ckpt convert auto {name} " for name in ("hf", "peft", "full")))
-        if trial.problem is None and (is_conversion or trial.command.startswith("ckpt resume")):
+        if trial.problem is None and (is_conversion or (trial.command.startswith("ckpt resume") and resumed(run))):
             yield _WORKS[WRITES if is_conversion else RESUMES], text
 
 

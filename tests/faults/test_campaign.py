@@ -9,7 +9,7 @@ from tests.faults.kinds import KINDS
 
 
 def test_no_case_ends_as_none_may(tmp_path: Path) -> None:
-    report = campaign(tmp_path, seed=20, num_cases=200)
+    report = campaign(tmp_path, seed=20, num_cases=140)
     assert report.wrong == []
     assert len(report.counts) == len(KINDS) + len(PARTS) + len(CLASSES)
     assert report.num_cases > 180
