@@ -41,10 +41,11 @@ _THREADS = _Threads()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in the calling thread alone; the last to leave restores the number for the process."""
+    """Let torch compute in the calling thread alone, and restore the number for it and for new threads."""
     with _THREADS.lock:
+        number = torch.get_num_threads()  # a new thread takes the process's number at this first call
         if not _THREADS.num_running:
-            _THREADS.before = torch.get_num_threads()
+            _THREADS.before = number
         _THREADS.num_running += 1
         torch.set_num_threads(1)
     try:
@@ -52,8 +53,7 @@ def one_thread() -> Iterator[None]:
     finally:
         with _THREADS.lock:
             _THREADS.num_running -= 1
-            if not _THREADS.num_running:
-                torch.set_num_threads(_THREADS.before)
+            torch.set_num_threads(_THREADS.before)  # each thread has a number of its own, too
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:

@@ -25,7 +25,7 @@ def test_digests_are_compared_with_what_there_is(
     monkeypatch.setattr(hash_peer, "find_spec", lambda name: None if name in lacking else find_spec("json"))
     monkeypatch.setattr(hashing, "run", lambda case: run)
     monkeypatch.setattr(hashing, "call", lambda *_: "3")
-    monkeypatch.setattr(Bench, "source", lambda self, kind: tmp_path)
+    monkeypatch.setattr(Bench, "source", lambda self, kind, num_layers=None: tmp_path)
     monkeypatch.setattr(Bench, "rounds", lambda self, cases: {case.name: Measured(case, (run,)) for case in cases})
     table = str(hashing.measure(Bench(tmp_path, 1, 1)))
     assert ("b3sum, zero3" in table) == ("blake3" not in lacking)
@@ -57,7 +57,7 @@ def recorded() -> dict[str, dict[str, list[str]]]:
 def measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Table]:
     """The tables of the benchmarks by their titles, in which every case has taken a second."""
     one = Run(1.0, 1.0, 10.0)
-    monkeypatch.setattr(Bench, "source", lambda self, kind: tmp_path)
+    monkeypatch.setattr(Bench, "source", lambda self, kind, num_layers=None: tmp_path)
     monkeypatch.setattr(Bench, "rounds", lambda self, cases: {case.name: Measured(case, (one,)) for case in cases})
     for section in (*SHOWN.values(), measure, runner):
         for name, made in (("run", one), ("call", ""), ("warm", None)):

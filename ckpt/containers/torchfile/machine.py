@@ -23,7 +23,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from pathlib import PurePosixPath, PureWindowsPath
 from typing import Any, NoReturn
 
-from ckpt.base.errors import CorruptError, UnsafeError
+from ckpt.base.errors import CorruptError, UnsafeError, printable
 from ckpt.containers.torchfile import texts
 from ckpt.containers.torchfile.tree import LEAVES, check_tree, children, is_branch
 from ckpt.containers.torchfile.values import (
@@ -306,8 +306,9 @@ class Machine:
 
 def way_out(module: str) -> str:
     """Return the hint for a refused name: the framework, and how to save a file that can be read."""
+    package = printable(module.partition(".")[0], 100)
     return (
-        f"load the file with {module.partition('.')[0]}, only if you trust where it comes from, and save tensors and "
+        f"load the file with {package}, only if you trust where it comes from, and save tensors and "
         "plain values (a state_dict)"
     )
 
