@@ -365,8 +365,12 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
     """A quantized weight without one of its parts, with one too many, or with a part of another dtype or shape."""
     layout = random.choice([*LAYOUTS])
     tensors, config = model(layout)
-    # a weight's own size is known from the architecture alone
-    cases = [one for one in damaged(tensors, layout) if not one[0].startswith(("weight of", "_weight_qdata of"))]
+    unknown = (
+        "weight of",
+        "_weight_qdata of",
+        "weight.absmax of",
+    )  # a weight's size is known from the architecture alone
+    cases = [one for one in damaged(tensors, layout) if not one[0].startswith(unknown)]
     what, changed = random.choice(cases)
     false = (WHOLE, EVERY_PART, FINDS, WRITES)
     return Lie(f"{layout}: {what}", lambda run: write_model(run, changed, config), false, kind=what, format="hf")

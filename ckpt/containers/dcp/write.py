@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt.base.errors import CorruptError
 from ckpt.containers.dcp.metadata import METADATA, Path_
 from ckpt.containers.torchfile.pickler import Size, StreamedDict, dumps
 from ckpt.containers.torchfile.values import Record, StoredTensor
@@ -128,7 +129,8 @@ class Writing:
     def add(self, path: Path_, value: Any) -> None:
         """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
         key = ".".join(map(str, path))
-        assert key not in self.paths, f"{key} twice"
+        if key in self.paths:
+            raise CorruptError("two values of the training state have one name", found=key)
         self.paths[key] = path
         if isinstance(value, SourceTensor):
             self._add_sharded(key, value)
