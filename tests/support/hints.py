@@ -61,6 +61,8 @@ _WORDS = frozenset(
     ]
 )
 _CLAUSE = re.compile(r"[;\n]|(?<=[.?]) ")
+#: Options that a command takes several times: one in a hint is another one.
+_REPEATED = ("--accept-setting", "--ignore-file")
 #: Marks of clauses about options of another program: Megatron-LM's, pip's, docker's.
 _OTHER_PROGRAM = re.compile(
     r"[Mm]egatron|NeoX|-parallel-size|pip install|container|train(?:ed|ing)? with|hf download|save (?:it|them) with --"
@@ -178,7 +180,8 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
             commands += [[*_without(args, name), name, value] for value in values]
         elif values:
             second = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
-            commands.append([*_without(args, name), *(word for value in values for word in (name, value)), *second])
+            kept = args if name in _REPEATED else _without(args, name)
+            commands.append([*kept, *(word for value in values for word in (name, value)), *second])
     for meant in meant_words(error.hint) if record_file is not None else ():
         wrong = wrong_word(error.what, args)
         commands += [[meant if word == wrong else word for word in args]] if wrong else []
