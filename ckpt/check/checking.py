@@ -45,8 +45,8 @@ from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
-from ckpt.run_folder.emptiness import empty_parameters, has_no_states, lacks_states
-from ckpt.run_folder.halves import check_holds_model
+from ckpt.run_folder.emptiness import empty_parameters, lacking_states
+from ckpt.run_folder.halves import check_holds_model, formats_of
 from ckpt.run_folder.models import free_tags, missing_models, models_of
 from ckpt.run_folder.not_read import STATE, not_read, stray_names
 from ckpt.run_folder.opening import AUTO, has_optimizer, is_run, of_two_saves, open_checkpoint
@@ -274,13 +274,7 @@ def _run_of(path: Path) -> tuple[Path, list[Path]]:
 
 def _is_checkpoint(path: Path) -> bool:
     """Whether the files of a folder itself are a checkpoint, and not those of a step in it."""
-    for one in registry.all_formats():
-        try:
-            if one.reads and one.find(path, None) == path and not _is_stray(one, path):
-                return True
-        except CkptError:
-            continue
-    return False
+    return any(not _is_stray(one, path) for one in formats_of(path))
 
 
 def _is_stray(one: Format, place: Path) -> bool:
@@ -511,11 +505,13 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Report parameters without elements, and an optimizer that lacks states."""
-    if what := has_no_states(checkpoint):
-        yield Problem(UNKNOWN, "optimizer", what, CorruptError.exit_code)
-    for where, told in (("parameters", empty_parameters(checkpoint)), ("optimizer", lacks_states(checkpoint))):
-        if told:
-            yield Problem(LACKING, where, told)
+    states, is_all = lacking_states(checkpoint)
+    if states and is_all:
+        yield Problem(UNKNOWN, "optimizer", states, CorruptError.exit_code)
+    if parameters := empty_parameters(checkpoint):
+        yield Problem(LACKING, "parameters", parameters)
+    if states and not is_all:
+        yield Problem(LACKING, "optimizer", states)
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -37,23 +37,22 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
     return f"{counted(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
 
 
-def has_no_states(checkpoint: Checkpoint) -> str:
-    """Return a sentence if the optimizer has no states at all although it took steps, or ""."""
+def lacking_states(checkpoint: Checkpoint) -> tuple[str, bool]:
+    """Return a sentence on trained parameters without optimizer states, or "", and True if no parameter has any.
+
+    No state at all is right before the first step.
+    """
     trained, without = _trained(checkpoint)
     step = checkpoint.state.step
-    if not without or len(without) < len(trained) or not step:
-        return ""
-    return f"the optimizer has no states after {counted(step, 'step')}: all were skipped, or the states are lost"
-
-
-def lacks_states(checkpoint: Checkpoint) -> str:
-    """Return a sentence on parameters that lack states which others of the optimizer have, or ""."""
-    trained, without = _trained(checkpoint)
-    if not without or len(without) == len(trained):
-        return ""
+    if not without:
+        return "", False
+    if len(without) == len(trained):
+        why = "all were skipped, or the states are lost"
+        return (f"the optimizer has no states after {counted(step, 'step')}: {why}" if step else ""), True
     have = "has" if len(without) == 1 else "have"
     what = f"{len(without)} of {counted(len(trained), 'parameter')} {have} no optimizer state"
-    return f"{what} ({_shortened(without[:_MAX_SHOWN], len(without))}): no gradient ever came, or states are lost"
+    why = "no gradient ever came, or states are lost"
+    return f"{what} ({_shortened(without[:_MAX_SHOWN], len(without))}): {why}", False
 
 
 def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:

@@ -114,18 +114,18 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
 
 def _checkpoint_of(folder: Path) -> Checkpoint | None:
     """Return the checkpoint that `folder` itself is."""
-    one = _format_of(folder)
+    one = next(formats_of(folder), None)
     return one.read(folder, ReadRequest()) if one else None
 
 
 def is_checkpoint(folder: Path) -> bool:
     """Return True if `folder` itself is a checkpoint: not a run folder, nor a folder damaged beyond recognition."""
-    return _format_of(folder) is not None
+    return any(True for _ in formats_of(folder))
 
 
-def _format_of(folder: Path) -> Format | None:
+def formats_of(folder: Path) -> Iterator[Format]:
+    """Yield each format that takes `folder` itself for a checkpoint, and not a step in it."""
     for one in registry.all_formats():
         with suppress(CkptError):
             if one.reads and one.find(folder, None) == folder:
-                return one
-    return None
+                yield one

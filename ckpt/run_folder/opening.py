@@ -30,7 +30,7 @@ from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
 from ckpt.run_folder.choosing import ANY, Chooser, Want
 from ckpt.run_folder.choosing import is_run as is_run
 from ckpt.run_folder.companions import CONFIG, read_config
-from ckpt.run_folder.emptiness import empty_parameters, has_no_states, lacks_states
+from ckpt.run_folder.emptiness import empty_parameters, lacking_states
 from ckpt.run_folder.foreign import foreign
 from ckpt.run_folder.halves import holds_model, lost_weights, with_hint
 from ckpt.run_folder.models import check_one_is_meant
@@ -155,7 +155,7 @@ def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
 def _noted(checkpoint: Checkpoint) -> Checkpoint:
     """Add notes on a folder named for another step, on values of one rank, and on parts that hold nothing."""
     told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
-    empty = (empty_parameters(checkpoint), has_no_states(checkpoint), lacks_states(checkpoint))
+    empty = (empty_parameters(checkpoint), lacking_states(checkpoint)[0])
     two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader says so itself
     notes = [note for note in (told, two, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint

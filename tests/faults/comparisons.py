@@ -23,7 +23,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.verify.manifest import MANIFEST
 from tests.faults import claims
-from tests.faults.claims import RESUMES, WRITES, Lie, Maker, resumed
+from tests.faults.claims import RESUMES, TORN, WRITES, Lie, Maker, resumed
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 
@@ -104,12 +104,10 @@ def other_bits(sample: Sample, random: Random) -> Lie | None:
 # -- as the manifest says ----------------------------------------------------------------------------------------------
 
 _FILES: dict[str, Callable[[Path, Random], object]] = {
+    **{kind: (lambda file, _, tear=TORN[kind]: tear(file)) for kind in ("gone", "empty", "a folder")},
     "flipped bit": lambda file, random: _flip(file, random),
     "cut": lambda file, random: os.truncate(file, random.randrange(file.stat().st_size)),
     "longer": lambda file, random: file.write_bytes(file.read_bytes() + b"\0"),
-    "gone": lambda file, random: file.unlink(),
-    "empty": lambda file, random: file.write_bytes(b""),
-    "a folder": lambda file, random: (file.unlink(), file.mkdir()),
     "zeros": lambda file, random: file.write_bytes(bytes(file.stat().st_size)),
 }
 
