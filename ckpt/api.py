@@ -171,9 +171,14 @@ class Conversion(Returned):
 
     def to_json(self, destination: str | None = None) -> dict[str, Any]:
         """What it writes, moves, casts and leaves out, as `ckpt convert --dry-run --json` prints it."""
+        return self._report | {"destination": destination}
+
+    @cached_property
+    def _report(self) -> dict[str, Any]:
+        """The report without its destination, made once: the source's folders are listed for it."""
         from ckpt.show.planned import plan_report
 
-        return plan_report(self.plan, destination, self.peak_buffers)
+        return plan_report(self.plan, None, self.peak_buffers)
 
     def lines(self) -> list[str]:
         from ckpt.show.planned import plan_lines

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,7 +39,7 @@ from ckpt.check.files import (
 )
 from ckpt.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
-from ckpt.move.listing import listed_once
+from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
@@ -72,7 +72,7 @@ HEADS = ("checkpoint", "format", "step", "size", "state")
 _MANY_FILES = 1000  # of one checkpoint, in the list of all of a run
 _MAX_SHOWN = 20  # tensors whose parts do not make them up
 #: What a step was called until it was written to its end (transformers before 4.40).
-_STAGING = "tmp-checkpoint-*"
+_STAGING = "tmp-checkpoint-"
 #: What Megatron-LM's tracker says of a model that is given away (megatron/training/checkpointing.py).
 _RELEASE = "release"
 #: DeepSpeed's own name of a step (runtime/engine.py, `save_checkpoint`).
@@ -215,7 +215,8 @@ def check(
         progress: Called with the number of bytes since the last call.
     """
     path = local(path)
-    with translate_os_errors(path):
+    takes_long = every_byte or values  # a trainer may save or remove steps meanwhile
+    with translate_os_errors(path), nullcontext() if takes_long else listed_once():
         run, places = (path, [_tagged(path, tag, format)]) if tag is not None else _run_of(path)
         count = ComparedBytes() if every_byte else None
         found = [_check_one(place, path, places, format, count, values, progress) for place in places]
@@ -226,6 +227,7 @@ def check(
         return CheckReport(str(path), tuple(found), tuple(named), count)
 
 
+@listed_once()
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
     """What the first `limit` of all checkpoints in `path` are; those of very many files are counted alone."""
     with translate_os_errors(path):
@@ -325,8 +327,9 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     numbers = {int("".join(filter(str.isdigit, place.name)) or -1) for place in places}
     if step is not None and step.isdecimal() and int(step) not in numbers:
         yield Problem(INCOMPLETE, TRACKER, f"it names step {step}, which is not there")
-    for place in sorted(path.glob(_STAGING)) if path.is_dir() else ():
-        yield Problem(INCOMPLETE, place.name, "it was being written: it never got its name")
+    for name in names_in(path) if path.is_dir() else ():
+        if name.startswith(_STAGING):
+            yield Problem(INCOMPLETE, name, "it was being written: it never got its name")
 
 
 @listed_once()

@@ -119,6 +119,7 @@ def convert(
     quiet = outcome.quiet
     from ckpt import api
     from ckpt.move.files import check_destination, translate_os_errors
+    from ckpt.move.listing import listed_once
     from ckpt.processes.group import check_alike
     from ckpt.processes.launch import joined, launch
     from ckpt.run_folder.output_place import check_place, default_output
@@ -133,7 +134,7 @@ def convert(
         destination = place.given or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
         check_place(destination)
-        with progress(0, "plan", quiet=quiet):
+        with progress(0, "plan", quiet=quiet), listed_once():
             conversion = api.plan(
                 path,
                 target,
@@ -151,6 +152,7 @@ def convert(
                 workers=work.workers,
                 **options,
             )
+            conversion.to_json()  # it lists the folders that were listed to open the source
         say_source(conversion.source, quiet=quiet, verbose=outcome.verbose)
         report = carry_out(
             conversion,

@@ -1,19 +1,23 @@
-"""The names in a folder: within one opening each folder is listed only once."""
+"""The names in a folder: within one opening each folder is listed only once, and each small file read only once."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
+from functools import wraps
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ckpt.move.files import translate_os_errors
 
 Entries = Mapping[str, os.DirEntry[str]]
 
-_seen: ContextVar[dict[str, Entries] | None] = ContextVar("_seen", default=None)
+Found = TypeVar("Found")
+
+_seen: ContextVar[dict[Any, Any] | None] = ContextVar("_seen", default=None)
 
 
 @contextlib.contextmanager
@@ -32,16 +36,27 @@ def listed_once() -> Iterator[None]:
         _seen.reset(token)
 
 
+def once(look: Callable[[Path], Found]) -> Callable[[Path], Found]:
+    """Within `listed_once`, call `look` only once for each path; an error is not kept."""
+
+    @wraps(look)
+    def seen(path: Path) -> Found:
+        known, key = _seen.get(), (look, os.fspath(path))
+        if known is None:
+            return look(path)
+        if key not in known:
+            known[key] = look(path)
+        found: Found = known[key]
+        return found
+
+    return seen
+
+
+@once
 def entries_in(folder: Path) -> Entries:
     """All that is in a folder by name, sorted.  Raises the CkptError for a folder that cannot be listed."""
-    seen, key = _seen.get(), os.fspath(folder)
-    if seen is not None and key in seen:
-        return seen[key]
     with translate_os_errors(folder), os.scandir(folder) as entries:
-        found = {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
-    if seen is not None:
-        seen[key] = found
-    return found
+        return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
 
 
 def names_in(folder: Path) -> list[str]:

@@ -177,9 +177,10 @@ def resume(
                 "or give the path that `ckpt resume` prints",
             )
         is_first = group.rank == 0
-        source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
-        way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
-        found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
+        with listed_once():
+            source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
+            way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
+            found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
         if found.layout is not None:
 
             def planned() -> api.Conversion:
@@ -312,7 +313,6 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
     return checkpoint
 
 
-@listed_once()
 def _way(
     path: Path,
     checkpoint: Checkpoint,

@@ -11,7 +11,7 @@ from pathlib import Path
 from ckpt.base.errors import CkptError, IncompleteError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
-from ckpt.move.listing import entries_in, is_folder
+from ckpt.move.listing import entries_in, is_folder, once
 from ckpt.move.source import read_file
 
 #: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
@@ -119,6 +119,7 @@ class Run:
         return None
 
 
+@once
 def run_at(path: Path) -> Run:
     """Return the steps in the folder `path`, and in a folder of steps in it, by their names alone."""
     found = [step for holder in _holders(path) for step in _steps_in(holder)]
@@ -169,6 +170,7 @@ def step_number(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
+@once
 def recorded_step(path: Path) -> str | None:
     """What the file `latest` or a tracker says, "" included; None without such a file.
 

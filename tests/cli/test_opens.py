@@ -1,0 +1,57 @@
+"""How often one command reads a run's record of its step, and lists each folder of the run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+#: Run each command in a process of its own; count opens of `latest` and listings below the runs with an audit hook.
+_COUNT = """
+import json, os, sys
+from collections import Counter
+from ckpt.cli import main
+
+seen = Counter()
+
+def watch(event, given):
+    path = os.path.abspath(os.fsdecode(given[0])) if given and isinstance(given[0], (str, bytes)) else ""
+    if path.startswith(runs) and (event in ("os.listdir", "os.scandir") or path.endswith("/latest")):
+        seen[event.removeprefix("os."), os.path.relpath(path, runs)] += 1
+
+runs, commands = json.loads(sys.argv[1])
+sys.addaudithook(watch)
+for command in commands:
+    if os.fork():
+        os.wait()
+        continue
+    sys.argv = ["ckpt", *command, "-q"]
+    try:
+        main()
+        code = 0
+    except SystemExit as stop:
+        code = stop.code
+    opens = {path: times for (event, path), times in seen.items() if event == "open"}
+    lists = {path: times for (event, path), times in seen.items() if event != "open" and times > 1}
+    print(json.dumps([code, opens, lists]), file=sys.stderr, flush=True)
+    os._exit(0)
+"""
+
+
+def test_a_command_reads_latest_once_and_lists_each_folder_once(fixtures: Path, tmp_path: Path) -> None:
+    run, other = str(fixtures / "toy-zero3"), str(fixtures / "toy-zero2")
+    once, both = {"toy-zero3/latest": 1}, {"toy-zero3/latest": 1, "toy-zero2/latest": 1}
+    commands = {
+        ("inspect", run): once,
+        ("convert", "zero3", "hf", run, str(tmp_path / "hf")): once,
+        ("verify", run, other): both,
+        ("check", run): once,
+        ("resume", run): once,
+    }
+    given = json.dumps([str(fixtures), [list(command) for command in commands]])
+    ended = subprocess.run([sys.executable, "-c", _COUNT, given], capture_output=True, text=True, check=True)
+    found = [json.loads(line) for line in ended.stderr.splitlines() if line.startswith("[")]
+    for (command, opens), (code, opened, listed_again) in zip(commands.items(), found, strict=True):
+        assert (command[0], opened, listed_again) == (command[0], opens, {}), command
+        assert (code or 0) == (command[0] == "verify"), command
