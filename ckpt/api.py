@@ -820,13 +820,14 @@ def verify(
 
         return check_loads(place) if loads else check(place, progress)
     both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
-    one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
-    if run:
-        return verify_runs(one, other)
     from ckpt.verify.beside import not_tensors
     from ckpt.verify.pairs import verify as verify_same_names
 
-    beside = not_tensors(one, other)
+    with listed_once():
+        one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
+        if run:
+            return verify_runs(one, other)
+        beside = list(not_tensors(one, other))
     one, other, notes = _as_pair(one, other)
     how: dict[str, Any] = {"only": only, "cast": cast, "exact": exact, "measured": measured}
     report = verify_same_names(one, other, **how, progress=progress, expected=expected)

@@ -43,6 +43,7 @@ from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
+from ckpt.plan.tiling import damaged
 from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.emptiness import empty_parameters, lacking_states
@@ -64,7 +65,6 @@ from ckpt.run_folder.steps import (
     run_at,
     trainer_step,
 )
-from ckpt.show.rows import picture
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -491,11 +491,11 @@ def _differing_from_manifest(place: Path) -> list[Problem]:
 
 def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Tensors whose parts do not make them up exactly once."""
-    damaged = picture(checkpoint).damaged
-    for one in damaged[:_MAX_SHOWN]:
+    found = list(damaged(checkpoint.tensors.values()))
+    for one in found[:_MAX_SHOWN]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
-    if len(damaged) > _MAX_SHOWN:
-        yield Problem(DAMAGED, f"{len(damaged) - _MAX_SHOWN} further tensors", "their parts do not make them up")
+    if len(found) > _MAX_SHOWN:
+        yield Problem(DAMAGED, f"{len(found) - _MAX_SHOWN} further tensors", "their parts do not make them up")
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:

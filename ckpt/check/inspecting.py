@@ -19,13 +19,14 @@ from ckpt.check.checking import HEADS, Checked, checkpoints_of, survey
 from ckpt.move.listing import listed_once
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Tensor
+from ckpt.plan.tiling import Damage
 from ckpt.run_folder.not_read import not_read
 from ckpt.run_folder.opening import AUTO, open_checkpoint
 from ckpt.show import overview
 from ckpt.show.inspection import inspection
 from ckpt.show.pages import page
 from ckpt.show.parts import part_lines, parts_of
-from ckpt.show.rows import Damage, Only
+from ckpt.show.rows import Only
 from ckpt.stores import standins
 
 _MAX_STEPS = 20  # of a run that are looked into, unless everything is asked for

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ckpt.check.checking import Checked
     from ckpt.check.inspecting import Inspection
     from ckpt.plan.checkpoint import Checkpoint
-    from ckpt.show.rows import Damage
+    from ckpt.plan.tiling import Damage
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def verify(
 ) -> None:
     """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
     from ckpt import api
+    from ckpt.move.listing import listed_once
 
     api.check_goes_together(a, b, **vars(how), **vars(sides))
     if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_file:
@@ -116,23 +117,24 @@ def verify(
     if b is None:
         _verify_one(a, how.loads, as_json, quiet)
         return
-    one, other = _opened(a, b, sides, quiet, verbose)
-    page.check(one, other)
-    with progress(0, "compare", quiet=quiet or how.run) as meter:
-        report = (
-            api.verify(one, other, run=True)
-            if how.run
-            else api.verify(
-                one,
-                other,
-                only=how.only,
-                cast=how.cast,
-                exact=how.exact,
-                measured=page.html is not None,
-                progress=meter,
-                expected=meter.expect,
+    with listed_once():
+        one, other = _opened(a, b, sides, quiet, verbose)
+        page.check(one, other)
+        with progress(0, "compare", quiet=quiet or how.run) as meter:
+            report = (
+                api.verify(one, other, run=True)
+                if how.run
+                else api.verify(
+                    one,
+                    other,
+                    only=how.only,
+                    cast=how.cast,
+                    exact=how.exact,
+                    measured=page.html is not None,
+                    progress=meter,
+                    expected=meter.expect,
+                )
             )
-        )
     page.write(report, quiet=quiet)
     _conclude(report, report.lines(verbose), as_json, quiet)
 

@@ -30,7 +30,7 @@ from ckpt.plan.tensors import (
     overlay,
     whole,
 )
-from ckpt.plan.tiling import check_tiling
+from ckpt.plan.tiling import check_tiling, copy_faults
 
 _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
@@ -274,32 +274,31 @@ def check_source(tensor: Tensor) -> None:
     runs = tensor.runs()
     if runs is not None and _tile(runs, tensor):
         return
-    regions = []
-    for fragment in tensor.fragments():
-        if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
-            raise CorruptError(
-                "a fragment does not fit the part of the tensor that it should hold",
-                path=fragment.extent.path,
-                rank=fragment.rank,
-                fqn=tensor.fqn,
-                expected=f"{tensor.dtype} for {fragment.region}",
-                found=f"{fragment.extent.dtype} of shape {list(fragment.extent.shape)}",
-            )
-        regions.append(fragment.region)
-    fault = check_tiling(regions, tensor.shape)
-    if fault is not None:
-        words = {
-            "hole": "part of a tensor is stored nowhere",
-            "overlap": "part of a tensor is stored twice",
-            "outside": "a stored part lies outside its tensor",
-        }
+    fault = next(copy_faults(tensor, tensor.source), None)
+    if fault is None:
+        return
+    if fault.fragment is not None:
+        extent = fault.fragment.extent
         raise CorruptError(
-            words[fault.kind],
-            path=_file_of(tensor, fault.region),
+            "a fragment does not fit the part of the tensor that it should hold",
+            path=extent.path,
+            rank=fault.fragment.rank,
             fqn=tensor.fqn,
-            expected=f"fragments that tile shape {list(tensor.shape)}",
-            found=f"{fault.kind} at {fault.region}",
+            expected=f"{tensor.dtype} for {fault.region}",
+            found=f"{extent.dtype} of shape {list(extent.shape)}",
         )
+    words = {
+        "hole": "part of a tensor is stored nowhere",
+        "overlap": "part of a tensor is stored twice",
+        "outside": "a stored part lies outside its tensor",
+    }
+    raise CorruptError(
+        words[fault.kind],
+        path=_file_of(tensor, fault.region),
+        fqn=tensor.fqn,
+        expected=f"fragments that tile shape {list(tensor.shape)}",
+        found=str(fault),
+    )
 
 
 def _file_of(tensor: Tensor, region: Region) -> str | None:

@@ -2,20 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm, prod
 
-from ckpt.plan.tensors import Box, FlatRange, Region, Shape, flat_range, is_inside, region_boxes, stepped
+from ckpt.plan.tensors import (
+    Box,
+    FlatRange,
+    Fragment,
+    Region,
+    Shape,
+    Source,
+    Tensor,
+    cut_of,
+    fits,
+    flat_range,
+    is_inside,
+    region_boxes,
+    stepped,
+)
 
 
 @dataclass(frozen=True, slots=True)
 class TilingFault:
-    """Why regions do not tile a tensor: `kind` is `hole`, `overlap` or `outside`."""
+    """Reason why regions do not tile a tensor: `kind` is `hole`, `overlap`, `outside` or `misfit`.
+
+    A misfit is a `fragment` whose extent has another size or dtype than its region and tensor.  `copy` counts the
+    copies of a tensor.
+    """
 
     kind: str
     region: Region
+    copy: int = 1
+    fragment: Fragment | None = None
+
+    def __str__(self) -> str:
+        where = f"copy {self.copy}: " if self.copy > 1 else ""
+        if self.kind == "misfit":
+            return f"{where}what should be {self.region} has another size or dtype"
+        return f"{where}{self.kind} at {self.region}"
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A tensor whose stored parts do not make it up exactly once, and why."""
+
+    fqn: str
+    role: str
+    faults: tuple[str, ...]
+
+
+def damaged(tensors: Iterable[Tensor]) -> Iterator[Damage]:
+    """Yield the tensors with faults.  Tensors that are cut alike are tested only once."""
+    known: dict[Hashable, tuple[str, ...]] = {}
+    for tensor in tensors:
+        cuts = [cut_of(source, tensor.shape) for source in (tensor.source, *tensor.replicas)]
+        key = tensor.key if None in cuts else (tensor.shape, tensor.dtype, *cuts)
+        if key not in known:
+            known[key] = tuple(map(str, faults_of(tensor)))
+        if known[key]:
+            yield Damage(tensor.fqn, tensor.role, known[key])
+
+
+def faults_of(tensor: Tensor) -> Iterator[TilingFault]:
+    """Yield every fault of every copy of a tensor."""
+    for number, source in enumerate((tensor.source, *tensor.replicas), 1):
+        yield from copy_faults(tensor, source, number)
+
+
+def copy_faults(tensor: Tensor, source: Source, copy: int = 1) -> Iterator[TilingFault]:
+    """Yield every fault of one copy of a tensor, misfits first."""
+    fragments = list(source.fragments(tensor.shape))
+    for fragment in fragments:
+        if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
+            yield TilingFault("misfit", fragment.region, copy, fragment)
+    for fault in tiling_faults([fragment.region for fragment in fragments], tensor.shape):
+        yield replace(fault, copy=copy)
 
 
 def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:

@@ -12,8 +12,9 @@ from typing import Any, Generic, TypeVar
 
 from ckpt.base.text import one_line
 from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.tiling import Damage
 from ckpt.show.overview import NotRead, coordinates, named_facts
-from ckpt.show.rows import Damage, Only, naming, padding_of, wanted_tensors
+from ckpt.show.rows import Only, naming, padding_of, wanted_tensors
 from ckpt.show.sketch import Holder, Sketch, Sketcher
 from ckpt.show.summary import PART_COLOURS, PARTS, by_kind, facts
 

@@ -16,6 +16,7 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tensors import Box, Fragment, Shape, Tensor, runs_of
+from ckpt.plan.tiling import Damage
 from ckpt.show.overview import ranks_text
 from ckpt.show.sketch import Holder, Kind, Patch, Sketch, Sketcher
 
@@ -48,15 +49,6 @@ class Row:
     @property
     def num_tensors(self) -> int:
         return len(self.fqns) * len(self.roles)
-
-
-@dataclass(frozen=True, slots=True)
-class Damage:
-    """A tensor whose stored parts do not make it up exactly once, and why."""
-
-    fqn: str
-    role: str
-    faults: tuple[str, ...]
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,11 @@ from ckpt.plan.tensors import (
     Shape,
     Tensor,
     cut_of,
-    fits,
     flat_range,
     is_inside,
     region_boxes,
 )
-from ckpt.plan.tiling import TilingFault, tiling_faults
+from ckpt.plan.tiling import TilingFault, faults_of
 from ckpt.show.overview import ranks_text
 
 #: The holder of a slice: a rank or, if no rank is known, a file.
@@ -90,14 +89,14 @@ class Sketcher:
 
     def sketch(self, tensor: Tensor, padding: Box | None) -> Sketch:
         cuts = [cut_of(source, tensor.shape) for source in (tensor.source, *tensor.replicas)]
-        parts = self._parts(tensor) if None in cuts else None
+        parts = (*self._parts(tensor), tuple(faults_of(tensor))) if None in cuts else None
         key: object = (tensor.shape, padding, parts or (tensor.dtype, *cuts))
         if key not in self._known:
-            copies, behind = parts or self._parts(tensor)
+            copies, behind, faults = parts or (*self._parts(tensor), tuple(faults_of(tensor)))
             by_holder: dict[Holder, int] = dict.fromkeys((part.holder for part in behind), 0)
             for part in (part for copy in copies for part in copy):
                 by_holder[part.holder] = by_holder.get(part.holder, 0) + part.nbytes
-            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], behind), by_holder
+            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], behind, faults), by_holder
         self._times[key, tensor.role] += 1
         return self._known[key][0]
 
@@ -116,12 +115,7 @@ class Sketcher:
         """The tensor's parts, of each copy, and what lies behind it."""
         copies = tuple(
             tuple(
-                _Part(
-                    fragment.region,
-                    self._name(fragment),
-                    fragment.extent.nbytes,
-                    fits(fragment.extent, fragment.region) and fragment.extent.dtype == tensor.dtype,
-                )
+                _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
                 for fragment in source.fragments(tensor.shape)
             )
             for source in (tensor.source, *tensor.replicas)
@@ -136,7 +130,6 @@ class _Part:
     region: Region
     holder: Holder
     nbytes: int
-    is_sound: bool = True
 
 
 def _behind(tensor: Tensor) -> Iterable[Fragment]:
@@ -149,16 +142,8 @@ def _sketch(
     parts: tuple[_Part, ...],
     copies: tuple[tuple[_Part, ...], ...],
     behind: tuple[_Part, ...],
+    faults: tuple[TilingFault, ...],
 ) -> Sketch:
-    faults: list[TilingFault] = []
-    words: list[str] = []
-    for number, copy in enumerate((parts, *copies), 1):
-        of_copy = [*tiling_faults([part.region for part in copy], shape)]
-        faults += of_copy
-        which = f"copy {number}: " if number > 1 else ""
-        words += [f"{which}{fault.kind} at {fault.region}" for fault in of_copy]
-    everything = [part for copy in (parts, *copies) for part in copy]
-    words += [f"what should be {part.region} has another size or dtype" for part in everything if not part.is_sound]
     parts, *inside = (tuple(part for part in copy if is_inside(part.region, shape)) for copy in (parts, *copies))
     copies = tuple(inside)
     marked = [padding] if padding is not None and is_inside(padding, shape) else []
@@ -178,7 +163,7 @@ def _sketch(
         for box in marked:
             yield from plane.patches("padding", box, ())
         for fault in faults:
-            if fault.kind != "outside":
+            if fault.kind in ("hole", "overlap"):
                 yield from plane.patches("hole" if fault.kind == "hole" else "overlap", fault.region, ())
 
     drawn = tuple(patches())
@@ -189,7 +174,7 @@ def _sketch(
         len({patch.top for patch in drawn}) or 1,
         len(copies) + 1,
         num_behind + sum(box.numel for box in marked),
-        tuple(words),
+        tuple(map(str, faults)),
         tuple(_cut_otherwise(parts, copies, shape)),
     )
 
