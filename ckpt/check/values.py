@@ -196,7 +196,7 @@ def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: 
     bits = FLOATS.get(tensor.dtype.name)
     unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
     if block.box is not None:
-        return read_box(tensor, block.box, checkpoint.computed).reshape(-1).view(np.uint8).view(unsigned)
+        return read_box(tensor, block.box, checkpoint.computed, sources).reshape(-1).view(np.uint8).view(unsigned)
     raw = buffer[: block.count * tensor.dtype.itemsize]
     read_exactly(sources, block.path, block.offset, raw.data)
     return raw.view(unsigned)

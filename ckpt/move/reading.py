@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.move.casts import storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.move.source import opened, read_into, truncated
+from ckpt.move.source import read_into, truncated
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, flat_range, overlay, runs_of
 
 _PAGE = 4 << 10  # bytes that a disk gives at least
@@ -17,22 +18,16 @@ _PAGE = 4 << 10  # bytes that a disk gives at least
 Computed = Mapping[str, Callable[[], memoryview]]
 
 
-def read_box(tensor: Tensor, box: Box, computed: Computed) -> NDArray:
-    """The elements of `box` of `tensor` as a contiguous array of raw bits, in the box's shape.
+def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | None = None) -> NDArray:
+    """Return the elements of `box` of `tensor` as a contiguous array of raw bits, in the box's shape.
 
-    `computed` is `Checkpoint.computed`: the content of extents that lie in no file.
+    `computed` is `Checkpoint.computed`: the content of extents that lie in no file.  Files stay open in `sources`.
     """
-    wanted = Fragment(box, Extent.contiguous("", 0, tensor.dtype, box.sizes))
-    dtype = storage_dtype(tensor.dtype)
-    flat = np.empty(0, dtype)
-    for common in overlay(tensor.fragments(), [wanted], tensor.shape):
-        read = _read_extent(common.a, computed)
-        if read.size == box.numel:  # all of it: there is nothing to put together
-            return read.reshape(box.sizes)
-        if not flat.size:
-            flat = np.empty(box.numel, dtype)
-        strided(flat[common.b.offset // dtype.itemsize :], common.b.shape, common.b.strides)[...] = read
-    return flat.reshape(box.sizes)
+    bits = np.empty(box.numel, storage_dtype(tensor.dtype))
+    if bits.size:
+        with OpenFiles() if sources is None else nullcontext(sources) as opened:
+            read_box_into(tensor, box, computed, opened, bits.view(np.uint8).data)
+    return bits.reshape(box.sizes)
 
 
 def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles, buffer: memoryview) -> int:
@@ -54,7 +49,8 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
         source, to = common.a, common.b
         place = strided(target[to.offset // size :], to.shape, to.strides)
         if source.path in computed:
-            place[...] = _read_extent(source, computed)
+            content = np.frombuffer(computed[source.path](), np.uint8)
+            place[...] = in_shape(content[source.offset : source.end], source)
         else:
             for index, run in _extent_rows(source):
                 bits = np.empty(run.end - run.offset, np.uint8)
@@ -84,14 +80,6 @@ def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview)
         done = read_into(descriptor, offset, buffer)
     if done != len(buffer):
         raise truncated(path, offset + done)
-
-
-def _read_extent(extent: Extent, computed: Computed) -> NDArray:
-    if extent.path in computed:
-        content = computed[extent.path]()
-        return in_shape(np.frombuffer(content, np.uint8)[extent.offset : extent.end], extent)
-    with opened(extent.path) as descriptor:
-        return read_bits(descriptor, extent)
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:
