@@ -24,16 +24,20 @@ def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
 
 
 def stated_otherwise(
-    one: Mapping[str, Any] | None, other: Mapping[str, Any] | None, within: str = ""
+    one: Mapping[str, Any] | None, other: Mapping[str, Any] | None, within: str = "", *, alone: bool = False
 ) -> Iterator[tuple[str, Any, Any]]:
-    """The entries that both configs state, and not alike, with both values; those that say nothing are passed over."""
+    """Yield the entries that two configs state differently, with both values.
+
+    With `alone`, also entries that only one of two given configs states: the other value is None.
+    """
+    alone = alone and None not in (one, other)
     one, other = one or {}, other or {}
-    for name in one:
-        a, b = one[name], other.get(name)
-        if name in _PASSED or name.endswith("token_id") or None in (a, b) or a == b:
+    for name in (*one, *(other.keys() - one.keys() if alone else ())):
+        a, b = one.get(name), other.get(name)
+        if name in _PASSED or name.endswith("token_id") or a == b or (None in (a, b) and not alone):
             continue
         if isinstance(a, Mapping) and isinstance(b, Mapping):
-            yield from stated_otherwise(a, b, f"{within}{name}.")
+            yield from stated_otherwise(a, b, f"{within}{name}.", alone=alone)
         else:
             yield f"{within}{name}", a, b
 

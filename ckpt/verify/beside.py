@@ -10,9 +10,9 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.run_folder.not_read import STATE, not_read
 from ckpt.state.same_model import stated_otherwise
+from ckpt.verify.model_files import differing_files, first_names
 
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
-_MAX_SHOWN = 4
 _RANDOM = ("rng", "random")  # in the names of random states
 
 
@@ -45,14 +45,16 @@ def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     """Yield notes on files with tensors that no reader opened, and on entries in which the configs differ."""
     for label, side in (("A", a), ("B", b)):
         if names := [one.name for one in not_read(side) if one.kind == STATE]:
-            yield f"not compared, of {label}: {_first(names)}: no reader opened {'them' if names[1:] else 'it'}"
-    if entries := [f"{name} {x!r} and {y!r}" for name, x, y in stated_otherwise(a.config, b.config)]:
-        yield f"only tensors are compared, and the configs of A and B differ: {_first(entries)}"
+            yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
+    if entries := [_entry(*one) for one in stated_otherwise(a.config, b.config, alone=True)]:
+        yield f"only tensors are compared, and the configs of A and B differ: {first_names(entries)}"
+    yield from differing_files(a, b)
 
 
-def _first(found: list[str]) -> str:
-    more = [f"{len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
-    return ", ".join([*map(one_line, found[:_MAX_SHOWN]), *more])
+def _entry(name: str, one: Any, other: Any) -> str:
+    if None not in (one, other):
+        return f"{name} {one!r} and {other!r}"
+    return f"{name} {other!r} only in B" if one is None else f"{name} {one!r} only in A"
 
 
 def not_hashed(checkpoint: Checkpoint) -> list[str]:

@@ -1,5 +1,5 @@
-"""`ckpt/verify/pairs.py`, `digest.py`: what `verify` and `hash` do not look at is said by both, numbers are told apart
-by both, and errors are no result.
+"""`ckpt/verify/pairs.py`, `digest.py`, `model_files.py`: `verify` and `hash` name what they do not compare, both tell
+numbers apart, and errors are no result.
 """
 
 from __future__ import annotations
@@ -78,6 +78,84 @@ def test_configs_that_differ_and_unread_tensors_are_named(tmp_path: Path) -> Non
     said = " ".join((other.out + other.err).split())
     assert other.code == 0 and "the configs of A and B differ: rms_norm_eps 1e-06 and 0.5" in said, said
     assert "not compared, of B: value_head.safetensors: no reader opened it" in said, said
+
+
+def test_a_config_entry_that_only_one_side_states_is_named(tmp_path: Path) -> None:
+    a, b = model_folders(tmp_path)
+    config = json.loads((b / "config.json").read_text())
+    (b / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0, "nothing": None}))
+    assert "configs of A and B differ: final_logit_softcapping 30.0 only in B" in said_by(a, b)
+    assert "configs of A and B differ: final_logit_softcapping 30.0 only in A" in said_by(b, a)
+    assert "nothing" not in said_by(a, b)
+
+
+def model_folders(tmp_path: Path) -> tuple[Path, Path]:
+    """Return two copies of a model's folder with a tokenizer."""
+    a = Path(shutil.copytree(FIXTURES / "peft-experts" / "qwen3_moe", tmp_path / "a"))
+    for name, (content, _) in FILES.items():
+        (a / name).write_bytes(content)
+    return a, Path(shutil.copytree(a, tmp_path / "b"))
+
+
+def said_by(a: Path, b: Path) -> str:
+    report = ckpt("verify", a, b)
+    assert report.code == 0, report
+    return " ".join((report.out + report.err).split())
+
+
+#: Files of a model, with other contents.
+FILES = {
+    "tokenizer.json": (b'{"model": {"vocab": {"a": 0, "b": 1}}}', b'{"model": {"vocab": {"a": 1, "b": 0}}}'),
+    "tokenizer_config.json": (b'{"name_or_path": "x"}', b'{"name_or_path": "y", "add_bos_token": true}'),
+    "tokenizer.model": (b"\x00\x01", b"\x00\x02"),
+    "generation_config.json": (b'{"eos_token_id": 2, "transformers_version": "5.0"}', b'{"eos_token_id": 3}'),
+    "chat_template.jinja": (b"{{ messages }}", b"{{ messages }} "),
+    "preprocessor_config.json": (b'{"size": 224}', b'{"size": 225}'),
+    "tekken.json": (b'{"vocab": []}', b'{"vocab": [1]}'),
+    "modeling_own.py": (b"x = 1", b"x = 2"),
+}
+
+
+def test_other_files_of_a_model_that_differ_are_named(tmp_path: Path) -> None:
+    """Tensors are equal, and the model gets other tokens or other prompts."""
+    a, b = model_folders(tmp_path)
+    assert "other files" not in said_by(a, b)
+    for name, (content, changed) in FILES.items():
+        (b / name).write_bytes(changed)
+        assert f"other files of A and B are not the same: differ: {name}" in said_by(a, b)
+        (b / name).unlink()
+        assert f"other files of A and B are not the same: only in A: {name}" in said_by(a, b)
+        (b / name).write_bytes(content)
+    (b / "tokenizer_config.json").write_text("{")
+    assert "not the other files of A and B: the JSON file ends too early (tokenizer_config.json)" in said_by(a, b)
+    (b / "tokenizer_config.json").write_bytes(FILES["tokenizer_config.json"][0])
+    (b / "config.json").unlink()
+    assert "other files of A and B are not the same: only in B: config.json" in said_by(b, a)
+
+
+def test_other_files_of_a_model_with_the_same_meaning_are_not_named(tmp_path: Path) -> None:
+    a, b = model_folders(tmp_path)
+    (b / "tokenizer.json").write_bytes(b'{\n "model": {"vocab": {"b": 1, "a": 0}}}')
+    (b / "generation_config.json").write_bytes(b'{"transformers_version": "4.9", "eos_token_id": 2}')
+    (b / "README.md").write_text("a copy")
+    (b / "trainer_state.json").write_text("{}")
+    assert "only tensors" not in said_by(a, b)
+
+
+def test_settings_of_an_adapter_that_differ_are_named(tmp_path: Path) -> None:
+    source = FIXTURES / "peft-experts" / "qwen3_moe-0.19.1"
+    a, b = (Path(shutil.copytree(source, tmp_path / name)) for name in "ab")
+    assert "only tensors" not in said_by(a, b)
+    config = json.loads((b / "adapter_config.json").read_text())
+    (b / "adapter_config.json").write_text(json.dumps({**config, "lora_alpha": 999}))
+    assert "other files of A and B are not the same: differ: adapter_config.json" in said_by(a, b)
+
+
+def test_a_training_checkpoint_without_tokenizer_lacks_nothing(tmp_path: Path) -> None:
+    out = tmp_path / "zero1"
+    assert ckpt("convert", "auto", "zero1", FIXTURES / "toy-zero3", "-o", out).code == 0
+    (out / "tokenizer.json").write_text("{}")
+    assert "only tensors" not in said_by(FIXTURES / "toy-zero3", out)
 
 
 @pytest.mark.parametrize("fixture", ["toy-zero3", "dcp-fsdp2", "verl-fsdp2", "moe-zero3", "trainer-zero2"])
