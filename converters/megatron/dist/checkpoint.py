@@ -20,6 +20,7 @@ from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import NEMOS_BASE, as_adapter, has_adapter, without_optimizer
 from converters.megatron.dist.bridge import args_of, check_bridge_run, model_settings, note_on_config, read_bridge_run
 from converters.megatron.dist.folder import (
+    CONFIG_1,
     CONTEXT,
     MODEL,
     RUN_CONFIG,
@@ -29,8 +30,10 @@ from converters.megatron.dist.folder import (
     TRAIN_STATE,
     is_iteration,
     is_nemo,
+    is_nemo_1,
     is_torch_dcp_iteration,
 )
+from converters.megatron.dist.nemo_1 import model_fields
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
@@ -117,7 +120,9 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
 
 
 def _nemos_settings(path: Path) -> Mapping[str, Any]:
-    """Return the model's settings in the context of a checkpoint of NeMo 2; none elsewhere."""
+    """Return the model's settings beside a checkpoint of NeMo 1 or 2, and none for other checkpoints."""
+    if is_nemo_1(path):
+        return model_settings(model_fields(read_run_config(confined(path.parent, CONFIG_1))))
     if not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
         return {}
     config = read_run_config(confined(path.parent, f"{CONTEXT}/{MODEL}")).get("config")

@@ -65,7 +65,7 @@ class MegatronFacts:
     adapter: AdapterRun | None = None
     #: Of a whole run, what Megatron-Bridge recorded in place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
-    #: Settings of the model, if they are recorded apart from the run's arguments: NeMo's `model.yaml`.
+    #: Settings of the model, if they are not among the run's arguments: NeMo's `model.yaml` or `model_config.yaml`.
     settings: Mapping[str, Any] = field(default_factory=dict)
     #: Blocks in which the run's ranks keep gate and up rows.  Here all gate rows come first.
     blocks: GateBlocks = field(default_factory=GateBlocks)

@@ -462,6 +462,35 @@ _NEMO = """
     data_step_fn forward_step_fn
 """
 
+#: NeMo 1, collections/nlp/models/language_modeling/megatron_base_model.py, megatron_gpt_model.py and
+#: megatron_gpt_sft_model.py, examples/nlp/language_modeling/conf.
+_NEMO_1 = """
+    # Sections of their own
+    data exp_manager nsys_profile optim peft tokenizer trainer
+    # The class and the files
+    mcore_gpt nemo_version restore_from_ckpt restore_from_path resume_from_checkpoint target transformer_engine
+    # Logs
+    apex_transformer_log_level enable_megatron_timers log_token_counts megatron_timer_kwargs gc_interval
+    # Data and prompts
+    add_bos add_eos add_sep answer_only_loss concat_sampling_probabilities drop_last global_sample_mapping
+    get_attention_mask_from_fusion max_seq_length min_seq_length pin_memory prompt_template sep_id tokens_to_generate
+    truncation_field use_loss_mask validation_drop_last
+    # Optimizers
+    async_grad_allreduce distributed_adam_bucket_merge_size do_layer_norm_weight_decay grad_allreduce_chunk_size_mb
+    grad_div_ar_fusion gradient_as_bucket_view native_amp_growth_interval native_amp_init_scale optim reset_lr
+    reset_lr_steps use_scaled_init_method with_fp32_embedding_grads
+    # Communication
+    sync_batch_comm tensor_model_parallel_world_size ub_tp_comm_overlap ub_tp_comm_overlap_cfg
+    validation_param_sync_overlap
+    # Precision, kernels, memory and dropout
+    activations_checkpoint_granularity activations_checkpoint_layers_per_pipeline activations_checkpoint_method
+    activations_checkpoint_num_layers bias_dropout_add_fusion ffn_dropout fp8_e4m3 fp8_hybrid fp8_params fsdp
+    megatron_amp_O2 num_micro_batches_with_partial_activation_checkpoints onnx_safe precision reduce_amax
+    skip_fp8_attention_checkpoint_load use_emha use_flash_attention
+    # The stages of the pipeline
+    post_process pre_process
+"""
+
 #: Prefixes of settings for other programs that run next to the training.
 PREFIXES = (
     "sglang_",
@@ -482,4 +511,4 @@ def names_in(text: str) -> frozenset[str]:
     return frozenset(name for line in lines for name in line.split())
 
 
-RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _HOOKS + _MEGATRON_BRIDGE + _NEMO)
+RUN_SETTINGS = names_in(_MEGATRON + _MEGATRON_DEEPSPEED + _TRAINERS + _HOOKS + _MEGATRON_BRIDGE + _NEMO + _NEMO_1)

@@ -104,6 +104,16 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "add_bias_attn_fc": (True,),
     "use_alibi_mask": (),
     "num_labels": (),
+    "apply_embedding_scaling": (),  # NeMo 1
+    "attention_type": ("multihead",),
+    "headscale": (),
+    "hyena": (),
+    "megatron_legacy": (),  # another order of the rows of queries, keys and values
+    "normalize_attention_scores": (True,),
+    "transformer_block_type": ("pre_ln",),
+    "language_model": (),  # the config of a model with images
+    "encoder": (),  # encoders and decoders
+    "decoder": (),
 }
 #: Settings that name the code of layers; what these packages build is decided by other settings and by tensors.
 _CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")

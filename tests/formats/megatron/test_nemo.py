@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/nemo.py`, `format.py`, `read.py`, `checkpoint.py`: checkpoints of NeMo 2.
+"""`converters/megatron/dist/nemo.py`, `nemo_1.py`, `format.py`, `read.py`, `checkpoint.py`: checkpoints of NeMo 2.
 
 One that NeMo saved, and a run by hand: files that megatron-core wrote, with NeMo's prefix before the model's keys, in
 its folders (nemo/lightning/ckpt_utils.py, io/pl.py, megatron_parallel.py).  NeMo itself loads what is written with
@@ -174,12 +174,100 @@ def test_without_a_context_nothing_is_written_for_nemo(hub: Path, tmp_path: Path
     assert "llm.import_ckpt" in done.err
 
 
+#: What NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml states, for this model.
+CONFIG_1 = """
+mcore_gpt: true
+micro_batch_size: 4
+global_batch_size: 8
+tensor_model_parallel_size: 1
+pipeline_model_parallel_size: 1
+virtual_pipeline_model_parallel_size: null
+encoder_seq_length: 64
+max_position_embeddings: ${.encoder_seq_length}
+num_layers: 2
+hidden_size: 16
+ffn_hidden_size: 24
+num_attention_heads: 4
+init_method_std: 0.02
+use_scaled_init_method: true
+hidden_dropout: 0.0
+attention_dropout: 0.0
+ffn_dropout: 0.0
+kv_channels: null
+apply_query_key_layer_scaling: true
+normalization: rmsnorm
+layernorm_epsilon: 1.0e-05
+do_layer_norm_weight_decay: false
+make_vocab_size_divisible_by: 128
+pre_process: true
+post_process: true
+persist_layer_norm: true
+bias: false
+activation: fast-swiglu
+headscale: false
+transformer_block_type: pre_ln
+openai_gelu: false
+normalize_attention_scores: true
+position_embedding_type: rope
+rotary_percentage: 1.0
+rotary_base: 500000.0
+attention_type: multihead
+share_embeddings_and_output_weights: false
+overlap_p2p_comm: false
+batch_p2p_comm: true
+num_query_groups: 2
+tokenizer: {library: sentencepiece, type: null, model: nemo:tokenizer.model, sentencepiece_legacy: false}
+native_amp_init_scale: 4294967296
+native_amp_growth_interval: 1000
+hysteresis: 2
+fp32_residual_connection: false
+fp16_lm_cross_entropy: false
+megatron_amp_O2: false
+grad_allreduce_chunk_size_mb: 125
+grad_div_ar_fusion: true
+gradient_accumulation_fusion: false
+bias_activation_fusion: false
+bias_dropout_add_fusion: false
+masked_softmax_fusion: true
+get_attention_mask_from_fusion: true
+seed: 1234
+resume_from_checkpoint: null
+use_cpu_initialization: false
+onnx_safe: false
+apex_transformer_log_level: 30
+gradient_as_bucket_view: true
+sync_batch_comm: false
+activations_checkpoint_granularity: selective
+activations_checkpoint_method: uniform
+activations_checkpoint_num_layers: 1
+num_micro_batches_with_partial_activation_checkpoints: null
+activations_checkpoint_layers_per_pipeline: null
+sequence_parallel: false
+transformer_engine: true
+fp8: false
+fp8_e4m3: false
+fp8_hybrid: false
+fp8_margin: 0
+fp8_interval: 1
+fp8_amax_history_len: 1
+fp8_amax_compute_algo: most_recent
+reduce_amax: true
+use_emha: false
+data: {index_mapping_dir: null, data_impl: mmap, splits_string: 900,50,50, seq_length: 64, num_workers: 2}
+nsys_profile: {enabled: false, start_step: 10, end_step: 10, ranks: [0], gen_shape: false}
+optim: {name: fused_adam, lr: 0.0002, weight_decay: 0.01, betas: [0.9, 0.98]}
+precision: bf16
+target: nemo.collections.nlp.models.language_modeling.megatron_gpt_model.MegatronGPTModel
+nemo_version: 1.23.0
+"""
+
+
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
     """An unpacked archive of NeMo 1 (nlp/parts/nlp_overrides.py): weights with `model.` before Megatron's keys."""
     shutil.copytree(NEMO / "model" / "weights", tmp_path / "first" / "model_weights")
     rename_keys(tmp_path / "first" / "model_weights", lambda key: key.replace("module.", "model.", 1))
-    (tmp_path / "first" / "model_config.yaml").write_text("mcore_gpt: true\n")
+    (tmp_path / "first" / "model_config.yaml").write_text(CONFIG_1)
     return tmp_path / "first"
 
 
@@ -229,3 +317,42 @@ def test_the_context_is_held_against_the_config(
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     done = commands.ckpt("convert", run, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json")
     assert done.code == code and said in done.err, done.err
+
+
+@pytest.mark.parametrize(
+    ("stated", "changed", "code", "said"),
+    [
+        ("rotary_base: 500000.0", "rotary_base: 10000", 4, "rotary_base 10000"),
+        ("rotary_base: 500000.0", "", 4, "rotary_base 10000"),  # the default of NeMo 1
+        ("activation: fast-swiglu", "activation: reglu", 6, "activation_func relu"),
+        ("activation: fast-swiglu", "", 4, "swiglu False"),
+        ("normalization: rmsnorm", "normalization: layernorm1p", 4, "normalization LayerNorm"),
+        ("layernorm_epsilon: 1.0e-05", "layernorm_epsilon: 1.0e-03", 4, "norm_epsilon 0.001"),
+        ("rotary_percentage: 1.0", "rotary_percentage: 0.5", 4, "rotary_percent 0.5"),
+        ("num_query_groups: 2", "num_query_groups: 1", 4, "num_query_groups 1"),
+        ("headscale: false", "headscale: true", 6, "headscale True"),
+        ("headscale: false", "scale_positional_embedding: true", 4, "use_rope_scaling True"),
+        ("headscale: false", "apply_embedding_scaling: true", 6, "apply_embedding_scaling True"),
+        ("headscale: false", "name: megatron_falcon_gpt", 6, "spec megatron_falcon_gpt"),
+        ("headscale: false", "mcore_customization_config: {attn_logit_softcapping: 50.0}", 6, "attn_logit_softcapping"),
+        ("headscale: false", "seq_len_interpolation_factor: 2.0", 4, "rotary_seq_len_interpolation_factor 2.0"),
+        ("headscale: false", "new_thing: 3", 6, "new_thing 3 (unknown to ckpt)"),
+        ("headscale: false", "new_thing: false", 0, "1 recorded setting unknown to ckpt"),
+        ("seed: 1234", "seed: 7", 0, "can load this folder"),
+    ],
+)
+def test_the_config_of_nemo_1_is_held_against_the_hubs(
+    stated: str, changed: str, code: int, said: str, first: Path, tmp_path: Path
+) -> None:
+    assert stated in CONFIG_1
+    (first / "model_config.yaml").write_text(CONFIG_1.replace(stated, changed))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    done = commands.ckpt("convert", first, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json", "-v")
+    assert done.code == code and said in done.err, done.err
+    if code == 6:
+        name = said.split()[0]
+        accepted = commands.ckpt(
+            *("convert", first, "hf", "-o", tmp_path / "hub", "--config", tmp_path / "config.json"),
+            *("--accept-setting", name),
+        )
+        assert accepted.code == 0, accepted.err
