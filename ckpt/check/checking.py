@@ -48,7 +48,7 @@ from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.emptiness import empty_parameters, lacking_states
 from ckpt.run_folder.halves import check_holds_model, formats_of
-from ckpt.run_folder.models import free_tags, missing_models, models_of
+from ckpt.run_folder.models import free_tags, missing_models, models_of, number_of
 from ckpt.run_folder.not_read import STATE, not_read, stray_names
 from ckpt.run_folder.opening import AUTO, has_optimizer, is_run, of_two_saves, open_checkpoint
 from ckpt.run_folder.runs import run_below
@@ -374,6 +374,8 @@ def _check_one(
     ]
     checkpoint = _together(opened, place) if is_every_model_open else None
     problems += problems_of(place, files, {file.path for one in opened for file in one.files})
+    if number_of(place) is not None:  # the optimizer and the files of other ranks are next to it
+        files += {Path(file.path): None for one in opened for file in one.files if Path(file.path) not in files}
     problems += _lacking_beside(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))

@@ -8,7 +8,7 @@ import os
 import shutil
 import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from ckpt.move.files import destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, SourceFile
+from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.resume.caller import caller
@@ -42,7 +42,7 @@ from ckpt.resume.copies import RECORD, copies_in, kept_folder, remove_staging, u
 from ckpt.run_folder import not_read
 from ckpt.run_folder.carried import run_files
 from ckpt.run_folder.halves import check_holds_model
-from ckpt.run_folder.models import models_of, others_of_save, save_around
+from ckpt.run_folder.models import models_of, name_of, others_of_save, save_around
 from ckpt.run_folder.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.run_folder.steps import (
     ANY_STEP,
@@ -323,7 +323,9 @@ def _way(
 ) -> _Way:
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
-    if has_optimizer(checkpoint) and (beside := _models_in(path)):
+    every = [checkpoint, *map(api.open, others_of_save(checkpoint.path))]
+    opened = {file.path: file for one in every for file in one.files}
+    if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
         say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
     target = registry.get(format or checkpoint.format)
     wanted = target.name
@@ -339,13 +341,17 @@ def _way(
         say(f"note: {what} holds no optimizer: its states begin anew")
     as_it_is = _folder_to_load(path, checkpoint)
     misfit = _misfit(checkpoint, target, layout)
-    every = [checkpoint, *map(api.open, others_of_save(checkpoint.path))]
     if as_it_is is not None and misfit is None:
         for one in every:
             _check_whole(one)
-            for line in not_read.lines([file.to_json() for file in not_read.not_read(one)]):
-                say(line)
-        return _Way(str(as_it_is), "as it is", [file.path for one in every for file in one.files])
+        found = checkpoint
+        if len(every) > 1:
+            found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
+            names = ", ".join(map(name_of, models_of(as_it_is).values()))
+            say(f"note: the save holds {counted(len(every), 'model')}, and the engine loads all of them: {names}")
+        for line in not_read.lines([file.to_json() for file in not_read.not_read(found)]):
+            say(line)
+        return _Way(str(as_it_is), "as it is", list(opened))
     if len(every) > 1:
         _refuse_to_lose_models(Path(checkpoint.path), misfit, wanted)
     say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
@@ -385,10 +391,18 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
     )
 
 
-def _models_in(path: Path) -> list[str]:
-    """The formats of models without an optimizer that lie in the folder of a run."""
+def _models_in(path: Path, opened: Collection[str]) -> list[str]:
+    """Return the formats of models without an optimizer in the folder of a run, unless their files are `opened`."""
     bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
-    return [one.name for one in bare if one.find(path, None) == path]
+    return [one.name for one in bare if one.find(path, None) == path and not _is_opened(one, path, opened)]
+
+
+def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
+    """Return True if all files of the model in `path` are `opened`."""
+    try:
+        return all(file.path in opened for file in one.read(path, ReadRequest()).files)
+    except CkptError:
+        return False
 
 
 def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:

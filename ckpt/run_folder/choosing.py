@@ -196,7 +196,8 @@ class Chooser:
         """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
         if tag == OWN_TAG:
             return self._open_own(run)
-        named, model = confined(run.path, tag), tagged(run.path, tag)
+        named = confined(run.path, tag)
+        model = tagged(named.parent, named.name)
         places = [*([named] if named.exists() else []), *([model] if model else [])]
         places += [step.path for step in run.tagged(tag)]
         for place in dict.fromkeys(places):

@@ -20,7 +20,7 @@ from ckpt.run_folder.not_read import holds_tensors, may_hold_tensors
 from ckpt.run_folder.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 
 #: Files that hold an optimizer alone, as HF Trainer, Accelerate, Megatron-LM and LeRobot name them.
-_OPTIMIZER_FILE = re.compile(
+OPTIMIZER_FILE = re.compile(
     r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
 )
 #: A whole model next to a DeepSpeed step, or the index of its shards.
@@ -51,7 +51,7 @@ def lost_weights(path: Path) -> CkptError | None:
     before an adapter's config.
     """
     names = names_in(path) if path.is_dir() else [path.name]
-    if any(map(_OPTIMIZER_FILE.fullmatch, names)):
+    if any(map(OPTIMIZER_FILE.fullmatch, names)):
         return with_hint(optimizer_alone(path))
     if not path.is_dir() or may_hold_tensors(path):
         return None
@@ -68,7 +68,7 @@ def lost_weights(path: Path) -> CkptError | None:
 def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
     """Raise HalfError if readers took an optimizer's file alone for a model, by its tensors."""
     files = [Path(file.path) for file in checkpoint.files if holds_tensors(file.path)]
-    if files and not checkpoint.optimizer_states and all(_OPTIMIZER_FILE.fullmatch(file.name) for file in files):
+    if files and not checkpoint.optimizer_states and all(OPTIMIZER_FILE.fullmatch(file.name) for file in files):
         raise optimizer_alone(Path(checkpoint.path))
 
 

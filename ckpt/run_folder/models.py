@@ -22,16 +22,21 @@ from ckpt.move.listing import entries_in, folders_in, is_folder, names_in
 from ckpt.run_folder.steps import LATEST, recorded_step, step_number
 
 _FOLDER = re.compile(r"pytorch_model(?:_fsdp(?=_\d))?(?:_(\d+))?")
-_FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?P<ranks>_rank\d+)?\.bin)")
+_FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?:_rank\d+)?\.bin)")
 #: DeepSpeed's file of an engine's model (deepspeed/runtime/engine.py, `_get_ckpt_name`).
 _ENGINE_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt")
-_RANKS = "Accelerate's load_state loads this save; from files of ranks ckpt reads the only model of a save"
+#: Folders of FSDP, and optimizers in files of ranks: in such a save the first model has a number, too.
+_NUMBERED_FROM_0 = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+_rank\d+\.bin")
+_OF_RANK = re.compile(r"_rank\d+\.bin$")
 
 
 def models_of(save: Path) -> dict[int, Path]:
-    """Return the models that a save holds by number, empty for a save of one model without a number."""
+    """Return the models that a save holds by number, empty for a save of one model without a number.
+
+    The file of the first rank stands for a model in files of ranks.
+    """
     found: dict[int, Path] = {}
-    for name, entry in entries_in(save).items() if save.is_dir() else ():
+    for name, entry in sorted(entries_in(save).items()) if save.is_dir() else ():
         if match := (_FOLDER if is_folder(entry) else _FILE).fullmatch(name):
             found.setdefault(int(match[1] or 0), save / name)
     return dict(sorted(found.items())) if max(found, default=0) else {}
@@ -75,13 +80,13 @@ def missing_models(save: Path) -> list[str]:
     """Return the names of models that a save lacks, although it has one of a higher number."""
     models = models_of(save)
     last = str(next(reversed(models.values())).name) if models else ""
-    names = (_numbered_as(last, number) for number in range(max(models, default=0)) if number not in models)
-    return list(names)
+    is_first_numbered = any(map(_NUMBERED_FROM_0.fullmatch, (last, *names_in(save)))) if models else False
+    first = "_0" if is_first_numbered else ""
+    return [_numbered_as(last, number, first) for number in range(max(models, default=0)) if number not in models]
 
 
-def _numbered_as(name: str, number: int) -> str:
-    """Return `name`, which has the number of another model, with this one."""
-    first = "_0" if re.fullmatch(r"pytorch_model_fsdp_\d+", name) else ""
+def _numbered_as(name: str, number: int, first: str) -> str:
+    """Return `name`, which has the number of another model, with this one; `first` stands for the number 0."""
     return re.sub(r"_\d+(?=$|\.|_rank)", f"_{number}" if number else first, name, count=1)
 
 
@@ -99,7 +104,16 @@ def optimizers_fit(save: Path) -> bool:
 
 def tagged(save: Path, tag: str) -> Path | None:
     """Return the model's file that `tag` names in a save of several: `model_1`, or `model_1.safetensors`."""
-    return next((one for one in models_of(save).values() if one.is_file() and tag in (one.name, one.stem)), None)
+    return next((one for one in models_of(save).values() if one.is_file() and _names(tag, one)), None)
+
+
+def _names(tag: str, model: Path) -> bool:
+    return tag in (model.name, model.stem, name_of(model))
+
+
+def name_of(model: Path) -> str:
+    """Return the name of a model in a save of several: of its folder or file, without the rank of a rank's file."""
+    return _OF_RANK.sub("", model.name)
 
 
 def check_all_there(save: Path) -> None:
@@ -116,7 +130,7 @@ def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
     """
     save = save_around(place)
     models = models_of(save)
-    if not models or (place != save and (asked == place or Path(tag or "").name in (place.name, place.stem))):
+    if not models or (place != save and (asked == place or _names(Path(tag or "").name, place))):
         return
     check_all_there(save)
     raise several_models(save, models.values(), with_tag=save == asked)
@@ -127,13 +141,12 @@ def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> U
     return UsageError(
         f"this save holds {counted(len(models), 'model')}: choose one",
         path=save,
-        found=", ".join(one.name for one in models),
-        hint=_how_to_choose(models, with_tag=with_tag),
+        found=", ".join(map(name_of, models)),
+        hint=how_to_choose(models, with_tag=with_tag),
         code="several-models",
     )
 
 
-def _how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
-    if any((match := _FILE.fullmatch(one.name)) and match["ranks"] for one in models):
-        return _RANKS
-    return "use " + " or ".join(f"--tag {shlex.quote(one.name)}" if with_tag else str(one) for one in models)
+def how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
+    """Return a hint at the models of a save: `--tag` for each, or the path of each."""
+    return "use " + " or ".join(f"--tag {shlex.quote(name_of(one))}" if with_tag else str(one) for one in models)

@@ -32,8 +32,8 @@ from ckpt.run_folder.choosing import is_run as is_run
 from ckpt.run_folder.companions import CONFIG, read_config
 from ckpt.run_folder.emptiness import empty_parameters, lacking_states
 from ckpt.run_folder.foreign import foreign
-from ckpt.run_folder.halves import holds_model, lost_weights, with_hint
-from ckpt.run_folder.models import check_one_is_meant
+from ckpt.run_folder.halves import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
+from ckpt.run_folder.models import check_one_is_meant, how_to_choose, models_of
 from ckpt.run_folder.precision import with_computing_dtype
 from ckpt.run_folder.runs import run_below
 from ckpt.run_folder.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at, trainer_step
@@ -272,7 +272,9 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         run = run_at(path)
         names = [run.name(step.path) for step in run.steps]
         names.sort(key=lambda name: _without_digits(name) != _without_digits(tag))
-        if names:
+        if models := models_of(_step_named(path, None)).values():
+            hint = how_to_choose(models, with_tag=True)
+        elif names:
             hint = " or ".join(f"--tag {shlex.quote(name)}" for name in names[:8])
         elif inside := _checkpoints_inside(path, format):
             hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
@@ -344,7 +346,8 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
     """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
-    entries = [place / name for place in places for name in names_in(place)][:_MAX_ENTRIES]
+    every = [place / name for place in places for name in names_in(place)]
+    entries = [entry for entry in every if not OPTIMIZER_FILE.fullmatch(entry.name)][:_MAX_ENTRIES]
     found = [entry for entry in entries if is_run(entry, formats) and not is_staged(entry)]
     return [str(entry.relative_to(path)) for entry in found]
 

@@ -82,7 +82,7 @@ class DistributedCheckpoint(Format):
         if found.shards:
             reading.shards(path, found.shards)
         if found.local:
-            reading.local(path, found.local, _config(request, run_folders(path)))
+            reading.local(path.parent if path.is_file() else path, found.local, _config(request, run_folders(path)))
         return reading.checkpoint(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:

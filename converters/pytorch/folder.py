@@ -5,6 +5,7 @@
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
     <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder
     checkpoint-N/pytorch_model_fsdp_rankR.bin, optimizer_0/    the same with LOCAL_STATE_DICT
+    checkpoint-N/pytorch_model_fsdp_1_rankR.bin, optimizer_1/  the second model of such a save
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
 
 A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, which is another format.
@@ -20,12 +21,14 @@ from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK, read_met
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.run_folder.finding import Steps, find_step
+from ckpt.run_folder.models import number_of
 from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
-#: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.
-LOCAL = re.compile(r"pytorch_model_fsdp_rank(\d+)\.bin")
+#: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.  The groups are the
+#: number of a further model of the save, and the rank.
+LOCAL = re.compile(r"pytorch_model_fsdp(?:_([1-9]\d*))?_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
 _MODEL = re.compile(r"pytorch_model_fsdp_(\d+)")
@@ -61,6 +64,8 @@ def find_folder(path: Path, tag: str | None) -> Path | None:
     """Return the checkpoint that `path` is, or that `tag` names in it: a step, or one of several models."""
     if path.name == METADATA and path.is_file():
         path = path.parent
+    if path.is_file():
+        return path if is_local(path.parent) and number_of(path) is not None else None
     found = find_step(path, tag, _STEPS)
     return path if found is None and tag is not None and _holds_model(path, tag) else found
 
@@ -78,11 +83,17 @@ def is_checkpoint(folder: Path) -> bool:
     return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0) or bool(_local(folder))
 
 
-def _local(folder: Path) -> tuple[tuple[int, str], ...]:
-    """Ranks and names of the files of LOCAL_STATE_DICT, if the model is not there otherwise."""
+def is_local(folder: Path) -> bool:
+    """Return True if a folder holds files of LOCAL_STATE_DICT: the first model's have no number."""
+    return bool(_local(folder))
+
+
+def _local(folder: Path, number: int = 0) -> tuple[tuple[int, str], ...]:
+    """Ranks and names of the files of LOCAL_STATE_DICT for the model of this number, if it is not there otherwise."""
     if not folder.is_dir() or is_dcp(folder / MODEL_0):
         return ()
-    return tuple(sorted((int(match[1]), name) for name in names_in(folder) if (match := LOCAL.fullmatch(name))))
+    found = ((match, name) for name in names_in(folder) if (match := LOCAL.fullmatch(name)))
+    return tuple(sorted((int(match[2]), name) for match, name in found if int(match[1] or 0) == number))
 
 
 _STEPS = Steps(is_checkpoint)
@@ -90,6 +101,10 @@ _STEPS = Steps(is_checkpoint)
 
 def parts(path: Path) -> Parts:
     """The parts to read of the checkpoint that `find_folder` has returned."""
+    if path.is_file():
+        number = number_of(path) or 0
+        optimizer = confined(path.parent, f"optimizer_{number}")
+        return Parts((optimizer,) if is_dcp(optimizer) else (), local=_local(path.parent, number))
     names = names_in(path)
     if _is_dcp(names):
         shards = tuple(name for name in names if SHARD.fullmatch(name))
@@ -122,4 +137,4 @@ def run_folders(path: Path) -> tuple[str, ...]:
     """Where the run's other files may stand: the folder itself, and what is around one of Accelerate's or a step."""
     if _ACCELERATE.fullmatch(path.name):
         return str(path), str(path.parent)
-    return tuple(map(str, enclosing_folders(path)))
+    return tuple(map(str, enclosing_folders(path.parent if path.is_file() else path)))

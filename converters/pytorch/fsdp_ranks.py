@@ -2,6 +2,7 @@
 
     model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
     pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False; read
+    pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model of such a save
 
 A part says which box of the tensor it is.  FSDP1's ShardedTensor records offsets and sizes; FSDP2's DTensor the mesh,
 this rank's coordinate in it, and along each axis how the tensor is placed, from which the box follows.  A box that
@@ -50,6 +51,7 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whol
 from ckpt.run_folder.companions import read_config
 from ckpt.run_folder.finding import Steps, find_step
 from ckpt.run_folder.halves import optimizer_alone
+from ckpt.run_folder.models import number_of
 from ckpt.run_folder.steps import TRACKER
 from ckpt.state.wrapped import clean_names
 from converters.optimizers.ranks import check_same, check_same_options, different_numbers
@@ -57,15 +59,16 @@ from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_ap
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import Units, in_turn, read_flat
+from converters.pytorch.folder import is_local
 from converters.pytorch.state_dicts import Reading, tie_as_declared
 
-#: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks.
+#: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks, in Accelerate's the model's.
 _FILES = (
     ("model", re.compile(r"model_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
     ("optim", re.compile(r"optim_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
     ("extra", re.compile(r"extra_state_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
-    ("model", re.compile(r"pytorch_model_fsdp_0_rank(?P<rank>\d+)\.bin")),
-    ("optim", re.compile(r"optimizer_0_rank(?P<rank>\d+)\.bin")),
+    ("model", re.compile(r"pytorch_model_fsdp_(?P<model>\d+)_rank(?P<rank>\d+)\.bin")),
+    ("optim", re.compile(r"optimizer_(?P<model>\d+)_rank(?P<rank>\d+)\.bin")),
 )
 _FLAT_PARAM = re.compile(r"(?:.*\.)?_?flat_param(?:_\d+)?")
 
@@ -79,14 +82,20 @@ class FsdpRanks(Format):
     takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names."""
+        """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names.
+
+        Also the first rank's file of a model in a save of several.
+        """
+        if path.is_file():
+            return path if _match(path.name, number_of(path)) and not is_local(path.parent) else None
         found = find_step(path, tag, _STEPS)
         return None if found is None else _inside(found)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""
-        reading = Reading(path)
-        files = _list(path)
+        folder = path.parent if path.is_file() else path
+        reading = Reading(folder)
+        files = _list(folder, number_of(path) or 0)
 
         def of(kind: str) -> list[RankFile]:
             return [reading.sources.of_rank(file, rank, "state dict") for rank, file in sorted(files[kind].items())]
@@ -95,7 +104,8 @@ class FsdpRanks(Format):
         if not models:
             raise optimizer_alone(path)
         _refuse_flat(models)
-        folders = tuple(p for p in (request.config, path / "huggingface", path, path.parent) if p and p.is_dir())
+        places = (request.config, folder / "huggingface", folder, folder.parent)
+        folders = tuple(place for place in places if place and place.is_dir())
         config = read_config(folders)
         parameters = _read_models(reading, models)
         # FSDP1 saves a tied parameter under each of its names, apart.
@@ -104,7 +114,7 @@ class FsdpRanks(Format):
         if optimizers := of("optim"):
             units = _read_optimizers(reading, optimizers, parameters)
         _read_extras(reading, of("extra"))
-        step = next((int(m[1]) for p in (path, path.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
+        step = next((int(m[1]) for p in (folder, folder.parent) if (m := re.search(r"step[-_](\d+)$", p.name))), None)
         return Checkpoint(
             path=str(path),
             format=self.name,
@@ -144,7 +154,7 @@ FSDP_RANKS = FsdpRanks()
 def _inside(folder: Path) -> Path | None:
     """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
     for one in (folder, folder / "actor", folder / "critic"):
-        if one.is_dir() and any(_kind(name) in ("model", "optim") for name in names_in(one)):
+        if one.is_dir() and any((file := _match(name)) and file[0] != "extra" for name in names_in(one)):
             return one
     return None
 
@@ -156,23 +166,25 @@ _STEPS = Steps(
 )
 
 
-def _kind(name: str) -> str | None:
-    return next((kind for kind, pattern in _FILES if pattern.fullmatch(name)), None)
+def _match(name: str, number: int | None = 0) -> tuple[str, re.Match[str]] | None:
+    """Return the kind of a rank's file of the model with this number in a save."""
+    found = ((kind, match) for kind, pattern in _FILES if (match := pattern.fullmatch(name)))
+    return next((one for one in found if int(one[1].groupdict().get("model", 0)) == number), None)
 
 
-def _list(folder: Path) -> dict[str, dict[int, str]]:
-    """The files by kind and rank, proven to be those of one run.
+def _list(folder: Path, number: int) -> dict[str, dict[int, str]]:
+    """Return the files of a save's model by kind and rank, proven to be of one run.
 
-    Raises CorruptError for missing ranks and for files of another number of ranks.
+    Raise CorruptError for missing ranks and for files of another number of ranks.
     """
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
     for name in names_in(folder):
-        for kind, pattern in _FILES:
-            if match := pattern.fullmatch(name):
-                found[kind][int(match["rank"])] = str(confined(folder, name))
-                if "ranks" in match.groupdict():
-                    stated.setdefault(int(match["ranks"]), name)
+        if one := _match(name, number):
+            kind, match = one
+            found[kind][int(match["rank"])] = str(confined(folder, name))
+            if "ranks" in match.groupdict():
+                stated.setdefault(int(match["ranks"]), name)
     _check_ranks(folder, found, stated)
     return found
 

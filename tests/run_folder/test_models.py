@@ -15,6 +15,7 @@ from ckpt import api, check
 from ckpt.errors import IncompleteError, LossError, UsageError
 from tests.support.commands import ckpt
 from tests.support.dcp_folders import save
+from tests.support.describing import content
 from tests.support.places import REPOSITORY
 
 
@@ -57,7 +58,36 @@ def full(folder: Path) -> tuple[str, str]:
     return "pytorch_model_fsdp.bin", "pytorch_model_fsdp_1.bin"
 
 
-SAVES: dict[str, Callable[[Path], tuple[str, str]]] = {one.__name__: one for one in (deepspeed, fsdp, plain, full)}
+def rank_files(folder: Path) -> tuple[str, str]:
+    """Files of ranks, as Accelerate writes them with use_dcp=False."""
+    folder.mkdir()
+    for number in (0, 1):
+        for rank in (0, 1):
+            torch.save({"w": torch.full((2, 3), float(number))}, folder / f"pytorch_model_fsdp_{number}_rank{rank}.bin")
+            torch.save(_state(number + 1.0), folder / f"optimizer_{number}_rank{rank}.bin")
+    return "pytorch_model_fsdp_0", "pytorch_model_fsdp_1"
+
+
+def local(folder: Path) -> tuple[str, str]:
+    """FSDP1's LOCAL_STATE_DICT: two runs of one model, saved by Accelerate's own functions."""
+    for number, run in enumerate(("local-flat", "local-orig")):
+        source, end = REPOSITORY / "fixtures" / run / "checkpoint-2", f"_{number}" if number else ""
+        for file in source.glob("*.bin"):
+            folder.mkdir(exist_ok=True)
+            shutil.copy(file, folder / file.name.replace("_rank", f"{end}_rank"))
+        shutil.copytree(source / "optimizer_0", folder / f"optimizer_{number}")
+        shutil.copy(source / "config.json", folder)
+    return "pytorch_model_fsdp", "pytorch_model_fsdp_1"
+
+
+SAVES: dict[str, Callable[[Path], tuple[str, str]]] = {
+    one.__name__: one for one in (deepspeed, fsdp, plain, full, rank_files, local)
+}
+
+
+def path_of(save: Path, model: str) -> Path:
+    """Return the model's folder or file in a save, or its first rank's file."""
+    return save / model if (save / model).exists() else save / f"{model}_rank0.bin"
 
 
 @pytest.mark.parametrize("kind", SAVES)
@@ -72,13 +102,13 @@ def test_a_save_of_two_models_is_asked_about(kind: str, tmp_path: Path) -> None:
     for tag in names:
         done = ckpt("convert", "auto", "dcp", place, "-o", tmp_path / tag, "--tag", tag)
         assert done.code == 0, done.err
-        written, given = api.open(tmp_path / tag), api.open(place / tag)
+        written, given = api.open(tmp_path / tag), api.open(path_of(place, tag))
         assert written.optimizer_states == given.optimizer_states
         assert given.optimizer_states or kind == "plain"  # without a config its numbers prove nothing
         assert any("optim" in Path(file.path).name or "optimizer" in file.path for file in given.files)
 
 
-@pytest.mark.parametrize("kind", ["fsdp", "full"])
+@pytest.mark.parametrize("kind", ["fsdp", "full", "rank_files"])
 def test_each_model_keeps_its_own_optimizer(kind: str, tmp_path: Path) -> None:
     names = SAVES[kind](place := tmp_path / "save")
     for number, name in enumerate(names):
@@ -89,7 +119,7 @@ def test_each_model_keeps_its_own_optimizer(kind: str, tmp_path: Path) -> None:
         optimizer = torch.load(out / "optimizer.bin", weights_only=True)
         assert torch.equal(optimizer["state"]["w"]["exp_avg"], torch.full((2, 3), number + 1.0))
         out = tmp_path / f"hf{number}"
-        assert ckpt("convert", "auto", "hf", place / name, "-o", out).code == 0
+        assert ckpt("convert", "auto", "hf", path_of(place, name), "-o", out).code == 0
         assert torch.equal(load_file(out / "model.safetensors")["w"], torch.full((2, 3), float(number)))
 
 
@@ -100,13 +130,13 @@ def test_check_looks_at_every_model_of_a_save(kind: str, tmp_path: Path) -> None
     for name in names:
         again = shutil.copytree(place, tmp_path / f"cut-{name}")
         inside = [one for one in (again / name, *(again / name).rglob("*")) if one.is_file()]
-        file = max(inside, key=lambda one: one.stat().st_size)
+        file = max(inside or again.glob(f"{name}_rank1.bin"), key=lambda one: one.stat().st_size)
         file.write_bytes(file.read_bytes()[:-20])
         assert ckpt("check", again).code == IncompleteError.exit_code, name
-    first = place / names[0]
-    shutil.rmtree(first) if first.is_dir() else first.unlink()
+    for one in (place / names[0], *place.glob(f"{names[0]}_rank?.bin")):
+        shutil.rmtree(one) if one.is_dir() else one.unlink(missing_ok=True)
     done = ckpt("check", place)
-    assert done.code == IncompleteError.exit_code and names[0] in done.out
+    assert done.code == IncompleteError.exit_code and names[0] in done.out + done.err
     done = ckpt("convert", "auto", "hf", place, "-o", tmp_path / "out")
     assert done.code == IncompleteError.exit_code and "a model of the save is missing" in done.err
     assert ckpt("resume", place).code == IncompleteError.exit_code
@@ -117,11 +147,50 @@ def test_resume_carries_all_models_or_refuses(kind: str, tmp_path: Path) -> None
     names = SAVES[kind](place := tmp_path / "save")
     done = ckpt("resume", place)
     assert (done.code, done.out.strip()) == (0, str(place)), done.err
-    assert "taking" not in done.err
+    assert "taking" not in done.err and "passed over" not in done.err and "not read" not in done.err
+    assert f"the save holds 2 models, and the engine loads all of them: {', '.join(names)}" in done.err
     done = ckpt("resume", place, "--format", "universal")
     assert done.code == LossError.exit_code and "a save of 2 models" in done.err
-    assert all(str(place / name) in done.err for name in names)
+    assert all(str(path_of(place, name)) in done.err for name in names)
     assert [one.name for one in tmp_path.iterdir()] == ["save"]
+
+
+@pytest.mark.parametrize("kind", SAVES)
+def test_every_command_takes_the_tag_of_a_model(kind: str, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    run.mkdir()
+    names = SAVES[kind](place := run / "checkpoint-4")
+    for tag in (*names, *(name.partition(".")[0] for name in names if "." in name)):
+        model = path_of(place, next(name for name in names if tag in (name, name.partition(".")[0])))
+        whole = check(place, tag=tag, every_byte=True)
+        assert whole.whole and whole.checkpoints[0].num_files >= len(api.open(model).files)
+        assert ckpt("inspect", place, "--tag", tag).code == 0
+        equal = ckpt("verify", place, model, "--tag-a", tag)
+        assert equal.code == 0 and "equal" in equal.out
+        for asked in ((place, tag), (run, tag), (run, f"checkpoint-4/{tag}")):
+            assert Path(api.open(asked[0], tag=asked[1]).path) == model
+            assert ckpt("resume", asked[0], "--tag", asked[1]).out.strip() == str(place)
+    done = ckpt("inspect", place, "--tag", "model_7")
+    assert done.code == 3 and f"use --tag {names[0]} or --tag {names[1]}" in done.err
+
+
+def test_a_model_in_files_of_ranks_is_the_live_one(tmp_path: Path) -> None:
+    names = local(tmp_path)
+    for name, run in zip(names, ("local-flat", "local-orig"), strict=True):
+        found, alone = api.open(tmp_path, tag=name), api.open(REPOSITORY / "fixtures" / run / "checkpoint-2")
+        assert found.state.param_groups == alone.state.param_groups
+        assert {key: content(one) for key, one in found.tensors.items()} == {
+            key: content(one) for key, one in alone.tensors.items()
+        }
+
+
+def test_a_model_that_is_not_loaded_is_passed_over(tmp_path: Path) -> None:
+    fsdp(tmp_path)
+    save_file({"w": torch.zeros(2, 3)}, tmp_path / "model.safetensors")
+    shutil.rmtree(tmp_path / "pytorch_model_fsdp_1")
+    shutil.rmtree(tmp_path / "optimizer_1")
+    done = ckpt("resume", tmp_path)
+    assert done.code == 0 and "itself (hf) holds no optimizer, and is passed over" in done.err
 
 
 def test_one_model_is_not_asked_about(tmp_path: Path) -> None:
