@@ -15,7 +15,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
-from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, SeveralModelsError, printable
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NotFoundError,
+    SeveralModelsError,
+    printable,
+)
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
@@ -44,6 +52,8 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
+from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
+from ckpt.run_folder.adapter_config import KINDS
 from ckpt.run_folder.choosing import has_model_part, is_stray
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.emptiness import empty_parameters, lacking_states
@@ -361,6 +371,7 @@ def _check_one(
             problems += _of_two_saves(one)
             problems += _empty(one)
             problems += _quantized(one)
+            problems += _adapter(one)
         except CkptError as error:
             if isinstance(error, SeveralModelsError) and tag is None and error.tags:
                 waiting += [(model, key) for key in error.tags]
@@ -528,6 +539,25 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(DAMAGED, f"{more} further parts of quantized weights", "missing, unexpected or misshapen")
     if weights.unproved:
         yield Problem(UNPROVED, "quantized weights", weights.unproved)
+
+
+def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
+    """Report settings of an adapter that contradict its weights, or that merge-lora would not merge by."""
+    if not checkpoint.is_adapter or checkpoint.namespace != OWN:
+        return
+    try:
+        config = registry.service("adapter_settings")(checkpoint)
+    except CorruptError as error:
+        yield problem_of(error, Path(checkpoint.path))
+    except NotFoundError:  # a conversion asks for the config
+        return
+    except CkptError as error:
+        one = problem_of(error, Path(checkpoint.path))
+        yield replace(one, kind=UNPROVED if isinstance(error, LossError) else LEFT, exit_code=0)
+    else:
+        if config.kind not in KINDS:
+            what = f"ckpt does not know the kind {config.kind}, so its settings and weights were not checked"
+            yield Problem(UNPROVED, ADAPTER_CONFIG, what)
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:

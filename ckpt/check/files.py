@@ -44,7 +44,7 @@ HALF = "half a checkpoint"
 NOT_READ = "not all read"
 #: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
 LEFT = "not looked into"
-#: The method of quantized weights is unknown, so nothing says which parts they have.
+#: The method of quantized weights or an adapter's setting is unknown, so nothing says which parts they have.
 UNPROVED = "parts not checked"
 #: The config promises what no file has: the checkpoint is as its run saved it, and nothing is wrong with its files.
 LACKING = "lacking"

@@ -13,13 +13,14 @@ from ckpt import api
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief
 from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.run_folder import adapter_entries, peft_rules
-from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, parse_config, settings_of
+from ckpt.run_folder import peft_rules
+from ckpt.run_folder.adapter_config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.run_folder.choosing import Want
 from ckpt.run_folder.from_hub import is_repository, owner_hint, unknown_hint
 from ckpt.run_folder.opening import open_wanted
@@ -147,10 +148,9 @@ def open_adapter(
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     raw, notes = _of_release(raw, peft_version)
-    parse_config(raw, found)
-    adapter_entries.check(raw, found, accept_settings or (), option="--accept-setting")
-    raw = peft_rules.with_explicit_patterns(raw, found, _ranks(checkpoint, raw), option="--peft-version")
-    settings = replace(parse_config(raw, found), given_layout=expert_layout and _COLUMNS[expert_layout])
+    options = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
+    settings = registry.service("checked_settings")(checkpoint, raw, found, accept_settings or (), **options)
+    settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
@@ -172,20 +172,6 @@ def _of_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str,
     if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may be one or the other
         return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
     return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
-
-
-def _ranks(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> dict[str, int]:
-    """Return the rank of each adapted layer, as its factors have it."""
-    ranks = {}
-    for (fqn, _), tensor in checkpoint.tensors.items():
-        name = parse_name(fqn)
-        if name.kind in (names.A, names.EMBEDDING_A):
-            ranks[name.module] = tensor.shape[0]
-        elif raw.get("peft_type") in ("LOHA", "LOKR") and fqn.startswith(names.PREFIX) and len(tensor.shape) > 1:
-            module, _, kind = fqn.removeprefix(names.PREFIX).rpartition(".")
-            if kind in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
-                ranks[module] = tensor.shape[0]
-    return ranks
 
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:

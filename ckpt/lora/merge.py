@@ -1025,22 +1025,9 @@ def _without_wrappers(module: str) -> str:
     return module
 
 
-def _check_complete(adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-    for one, other in ((names.A, names.B), (names.EMBEDDING_A, names.EMBEDDING_B), (names.BIAS, names.B)):
-        missing = other if one in parts else one
-        if (one in parts) != (other in parts) and missing != names.BIAS:
-            raise CorruptError(
-                "the adapter lacks one of a layer's factors", path=adapter.path, fqn=f"{module}.{missing}"
-            )
-    adapted = names.A in parts or names.EMBEDDING_A in parts
-    if (names.MAGNITUDE in parts) != adapter.config.use_dora and adapted and not adapter.config.target_parameters:
-        raise CorruptError(
-            "the adapter's config and its weights do not agree on DoRA",
-            path=adapter.path,
-            fqn=module,
-            expected=f"use_dora: {adapter.config.use_dora}",
-            found="a magnitude vector" if names.MAGNITUDE in parts else "no magnitude vector",
-        )
+def _check_complete(adapter: Adapter, module: str, parts: Collection[str]) -> None:
+    use_dora = None if adapter.config.target_parameters else adapter.config.use_dora
+    names.check_factors(module, parts, use_dora, adapter.path)
 
 
 def _check_shape(adapter: Adapter, factor: Factor, expected: Shape) -> None:

@@ -81,6 +81,9 @@ SERVICES = {
     "lacking": "converters.names.hub.promised:lacking_of",
     # proves that they do not, or raises
     "prove_names": "converters.names.hub.proof:prove",
+    # the settings of an adapter, checked entry by entry: those next to it, or given ones
+    "adapter_settings": "converters.names.adapter_settings:adapter_settings",
+    "checked_settings": "converters.names.adapter_settings:checked_settings",
     # proves that an adapter's are ones that PEFT loads, or raises
     "prove_adapter_names": "converters.huggingface.peft:prove_names",
     # what a model's modules are

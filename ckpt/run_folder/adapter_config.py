@@ -25,8 +25,10 @@ VERL_META = "lora_train_meta.json"
 _OF_VERL = {"r", "lora_alpha", "task_type"}
 #: Entries of mlx-lm's `lora_parameters`.
 _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
-#: No rank and no alpha comes near, and it is a float.
-_TOO_LARGE = 1 << 64
+#: A float that no rank and no alpha reaches. PEFT merges it into infinite values.
+_TOO_LARGE = 1 << 127
+#: Values of LoRA's `bias`. PEFT raises NotImplementedError for any other.
+_BIASES = ("none", "all", "lora_only")
 #: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
 _VARIANTS = {
     "arrow_config": "Arrow, which routes each token",
@@ -304,7 +306,11 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     """Same as `read_config`, for a config that was read; `path` is for messages."""
     kind = raw.get("peft_type")
-    if not isinstance(kind, str) or kind in NOT_MERGED:
+    if not isinstance(kind, str):
+        raise CorruptError(
+            "peft_type of the adapter's config is missing or wrong", path=path, expected="LORA, or another", found=kind
+        )
+    if kind in NOT_MERGED:
         raise _unmerged_kind(kind, path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
@@ -327,17 +333,17 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         alpha=fields.number("lora_alpha", 8),
         rank_pattern=fields.pattern("rank_pattern"),
         alpha_pattern=fields.pattern("alpha_pattern"),
-        use_rslora=fields.get("use_rslora", bool, False),
-        use_dora=fields.get("use_dora", bool, False),
-        fan_in_fan_out=fields.get("fan_in_fan_out", bool, False),
-        bias=fields.get("bias", str, "none"),
+        use_rslora=bool(fields.raw.get("use_rslora")),
+        use_dora=bool(fields.raw.get("use_dora")),
+        fan_in_fan_out=bool(fields.raw.get("fan_in_fan_out")),
+        bias=fields.one_of("bias", _BIASES) if kind == LORA else fields.get("bias", str, "none"),
         target_parameters=tuple(fields.strings("target_parameters")),
         saved=tuple(fields.strings("modules_to_save")),
-        token_indices=raw.get("trainable_token_indices"),
+        token_indices=fields.indices("trainable_token_indices"),
         kind=kind,
         is_of_unsloth=bool(_mapping(raw.get("auto_mapping")).get("unsloth_fixed")) or _has_unsloths_tag(path.parent),
-        base=fields.get("base_model_name_or_path", str, None) or None,
-        revision=fields.get("revision", str, None) or None,
+        base=fields.name("base_model_name_or_path"),
+        revision=fields.name("revision"),
     )
 
 
@@ -368,20 +374,43 @@ class _Fields:
         return value
 
     def number(self, name: str, default: float) -> float:
-        value = self.raw.get(name, default)
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not abs(value) < _TOO_LARGE:
-            raise self._fault(name, "a number", value)
-        return value
+        return self._checked(name, self.raw.get(name, default))
 
     def pattern(self, name: str) -> dict[str, Any]:
         value: dict[str, Any] = self.get(name, dict, {})
         for number in value.values():
-            if not isinstance(number, (int, float)) or isinstance(number, bool) or not 0 < number < _TOO_LARGE:
-                raise self._fault(name, "numbers above zero", number)
+            if name != "rank_pattern":
+                self._checked(name, number)
+            elif type(number) is not int or not 0 < number < _TOO_LARGE:
+                raise self._fault(name, "integers above zero", number)
         return dict(value)
 
+    def one_of(self, name: str, values: tuple[str, ...]) -> str:
+        value = self.raw.get(name, values[0])
+        if value not in values:
+            raise self._fault(name, ", ".join(values), value)
+        return str(value)
+
+    def name(self, name: str) -> str | None:
+        """Return a name that only the search for the base uses: PEFT takes any value."""
+        value = self.raw.get(name)
+        return str(value) if value else None
+
+    def indices(self, name: str) -> Any:
+        """Return token indices, or lists of them by module."""
+        value = self.raw.get(name)
+        for one in value.values() if isinstance(value, dict) else [value]:
+            if one is not None and not (isinstance(one, list) and all(type(index) is int for index in one)):
+                raise self._fault(name, "a list of token indices, or one for each module", one)
+        return value
+
+    def _checked(self, name: str, value: Any) -> float:
+        if not isinstance(value, (int, float)) or not abs(value) < _TOO_LARGE:
+            raise self._fault(name, "a number", value)
+        return value
+
     def strings(self, name: str) -> Iterator[str]:
-        for value in self.get(name, list, []):
+        for value in self.get(name, list, []) if self.raw.get(name) else ():
             if not isinstance(value, str):
                 raise self._fault(name, "a list of names", value)
             yield value

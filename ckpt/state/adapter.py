@@ -153,6 +153,40 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
     )
 
 
+def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
+    """Return the rank of each adapted layer by its factors, for an adapter of PEFT's type `kind`."""
+    found = {}
+    for fqn, shape in checkpoint.shapes.items():
+        name = parse_name(fqn)
+        if name.kind in (A, EMBEDDING_A):
+            found[name.module] = shape[0]
+        elif kind in ("LOHA", "LOKR") and fqn.startswith(PREFIX) and len(shape) > 1:
+            module, _, factor = fqn.removeprefix(PREFIX).rpartition(".")
+            if factor in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):
+                found[module] = shape[0]
+    return found
+
+
+def check_factors(module: str, parts: Container[str], use_dora: bool | None, path: str) -> None:
+    """Raise CorruptError if a layer's tensors, of the kinds `parts`, lack one or contradict `use_dora`.
+
+    `use_dora` is None if the layer's tensors do not tell.
+    """
+    for one, other in ((A, B), (EMBEDDING_A, EMBEDDING_B), (BIAS, B)):
+        missing = other if one in parts else one
+        if (one in parts) != (other in parts) and missing != BIAS:
+            raise CorruptError("the adapter lacks one of a layer's factors", path=path, fqn=f"{module}.{missing}")
+    is_adapted = A in parts or EMBEDDING_A in parts
+    if use_dora is not None and is_adapted and (MAGNITUDE in parts) != use_dora:
+        raise CorruptError(
+            "the adapter's config and its weights do not agree on DoRA",
+            path=path,
+            fqn=module,
+            expected=f"use_dora: {use_dora}",
+            found="a magnitude vector" if MAGNITUDE in parts else "no magnitude vector",
+        )
+
+
 def is_foreign(fqn: str) -> bool:
     """Whether `fqn` belongs to a PEFT method that `parse_name` does not know."""
     name = parse_name(fqn)

@@ -40,9 +40,8 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder import adapter_entries, peft_rules
 from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
-from ckpt.run_folder.adapter_config import is_of_mlx, parse_config, settings_of
+from ckpt.run_folder.adapter_config import is_of_mlx, settings_of
 from ckpt.run_folder.companions import CONFIG, companions, dump_config
 from ckpt.run_folder.companions import read_config as read_model_config
 from ckpt.run_folder.finding import Steps, find_step
@@ -50,6 +49,7 @@ from ckpt.run_folder.left_out import training_left_out
 from ckpt.state import adapter
 from ckpt.state.wrapped import clean_names
 from converters.huggingface.peft_options import ServerOptions
+from converters.names.adapter_settings import checked_settings
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
@@ -122,11 +122,8 @@ class Peft(Format):
         if (server := layout.read(ServerOptions).server) is not None:
             from converters.huggingface.served import served, weights_file
 
-            factors = {fqn: adapter.parse_name(fqn) for fqn in chosen}
-            ranks = {one.module: chosen[fqn].tensor.shape[0] for fqn, one in factors.items() if one.kind == adapter.A}
-            adapter_entries.check(raw, config)
-            raw = peft_rules.with_explicit_patterns(raw, config, ranks)
-            made = served(chosen, parse_config(raw, config), server, _model_type(checkpoint, raw))
+            settings = checked_settings(checkpoint, raw, config)
+            made = served(chosen, settings, server, _model_type(checkpoint, raw))
             weights = [weights_file(SAFETENSORS, made.tensors, chosen)]
             content, why = dump_config(made.config), dict(made.left_out)
             notes = [*notes, *made.notes]

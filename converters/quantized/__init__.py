@@ -5,10 +5,3 @@ place, with the bits that the library computes that reads them.  A module for ea
 
 May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `converters.names`.
 """
-
-from __future__ import annotations
-
-import re
-
-#: Weights of 4 bits: the rest of the name says which 16 values they have.
-BITSANDBYTES_STATE = re.compile(r"(?P<owner>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")

@@ -19,20 +19,18 @@ Only of fp4's zero with a sign its own code has two opinions; here it is 0.0, as
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import UsageError
-from ckpt.plan.dtypes import BY_NAME, CASTABLE, FLOAT32, DType
-from ckpt.plan.tensors import Box, FlatRange, Shape, whole
-from converters.quantized import BITSANDBYTES_STATE
+from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
+from ckpt.plan.tensors import Box, FlatRange, whole
+from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, rounded
 from converters.quantized.blocks import BLOCK, spans
 
@@ -41,12 +39,8 @@ ABSMAX, MAP, NESTED_ABSMAX, NESTED_MAP = ".absmax", ".quant_map", ".nested_absma
 SCB, FORMAT = "SCB", "weight_format"
 
 _UINT8, _INT8 = BY_NAME["uint8"], BY_NAME["int8"]
-_MAX_STATE = 1 << 16  # bytes of a state's JSON
 _ROW_MAJOR = 0
 _PER_127 = np.float32(7.874015718698502e-3)
-_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-_NESTED_VALUES = 256
-_DTYPES = {dtype.name: dtype for dtype in CASTABLE.values()}
 _THIRDS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _VALUES = {
     # the quantiles of a normal distribution
@@ -66,7 +60,7 @@ _VALUES = {
 def find(stored: StoredWeights) -> Iterator[Weight]:
     """Every weight of 4 or 8 bits.  Raises CorruptError where one is not complete or contradicts itself."""
     for name in stored.tensors:
-        if match := BITSANDBYTES_STATE.fullmatch(name):
+        if match := STATE.fullmatch(name):
             yield _four_bits(stored, match["owner"], match["kind"], name)
         elif name == SCB or name.endswith("." + SCB):
             yield _eight_bits(stored, name.removesuffix(SCB))
@@ -87,22 +81,22 @@ class _State:
     kind: str
     block_size: int
     dtype: DType
-    shape: Shape
     nested: _Nested | None
 
 
 def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weight:
-    state = _read_state(stored, owner, kind, name)
-    packed = stored.part(owner, owner)
-    numel = prod(state.shape)
-    if packed.nbytes != -(-numel // 2) or packed.shape[:1] != (packed.numel,):
+    recorded = _read_state(stored, kind, name)
+    packed, numel = stored.part(owner, owner), prod(recorded.shape)
+    if packed.nbytes != recorded.num_bytes or packed.shape[:1] != (packed.numel,):
         raise stored.corrupt(
             owner,
-            f"one column of {-(-numel // 2)} bytes, for shape {list(state.shape)}",
+            f"one column of {recorded.num_bytes} bytes, for shape {list(recorded.shape)}",
             f"{packed.dtype} {list(packed.shape)}",
         )
+    _check_values(stored, owner, kind)
+    state = _State(kind, recorded.block_size, BY_NAME[recorded.dtype], _read_nested(stored, owner, name, recorded))
     absmax = stored.part(owner + ABSMAX, owner)
-    dtype, num_factors = _UINT8 if state.nested else FLOAT32, -(-numel // state.block_size)
+    dtype, num_factors = _UINT8 if state.nested else FLOAT32, recorded.num_blocks
     if absmax.dtype != dtype or absmax.shape != (num_factors,):
         raise stored.corrupt(owner + ABSMAX, f"{dtype} [{num_factors}]", f"{absmax.dtype} {list(absmax.shape)}")
     parts = [owner, owner + ABSMAX, owner + MAP, name]
@@ -114,29 +108,17 @@ def _four_bits(stored: StoredWeights, owner: str, kind: str, name: str) -> Weigh
         WeightBlock(FlatRange(start, stop), partial(_four_bit_values, stored, owner, state, start, stop))
         for start, stop in spans(numel, step)
     )
-    return _oriented(Weight(owner, METHOD, stored.dtype, state.shape, tuple(parts), blocks), transposed)
+    return _oriented(Weight(owner, METHOD, stored.dtype, recorded.shape, tuple(parts), blocks), transposed)
 
 
-def _read_state(stored: StoredWeights, owner: str, kind: str, name: str) -> _State:
+def _read_state(stored: StoredWeights, kind: str, name: str) -> FourBitState:
     tensor = stored.tensors[name]
-    if tensor.dtype != _UINT8 or tensor.numel > _MAX_STATE:
-        raise stored.corrupt(name, f"at most {_MAX_STATE} bytes of JSON", f"{tensor.numel} of {tensor.dtype}")
+    if tensor.dtype != _UINT8 or tensor.numel > MAX_STATE:
+        raise stored.corrupt(name, f"at most {MAX_STATE} bytes of JSON", f"{tensor.numel} of {tensor.dtype}")
     try:
-        content: Any = json.loads(stored.read(name).tobytes())
-    except (ValueError, RecursionError) as error:
-        raise stored.corrupt(name, "JSON", error) from None
-    if not isinstance(content, dict) or content.get("quant_type") != kind:
-        raise stored.corrupt(name, f"an object with quant_type {kind}", content)
-    dtype, shape = _DTYPES.get(str(content.get("dtype"))), content.get("shape")
-    if dtype is None or not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
-        raise stored.corrupt(name, "a shape and a dtype, " + ", ".join(_DTYPES), content)
-    if content.get("blocksize") not in _BLOCK_SIZES:
-        raise stored.corrupt(name, f"a blocksize, one of {_BLOCK_SIZES}", content.get("blocksize"))
-    _check_values(stored, owner, kind)
-    nested = None
-    if owner + NESTED_ABSMAX in stored.tensors or "nested_blocksize" in content:
-        nested = _read_nested(stored, owner, name, content, -(-prod(shape) // content["blocksize"]))
-    return _State(kind, content["blocksize"], dtype, tuple(shape), nested)
+        return parse_state(stored.read(name).tobytes(), kind)
+    except StateError as error:
+        raise stored.corrupt(name, error.expected, error.found) from None
 
 
 def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
@@ -153,21 +135,17 @@ def _check_values(stored: StoredWeights, owner: str, kind: str) -> None:
     )
 
 
-def _read_nested(stored: StoredWeights, owner: str, name: str, content: dict[str, Any], num_factors: int) -> _Nested:
-    factors, values = stored.part(owner + NESTED_ABSMAX, owner), stored.part(owner + NESTED_MAP, owner)
-    size, offset = content.get("nested_blocksize"), content.get("nested_offset")
-    if type(size) is not int or size <= 0 or not isinstance(offset, int | float):
-        raise stored.corrupt(name, "nested_blocksize and nested_offset", content)
-    if content.get("nested_dtype") != FLOAT32.name:
-        raise stored.corrupt(name, f"nested_dtype {FLOAT32}", content.get("nested_dtype"))
-    for part, tensor, count in (
-        (owner + NESTED_ABSMAX, factors, -(-num_factors // size)),
-        (owner + NESTED_MAP, values, _NESTED_VALUES),
-    ):
+def _read_nested(stored: StoredWeights, owner: str, name: str, recorded: FourBitState) -> _Nested | None:
+    if recorded.nested is None:
+        if owner + NESTED_ABSMAX in stored.tensors:
+            raise stored.corrupt(name, "nested_blocksize and nested_offset", "neither")
+        return None
+    for part in (owner + NESTED_ABSMAX, owner + NESTED_MAP):
+        tensor, count = stored.part(part, owner), recorded.counts[part.removeprefix(owner)]
         if tensor.dtype != FLOAT32 or tensor.numel != count:
             raise stored.corrupt(part, f"{count} elements of {FLOAT32}", f"{tensor.numel} elements of {tensor.dtype}")
     read = [stored.read(part).view(np.float32).reshape(-1) for part in (owner + NESTED_MAP, owner + NESTED_ABSMAX)]
-    return _Nested(size, np.float32(offset), *read)
+    return _Nested(recorded.nested.block_size, np.float32(recorded.nested.offset), *read)
 
 
 def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: int, stop: int) -> memoryview:

@@ -25,7 +25,7 @@ from ckpt.plan.tensors import Tensor
 from tests.faults.running import Ending
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change, is_changeable
-from tests.quantized.test_parts import LAYOUTS, damaged, model
+from tests.quantized.test_parts import LAYOUTS, content_of, damaged, model
 
 #: Claims: what a command says, or does, if it takes a checkpoint for sound.
 WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "finds", "writes", "resumes", "values"
@@ -365,29 +365,26 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
     """A quantized weight without one of its parts, with one too many, or with a part of another dtype or shape."""
     layout = random.choice([*LAYOUTS])
     tensors, config = model(layout)
-    unknown = (
-        "weight of",
-        "_weight_qdata of",
-        "weight.absmax of",
-    )  # a weight's size is known from the architecture alone
-    cases = [one for one in damaged(tensors, layout) if not one[0].startswith(unknown)]
+    unknown = ("weight of", "_weight_qdata of")  # a weight's size is known from the architecture alone, or by its state
+    is_recorded = layout == "bitsandbytes nf4"
+    cases = [one for one in damaged(tensors, layout) if is_recorded or not one[0].startswith(unknown)]
     what, changed = random.choice(cases)
     false = (WHOLE, EVERY_PART, FINDS, WRITES)
     return Lie(f"{layout}: {what}", lambda run: write_model(run, changed, config), false, kind=what, format="hf")
 
 
 def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:
-    """Replace a run by a folder with these tensors, all zeros."""
+    """Replace a run by a folder with these tensors, all zeros but recorded states."""
     import torch
     from safetensors.torch import save_file
 
     shutil.rmtree(run)
     run.mkdir()
     (run / "config.json").write_text(json.dumps(config))
-    save_file(
-        {fqn: torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for fqn, one in tensors.items()},
-        run / "model.safetensors",
-    )
+    stored = {fqn: torch.zeros(one.shape, dtype=getattr(torch, one.dtype.name)) for fqn, one in tensors.items()}
+    for fqn in [fqn for fqn, one in tensors.items() if ".quant_state." in fqn and one.dtype.name == "uint8"]:
+        stored[fqn] = torch.frombuffer(bytearray(content_of(fqn)), dtype=torch.uint8)
+    save_file(stored, run / "model.safetensors")
 
 
 #: Each class of lies, and the part of the campaign that it is.

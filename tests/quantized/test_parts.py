@@ -85,7 +85,7 @@ BY_HAND: Mapping[str, tuple[Mapping[str, Any], Parts]] = {
             "weight.quant_map": ("F32", [16]),
             "weight.nested_absmax": ("F32", [2]),
             "weight.nested_quant_map": ("F32", [256]),
-            "weight.quant_state.bitsandbytes__nf4": ("U8", [120]),
+            "weight.quant_state.bitsandbytes__nf4": ("U8", [160]),
         },
     ),
     "bitsandbytes int8": (
@@ -122,9 +122,29 @@ def model(layout: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     return {name: tensor(name, *one) for name, one in names.items()}, config
 
 
-def weights_of(tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> QuantizedWeights:
-    expected = {f"layers.{n}.up.weight": (OUT, IN) for n in range(LAYERS)}
-    return QuantizedWeights(tensors, quantization_of(config), expected)
+#: What bitsandbytes 0.50.2 records of this weight, with double quantization; its bytes are filled up with spaces.
+STATE = {
+    "quant_type": "nf4",
+    "blocksize": 64,
+    "dtype": "float16",
+    "shape": [OUT, IN],
+    "nested_blocksize": 256,
+    "nested_dtype": "float32",
+    "nested_offset": 0.02,
+}
+
+
+def content_of(name: str, size: int = 160, **changes: Any) -> bytes:
+    """Return the bytes of a tensor that has to hold something."""
+    assert ".quant_state." in name
+    return json.dumps({**STATE, **changes}).encode().ljust(size)
+
+
+def weights_of(
+    tensors: Mapping[str, Tensor], config: Mapping[str, Any], *, is_known: bool = True, **changes: Any
+) -> QuantizedWeights:
+    expected = {f"layers.{n}.up.weight": (OUT, IN) for n in range(LAYERS)} if is_known else {}
+    return QuantizedWeights(tensors, quantization_of(config), expected, lambda name: content_of(name, **changes))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -144,7 +164,7 @@ def damaged(tensors: Mapping[str, Tensor], layout: str) -> Iterator[tuple[str, d
         yield f"without {part}", {n: t for n, t in tensors.items() if n != name}
         for dtype in {"float64", "int16", "float8_e5m2fnuz"} - {one.dtype.name}:
             yield f"{part} in {dtype}", {**tensors, name: replace(one, dtype=BY_NAME[dtype])}
-        is_metadata = part == "weight_format" or ".quant_" in part or ".nested_" in part
+        is_metadata = part == "weight_format" or ".quant_state." in part
         if one.shape and not is_metadata and (layout, part) not in UNTOLD:
             for shape in ((*one.shape[:-1], one.shape[-1] + 1), (one.shape[0] + 1, *one.shape[1:]), (*one.shape, 3)):
                 yield f"{part} of {shape}", {**tensors, name: replace(one, shape=shape)}
@@ -175,6 +195,34 @@ def test_each_missing_extra_or_misshapen_part_is_a_fault(layout: str) -> None:
     assert all(
         fault.fqn.startswith("layers.1.") for case in cases.values() for fault in weights_of(case, config).faults
     )
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_of_a_plain_weight_is_a_fault(layout: str) -> None:
+    tensors, config = model(layout)
+    words = ["weight_scale", "weight_scale_inv", "qweight", "qzeros", "g_idx", "SCB", "weight.absmax", "weight_packed"]
+    for word in words:
+        name = f"layers.0.norm.{word}"
+        faults = weights_of({**tensors, name: tensor(name, "F32", [1])}, config, is_known=False).faults
+        assert faults and faults[0].fqn.startswith("layers.0.norm."), word
+
+
+def test_a_recorded_state_is_compared_with_all_parts() -> None:
+    tensors, config = model("bitsandbytes nf4")
+    assert not weights_of(tensors, config, is_known=False).faults
+    cases = [(what, case) for what, case in damaged(tensors, "bitsandbytes nf4") if " of " in what]
+    assert (
+        len(cases) > 10 and [what for what, case in cases if not weights_of(case, config, is_known=False).faults] == []
+    )
+    states: list[dict[str, Any]] = [
+        {"shape": [OUT, IN + 2]},
+        *({"blocksize": size} for size in (32, 128, 63, None)),
+        *({"nested_blocksize": 128}, {"nested_dtype": "bfloat16"}, {"dtype": "int8"}, {"quant_type": "fp4"}),
+    ]
+    for changes in states:
+        assert weights_of(tensors, config, is_known=False, **changes).faults, changes
+    turned = weights_of(tensors, config, shape=[IN, OUT])
+    assert not turned.faults, "the weight of a Conv1D is recorded as it is computed"
 
 
 def test_the_config_says_which_weights_are_plain() -> None:

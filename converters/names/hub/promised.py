@@ -17,8 +17,8 @@ from ckpt.base.text import counted
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
 from ckpt.plan.tensors import Shape
 from ckpt.state.naming import as_hub
-from converters.names.hub.proof import PEFT, missing
-from converters.names.quantization.parts import quantized_weights
+from converters.names.hub.proof import PEFT, extra, missing
+from converters.names.quantization.parts import is_part_name, quantized_weights
 
 #: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
 #: Inkling.
@@ -54,7 +54,14 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
         count = counted(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
-    return lacking(checkpoint.config, shapes), tensors
+    parts = lacking(checkpoint.config, shapes)
+    if checkpoint.namespace == HUB and not checkpoint.is_adapter and not any(name.startswith(PEFT) for name in shapes):
+        unknown, cls = extra(checkpoint.config or {}, shapes)
+        for found, of in ((tensors, True), (parts, False)):
+            if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
+                more = ", ..." if some[1:] else ""
+                found.append(f"files of {cls} do not have {counted(len(some), 'tensor')}: {some[0]}{more}")
+    return parts, tensors
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -136,6 +137,19 @@ def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seq
             found = compare(saved, shapes, config)
             return ([] if found.extra or found.shapes else found.missing), saved.cls
     return [], ""
+
+
+def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
+    """Return the names of `shapes` that no table of the config's architecture has, and its class."""
+    found: Sequence[str] = ()
+    cls = ""
+    for ask in _TABLES if _names_class(config) else ():
+        with suppress(CkptError):
+            if (saved := ask(config)) is not None:
+                cls, found = saved.cls, compare(saved, shapes, config).extra
+                if not found:
+                    break
+    return found, cls
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:

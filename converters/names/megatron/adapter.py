@@ -26,9 +26,9 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder import adapter_entries, peft_rules
-from ckpt.run_folder.adapter_config import LORA, AdapterConfig, parse_config, settings_of
+from ckpt.run_folder.adapter_config import AdapterConfig
 from ckpt.state import adapter as peft
+from converters.names.adapter_settings import adapter_settings
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
@@ -391,12 +391,7 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     LossError for what that has no place for: DoRA, biases, modules trained as a whole, ranks that differ, modules that
     are not one of Megatron's or a whole part of one.
     """
-    raw, path = settings_of(checkpoint)
-    if parse_config(raw, path).kind == LORA:
-        adapter_entries.check(raw, path)
-    parsed = {fqn: peft.parse_name(fqn) for fqn in checkpoint.shapes}
-    ranks = {one.module: checkpoint.shapes[fqn][0] for fqn, one in parsed.items() if one.kind == peft.A}
-    config = parse_config(peft_rules.with_explicit_patterns(raw, path, ranks), path)
+    config = adapter_settings(checkpoint)
     modules = Modules.of(checkpoint)
     if modules.sees:
         raise LossError(

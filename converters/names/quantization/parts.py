@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -14,13 +14,15 @@ from typing import Any
 
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
-from ckpt.plan.tensors import Shape, Tensor
+from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.run_folder.companions import CONFIG
 from ckpt.run_folder.quantization import Quantization, quantization_of
 from converters.names.families import composites
 from converters.names.families import tables as families
+from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state
 from converters.names.quantization.schemes import E4M3, FLOATS, PACKED, Scheme, Settings, schemes_of
 
+_PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
 #: A part's name that plain modules use as well: it counts only next to packed values, or if it is packed itself.
 _COMMON = ("scale", "scales", "biases")
@@ -35,6 +37,12 @@ _TAKE_PLAIN_WEIGHTS = ("bitsandbytes", "mlx", "auto-round", "intel/auto-round", 
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
     r"biases|SCB|weight_shape)$"
+)
+#: Names of parts that are not next to plain weights in any method.
+_OF_QUANTIZED = re.compile(
+    r"(?P<module>(?:.*\.)?)(weight_(scale|scales|scale_inv|scale_2|zero_point|global_scale|packed|shape|g_idx|blocks)|"
+    r"weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\..+|weight_format|qweight|qzeros|g_idx|SCB|"
+    r"_weight_(qdata|scale|scale_and_zero|zero_point))"
 )
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
@@ -57,11 +65,16 @@ class Fault:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """The quantized weights among `tensors`.  `expected` are the architecture's plain shapes."""
+    """The quantized weights among `tensors`.
+
+    `expected` are the architecture's plain shapes. `read` returns a tensor's bytes; without it recorded states of
+    weights are not compared with their parts.
+    """
 
     tensors: Mapping[str, Tensor]
     quantization: Quantization | None
     expected: Mapping[str, Shape] = field(default_factory=dict)
+    read: Callable[[str], bytes] | None = None
 
     @property
     def _method(self) -> str | None:
@@ -265,12 +278,57 @@ class QuantizedWeights:
             tensors = ((template, self.tensors[name]) for template, name in parts.items())
             shapes = tuple((template, tensor.dtype, tensor.shape) for template, tensor in tensors)
             settings = id(self._settings.get(owner.rpartition(".")[0]))
-            kind = (shapes, self.expected.get(owner), _is_weight(owner), settings)
+            kind = (shapes, self.expected.get(owner), _is_weight(owner), settings, self._states.get(owner))
             one = whole.get(kind) or self._best(owner, parts)
             if not one[1]:
                 whole[kind] = one
             found[owner] = one
         return found
+
+    @cached_property
+    def _states(self) -> Mapping[str, FourBitState | StateError]:
+        """What bitsandbytes recorded of each weight of 4 bits."""
+        found: dict[str, FourBitState | StateError] = {}
+        if self.read is None:
+            return found
+        for owner, name in self._recorded_states.items():
+            match, tensor = STATE.fullmatch(name), self.tensors[name]
+            try:
+                if match is None or tensor.nbytes > MAX_STATE:
+                    raise StateError(f"at most {MAX_STATE} bytes", tensor.nbytes)
+                found[owner] = parse_state(self.read(name), match["kind"])
+            except StateError as error:
+                found[owner] = error
+        return found
+
+    @cached_property
+    def _recorded_states(self) -> Mapping[str, str]:
+        """Names of recorded states by owner."""
+        return {owner: name for owner, parts in self.owners.items() for name in parts.values() if STATE.fullmatch(name)}
+
+    def _state_faults(self, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
+        """Yield parts of a weight of 4 bits that are not as its recorded state says."""
+        state, name = self._states.get(owner), self._recorded_states.get(owner, owner)
+        if state is None:
+            return
+        if isinstance(state, StateError):
+            yield Fault(name, f"expected {state.expected}, found {state.found}")
+            return
+        wanted, packed = self.expected.get(owner), self.tensors.get(parts.get(_PLAIN, ""))
+        if wanted is not None and sorted(wanted) != sorted(state.shape):  # the weight of a Conv1D is turned over
+            yield Fault(name, f"records a weight of {list(state.shape)}, and the architecture's is {list(wanted)}")
+        if packed is not None and packed.nbytes != state.num_bytes:
+            what = f"{packed.nbytes} bytes instead of {state.num_bytes}, for the recorded shape {list(state.shape)}"
+            yield Fault(packed.fqn, what)
+        for end, count in state.counts.items():
+            part = parts.get(_PLAIN + end)
+            if part is None:
+                yield Fault(owner + end, f"missing: {name} records that there is one", is_missing=True)
+            elif (numel := self.tensors[part].numel) != count:
+                yield Fault(part, f"{numel} elements instead of {count}, as {name} records")
+        for template in parts:
+            if template.startswith(f"{_PLAIN}.nested_") and template.removeprefix(_PLAIN) not in state.counts:
+                yield Fault(parts[template], f"unexpected: {name} records no nested quantization")
 
     def _best(self, owner: str, parts: Mapping[str, str]) -> tuple[Scheme | None, Sequence[Fault]]:
         best: tuple[Scheme | None, list[Fault]] | None = None
@@ -307,6 +365,8 @@ class QuantizedWeights:
             plain, size = shape, -(-prod(shape) * scheme.bits // 8)
             if packed.nbytes != size:
                 yield Fault(packed.fqn, f"{packed.nbytes} bytes instead of {size}, for a weight of {list(shape)}")
+        if scheme.bits:
+            yield from self._state_faults(owner, parts)
         for template, part in scheme.parts.items():
             name = parts.get(template)
             if name is None:
@@ -354,8 +414,12 @@ class QuantizedWeights:
         for name in self.tensors.keys() - self.parts:
             module = name.removesuffix(".absmax").removesuffix(".quant_map").removesuffix(".weight").rpartition(".")[0]
             is_next = module in modules or name.startswith(stacks) or name.rpartition(".")[0] in self.owners
-            if is_next and _WORDS.search(name) and not _ATTENTION.search(name):
+            if is_next and is_part_name(name):
                 yield Fault(name, f"unexpected: weights quantized by {self.title} have no such part")
+            elif (match := _OF_QUANTIZED.fullmatch(name)) and name not in self.expected:
+                plain = self.tensors.get(f"{match['module']}{_WEIGHT}")
+                if plain is not None and plain.dtype.name in FLOATS:
+                    yield Fault(name, f"unexpected: {plain.fqn} is {plain.dtype}, not quantized")
 
     def _misplaced(self) -> Iterator[Fault]:
         """Yield weights that are plain or quantized although the config says otherwise."""
@@ -397,6 +461,11 @@ class QuantizedWeights:
                         yield Fault(f"{module}.{word}", what, is_missing=True)
 
 
+def is_part_name(name: str) -> bool:
+    """Return True if a part of a quantized weight has such a name in some method."""
+    return bool(_WORDS.search(name) or _OF_QUANTIZED.fullmatch(name)) and not _ATTENTION.search(name)
+
+
 def _is_weight(name: str) -> bool:
     return name.rpartition(".")[2] == _WEIGHT
 
@@ -433,7 +502,15 @@ def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())
-    return QuantizedWeights(tensors, quantization, _expected(checkpoint.config) if quantization or has_packed else {})
+
+    def read(name: str) -> bytes:
+        from ckpt.move.reading import read_box  # it takes numpy
+
+        content: bytes = read_box(tensors[name], whole(tensors[name].shape), checkpoint.computed).tobytes()
+        return content
+
+    expected = _expected(checkpoint.config) if quantization or has_packed else {}
+    return QuantizedWeights(tensors, quantization, expected, read)
 
 
 def _expected(config: Mapping[str, Any] | None) -> Mapping[str, Shape]:
