@@ -386,7 +386,7 @@ class _Fields:
         return dict(value)
 
     def one_of(self, name: str, values: tuple[str, ...]) -> str:
-        value = self.raw.get(name, values[0])
+        value = self.raw.get(name) or values[0]
         if value not in values:
             raise self._fault(name, ", ".join(values), value)
         return str(value)

@@ -274,7 +274,7 @@ def _proof(
         told = "config.json names no class (`architectures`), so the names are not compared with those of a class"
         return [told], loading.unproved(config, shapes)
     files = {file.name: file.literals[0][1] for file in beside}
-    loads = loading.with_files(loading.proved(saved.cls), files, parts)
+    loads = loading.with_files(loading.accepted(loading.proved(saved.cls), config), files, parts)
     if why := weights.unproved or weights.unread:
         loads = Loads(None if weights.unproved else False, loads.call, why)
     return [*proof_notes(saved, shapes, loads=not why)], loads

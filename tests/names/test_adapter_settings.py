@@ -62,7 +62,7 @@ ACCEPTED: list[dict[str, Any]] = [
 BROKEN: list[dict[str, Any]] = [
     *({"lora_alpha": value} for value in (None, "x", [16])),
     *({"r": value} for value in (None, "3", 3.0, 0, -1, True, 16)),
-    *({"bias": value} for value in (None, "nope", False)),
+    *({"bias": value} for value in ("nope", ["all"])),
     *({"rank_pattern": value} for value in ([], {"up": "3"}, {"up": None}, {"(": 3}, {"up": 4})),
     *({"alpha_pattern": value} for value in ("x", {"up": "4"}, {"up": None})),
     *({"peft_type": value} for value in (None, 3)),

@@ -55,6 +55,27 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     return Saved(type(model).__name__, required, optional, (*DERIVED, *ignored), model.base_model_prefix)
 
 
+def refusal(config: Mapping[str, Any], cls: str) -> str:
+    """Return why transformers does not build its class `cls` from the config; "" if it does.
+
+    Call it only if `can_be_asked`.
+    """
+    import torch
+    import transformers
+
+    from converters.names.transformers.relation import check_counts, floats
+
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    model = getattr(transformers, cls)
+    try:
+        check_counts(plain)
+        with torch.device("meta"):
+            model._from_config(model.config_class.from_dict(floats(plain)))
+    except Exception as error:  # the library raises errors of any kind
+        return " ".join(str(error).split()) or type(error).__name__
+    return ""
+
+
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
     """Shapes of the tensors that `save_pretrained` of a model would take, and of those that it leaves out.
 

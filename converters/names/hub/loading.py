@@ -13,6 +13,8 @@ from typing import Any
 
 from ckpt.plan.loads import Loads
 from ckpt.plan.tensors import Shape
+from converters.names.hub.asked import can_be_asked, refusal
+from converters.names.hub.config_values import unknown_values
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
@@ -49,6 +51,18 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
 def proved(cls: str) -> Loads:
     """Return the answer for weights whose names and shapes are proved to be those of the class `cls`."""
     return Loads(True, f"{cls}.from_pretrained")
+
+
+def accepted(loads: Loads, config: Mapping[str, Any]) -> Loads:
+    """Return the answer given the values of config.json, which transformers may refuse."""
+    if not loads.can or not (unknown := list(unknown_values(config))):
+        return loads
+    if not can_be_asked():
+        why = f"config.json has {unknown[0]}: {config.get(unknown[0])!r}, and transformers is not installed to try it"
+        return Loads(None, loads.call, why)
+    if why := refusal(config, loads.call.partition(".")[0]):
+        return Loads(False, loads.call, f"transformers does not accept config.json: {why}")
+    return loads
 
 
 def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> Loads:

@@ -64,7 +64,7 @@ def relation(
         return None
     rules = declared(config)
     if rules is not None:
-        _check_counts(config)
+        check_counts(config)
         found = rules.relation(shapes, direction)
         if direction == "to_hub" or package() is None or _loads_as_it_is(config, found.b_shapes if found else shapes):
             return found
@@ -155,9 +155,9 @@ def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
     model_type = config.get("model_type")
     if model_type not in CONFIG_MAPPING:
         return None
-    _check_counts(config)
+    check_counts(config)
     try:
-        made = CONFIG_MAPPING[model_type].from_dict(_floats({**config, "quantization_config": None}))
+        made = CONFIG_MAPPING[model_type].from_dict(floats({**config, "quantization_config": None}))
     except Exception as error:
         raise CorruptError(f"transformers does not accept the model's config: {error}") from error
     classes = [getattr(transformers, name, None) for name in architectures(config)]
@@ -183,20 +183,20 @@ def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
     return best
 
 
-def _floats(value: Any) -> Any:
+def floats(value: Any) -> Any:
     """`value` with the floats that JSON lacks, which transformers 5 writes as `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         tag = value.get("__float__") if len(value) == 1 else None
         if tag in ("Infinity", "-Infinity", "NaN"):
             return float(tag)
-        return {key: _floats(inner) for key, inner in value.items()}
-    return [_floats(inner) for inner in value] if isinstance(value, list) else value
+        return {key: floats(inner) for key, inner in value.items()}
+    return [floats(inner) for inner in value] if isinstance(value, list) else value
 
 
-def _check_counts(config: Mapping[str, Any]) -> None:
+def check_counts(config: Mapping[str, Any]) -> None:
     for key, value in config.items():
         if isinstance(value, Mapping):
-            _check_counts(value)
+            check_counts(value)
         for what, most in _MAX_COUNTS.items():
             if isinstance(value, int) and what in key and value > most:
                 raise CorruptError(
