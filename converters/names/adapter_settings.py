@@ -64,7 +64,8 @@ def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
         )
     for module, rank in ranks.items() if not (config.is_of_peft or config.target_parameters) else ():
         config.scaling(module)
-        if config.rank_of(module) != rank:
+        is_own = ".base_layer." not in module  # patterns name the module that PEFT wraps, such as nn.MultiheadAttention
+        if is_own and config.rank_of(module) != rank:
             raise CorruptError(
                 "the adapter's config and its weights have different ranks",
                 path=checkpoint.path,

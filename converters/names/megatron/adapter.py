@@ -26,7 +26,7 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder.adapter_config import AdapterConfig
+from ckpt.run_folder.adapter_config import AdapterConfig, parse_config, settings_of
 from ckpt.state import adapter as peft
 from converters.names.adapter_settings import adapter_settings
 from converters.names.families.composites import Composite
@@ -391,7 +391,8 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     LossError for what that has no place for: DoRA, biases, modules trained as a whole, ranks that differ, modules that
     are not one of Megatron's or a whole part of one.
     """
-    config = adapter_settings(checkpoint)
+    recorded = parse_config(*settings_of(checkpoint))
+    config = recorded if recorded.is_of_peft else adapter_settings(checkpoint)
     modules = Modules.of(checkpoint)
     if modules.sees:
         raise LossError(
