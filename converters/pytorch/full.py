@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import fnmatch
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -276,6 +276,12 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
         raise NotFoundError("this torch file holds no state dict", path=path, found=type(root).__name__)
+    if (bundles := _bundles_in(root)) and (key := _bundle_of(tag, bundles)) is not None:
+        left = [str(other) for other in root if other != key]
+        reading.notes += [f"not carried are the others in {name}: {', '.join(left)}"] if left else []
+        root, tag = root[key], str(tag)[len(key) + 1 :] or None
+    elif len(bundles) > 1:
+        raise several_models(bundles, path)
     others = _models_in(root)
     named = [key for key in _MODEL_KEYS if key in others]
     key = tag if tag in others else named[0] if named else None
@@ -323,6 +329,18 @@ def _models_in(root: Mapping[str, Any]) -> list[str]:
     return [k for k in found if k in _MODEL_KEYS or any("." in name for name in root[k])] or found
 
 
+def _bundles_in(root: Mapping[str, Any]) -> list[str]:
+    """Return the keys of bundles in a bundle without a model of its own, such as `actor` and `critic`."""
+    if is_state_dict(root) or _models_in(root):
+        return []
+    return [k for k, v in root.items() if isinstance(k, str) and isinstance(v, Mapping) and _models_in(v)]
+
+
+def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
+    """Return the bundle that `tag` names: by its key, or by the path of the model in it, such as `actor.model`."""
+    return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
+
+
 def _holds_model(folder: Path, key: str) -> bool:
     """Return True if the torch file in `folder` is a bundle with a model at `key`."""
     name = _weights_in(folder) if folder.is_dir() else None
@@ -332,7 +350,7 @@ def _holds_model(folder: Path, key: str) -> bool:
         root = torchfile.read(confined(folder, name)).root
     except CkptError:  # opening it reports the error
         return False
-    return isinstance(root, Mapping) and key in _models_in(root)
+    return isinstance(root, Mapping) and (key in _models_in(root) or _bundle_of(key, _bundles_in(root)) is not None)
 
 
 def _only(value: Any) -> Any:

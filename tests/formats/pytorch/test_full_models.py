@@ -65,3 +65,26 @@ def test_an_average_in_the_bundle_is_named(tmp_path: Path) -> None:
 def test_one_model_next_to_statistics_is_taken(tmp_path: Path) -> None:
     folder = saved({"net": model(1), "stats": {"mean": torch.ones(3)}}, tmp_path / "save")
     assert [fqn for fqn, _ in api.open(folder).tensors] == ["w.weight"]
+
+
+def test_bundles_of_a_model_and_an_optimizer_are_asked_about(tmp_path: Path) -> None:
+    both = {name: {"model": model(n), "optimizer": optimizer(n)} for n, name in ((1, "actor"), (2, "critic"))}
+    folder = saved({**both, "epoch": 3}, tmp_path / "save")
+    for place in (folder, folder / "model.pt"):
+        with pytest.raises(SeveralModelsError) as failure:
+            api.open(place)
+        assert failure.value.tags == ("actor", "critic")
+        for tag, value in (("actor", 1), ("critic", 2), ("critic.model", 2)):
+            found = api.open(place, tag=tag)
+            assert found.optimizer_states and found.state.param_groups[0].options["lr"] == value
+            assert taken(place, tag, tmp_path / f"{place.name}-{tag}") == value
+            assert any("not carried are the others in model.pt" in note and "epoch" in note for note in found.notes)
+    refused = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
+    assert "--tag actor or --tag critic" in refused.err
+    assert ckpt("check", folder).code == 0
+    assert ckpt("inspect", folder, "--tag", "reward").code == 3
+
+
+def test_one_bundle_is_not_asked_about(tmp_path: Path) -> None:
+    folder = saved({"model": model(1), "extra": {"model": model(2)}}, tmp_path / "save")
+    assert float(taken(folder, "model", tmp_path / "out")) == 1
