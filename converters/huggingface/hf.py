@@ -268,7 +268,7 @@ def _proof(
         return [], loading.unproved(config, shapes)
     if layout.read(NameOptions).names == OWN_NAMES:
         told = "the names are not compared with those of the config's architecture, as --names own asks"
-        return [told], loading.unproved(config, shapes)
+        return [told], Loads(None, why=weights.unproved) if weights.unproved else loading.unproved(config, shapes)
     saved = prove(config, shapes, checkpoint.path)
     if saved is None:
         told = "config.json names no class (`architectures`), so the names are not compared with those of a class"

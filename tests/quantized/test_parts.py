@@ -374,6 +374,54 @@ def test_dtype_with_an_unknown_method_is_refused(folders: Callable[[str], Path],
     assert ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--names", "own").code == 0
 
 
+def test_every_method_of_transformers_is_checked_or_said_not_to_be(
+    folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    from converters.names.quantization.schemes import METHODS
+
+    tensors = {
+        f"layers.{n}.up.{part}": tensor(f"layers.{n}.up.{part}", "U8", [4, 4]) for n in range(2) for part in "ab"
+    }
+    unknown = AUTO_QUANTIZER_MAPPING.keys() - METHODS.keys() - {"bitsandbytes_4bit", "bitsandbytes_8bit"}
+    assert len(unknown) > 8
+    for method in unknown:
+        assert method in str(weights_of(tensors, {"quantization_config": {"quant_method": method}}).unproved)
+    source = Path(shutil.copytree(folders("gptq"), tmp_path / "hqq"))
+    stored = load_file(source / "model.safetensors")
+    for name in [name for name in stored if name.endswith(("qweight", "qzeros", "scales", "g_idx"))]:
+        words = {"qweight": "W_q", "qzeros": "zero", "scales": "scale"}
+        value, (module, _, word) = stored.pop(name), name.rpartition(".")
+        stored |= {f"{module}.{words[word]}": value} if word in words else {}
+    save_file(stored, source / "model.safetensors", metadata={"format": "pt"})
+    entries = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**entries, "quantization_config": {"quant_method": "hqq"}}))
+    checked = ckpt("check", source)
+    assert checked.code == 0 and "quantized by hqq were not checked" in checked.out, checked.out
+    assert "whole" not in checked.out and "do not have" not in checked.out
+    said = ckpt("convert", "hf", "hf", source, "-o", tmp_path / "out", "--names", "own").err
+    assert "not checked: if from_pretrained can load this folder: the parts of weights quantized by hqq" in said
+    gone = next(name for name in stored if name.endswith("scale"))
+    save_file({n: t for n, t in stored.items() if n != gone}, source / "model.safetensors", metadata={"format": "pt"})
+    checked = ckpt("check", source)
+    assert checked.code == CorruptError.exit_code and gone in checked.out
+
+
+@pytest.mark.parametrize("layout", COMMANDS)
+@pytest.mark.parametrize("word", ["weight_scale", "scale", "input_scale"])
+def test_scale_of_a_plain_weight_is_named_by_check_and_convert(
+    word: str, layout: str, folders: Callable[[str], Path], tmp_path: Path
+) -> None:
+    broken = Path(shutil.copytree(folders(layout), tmp_path / "broken"))
+    name = f"model.norm.{word}"
+    stored = {**load_file(broken / "model.safetensors"), name: torch.ones(1)}
+    save_file(stored, broken / "model.safetensors", metadata={"format": "pt"})
+    checked, converted = ckpt("check", broken), ckpt("convert", "hf", "hf", broken, "-o", tmp_path / "out")
+    assert (checked.code, converted.code) == (CorruptError.exit_code, LossError.exit_code), checked.out
+    assert "model.norm." in checked.out and "model.norm." in converted.err
+
+
 @pytest.mark.parametrize("target", ["zero1", "zero3", "universal", "dcp", "fsdp-ranks", "megatron"])
 def test_a_training_format_takes_no_quantized_model(
     target: str, folders: Callable[[str], Path], tmp_path: Path

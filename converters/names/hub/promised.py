@@ -55,7 +55,8 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
         count = counted(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
     parts = lacking(checkpoint.config, shapes)
-    if checkpoint.namespace == HUB and not checkpoint.is_adapter and not any(name.startswith(PEFT) for name in shapes):
+    is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
+    if is_proved and not any(name.startswith(PEFT) for name in shapes):
         unknown, cls = extra(checkpoint.config or {}, shapes)
         for found, of in ((tensors, True), (parts, False)):
             if some := [name for name in unknown if (weights.quantization is not None and is_part_name(name)) == of]:
