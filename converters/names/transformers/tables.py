@@ -86,6 +86,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         ),
         _QWEN,
     ),
+    "gemma3n_text": _WITHOUT_IMAGES,
     "qwen3_5_text": _WITHOUT_IMAGES,
     "qwen3_5_moe_text": (*_WITHOUT_IMAGES, *_QWEN),
     "qwen3_vl_moe": (
