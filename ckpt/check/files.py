@@ -25,6 +25,7 @@ from ckpt.base.errors import (
     NotFoundError,
     StorageError,
     UnsafeError,
+    UsageError,
     printable,
 )
 from ckpt.containers.dcp.metadata import Places, read_metadata
@@ -119,6 +120,8 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
     where = Path(error.path) if error.path is not None else path or root
     parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
     what = error.what + (f" ({', '.join(parts)})" if parts else "")
+    if isinstance(error, UsageError) and error.hint:  # the user has to choose
+        what += f"; {error.hint}"
     return Problem(_kind_of_problem(error), relative(where, root), what, error.exit_code)
 
 
