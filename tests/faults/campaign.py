@@ -24,16 +24,18 @@ from ckpt.run_folder.precision import TRAINING_ARGS
 from tests.faults.claims import CLASSES as OF_RUNS
 from tests.faults.claims import Maker, Outcome, lies
 from tests.faults.comparisons import CLASSES as OF_COMPARISONS
-from tests.faults.kinds import CARRIED, KINDS, MISSING, NAME, VALUE, Case, in_its_place
+from tests.faults.excuses import LOST, excuse
+from tests.faults.kinds import CARRIED, KINDS, VALUE, Case, in_its_place
+from tests.faults.outputs import CLASSES as OF_OUTPUTS
 from tests.faults.records import kept, stopped
-from tests.faults.running import Ending, arguments, errors, kills
+from tests.faults.running import EXCUSED, Ending, arguments, errors, kills
 from tests.faults.samples import How, Sample, converted, make_samples, some_target, tensors, tensors_of
 from tests.faults.stores import stores
 
 #: Seconds that a case may take, on a machine that has other things to do.
 _PATIENCE = 120
 #: Sentences that are made false, and what part of the campaign each class is.
-CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS}
+CLASSES: dict[str, tuple[Maker, float]] = {**OF_RUNS, **OF_COMPARISONS, **OF_OUTPUTS}
 #: What part of the campaign each of these is.
 Stream = Callable[[Sample, Path, Random], Iterator[tuple[str, Ending]]]
 Adding = Callable[[Sample, Path, Random], Iterator[None]]
@@ -54,7 +56,6 @@ class Report:
     """How many cases of each kind ended how, and those that must not have ended so."""
 
     counts: dict[str, Counter[str]] = field(default_factory=dict)
-    hidden: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     #: Kinds of changes by the claim that they make false and the format.
     claims: dict[tuple[str, str], Counter[str]] = field(default_factory=dict)
@@ -67,7 +68,7 @@ class Report:
             print(self.wrong[-1], file=sys.stderr, flush=True)
 
     def __add__(self, other: Report) -> Report:
-        both = Report(hidden=self.hidden + other.hidden, wrong=[*self.wrong, *other.wrong])
+        both = Report(wrong=[*self.wrong, *other.wrong])
         for report in (self, other):
             for kind, counter in report.counts.items():
                 both.counts.setdefault(kind, Counter()).update(counter)
@@ -86,6 +87,15 @@ class Report:
             if self.num_cases >= _ENOUGH and len(kinds) < _FEWEST_KINDS:
                 self.wrong.append(f"{claim}, of {format}: made false in {len(kinds)} ways only: {', '.join(kinds)}")
 
+    def _excuses(self) -> Iterator[str]:
+        """Yield how many cases of each kind are excused, as nothing on the disk reveals the difference, and why."""
+        yield "excused:"
+        for kind, counter in self.counts.items():
+            excused = {name: count for name, count in sorted(counter.items()) if name.startswith(EXCUSED)}
+            total = sum(counter.values())
+            yield f"    {kind:<32} {sum(excused.values()):>6} of {total:>6} ({sum(excused.values()) / total:.1%})"
+            yield from (f"        {count:>6}  {name.removeprefix(f'{EXCUSED}: ')}" for name, count in excused.items())
+
     @property
     def num_cases(self) -> int:
         return sum(sum(counter.values()) for counter in self.counts.values())
@@ -93,20 +103,18 @@ class Report:
     def lines(self) -> Iterator[str]:
         for kind, counter in self.counts.items():
             yield f"{kind:<32} {sum(counter.values()):>6}"
-            yield from (f"    {name:<40} {count:>6}" for name, count in sorted(counter.items()))
+            yield from (
+                f"    {name:<40} {count:>6}" for name, count in sorted(counter.items()) if not name.startswith(EXCUSED)
+            )
         yield f"{'all':<32} {self.num_cases:>6}"
-        if self.hidden:
-            yield "what nothing on the disk reveals:"
-            yield from (f"    {name:<60} {count:>6}" for name, count in sorted(self.hidden.items()))
+        yield from self._excuses()
         yield "claims that were made false:"
         for (claim, format), kinds in sorted(self.claims.items()):
             yield f"    {claim:<30} {format:<20} {len(kinds):>3} kinds of changes {kinds.total():>6}"
         yield from self.wrong
 
 
-def _ending(
-    sample: Sample, run: Path, target: str, truth: dict[str, str], case: Case, out: Path, report: Report
-) -> Ending:
+def _ending(sample: Sample, run: Path, target: str, truth: dict[str, str], case: Case, out: Path) -> Ending:
     """What a conversion of the damaged `run` makes of it."""
     try:
         found = converted(run, target, out)
@@ -128,16 +136,12 @@ def _ending(
     intact = ckpt.open(sample.path)
     if may_be_said and {*checkpoint.notes, *checkpoint.unread} - {*intact.notes, *intact.unread}:
         return "something is left out, and said to be", None
-    there, expected = tensors_of(checkpoint), tensors(sample)
-    differing = {os.path.basename(name) for name in found.keys() | truth.keys() if found.get(name) != truth.get(name)}
-    is_carried = differing == {os.path.basename(case.what.partition(":")[0])}  # as it is, and nothing else differs
-    hidden = case.hidden or (NAME if there == expected and case.is_unchecked else CARRIED if is_carried else None)
-    if hidden is None:
+    reason = excuse(sample, run, case, found, truth)
+    if reason is None:
         return "", f"something else is written as {target}, and nothing said"
-    if there.total() < expected.total() and hidden != MISSING:
+    if tensors_of(checkpoint).total() < tensors(sample).total() and reason != LOST:
         return "", f"tensors are lost on the way to {target}, and nothing is said"
-    report.hidden[hidden] += 1
-    return "different, and nothing on the disk reveals it", None
+    return f"{EXCUSED}: {reason}", None
 
 
 def _unseen(run: Path) -> str | None:
@@ -223,7 +227,7 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                 case.do(run)
                 target, truth = some_target(sample, random, hows)
                 try:
-                    ending = _ending(sample, run, target, truth, case, out, report)
+                    ending = _ending(sample, run, target, truth, case, out)
                 except Exception as error:  # what is described cannot be
                     ending = "", f"as {target}: what was read contradicts itself: {type(error).__name__}: {error}"
                 report.add(kind, f"{sample.name}: {case.what}", ending)

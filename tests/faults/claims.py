@@ -22,7 +22,7 @@ import ckpt
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Tensor
-from tests.faults.running import Ending
+from tests.faults.running import EXCUSED, Ending
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change, is_changeable
 from tests.quantized.test_parts import LAYOUTS, content_of, damaged, model
@@ -44,6 +44,7 @@ class Lie:
     `kind` is the kind of change: the table of claims counts it once.  `claims` asks the commands.  `truth` makes the
     checkpoint for which the claims are true.  `format` is the format that they are about, by default the sample's.
     `unless`: a claim that comes with these words does not hide the change.
+    `excuse` says why the files cannot tell that the claims are false.
     """
 
     what: str
@@ -55,6 +56,7 @@ class Lie:
     truth: Callable[[Path], object] | None = None
     format: str | None = None
     unless: str | None = None
+    excuse: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,10 +114,14 @@ def _said(run: Path, lie: Lie) -> Iterator[tuple[str, str]]:
 
 def _ending(sample: Sample, run: Path, lie: Lie) -> Ending:
     said = dict(_said(run, lie))
-    if lie.unless is not None:
-        said = {claim: text for claim, text in said.items() if lie.unless not in text}
-    if still := [claim for claim in lie.false if claim in said]:
-        return "", f"it is still said: {', '.join(f'{claim} ({said[claim][:200]})' for claim in still)}"
+    still = [claim for claim in lie.false if claim in said]
+    hidden = [claim for claim in still if lie.unless is None or lie.unless not in said[claim]]
+    if hidden and lie.excuse is not None:
+        return f"{EXCUSED}: {lie.excuse}", None
+    if hidden:
+        return "", f"it is still said: {', '.join(f'{claim} ({said[claim][:200]})' for claim in hidden)}"
+    if still:
+        return f"said with the words: {lie.unless}", None
     if lie.named is not None:
         silent = [claim for claim, text in said.items() if claim in (WHOLE, WRITES, RESUMES) and lie.named not in text]
         if silent:
@@ -365,12 +371,17 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
     """A quantized weight without one of its parts, with one too many, or with a part of another dtype or shape."""
     layout = random.choice([*LAYOUTS])
     tensors, config = model(layout)
-    unknown = ("weight of", "_weight_qdata of")  # a weight's size is known from the architecture alone, or by its state
-    is_recorded = layout == "bitsandbytes nf4"
-    cases = [one for one in damaged(tensors, layout) if is_recorded or not one[0].startswith(unknown)]
-    what, changed = random.choice(cases)
-    false = (WHOLE, EVERY_PART, FINDS, WRITES)
-    return Lie(f"{layout}: {what}", lambda run: write_model(run, changed, config), false, kind=what, format="hf")
+    what, changed = random.choice([*damaged(tensors, layout)])
+    has_state = layout == "bitsandbytes nf4"  # it records the weight's shape
+    is_of_size = not has_state and what.startswith(("weight of", "_weight_qdata of"))
+    return Lie(
+        f"{layout}: {what}",
+        lambda run: write_model(run, changed, config),
+        (WHOLE, EVERY_PART, FINDS, WRITES),
+        kind=what,
+        format="hf",
+        excuse="the sizes of a weight, in a folder whose config does not state them" if is_of_size else None,
+    )
 
 
 def write_model(run: Path, tensors: Mapping[str, Tensor], config: Mapping[str, Any]) -> None:

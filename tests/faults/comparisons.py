@@ -12,6 +12,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from random import Random
@@ -103,7 +104,7 @@ def other_bits(sample: Sample, random: Random) -> Lie | None:
 
 # -- as the manifest says ----------------------------------------------------------------------------------------------
 
-_FILES: dict[str, Callable[[Path, Random], object]] = {
+FILES: dict[str, Callable[[Path, Random], object]] = {
     **{kind: (lambda file, _, tear=TORN[kind]: tear(file)) for kind in ("gone", "empty", "a folder")},
     "flipped bit": lambda file, random: _flip(file, random),
     "cut": lambda file, random: os.truncate(file, random.randrange(file.stat().st_size)),
@@ -120,7 +121,7 @@ def _flip(file: Path, random: Random) -> None:
 
 def changed_outputs(sample: Sample, random: Random) -> Lie | None:
     """A conversion with a file that is not the one that was written."""
-    target, kind, seed = random.choice(_FORMATS), random.choice([*_FILES]), random.randrange(1 << 30)
+    target, kind, seed = random.choice(_FORMATS), random.choice([*FILES]), random.randrange(1 << 30)
     try:
         conversion = ckpt.plan(sample.path, target)
     except CkptError:
@@ -136,7 +137,7 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
         write(run)
         files = [path for path in sorted(run.rglob("*")) if path.is_file() and path.name != MANIFEST]
         files = [path for path in files if path.stat().st_size]
-        _FILES[kind](Random(seed).choice(files), Random(seed))
+        FILES[kind](Random(seed).choice(files), Random(seed))
 
     def checked(run: Path) -> Iterator[tuple[str, str]]:
         yield from _claim(MANIFESTED, _lines(lambda: ckpt.verify(run)))
@@ -294,7 +295,7 @@ def diagnosed(sample: Sample, random: Random) -> Lie | None:
     if lie is None:
         return None
     works = tuple(_WORKS[claim] for claim in lie.false if claim in _WORKS)
-    return Lie(lie.what, lie.do, works, kind=lie.kind, claims=_works, format=lie.format, unless=lie.unless)
+    return replace(lie, false=works, claims=_works)
 
 
 def _works(run: Path) -> Iterator[tuple[str, str]]:

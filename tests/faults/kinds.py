@@ -17,11 +17,14 @@ import ckpt
 from tests.faults.samples import Sample, data_ranges, is_carried
 from tests.support.hostile import make as hostile
 
-IN_DATA = "elements of a tensor"
-CARRIED = "a file beside the checkpoint, which is carried as it is"
-NAME = "the name of a tensor where no checksum is of it: in .metadata, or in the header of safetensors"
-MISSING = "a file is missing that no other one names: the optimizer's or the training state's, beside a model"
-VALUE = "a value, with its checksum"
+#: What is damaged, if the files may not tell.  `tests/faults/excuses.py` decides if they truly do not.
+IN_DATA, CARRIED, MISSING, VALUE = (
+    "elements",
+    "a file next to the checkpoint",
+    "a file that no other one names",
+    "a value",
+)
+EXCHANGED = "two files that record no name of their own"
 
 
 @dataclass(frozen=True)
@@ -181,7 +184,19 @@ def swaps(sample: Sample, random: Random) -> Iterator[Case]:
             if exchanged:
                 (run / b).write_bytes(contents[a])
 
-        yield Case(f"{b} {'exchanged with' if exchanged else 'copied over'} {a}", do, f"swap of {sample.name}")
+        hidden = EXCHANGED if exchanged and _record_alike(contents[a], contents[b]) else None
+        what = f"{b} {'exchanged with' if exchanged else 'copied over'} it"
+        yield Case(f"{a}: {what}", do, CARRIED if is_carried(a) else hidden)
+
+
+def _record_alike(one: bytes, other: bytes) -> bool:
+    """Return True if both files record the same name, or none.  A torch archive records its file's name as a folder."""
+    return _recorded_name(one) == _recorded_name(other)
+
+
+def _recorded_name(content: bytes) -> bytes | None:
+    found = re.match(rb"PK\x03\x04.{26}([^/]*)/", content, re.DOTALL)
+    return found and found[1]
 
 
 IN_ITS_PLACE: dict[str, Callable[[Path], None]] = {

@@ -21,6 +21,8 @@ _ERRORS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.ESTALE)
 _CLEARING = {"unlink", "rmdir", "scandir", "rename", "open"}
 #: What may become of a case: the class that it counts in, or a sentence that says what is wrong.
 Ending = tuple[str, str | None]
+#: Begins the class of a case that ended wrong, though nothing on the disk reveals it.
+EXCUSED = "excused"
 
 
 def _left(out: Path, truth: dict[str, str]) -> str | None:

@@ -20,7 +20,7 @@ import fsspec
 
 import ckpt
 from ckpt.errors import CkptError, UsageError
-from ckpt.plan.checkpoint import Checkpoint, Layout
+from ckpt.plan.checkpoint import Checkpoint, Key, Layout
 from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
@@ -197,12 +197,17 @@ def tensors(sample: Sample) -> Counter[Content]:
 
 
 def tensors_of(checkpoint: Checkpoint) -> Counter[Content]:
-    """What the tensors of a checkpoint hold, by whatever names; of those that are stored quantized how, and no more."""
+    """Count what the tensors of a checkpoint hold, by whatever names."""
+    return Counter(contents(checkpoint).values())
+
+
+def contents(checkpoint: Checkpoint) -> dict[Key, Content]:
+    """Return what the tensors of a checkpoint hold; for quantized ones only the method."""
     quantized = checkpoint.quantized.methods
-    return Counter(
-        (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
+    return {
+        key: (quantized[key], tensor.shape, b"") if key in quantized else content(tensor)
         for key, tensor in checkpoint.tensors.items()
-    )
+    }
 
 
 def is_carried(name: str) -> bool:

@@ -1,0 +1,82 @@
+"""Differences that nothing on the disk reveals: each excuse is granted only to what truly cannot be known."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import ckpt
+from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.testing.describing import Content
+from ckpt.verify.compare import check_masters
+from tests.faults.kinds import CARRIED, EXCHANGED, IN_DATA, MISSING, VALUE, Case
+from tests.faults.samples import Sample, contents
+
+BARE = "elements of a tensor in safetensors, which has no checksum"
+CHECKED = "elements of a tensor: `ckpt check --bytes` finds it"
+AS_IT_IS = "a file next to the checkpoint, carried as it is"
+CONFIG = "an entry of config.json, which decides about other files"
+NAME = "the name of a tensor in .metadata or in a header of safetensors, which have no checksum"
+BESIDE = "a value that no tensor depends on, with its checksum"
+RENAMED = "the name of a tensor, with its checksum"
+DESCRIBED = "the shape, dtype or place of a tensor, with its checksum"
+LOST = "a file is missing that no other one names: the optimizer's or the training state's, beside a model"
+SAME_SIZES = "exchanged files that record no name, with tensors of the same sizes"
+BY_CHECK = "exchanged files that record no name: `ckpt convert --check` finds it"
+
+Contents = Mapping[tuple[str, str], Content]
+
+
+def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: dict[str, str]) -> str | None:
+    """Return why nothing tells that `found` is not the truth; None if something does, and was missed."""
+    name = case.what.partition(":")[0]
+    differing = {one for one in found.keys() | truth.keys() if found.get(one) != truth.get(one)}
+    checkpoint = ckpt.open(run)
+    there, expected = contents(checkpoint), contents(ckpt.open(sample.path))
+    if {os.path.basename(one) for one in differing} == {os.path.basename(name)} and _is_as_it_is(
+        run / name, checkpoint, {found.get(one) for one in differing}
+    ):
+        return AS_IT_IS
+    if case.hidden == CARRIED:
+        return CONFIG if os.path.basename(name) == "config.json" else None
+    if case.hidden == IN_DATA and _described(there) == _described(expected):
+        return BARE if name.endswith(".safetensors") else None if ckpt.check(run, every_byte=True).whole else CHECKED
+    if case.is_unchecked and Counter(there.values()) == Counter(expected.values()):
+        return NAME
+    if case.hidden == VALUE:
+        if there == expected:
+            return BESIDE
+        return RENAMED if Counter(there.values()) == Counter(expected.values()) else DESCRIBED
+    if case.hidden == MISSING:
+        lost = expected.keys() - there.keys()
+        return LOST if there.items() <= expected.items() and all(role != "weight" for _, role in lost) else None
+    if case.hidden == EXCHANGED and _described(there) == _described(expected):
+        return _exchanged(checkpoint, there, expected)
+    return None
+
+
+def _is_as_it_is(path: Path, checkpoint: Checkpoint, digests: set[str | None]) -> bool:
+    """Return True if no reader opened the file, and its own bytes are written, or nothing if it is gone."""
+    if str(path) in {file.path for file in checkpoint.files}:
+        return False
+    return digests == {hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None}
+
+
+def _described(tensors: Contents) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:
+    return {key: (dtype, shape) for key, (dtype, shape, _) in tensors.items()}
+
+
+def _exchanged(checkpoint: Checkpoint, there: Contents, expected: Contents) -> str | None:
+    """Return the excuse of exchanged files; None if masters contradict weights and `--check` does not say so."""
+    changed = {key for key in there if there[key] != expected[key]}
+    weights = {(fqn, "weight") for fqn, role in changed if role == "master"}
+    contradicted = {key for key in weights & there.keys() if key not in changed}
+    try:
+        check_masters(checkpoint)
+    except CkptError:
+        return BY_CHECK
+    return None if contradicted else SAME_SIZES
