@@ -308,22 +308,27 @@ class Conversion(Returned):
 
             check_masters(self.plan.checkpoint)
         if any(tensor.replicas for tensor in self.plan.checkpoint.tensors.values()):
-            from ckpt.verify.compare import check_plan_replicas
+            from ckpt.verify.compare import check_replicas_of
 
-            check_plan_replicas(self.plan)
+            keys = (slot.key for file in self.plan.target.files for slot in file.slots)
+            check_replicas_of(self.plan.checkpoint, keys)
 
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
         """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
-        from ckpt.verify.written import as_written, is_as_the_source
+        from ckpt.verify.compare import check_replicas_of
+        from ckpt.verify.written import as_written, changed_files, is_as_the_source
 
+        what = "what was written is not what the source holds, and is removed"
+        if changed := [*changed_files(self.plan, folder)]:
+            raise CkptError(what, path=folder, found="; ".join(changed[:4]))
         # Blocks of quantized states are tensors in a plan, and states where they are read.
         has_blocks = self.source.quantized.blocks and registry.get(self.format).carries_optimizer
         source = self.source if has_blocks else as_written(self.plan)
         how: dict[str, Any] = {"progress": progress, "expected": partial(phase, "verify")}
         written = OpenCheckpoint.of(open_checkpoint(folder, self.format, unfinished=True))
         report = verify(source, written, cast=bool(self.plan.casts), **how)
+        check_replicas_of(written)
         if not is_as_the_source(report):
-            what = "what was written is not what the source holds, and is removed"
             raise CkptError(what, path=folder, found="; ".join([report.outcome, *report.lines()][:4]))
 
     def _described(

@@ -22,9 +22,9 @@ from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
 from ckpt.move.source import behind, truncated
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
-from ckpt.plan.planner import Plan, check_source, first_index
+from ckpt.plan.planner import check_source, first_index
 from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Tensor, contiguous_strides, overlay
 
 Value = int | float | str
@@ -465,8 +465,8 @@ def check_masters(checkpoint: Checkpoint) -> None:
                 )
 
 
-def check_plan_replicas(plan: Plan) -> None:
-    """Raise CorruptError where a tensor that `plan` takes is not the same on all of the ranks that hold it."""
-    with Reader(computed=plan.checkpoint.computed) as reader:
-        for key in dict.fromkeys(slot.key for file in plan.target.files for slot in file.slots):
-            check_replicas(plan.checkpoint.tensors[key], reader)
+def check_replicas_of(checkpoint: Checkpoint, keys: Iterable[Key] | None = None) -> None:
+    """Raise CorruptError if a tensor (of `keys`, by default any) is not the same on all of the ranks that hold it."""
+    with Reader(computed=checkpoint.computed) as reader:
+        for key in dict.fromkeys(checkpoint.tensors if keys is None else keys):
+            check_replicas(checkpoint.tensors[key], reader)

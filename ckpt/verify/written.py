@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 from ckpt.move.casts import cast_bits
+from ckpt.move.files import translate_os_errors
 from ckpt.move.reading import Computed, read_box
-from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Plan
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
@@ -36,6 +39,40 @@ def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
 def _cast(tensor: Tensor, dtype: DType, computed: Computed) -> memoryview:
     bits = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, dtype)
     return bits.data.cast("B")
+
+
+#: Bytes that are read at once.
+_BLOCK = 1 << 20
+
+
+def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
+    """Yield a sentence for each file in `folder` that has another size, or other bytes outside of its tensors."""
+    for file in plan.target.files:
+        path = folder / file.name
+        with translate_os_errors(path):
+            if not path.is_file():
+                yield f"{file.name} is missing"
+            elif path.stat().st_size != file.size:
+                yield f"{file.name} has {path.stat().st_size} bytes instead of {file.size}"
+            elif (at := _first_change(file, path)) is not None:
+                yield f"{file.name} has other bytes at {at}"
+
+
+def _first_change(file: TargetFile, path: Path) -> int | None:
+    """Return the offset of the first known bytes of `file` that `path` does not have; None if it has all of them."""
+    with open(path, "rb") as opened:
+        for offset, expected in _known(file):
+            opened.seek(offset)
+            if opened.read(len(expected)) != expected:
+                return offset
+    return None
+
+
+def _known(file: TargetFile) -> Iterator[tuple[int, bytes]]:
+    yield from file.literals
+    for offset, length in file.zeros:
+        for at in range(offset, offset + length, _BLOCK):
+            yield at, bytes(min(_BLOCK, offset + length - at))
 
 
 def is_as_the_source(report: Report) -> bool:

@@ -45,7 +45,7 @@ from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.stores import standins
-from ckpt.verify.compare import check_plan_replicas
+from ckpt.verify.compare import check_replicas_of
 from tests.support.killing import killed_before_call
 from tests.support.moving import UINT8, Case, byte_positions, copies, expected_after, listing, make_case, open_files
 
@@ -370,7 +370,7 @@ class TestExecute:
         checkpoint = Checkpoint(str(tmp_path), "test", {("w", "weight"): tensor}, ())
         plan = make_plan(checkpoint, Target((TargetFile("out.bin", 8, (), (slot,)),)))
         with pytest.raises(CorruptError):
-            execute(plan, tmp_path / "out", check=partial(check_plan_replicas, plan))
+            execute(plan, tmp_path / "out", check=partial(check_replicas_of, plan.checkpoint))
         assert listing(tmp_path) == ["a.bin", "b.bin"]
 
     def test_a_destination_that_holds_a_file_of_the_source(self, tmp_path: Path, case: Case) -> None:
