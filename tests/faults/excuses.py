@@ -37,9 +37,8 @@ def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: 
     differing = {one for one in found.keys() | truth.keys() if found.get(one) != truth.get(one)}
     checkpoint = ckpt.open(run)
     there, expected = contents(checkpoint), contents(ckpt.open(sample.path))
-    if {os.path.basename(one) for one in differing} == {os.path.basename(name)} and _is_as_it_is(
-        run / name, checkpoint, {found.get(one) for one in differing}
-    ):
+    own = (run / name).parent
+    if all(_is_as_it_is(own / os.path.basename(one), checkpoint, found.get(one)) for one in differing):
         return AS_IT_IS
     if case.hidden == CARRIED:
         return CONFIG if os.path.basename(name) == "config.json" else None
@@ -59,11 +58,11 @@ def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: 
     return None
 
 
-def _is_as_it_is(path: Path, checkpoint: Checkpoint, digests: set[str | None]) -> bool:
+def _is_as_it_is(path: Path, checkpoint: Checkpoint, written: str | None) -> bool:
     """Return True if no reader opened the file, and its own bytes are written, or nothing if it is gone."""
     if str(path) in {file.path for file in checkpoint.files}:
         return False
-    return digests == {hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None}
+    return written == (hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None)
 
 
 def _described(tensors: Contents) -> dict[tuple[str, str], tuple[str, tuple[int, ...]]]:

@@ -24,7 +24,7 @@ IN_DATA, CARRIED, MISSING, VALUE = (
     "a file that no other one names",
     "a value",
 )
-EXCHANGED = "two files that record no name of their own"
+EXCHANGED, COPIED = "two files that record no name of their own", "one file copied over another"
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ def swaps(sample: Sample, random: Random) -> Iterator[Case]:
             if exchanged:
                 (run / b).write_bytes(contents[a])
 
-        hidden = EXCHANGED if exchanged and _record_alike(contents[a], contents[b]) else None
+        hidden = COPIED if not exchanged else EXCHANGED if _record_alike(contents[a], contents[b]) else None
         what = f"{b} {'exchanged with' if exchanged else 'copied over'} it"
         yield Case(f"{a}: {what}", do, CARRIED if is_carried(a) else hidden)
 
