@@ -316,7 +316,7 @@ class Conversion(Returned):
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
         """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
         from ckpt.verify.compare import check_replicas_of
-        from ckpt.verify.written import as_written, changed_files, is_as_the_source
+        from ckpt.verify.written import as_written, changed_files, has_more, is_as_the_source, is_equal
 
         what = "what was written is not what the source holds, and is removed"
         if changed := [*changed_files(self.plan, folder)]:
@@ -328,6 +328,11 @@ class Conversion(Returned):
         written = OpenCheckpoint.of(open_checkpoint(folder, self.format, unfinished=True))
         report = verify(source, written, cast=bool(self.plan.casts), **how)
         check_replicas_of(written)
+        if has_more(report):  # tensors made of others, which have no partner in the source
+            for name in self.files:
+                with self.open(name) as view:
+                    if not is_equal(view, folder / name):
+                        raise CkptError(what, path=folder, found=f"{name} has other bytes")
         if not is_as_the_source(report):
             raise CkptError(what, path=folder, found="; ".join([report.outcome, *report.lines()][:4]))
 
@@ -645,7 +650,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
 
     named = as_hub(without_wrappers(checkpoint))
     found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
-    return replace(found, not_hashed=tuple(not_hashed(checkpoint)))
+    return replace(found, not_hashed=tuple(not_hashed(checkpoint, named)))
 
 
 @typed

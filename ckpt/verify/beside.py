@@ -57,11 +57,12 @@ def _entry(name: str, one: Any, other: Any) -> str:
     return f"{name} {other!r} only in B" if one is None else f"{name} {one!r} only in A"
 
 
-def not_hashed(checkpoint: Checkpoint) -> list[str]:
-    """A sentence for each part of a checkpoint that no digest covers."""
+def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
+    """Return a sentence for each part of a checkpoint that no digest covers; `named` has the Hub's names."""
     found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
         if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
             found.append(f"optimizer state {one_line(role)} of {counted(num_others, 'parameter')}: it is no number")
-    return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, checkpoint.unread))]
+    left = [note for note in named.notes if note not in checkpoint.notes]  # tensors that have no name on the Hub
+    return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 from ckpt.move.casts import cast_bits
 from ckpt.move.files import translate_os_errors
@@ -73,6 +74,20 @@ def _known(file: TargetFile) -> Iterator[tuple[int, bytes]]:
     for offset, length in file.zeros:
         for at in range(offset, offset + length, _BLOCK):
             yield at, bytes(min(_BLOCK, offset + length - at))
+
+
+def is_equal(view: BinaryIO, path: Path) -> bool:
+    """Return True if the file at `path` has the bytes of `view`."""
+    with translate_os_errors(path), open(path, "rb") as file:
+        while (block := view.read(_BLOCK)) == file.read(_BLOCK):
+            if not block:
+                return True
+    return False
+
+
+def has_more(report: Report) -> bool:
+    """Return True if what was written (B) has tensors that the source (A) does not have under their names."""
+    return any(result.status == ONLY_B for result in report.results)
 
 
 def is_as_the_source(report: Report) -> bool:

@@ -142,7 +142,7 @@ def _masters(source: Path) -> tuple[Path, bytes]:
     file = next(source.glob("global_step2/*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     state = _load(file)["optimizer_state_dict"]
     flat = state.get("fp32_flat_groups") or state["single_partition_of_fp32_groups"]
-    return file, flat[0].numpy().tobytes()
+    return file, flat[0].detach().numpy().tobytes()
 
 
 def _zero_to_fp32(source: Path, scratch: Path) -> Tensors:

@@ -215,19 +215,30 @@ def is_carried(name: str) -> bool:
     return bool(_CARRIED.fullmatch(base)) and base not in _VITAL_TEXT
 
 
-@cache
 def data_ranges(path: Path) -> tuple[range, ...]:
-    """The bytes of a file that are elements of tensors, found without ckpt's own readers: no checksum is looked at."""
+    """Return the bytes of a file that are elements of tensors."""
+    return tuple(_records(path))
+
+
+def checked_ranges(path: Path) -> tuple[range, ...]:
+    """Return the bytes of a file that are elements of tensors with a CRC; 0 stands for none, as torch can write it."""
+    return tuple(part for part, crc32 in _records(path).items() if crc32)
+
+
+@cache
+def _records(path: Path) -> dict[range, int]:
+    """Find the elements of tensors without ckpt's own readers, with the CRC that the file records of them."""
     content = path.read_bytes()
     if path.suffix == ".safetensors":
-        return (range(8 + int.from_bytes(content[:8], "little"), len(content)),)
-    found = []
+        return {range(8 + int.from_bytes(content[:8], "little"), len(content)): 0}
+    found = {}
     for local in re.finditer(rb"PK\x03\x04", content):
         at = local.start()
         length, extra = struct.unpack_from("<HH", content, at + 26)
         name = content[at + 30 : at + 30 + length]
-        listed = re.compile(rb"PK\x01\x02.{16}(.{4}).{22}" + re.escape(name), re.DOTALL).search(content, at)
+        listed = re.compile(rb"PK\x01\x02.{12}(.{4})(.{4}).{22}" + re.escape(name), re.DOTALL).search(content, at)
         if b"/data/" in name and listed is not None:
             start = at + 30 + length + extra
-            found.append(range(start, start + int.from_bytes(listed[1], "little")))
-    return tuple(found)
+            crc32, size = (int.from_bytes(one, "little") for one in listed.groups())
+            found[range(start, start + size)] = crc32
+    return found
