@@ -29,6 +29,9 @@ from tests.quantized.test_parts import LAYOUTS, content_of, damaged, model
 
 #: Claims: what a command says, or does, if it takes a checkpoint for sound.
 WHOLE, EVERY_PART, FINDS, WRITES, RESUMES, VALUES = "whole", "every part", "finds", "writes", "resumes", "values"
+CAN_LOAD = "can load this folder"
+#: Claims that a model with missing or damaged weights makes false.
+OF_WEIGHTS = (WHOLE, EVERY_PART, FINDS, CAN_LOAD, WRITES)
 #: Formats that a lie is converted to, as users do.
 _TARGETS = ("hf", "peft", "full", "dcp")
 
@@ -44,7 +47,7 @@ class Lie:
     `kind` is the kind of change: the table of claims counts it once.  `claims` asks the commands.  `truth` makes the
     checkpoint for which the claims are true.  `format` is the format that they are about, by default the sample's.
     `unless`: a claim that comes with these words does not hide the change.
-    `excuse` says why the files cannot tell that the claims are false.
+    `excuse` says why the files cannot tell that the claims are false.  `about`: what `truth` depends on.
     """
 
     what: str
@@ -57,6 +60,7 @@ class Lie:
     format: str | None = None
     unless: str | None = None
     excuse: str | None = None
+    about: str = ""
 
 
 @dataclass(frozen=True)
@@ -76,26 +80,29 @@ Maker = Callable[[Sample, Random], Lie | None]
 def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[Outcome]:
     """Yield cases of one class: the run is changed, and no command says any more what is false now.
 
-    For the first lie of a sample, the claims are made about the sample as it is, too.
+    The claims are asked of the sample as it is, too: a lie counts only for claims that are made there.
     """
-    is_first = True
+    true_of: dict[str, set[str]] = {}
     while (lie := make(sample, random)) is not None:
-        run = sample.copy(folder / sample.path.name)
-        if is_first and lie.truth is not None:
-            lie.truth(run)
-            silent = set(lie.false) - {claim for claim, _ in _said(run, lie)}
-            if silent:
-                yield _case(sample, lie, ("", f"of the checkpoint as it is, nobody says: {', '.join(sorted(silent))}"))
-            _clear(folder)
+        if lie.about not in true_of:
             run = sample.copy(folder / sample.path.name)
-        is_first = False
+            if lie.truth is not None:
+                lie.truth(run)
+            true_of[lie.about] = {claim for claim, _ in _said(run, lie)}
+            _clear(folder)
+        made = tuple(claim for claim in lie.false if claim in true_of[lie.about])
+        if lie.truth is not None and not made:
+            yield _case(sample, lie, ("", f"of the checkpoint as it is, nobody says: {', '.join(lie.false)}"), made)
+        run = sample.copy(folder / sample.path.name)
         try:
             lie.do(run)
             ending = _ending(sample, run, lie)
         except Exception as error:
             ending = "", f"{type(error).__name__}: {error}"
         _clear(folder)
-        yield _case(sample, lie, ending)
+        if lie.false and not made and ending[1] is None:
+            ending = "nobody says it of the checkpoint as it is", None
+        yield _case(sample, lie, ending, made)
 
 
 def _clear(folder: Path) -> None:
@@ -103,9 +110,9 @@ def _clear(folder: Path) -> None:
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
-def _case(sample: Sample, lie: Lie, ending: Ending) -> Outcome:
+def _case(sample: Sample, lie: Lie, ending: Ending, made: tuple[str, ...]) -> Outcome:
     format = lie.format or ckpt.open(sample.path).format
-    return Outcome(f"{sample.name}: {lie.what}", ending, lie.false, format, lie.kind)
+    return Outcome(f"{sample.name}: {lie.what}", ending, made, format, lie.kind)
 
 
 def _said(run: Path, lie: Lie) -> Iterator[tuple[str, str]]:
@@ -149,8 +156,10 @@ def _claims(run: Path, *, values: bool) -> Iterator[tuple[str, str]]:
             break
         text = "\n".join([*conversion.lines(), *conversion.source.notes, *conversion.plan.target.notes])
         yield WRITES, f"to {target}: {text}"
-        if "from_pretrained finds every tensor" in text or "from_pretrained loads" in text:
+        if "from_pretrained finds every tensor" in text:
             yield FINDS, text
+        if (loads := conversion.plan.target.loads) is not None and loads.can:
+            yield CAN_LOAD, loads.sentence("FOLDER") + text
         break
     if told := resumed(run):
         yield RESUMES, told
@@ -194,7 +203,7 @@ def half_folders(sample: Sample, random: Random) -> Lie | None:
     checkpoint = ckpt.open(sample.path)
     models, optimizer = _places(checkpoint, weights=True), _places(checkpoint, weights=False)
     halves = {
-        "the model's files": (models.keys() - optimizer.keys(), (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)),
+        "the model's files": (models.keys() - optimizer.keys(), (*OF_WEIGHTS, RESUMES)),
         "the optimizer's files": (optimizer.keys() - models.keys(), (RESUMES,)),
     }
     choices = [(name, files, false) for name, (files, false) in halves.items() if files and len(files) < 50]
@@ -229,7 +238,7 @@ def torn_files(sample: Sample, random: Random) -> Lie | None:
     if not files:
         return None
     kind, name = random.choice([*TORN]), random.choice(files).relative_to(sample.path)
-    false = (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    false = (*OF_WEIGHTS, RESUMES)
     return Lie(f"{name}: {kind}", lambda run: TORN[kind](run / name), false, kind=f"{kind}, of a file")
 
 
@@ -249,7 +258,7 @@ def empty_tensors(sample: Sample, random: Random) -> Lie | None:
         chosen = set(random.sample(full, k=min(number, len(full))))
         return {key: value.new_empty(0) if key in chosen else value for key, value in tensors.items()}
 
-    false = (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    false = (*OF_WEIGHTS, RESUMES)
     return Lie(
         f"{name}: up to {number} empty",
         lambda run: change(run / name, emptied),
@@ -323,7 +332,7 @@ def two_models(sample: Sample, random: Random) -> Lie | None:
         elif damage == "gone":
             file.unlink()
 
-    false = (FINDS, WRITES) if damage == "none" else (WHOLE, EVERY_PART, FINDS, WRITES, RESUMES)
+    false = (FINDS, CAN_LOAD, WRITES) if damage == "none" else (*OF_WEIGHTS, RESUMES)
     return Lie(f"{first} and {second}, damage to the first: {damage}", do, false, kind=f"{damage} of two models")
 
 
@@ -377,9 +386,11 @@ def quantized_parts(sample: Sample, random: Random) -> Lie:
     return Lie(
         f"{layout}: {what}",
         lambda run: write_model(run, changed, config),
-        (WHOLE, EVERY_PART, FINDS, WRITES),
+        OF_WEIGHTS,
         kind=what,
         format="hf",
+        truth=lambda run: write_model(run, tensors, config),
+        about=layout,
         excuse="the sizes of a weight, in a folder whose config does not state them" if is_of_size else None,
     )
 

@@ -22,9 +22,10 @@ import numpy as np
 
 import ckpt
 from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import Layout
 from ckpt.verify.manifest import MANIFEST
 from tests.faults import claims
-from tests.faults.claims import RESUMES, TORN, WRITES, Lie, Maker, resumed
+from tests.faults.claims import CAN_LOAD, RESUMES, TORN, WRITES, Lie, Maker, resumed
 from tests.faults.samples import Sample
 from tests.faults.tensor_files import Tensors, change
 
@@ -142,7 +143,9 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
     def checked(run: Path) -> Iterator[tuple[str, str]]:
         yield from _claim(MANIFESTED, _lines(lambda: ckpt.verify(run)))
 
-    return Lie(f"as {target}: {kind}", do, (MANIFESTED,), kind=kind, claims=checked, truth=write, format=target)
+    return Lie(
+        f"as {target}: {kind}", do, (MANIFESTED,), kind=kind, claims=checked, truth=write, format=target, about=target
+    )
 
 
 # -- as the adapter says, loads ----------------------------------------------------------------------------------------
@@ -250,7 +253,9 @@ def other_merges(sample: Sample, random: Random) -> Lie:
         do(run)
         (run.parent / "is a lie").touch()
 
-    return Lie(f"as {target}: {kind}", lie, (ADAPTED,), kind=kind, claims=compared, truth=truth, format=target)
+    return Lie(
+        f"as {target}: {kind}", lie, (ADAPTED,), kind=kind, claims=compared, truth=truth, format=target, about=target
+    )
 
 
 _CONFIGS: dict[str, dict[str, Any]] = {
@@ -280,8 +285,14 @@ def unloadable(sample: Sample, random: Random) -> Lie:
 
     def loaded(run: Path) -> Iterator[tuple[str, str]]:
         yield from _claim(LOADS, _lines(lambda: ckpt.verify(run, loads=True)))
+        try:
+            loads = ckpt.plan(run, "hf", Layout(names="own")).plan.target.loads
+        except CkptError:
+            return
+        if loads is not None and loads.can:
+            yield CAN_LOAD, loads.sentence("FOLDER")
 
-    return Lie(kind, do, (LOADS,), kind=kind, claims=loaded, truth=truth, format="hf")
+    return Lie(kind, do, (LOADS, CAN_LOAD), kind=kind, claims=loaded, truth=truth, format="hf")
 
 
 # -- works -------------------------------------------------------------------------------------------------------------

@@ -138,6 +138,7 @@ def faulty_disks(sample: Sample, random: Random) -> Lie | None:
         claims=asked,
         truth=lambda run: None,
         format=target,
+        about=target,
     )
 
 

@@ -148,7 +148,19 @@ def _masters(source: Path) -> tuple[Path, bytes]:
 def _zero_to_fp32(source: Path, scratch: Path) -> Tensors:
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
-    return _bytes(get_fp32_state_dict_from_zero_checkpoint(str(source)))
+    return _trained(source, _bytes(get_fp32_state_dict_from_zero_checkpoint(str(source))))
+
+
+def _trained(source: Path, tensors: Tensors) -> Tensors:
+    """Keep the parameters that DeepSpeed lists; its script writes buffers, frozen and tied weights in other dtypes."""
+    file = next(source.glob("global_step2/*mp_rank_00_model_states.pt"))
+    names = {name for group in _load(file)["param_shapes"] for name, shape in group.items() if shape.numel()}
+    return {name: one for name, one in tensors.items() if name in names}
+
+
+def _written_in_fp32(source: Path, scratch: Path) -> Tensors:
+    ckpt.plan(ckpt.open(source), "hf", Layout(dtype=FLOAT32)).run(scratch)
+    return _trained(source, _safetensors(scratch))
 
 
 # -- PEFT --------------------------------------------------------------------------------------------------------------
@@ -225,13 +237,14 @@ def _full_run(folder: Path) -> Tensors:
 
 
 def _loaded_by_megatron(source: Path, scratch: Path | None = None) -> Tensors:
-    """Return what Megatron-core's own loader reads of a folder of `torch_dist`."""
+    """Return the model that Megatron-core's own loader reads; `ckpt` writes the optimizer under other names."""
     from megatron.core.dist_checkpointing import load_plain_tensors
 
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        return _bytes(dict(_flat(load_plain_tensors(str(_step(source))))))
+        tensors = _bytes(dict(_flat(load_plain_tensors(str(_step(source))))))
+        return {name: one for name, one in tensors.items() if not name.startswith("/optimizer")}
     finally:
         torch.distributed.destroy_process_group()
 
@@ -241,14 +254,9 @@ def _written_for_megatron(source: Path, scratch: Path) -> Tensors:
     return _loaded_by_megatron(scratch)
 
 
-_FP32 = Layout(dtype=FLOAT32)
 PEERS = {
-    "DeepSpeed zero_to_fp32, ZeRO-2": Peer(
-        _copied("toy-zero2"), _masters, _zero_to_fp32, _converted("hf", _FP32, _safetensors)
-    ),
-    "DeepSpeed zero_to_fp32, ZeRO-3": Peer(
-        _copied("toy-zero3"), _masters, _zero_to_fp32, _converted("hf", _FP32, _safetensors)
-    ),
+    "DeepSpeed zero_to_fp32, ZeRO-2": Peer(_copied("toy-zero2"), _masters, _zero_to_fp32, _written_in_fp32),
+    "DeepSpeed zero_to_fp32, ZeRO-3": Peer(_copied("toy-zero3"), _masters, _zero_to_fp32, _written_in_fp32),
     "PEFT merge_and_unload, base": Peer(
         _save_adapter,
         lambda source: _first_tensor(source / "base/model.safetensors", "q_proj"),
