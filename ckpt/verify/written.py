@@ -62,14 +62,14 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
 def _first_change(file: TargetFile, path: Path) -> int | None:
     """Return the offset of the first known bytes of `file` that `path` does not have; None if it has all of them."""
     with open(path, "rb") as opened:
-        for offset, expected in _known(file):
+        for offset, expected in _planned_bytes(file):
             opened.seek(offset)
             if opened.read(len(expected)) != expected:
                 return offset
     return None
 
 
-def _known(file: TargetFile) -> Iterator[tuple[int, bytes]]:
+def _planned_bytes(file: TargetFile) -> Iterator[tuple[int, bytes]]:
     yield from file.literals
     for offset, length in file.zeros:
         for at in range(offset, offset + length, _BLOCK):
