@@ -34,8 +34,7 @@ BY_TENSORS = names_in(
     """
     add_bias_linear add_qkv_bias ffn_hidden_size qk_layernorm moe_ffn_hidden_size moe_layer_freq mtp_num_layers
     moe_shared_expert_gate moe_shared_expert_intermediate_size gated_linear_unit max_position_embeddings
-    linear_attention_freq linear_conv_kernel_dim linear_key_head_dim linear_value_head_dim linear_num_key_heads
-    linear_num_value_heads is_hybrid_model mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    linear_attention_freq is_hybrid_model
     """
 )
 #: Fields that only mean something next to another one, which is compared.
@@ -75,6 +74,19 @@ def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes
     sizes = table.family.sizes(config_of(architecture))
     state = TrainingState(args={**table.args(sizes), **recorded})
     return Checkpoint("run", "megatron", {}, (), namespace=MEGATRON, state=state), table, sizes
+
+
+#: Sizes of layers with a state, and an architecture that has them.
+STATES = {
+    **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "nemotron_h"),
+    **dict.fromkeys(
+        (
+            *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+            *("linear_num_key_heads", "linear_num_value_heads"),
+        ),
+        "qwen3_next",
+    ),
+}
 
 
 def refusal(architecture: str, **recorded: Any) -> str | None:
@@ -124,7 +136,7 @@ def test_no_field_with_another_value_passes_in_silence() -> None:
         if value is None:  # a flag that is on by default
             continue
         more = BY_OTHERS.get(name, {})
-        said = refusal("qwen3_moe", **{**more, name: value})
+        said = refusal(STATES.get(name, "qwen3_moe"), **{**more, name: value})
         assert said, (name, value)
         assert SAID.get(name, name) in said or any(one in said for one in more), said
         compared += 1
@@ -170,6 +182,16 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
         ("nemotron_h", {"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"]}, None),
         ("llama", {"spec": ["my.layers", "my_spec"]}, "spec"),
         ("deepseek_v3", {"qk_head_dim": 7}, "qk_head_dim 7"),
+        ("nemotron_h", {}, None),
+        ("nemotron_h", {"mamba_num_groups": 7}, "mamba_num_groups 7"),
+        ("qwen3_next", {}, None),
+        ("qwen3_next", {"linear_num_key_heads": 7}, "linear_num_key_heads 7"),
+        ("llama", {"mamba_state_dim": 128, "linear_key_head_dim": 128}, None),  # recorded for every model
+        ("llama", {"rope_theta": 5000, "rotary_base": None}, "rotary_base 5000"),
+        ("llama", {"rope_theta": 10000, "rotary_base": None}, None),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling dynamic"),
+        ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling longrope"),
+        ("llama", {"rope_scaling": {"rope_type": "default"}}, None),
         ("llama", {"tensorboard_dir": "logs", "wandb_exp_name": "x", "train_iters": 5, "lr": 1e-4, "seed": 1}, None),
     ],
 )

@@ -28,6 +28,11 @@ _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function")
 #: Whether norms are around zero, and what the MLP computes.
 _OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "openai_gelu", "glu_linear_offset")
+#: Sizes of layers with a state. Shapes of tensors show products of these only.
+_OF_STATES = (
+    *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_conv_kernel_dim"),
+    *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
+)
 #: Sizes of latent attention that the shapes of tensors do not decide.
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 #: Arguments of latent attention that only mean something if its positions are YaRN's.
@@ -56,6 +61,8 @@ _OF_YARN: Mapping[str, Any] = {
 }
 #: YaRN's numbers in a config.json; Megatron's names begin with `yarn_`.
 _IN_SCALING = ("original_max_position_embeddings", "beta_fast", "beta_slow")
+#: Kinds of `rope_scaling` that the comparison knows by other arguments, and kinds without scaling.
+_SCALINGS = ("default", "mrope", "linear", "llama3", "yarn")
 #: For a text the same.
 _ROTATING = ("rope", "mrope")
 #: Latent attention has its own positions with each of them.
@@ -159,6 +166,8 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
     """A run's arguments, those that Megatron-LM has renamed under both names."""
+    if args.get("rotary_base") is None and "rope_theta" in args:  # Megatron-DeepSpeed
+        args = {**args, "rotary_base": args["rope_theta"]}
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
 
 
@@ -197,6 +206,15 @@ def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**args, **own}
 
 
+def _other_scaling(args: Mapping[str, Any]) -> Any:
+    """Return scaled positions that no argument of Megatron-LM stands for, as ms-swift records them, or None."""
+    scaling = args.get("rope_scaling")
+    if not isinstance(scaling, Mapping):
+        return None
+    kind = scaling.get("rope_type", scaling.get("type"))
+    return None if kind in (*_SCALINGS, None) else kind
+
+
 def _is_same(ours: Any, theirs: Any) -> bool:
     """Equality; a number with a fraction may have come through float32, as in some config.json."""
     if isinstance(ours, float) and isinstance(theirs, int | float):
@@ -206,7 +224,7 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 
 def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
     """The arguments that mean something in both."""
-    yield from (*_ALWAYS, *_OF_LAYERS)
+    yield from (*_ALWAYS, *_OF_LAYERS, *_OF_STATES)
     both = recorded, expected
     is_latent = any(one.get("multi_latent_attention") for one in both)
     yield from _OF_LATENT if is_latent else _OF_ATTENTION
@@ -251,6 +269,7 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
         put("window_attn_skip_freq", lambda args: _sliding(args.get("window_attn_skip_freq"), layers))
     if all(_positions(one) in _ROTATING for one in both):
         put("rotary_seq_len_interpolation_factor", lambda args: args.get("rotary_seq_len_interpolation_factor") or 1)
+        put("rope_scaling", _other_scaling)
         put("no_rope_freq", lambda args: _unrotated(args.get("no_rope_freq"), layers))
     for name, usual in _CONSTANT.items():
         if not name.startswith("moe_") or all(one.get("num_experts") for one in both):
