@@ -42,8 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     from tests.support import hints, python_hints  # after the environment is set
 
     hints.record_file = config.getoption("--hints")
-    if hints.record_file is not None:
-        python_hints.watch()
+    python_hints.watch()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -54,8 +54,11 @@ OPTIONS = {
     "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 
-#: Options that every format has.
-_OF_ALL = ("format", "tag", "config", "dtype", "dequantize", "optimizer_dtype", *OF_FILES)
+#: Parameters that do not depend on the format, of convert, plan and mount alike, and of resume.
+_OF_ALL = {
+    "convert": ("format", "tag", "config", "accept_settings", "dtype", "dequantize", *OF_FILES),
+    "resume": ("format", "tag", "config", "dtype", "world_size", "model_only", "missing_ok"),
+}
 
 #: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
 NAMESPACES = {
@@ -210,7 +213,7 @@ def check_options(format: str, asked: Mapping[str, Any], command: str = "convert
         return
     owners = {owner: formats for owner, formats in declared.items() if {o.name for o in options_of(owner)} & {*others}}
     if not owners:
-        hint = did_you_mean(others[0], [*known, *_OF_ALL]) or f"see `ckpt {command} --help`"
+        hint = did_you_mean(others[0], [*known, *_OF_ALL[command]]) or f"see `ckpt {command} --help`"
         raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(

@@ -4,6 +4,7 @@ typed, refused where they do not belong.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -78,7 +79,13 @@ def test_a_layout_gives_a_format_its_own_options() -> None:
     assert replace(layout, world_size=4).options == layout.options
 
 
-def test_an_option_of_another_format_is_a_mistake(fixtures: Path, marks: ModuleType) -> None:
+def test_options_of_every_format_are_parameters() -> None:
+    for command, functions in {"convert": (ckpt.convert, ckpt.plan, ckpt.mount), "resume": (ckpt.resume,)}.items():
+        for function in functions:
+            assert {*registry._OF_ALL[command]} <= inspect.signature(function).parameters.keys()
+
+
+def test_an_option_of_another_format_is_a_mistake(fixtures: Path, marks: ModuleType, tmp_path: Path) -> None:
     run = str(fixtures / "toy-zero3")
     result = run_ckpt("convert", "auto", "hf", run, "--tp", "2", "--dry-run")
     assert result.code == 2
@@ -90,6 +97,10 @@ def test_an_option_of_another_format_is_a_mistake(fixtures: Path, marks: ModuleT
     assert run_ckpt("convert", "auto", "hf", run, "--depth", "3", "--dry-run").code == 0  # as if it was not given
     with pytest.raises(UsageError, match="has no option 'colour'"):
         ckpt.plan(ckpt.open(run), "hf", Layout(colour="red"))
+    with pytest.raises(UsageError, match="did you mean max_shard_size"):
+        ckpt.convert(run, "hf", tmp_path / "hf", max_shard_sizes=3)
+    with pytest.raises(UsageError, match=r"(?s)no option .max_shard_size.*see help"):  # an option of convert alone
+        ckpt.resume(run, format="hf", model_only=True, max_shard_size=3)
     assert run_ckpt("convert", "auto", "hf", run, "--mark", "green").code == 2
     assert run_ckpt("convert", "auto", "hf", run, "--depth", "0").code == 2
 

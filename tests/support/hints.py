@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -84,8 +85,7 @@ Run = Callable[[list[str], Path | None], str]
 _tried: set[str] = set()
 _numbers = itertools.count()
 _is_trying = False
-#: File for one line of JSON for each wording, if `pytest --hints` asks for it. Then errors of Python calls are checked
-#: as well, and hints without anything to try have to be of a known kind.
+#: File for one line of JSON for each wording, if `pytest --hints` asks for it.
 record_file: str | None = None
 
 
@@ -125,6 +125,7 @@ def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[],
     _tried.add(wording)
     _is_trying = True
     problems, tried, proposed = [*problems], [], []
+    began = time.perf_counter()
     try:
         for trial in itertools.islice(trials(), _MAX_TRIED):
             proposed.append(trial.said)
@@ -135,10 +136,11 @@ def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[],
     finally:
         _is_trying = False
     kind = None if tried else "not tried here" if proposed else advice.kind(error.hint)
-    if not tried and kind is None and record_file is not None:
+    if not tried and kind is None:
         problems.append("nothing to try, and of no kind in tests/support/advice.py")
     if record_file is not None:
         line = {"place": place, "what": error.what, "hint": error.hint, "tried": tried, "kind": kind}
+        line["seconds"] = round(time.perf_counter() - began, 3)
         with open(record_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line | {"problems": problems}) + "\n")
     assert not problems, f"{place}: {error.what}\nhint: {error.hint}\n" + "\n".join(problems)
@@ -182,19 +184,19 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
             second = [f"{name[:-2]}-b", values[0]] if name.endswith("-a") else []
             kept = args if name in _REPEATED else _without(args, name)
             commands.append([*kept, *(word for value in values for word in (name, value)), *second])
-    for meant in meant_words(error.hint) if record_file is not None else ():
+    for meant in meant_words(error.hint):
         wrong = wrong_word(error.what, args)
         commands += [[meant if word == wrong else word for word in args]] if wrong else []
-    if record_file is not None and re.search(r"\b(?:an)?other (?:folder|place|name)\b.*-o\b", outside):
+    if re.search(r"\b(?:an)?other (?:folder|place|name)\b.*-o\b", outside):
         commands.append([*_without(args, "-o"), "-o", str(unused([*args, str(cwd or "")]))])
-    for path in paths_in(error.hint, args, cwd or Path.cwd()) if record_file is not None else ():
+    for path in paths_in(error.hint, args, cwd or Path.cwd()):
         source = next((word for word in args if Path(word).with_suffix("") == Path(path).with_suffix("")), None)
         source = source or next((word for word in reversed(args) if os.path.exists((cwd or Path.cwd()) / word)), None)
         commands += [[path if word == source else word for word in args]] if source else []
     for words in commands:
         if can_be_tried(words):
             yield Trial(f"`ckpt {shlex.join(words)}`", functools.partial(_next_error, words, cwd, run))
-    for name in other if record_file is not None else ():
+    for name in other:
         tried = [[*_without(args, name), name, str(size)] for size in SIZES]
         again = functools.partial(
             first_other, error.what, [functools.partial(_next_error, one, cwd, run) for one in tried]
