@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -473,7 +474,7 @@ def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkp
         raise UsageError(
             "the base is quantized and the run is not: its tensors would not go together",
             path=base.path,
-            hint="ckpt convert hf hf BASE --dequantize makes a plain one",
+            hint=f"`ckpt convert auto hf {shlex.quote(base.path)} --dequantize` makes a plain base; give that",
         )
     return completed(checkpoint, base)
 
@@ -906,7 +907,11 @@ def check_goes_together(
         raise UsageError("--loads takes one folder", found=f"{a} and {b}")
     path = a.path if isinstance(a, Checkpoint) else fspath(a)
     if loads and (scheme_of(path) is not None or standins.is_standin(path)):
-        raise UsageError("transformers itself loads local folders only", path=path, hint="convert it to one first")
+        raise UsageError(
+            "transformers itself loads local folders only",
+            path=path,
+            hint=f"`ckpt convert auto hf {path} -o FOLDER` makes a local one",
+        )
     if b is None and not loads:
         asked = {"only": only != "all", "cast": cast, "exact": exact} | {
             name: one not in (None, AUTO) for name, one in sides.items()

@@ -207,7 +207,7 @@ def _other(named: Any, path: Path, hidden: int) -> RunConfig:
         "the DeepSpeed config that the run's config names is not here",
         path=path,
         found=str(named),
-        hint="run the command where this path leads to it",
+        hint="correct the path in the run's config, or run the command in the folder that it starts from",
     )
 
 

@@ -93,7 +93,7 @@ class _Merged:
                 f"torch did not compute this tensor: {error}",
                 path=self.source.file or self.source.of.path,
                 fqn=self.fqn,
-                hint="use fewer --workers if memory is short",
+                hint="--workers 1 takes the least memory",
             ) from error
         return raw_bytes(merged).data
 

@@ -51,7 +51,7 @@ def next_to_run(path: Path, *suffix: str) -> Path:
         raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
     run = run_root(absolute)
     if not run.name:
-        raise UsageError("the run is the root folder, which has no neighbour", path=path, hint="give a folder with -o")
+        raise UsageError("the run is the root folder, which has no neighbour", path=path, hint="give one with -o")
     name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
     is_named = bool(path.name) and path.name != ".."  # the user typed a name, not `.` or `..`
     return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)

@@ -85,7 +85,7 @@ class Stage0(Format):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        raise UsageError("the format 'zero0' cannot be written", hint="`zero1` resumes with any stage's config")
+        raise UsageError("the format 'zero0' cannot be written")
 
 
 ZERO0 = Stage0()

@@ -185,12 +185,7 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
     """The index where there is one, the names of the files, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
-        adapter = (folder / "adapter_config.json").exists()
-        raise NotFoundError(
-            "there are no safetensors weights of a model here",
-            path=path,
-            hint="an adapter alone is no model; see `ckpt merge-lora`" if adapter else None,
-        )
+        raise NotFoundError("there are no safetensors weights of a model here", path=path)
     if isinstance(found, list):
         _check_set(found, folder)
         return None, found, []

@@ -82,7 +82,7 @@ KINDS = (
         "The user alone knows the value. The option has to exist on the command.",
         (
             r"(?:^|\W)(?:--[a-z-]+|[a-z]+(?:_[a-z]+)*) (?:says|takes|names) ",
-            r"--[a-z-]+ [A-Z][A-Z/_]+|[a-z_]+='[A-Z/_]+'|=N\b|--[a-z-]+ N\b|:ALPHA\b|hf://",
+            r"`ckpt [^`]* [A-Z]{3,}[^`]*`|--[a-z-]+ [A-Z][A-Z/_]+|[a-z_]+='[A-Z/_]+'|=N\b|--[a-z-]+ N\b|:ALPHA\b|hf://",
             r"\bgive (?:the|a|an|another|one|it) \S.*(?:--[a-z-]+|\b(?:base|config|output|repo_id)\b)",
         ),
     ),
@@ -99,7 +99,12 @@ KINDS = (
     Kind(
         "push goes on",
         "The command talks to a server. tests/hub runs it again by hand.",
-        (r"`ckpt push [^`]*` goes on", r"\bpush again\b", r"^convert to a local folder"),
+        (
+            r"`ckpt push [^`]*` goes on",
+            r"\bpush again\b",
+            r"^convert to a local folder",
+            r"^leave out (?:--)?revision or (?:--)?create.pr$",
+        ),
     ),
     Kind(
         "larger change of the command",
