@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import json
+import pickle
+import shutil
 import sys
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import timedelta
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,12 +24,16 @@ import ckpt as toolkit
 from ckpt.base import entries
 from ckpt.containers import safetensors
 from ckpt.errors import CkptError
+from ckpt.processes.group import check_alike
 from ckpt.resume.copies import kept_folder
+from ckpt.resume.resuming import _check_seen_by_all, _Way
 from tests.support import advice
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 RUN = FIXTURES / "toy-zero3"
+#: Name in pickles that ckpt knows, as if another package registers it.
+NAMES = {("collections", "OrderedDict"): ("a",)}
 #: Arguments of `ckpt estimate` that need no network.
 MODEL = (FIXTURES / "trainer-plain/checkpoint-2", "--gpus", "2")
 
@@ -89,6 +96,23 @@ def text(path: Path, content: str) -> Path:
 
 def pointer(path: Path) -> Path:
     return text(path, "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def sharded() -> torch.nn.Module:
+    layer = torch.nn.ModuleDict({"a": torch.nn.Linear(4, 4, bias=False)})
+    layer["a"].weight.placements = ()
+    return layer
+
+
+def stacked(folder: Path) -> Path:
+    tensors(folder / "model.pt", **{"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 4)})
+    return text(folder / "config.json", json.dumps({"model_type": "new"})).parent
+
+
+def with_rank(run: Path) -> Path:
+    first = next(run.rglob("mp_rank_00*"))
+    shutil.copytree(first, first.with_name("mp_rank_07"))
+    return run
 
 
 def filled(folder: Path) -> Path:
@@ -161,6 +185,56 @@ def mounted(place: Place, library: str, view: Path) -> str:
     place.patch.delitem(sys.modules, "mfusepy", raising=False)
     place.patch.syspath_prepend(place / "modules")
     return called(lambda: toolkit.mount(RUN, "hf", view).__enter__())
+
+
+def edited(path: Path, change: Callable[[Any], object]) -> Path:
+    """Change the content of a torch file."""
+    content = torch.load(path, weights_only=False)
+    change(content)
+    torch.save(content, path)
+    return path
+
+
+def megatron(place: Place, change: Callable[[dict[str, Any]], object]) -> Path:
+    """Return a checkpoint in Megatron-LM's torch format whose first file is changed."""
+    run = Path(toolkit.convert(FIXTURES / "megatron-lm", "megatron", place / "run", tp=1, pp=1).path)
+    edited(next(run.rglob("model_optim_rng.pt")), change)
+    return run
+
+
+def compressed(place: Place) -> Path:
+    shutil.copytree(FIXTURES / "dcp-fsdp2", place / "dcp")
+    path = next((place / "dcp").rglob(".metadata"))
+    content = pickle.loads(path.read_bytes())
+    for info in content.storage_data.values():
+        info.transform_descriptors = ["zstd"]
+    path.write_bytes(pickle.dumps(content))
+    return path.parent
+
+
+def launched(place: Place, size: str = "2", rank: str = "0", **environment: str) -> str:
+    """Return the error of a command that a launcher starts."""
+    for name, value in {"OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_RANK": rank, **environment}.items():
+        place.patch.setenv(name, value)
+    place.patch.setattr("ckpt.processes.launch._JOINING", timedelta(seconds=0))
+    return typed("convert", "auto", "hf", RUN, "-o", place / "out")
+
+
+def tensors(path: Path, **content: Any) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(content, path)
+    return path
+
+
+def ranks_of_two_runs(place: Place) -> Path:
+    for count in (1, 2):
+        tensors(place / f"run/model_world_size_{count}_rank_0.pt", a=torch.ones(2))
+    return place / "run"
+
+
+def others(first: Any) -> Any:
+    """Return the group of this process, the second one, where the first one gives `first`."""
+    return SimpleNamespace(rank=1, size=2, gather=lambda value: [first, value])
 
 
 def inner(function: Callable[[], object]) -> str:
@@ -269,6 +343,56 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "pip install 'ckpt-toolkit[mount]'": lambda at: is_lacking(
         at, "mfusepy", lambda: called(lambda: toolkit.mount(RUN, "hf", at / "view").__enter__())
     ),
+    "load and save it again in torch, without extensions": lambda at: typed("inspect", compressed(at)),
+    "update the package that registers it": lambda at: changed(
+        at,
+        "ckpt.containers.torchfile.table.entries",
+        lambda group: {"names": "tests.cli.test_rare_hints:NAMES"},
+        lambda: typed("inspect", tensors(at / "model.pt", a=torch.ones(2))),
+    ),
+    "mpirun -x MASTER_ADDR=HOST": lambda at: launched(at),
+    "pip install torch; where one process": lambda at: is_lacking(at, "torch.distributed", lambda: launched(at)),
+    "do all of them run this command, and reach that port?": lambda at: launched(
+        at, "2", "1", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"
+    ),
+    "start the same command everywhere": lambda at: inner(lambda: check_alike({"tag": "1"}, others({"tag": "2"}))),
+    "keep the run on shared storage": lambda at: inner(
+        lambda: _check_seen_by_all(_Way(str(at / "gone"), ""), others("another"))
+    ),
+    "fill it before it is sharded": lambda at: called(lambda: toolkit.load_into(sharded(), named(at / "b"))),
+    "move those away that do not belong to this run": lambda at: typed("inspect", ranks_of_two_runs(at)),
+    "it is read as Accelerate names its files": lambda at: typed(
+        "inspect", tensors(at / "run/model_world_size_1_rank_0.pt", _flat_param=torch.ones(2)).parent
+    ),
+    "docs/new-architecture.md says how to add one": lambda at: typed(
+        "convert", "auto", "megatron", model(at / "a", model_type="new"), "-o", at / "out"
+    ),
+    "--config, with the model's config.json, tells its size": lambda at: typed(
+        "convert", "auto", "megatron", FIXTURES / "megatron-lm", "--make-vocab-size-divisible-by", "8", "-o", at / "o"
+    ),
+    "if not, --names own writes the names as they are": lambda at: typed(
+        "convert", "auto", "hf", stacked(at / "a"), "-o", at / "out"
+    ),
+    "the formats full and dcp hold them by name": lambda at: typed("convert", "auto", "trainer", RUN, "-o", at / "out"),
+    "which reorders them": lambda at: typed(
+        "inspect", megatron(at, lambda content: content.update(checkpoint_version=1.0))
+    ),
+    "move those away that are left from a larger run": lambda at: typed(
+        "inspect", with_rank(megatron(at, lambda content: None))
+    ),
+    "Megatron-LM itself loads it; to read the weights here": lambda at: typed(
+        "inspect", megatron(at, lambda content: setattr(content["args"], "optimizer", "shampoo"))
+    ),
+    "parameters that were frozen are not known": lambda at: typed(
+        "inspect", megatron(at, lambda content: content["optimizer"]["fp32_from_fp16_params"][0].pop())
+    ),
+    "to read the weights here, save them with --no-save-optim": lambda at: typed(
+        "inspect", megatron(at, lambda content: vars(content["args"]).update(use_precision_aware_optimizer=True))
+    ),
+    "take the adapter from the sharded checkpoint": lambda at: typed(
+        "convert", "peft", "peft", adapter(at / "a", 0), "-o", at / "out"
+    ),
+    "another --tp": lambda at: typed("convert", "auto", "megatron", FIXTURES / "megatron-lm", "--tp", "3"),
     'ckpt.StorageReader("outputs")': lambda at: called(lambda: toolkit.StorageReader().read_metadata()),
 }
 

@@ -139,8 +139,15 @@ def check(place: str, error: Told, problems: Sequence[str], trials: Callable[[],
     if not tried and kind is None:
         problems.append("nothing to try, and of no kind in tests/support/advice.py")
     if record_file is not None:
-        line = {"place": place, "what": error.what, "hint": error.hint, "tried": tried, "kind": kind}
-        line["seconds"] = round(time.perf_counter() - began, 3)
+        seconds = round(time.perf_counter() - began, 3)
+        line = {
+            "place": place,
+            "what": error.what,
+            "hint": error.hint,
+            "tried": tried,
+            "kind": kind,
+            "seconds": seconds,
+        }
         with open(record_file, "a", encoding="utf-8") as file:
             file.write(json.dumps(line | {"problems": problems}) + "\n")
     assert not problems, f"{place}: {error.what}\nhint: {error.hint}\n" + "\n".join(problems)
