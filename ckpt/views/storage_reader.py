@@ -151,7 +151,10 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
     def _opened(self) -> _Contents:
         if self._contents is None:
-            raise UsageError("there is no checkpoint to read", hint='ckpt.StorageReader("outputs")')
+            raise UsageError(
+                "there is no checkpoint to read",
+                hint='give the path of a run or a checkpoint: ckpt.StorageReader("outputs")',
+            )
         return self._contents
 
 

@@ -93,7 +93,7 @@ def _check_has_elements(model: DeepSpeedModel) -> None:
         raise LossError(
             "ZeRO-3 has no place for a parameter without elements",
             fqn=empty,
-            hint="zero1 and zero2 have one in their model file",
+            hint="the formats zero1 and zero2 hold it",
         )
 
 

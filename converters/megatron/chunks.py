@@ -424,7 +424,7 @@ def _check_packed(
             "megatron-core's MambaModel deals layers to stages by their number alone",
             fqn=mixer,
             expected="no layout of the pipeline, and neither embedding nor loss counted as a layer",
-            hint="--decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers are heeded",
+            hint="use --decoder-first-pipeline-num-layers N and --decoder-last-pipeline-num-layers N instead",
         )
 
 

@@ -164,7 +164,7 @@ class _RankOptimizers:
             rank=self.file.rank.number,
             expected=expected,
             found=found,
-            hint="parameters that were frozen are not known from the file; the model alone: remove its `optimizer`",
+            hint="frozen parameters are not known from the file; remove the `optimizer` entry to read the model alone",
         )
 
     def _read_plain(

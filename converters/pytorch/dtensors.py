@@ -107,7 +107,7 @@ def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: st
             raise LossError(
                 f"the source's files have a {what} of a form that is not known, so none can be made for other ranks",
                 found=f"an attribute {name}",
-                hint="`dcp` holds weights and optimizer for any number of ranks, and its `.metadata` needs no mesh",
+                hint="the format dcp holds weights and optimizer for any number of ranks",
             )
     return {name: known[name]() for name in names}
 

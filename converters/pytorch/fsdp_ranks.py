@@ -223,7 +223,7 @@ def _refuse_flat(models: list[RankFile]) -> None:
             raise NotFoundError(
                 "this is a LOCAL_STATE_DICT of FSDP1, flat parameters, under the names of verl's files",
                 path=model.path,
-                hint="it is read as Accelerate names its files, pytorch_model_fsdp_rank0.bin",
+                hint="rename it as Accelerate does, pytorch_model_fsdp_rank0.bin; ckpt reads that",
             )
 
 

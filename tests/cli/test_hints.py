@@ -56,6 +56,22 @@ def test_every_option_in_a_hint_exists() -> None:
     assert not missing
 
 
+def test_every_hint_proposes_something_or_is_of_a_known_kind() -> None:
+    flags = {name for command in NAMES for name, is_flag in hints._options(command).items() if is_flag}
+    whole = [(place, text) for place, text in texts() if "VALUE" not in text and re.match(r"[`\w'-].{9}", text)]
+    assert len(whole) > 200
+    missing = []
+    for place, text in whole:
+        outside = hints.without_backticks(text)
+        is_typed = (
+            any(name in flags or any(values) for name, values in hints.options_in(text).items())
+            or hints.commands_in(text)
+            or re.search(r"\b(?:another|a smaller|other|without|leave out|leave) .*(?:--|-o\b)|\w+=False", outside)
+        )
+        missing += [] if is_typed or advice.kind(text) or advice.kind(in_python(text)) else [(place, text)]
+    assert not missing
+
+
 def test_every_command_in_a_hint_exists_with_its_options() -> None:
     missing = []
     for place, text in texts():

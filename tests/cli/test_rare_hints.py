@@ -18,15 +18,19 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 import ckpt as toolkit
 from ckpt.base import entries
 from ckpt.containers import safetensors
+from ckpt.containers.torchfile.table import allowed
 from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import ParamGroup
+from ckpt.processes import launch
 from ckpt.processes.group import check_alike
 from ckpt.resume.copies import kept_folder
 from ckpt.resume.resuming import _check_seen_by_all, _Way
+from converters.pytorch.trainer import trainer_groups
 from tests.support import advice
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
@@ -89,6 +93,13 @@ def adapter(folder: Path, size: int = 4, **config: Any) -> Path:
     return folder
 
 
+def emptied(folder: Path) -> Path:
+    content = load_file(folder / "adapter_model.safetensors")
+    content[next(iter(content))] = torch.ones(0)
+    save_file(content, folder / "adapter_model.safetensors")
+    return folder
+
+
 def text(path: Path, content: str) -> Path:
     path.write_text(content)
     return path
@@ -111,7 +122,7 @@ def stacked(folder: Path) -> Path:
 
 def with_rank(run: Path) -> Path:
     first = next(run.rglob("mp_rank_00*"))
-    shutil.copytree(first, first.with_name("mp_rank_07"))
+    shutil.copytree(first, first.with_name(f"{first.name[:-1]}7"))
     return run
 
 
@@ -196,9 +207,10 @@ def edited(path: Path, change: Callable[[Any], object]) -> Path:
 
 
 def megatron(place: Place, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a checkpoint in Megatron-LM's torch format whose first file is changed."""
-    run = Path(toolkit.convert(FIXTURES / "megatron-lm", "megatron", place / "run", tp=1, pp=1).path)
-    edited(next(run.rglob("model_optim_rng.pt")), change)
+    """Return a checkpoint in Megatron-LM's torch format, each file of a rank changed."""
+    run = Path(toolkit.convert(FIXTURES / "megatron-llm-jp/run", "megatron", place / "run", tp=1, pp=1).path)
+    for path in run.rglob("model_optim_rng.pt"):
+        edited(path, change)
     return run
 
 
@@ -213,11 +225,16 @@ def compressed(place: Place) -> Path:
 
 
 def launched(place: Place, size: str = "2", rank: str = "0", **environment: str) -> str:
-    """Return the error of a command that a launcher starts."""
+    """Return the error of a process that mpirun starts."""
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_CPP_LOG_LEVEL"):
+        place.patch.setenv(name, "")  # removed at the end, whatever the launch sets
+        place.patch.delenv(name)
     for name, value in {"OMPI_COMM_WORLD_SIZE": size, "OMPI_COMM_WORLD_RANK": rank, **environment}.items():
         place.patch.setenv(name, value)
-    place.patch.setattr("ckpt.processes.launch._JOINING", timedelta(seconds=0))
-    return typed("convert", "auto", "hf", RUN, "-o", place / "out")
+    place.patch.setattr(launch, "_JOINING", timedelta(seconds=0))
+    start = launch.launch()
+    assert start is not None
+    return inner(lambda: launch._join(start))
 
 
 def tensors(path: Path, **content: Any) -> Path:
@@ -348,7 +365,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         at,
         "ckpt.containers.torchfile.table.entries",
         lambda group: {"names": "tests.cli.test_rare_hints:NAMES"},
-        lambda: typed("inspect", tensors(at / "model.pt", a=torch.ones(2))),
+        lambda: inner(allowed.__wrapped__),
     ),
     "mpirun -x MASTER_ADDR=HOST": lambda at: launched(at),
     "pip install torch; where one process": lambda at: is_lacking(at, "torch.distributed", lambda: launched(at)),
@@ -361,19 +378,31 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     ),
     "fill it before it is sharded": lambda at: called(lambda: toolkit.load_into(sharded(), named(at / "b"))),
     "move those away that do not belong to this run": lambda at: typed("inspect", ranks_of_two_runs(at)),
-    "it is read as Accelerate names its files": lambda at: typed(
+    "rename it as Accelerate does": lambda at: typed(
         "inspect", tensors(at / "run/model_world_size_1_rank_0.pt", _flat_param=torch.ones(2)).parent
     ),
     "docs/new-architecture.md says how to add one": lambda at: typed(
         "convert", "auto", "megatron", model(at / "a", model_type="new"), "-o", at / "out"
     ),
-    "--config, with the model's config.json, tells its size": lambda at: typed(
-        "convert", "auto", "megatron", FIXTURES / "megatron-lm", "--make-vocab-size-divisible-by", "8", "-o", at / "o"
+    "give the model's config.json with --config": lambda at: typed(
+        "convert",
+        "auto",
+        "megatron",
+        megatron(at, lambda content: vars(content["args"]).update(vocab_size=None, padded_vocab_size=None)),
+        "--make-vocab-size-divisible-by",
+        "8",
+        "-o",
+        at / "out",
     ),
-    "if not, --names own writes the names as they are": lambda at: typed(
-        "convert", "auto", "hf", stacked(at / "a"), "-o", at / "out"
+    "if not, --names own writes the names as they are": lambda at: changed(
+        at,
+        "converters.names.transformers.relation.converted_identifiers",
+        lambda: None,
+        lambda: typed("convert", "auto", "hf", stacked(at / "a"), "-o", at / "out"),
     ),
-    "the formats full and dcp hold them by name": lambda at: typed("convert", "auto", "trainer", RUN, "-o", at / "out"),
+    "the formats full and dcp hold them by name": lambda at: inner(
+        lambda: trainer_groups([ParamGroup((name,), {}) for name in "abc"], "abc")
+    ),
     "which reorders them": lambda at: typed(
         "inspect", megatron(at, lambda content: content.update(checkpoint_version=1.0))
     ),
@@ -383,17 +412,13 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "Megatron-LM itself loads it; to read the weights here": lambda at: typed(
         "inspect", megatron(at, lambda content: setattr(content["args"], "optimizer", "shampoo"))
     ),
-    "parameters that were frozen are not known": lambda at: typed(
-        "inspect", megatron(at, lambda content: content["optimizer"]["fp32_from_fp16_params"][0].pop())
-    ),
     "to read the weights here, save them with --no-save-optim": lambda at: typed(
         "inspect", megatron(at, lambda content: vars(content["args"]).update(use_precision_aware_optimizer=True))
     ),
     "take the adapter from the sharded checkpoint": lambda at: typed(
-        "convert", "peft", "peft", adapter(at / "a", 0), "-o", at / "out"
+        "convert", "peft", "peft", emptied(adapter(at / "a")), "-o", at / "out"
     ),
-    "another --tp": lambda at: typed("convert", "auto", "megatron", FIXTURES / "megatron-lm", "--tp", "3"),
-    'ckpt.StorageReader("outputs")': lambda at: called(lambda: toolkit.StorageReader().read_metadata()),
+    "give the path of a run or a checkpoint": lambda at: called(lambda: toolkit.StorageReader().read_metadata()),
 }
 
 

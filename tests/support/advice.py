@@ -22,6 +22,7 @@ KINDS = (
         (
             r"\bpip install\b",
             r"\bapt-get install\b",
+            r"\bon a machine with more memory\b",
             r"\b(?:update|uninstall) (?:it|that package|the package|one of)\b",
         ),
     ),
@@ -37,6 +38,7 @@ KINDS = (
             r"`(?:hf|git|aws|mkdir|fusermount3|gsutil|gcloud) [^`]*`",
             r"\bhf download \S+",
             r"\b(?:load|save|have|train|fetch|merge)\b.* with (?:[A-Z]\w+|the |a newer |torch\b|orbax|megatron)",
+            r"\bload and save the model with transformers\b",
             r"\b(?:load|save|saved?) (?:it|them|the|each)\b.*\b(?:torch|orbax|Megatron|megatron-core|safetensors)\b",
             r"\btorch\.save\(|\bmerge_and_unload\b|\bPeftModel\b|\bsave_pretrained\(|\bmlx_lm\.fuse\b|\bllm\.export_ckpt",
             r"\bconsolidate_safetensors_files_on_every_rank\b",
@@ -47,6 +49,7 @@ KINDS = (
             r"\bhave the script that trained it save\b|\btrain with(?:out)?\b|\bparallel-size\b",
             r"\bload the file with \w+, only if you trust\b|\bon a little-endian machine\b",
             r"\bsave with Megatron-LM\b|\bHub's config\.json of the model\b",
+            r"\bconvert it with GPT-NeoX's\b",
             r"\bmodel\.to_empty\(|\bmpirun -x\b|\bcall ckpt\.resume behind\b",
         ),
     ),
@@ -55,6 +58,7 @@ KINDS = (
         "The data is not in the test: it has to be copied, fetched or saved again.",
         (
             r"\b(?:copy|fetch|download|push|save) (?:the folder|the whole folder|it|or copy|the files)\b",
+            r"\bkeep the run on shared storage\b|\bfill it before it is sharded\b",
             r"\bcopied (?:completely|only in part)\b|\bor have been copied\b|\bwas one copied over\b",
             r"\bfetch or save it again\b",
             r"\ba sharded state dict has it\b|\bstill has them; give that\b",
@@ -72,8 +76,9 @@ KINDS = (
         "files by hand",
         "The user has to decide about files that belong to somebody: a test must not guess.",
         (
-            r"\b(?:move|remove|replace|write|correct|set) (?:it|them|those|the|that|one|this)\b",
+            r"\b(?:move|remove|rename|replace|write|correct|set) (?:it|them|those|the|that|one|this)\b",
             r"\bif you trust it\b|\bdamaged since; remove \S+|\bset its vocab_size to\b|\btables? of their command\b",
+            r"\bremove entries that change nothing\b",
             r"^write \"\w+\"",
         ),
     ),
@@ -120,7 +125,7 @@ KINDS = (
             r"^(?:--)?pp and (?:--)?vpp that divide|^(?:--)?pp times (?:--)?vpp is",
             r"^without them, one adapter is merged after the other$|^keep the ep_size of the source\b",
             r"\bmerge_lora PATH|`ckpt merge-lora PATH`|^the adapter of .* fits: ckpt merge-lora\b",
-            r"\bleave [a-z_]+ out\b",
+            r"\bleave [a-z_]+(?:=True)? out\b",
         ),
     ),
     Kind(

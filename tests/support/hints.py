@@ -179,7 +179,7 @@ def _trials(args: list[str], cwd: Path | None, error: Told, run: Run) -> Iterato
     dropped = re.findall(r"(?:without|leave out|leave) (--[a-z-]+)", outside)
     commands += [_without(args, name) for name in dropped if name in args]
     args = functools.reduce(_without, dropped, args)
-    other = re.findall(r"another (--[a-z-]+)(?! NAME)", outside)
+    other = re.findall(r"(?:another|a smaller) (--(?!max-)[a-z-]+)(?! NAME)", outside)
     options = {name: values for name, values in options_in(error.hint).items() if name not in (*dropped, *other)}
     for name in options.keys() & known.keys():
         values = list(filter(None, options[name]))

@@ -163,7 +163,7 @@ def _trials(
             }
             said = ", ".join(f"{key}={value!r}" for key, value in change.items())
             yield hints.Trial(f"{name}({said})", functools.partial(_call, short, function, wanted))
-        for axis in re.findall(r"another (\w+)", outside):
+        for axis in re.findall(r"(?:another|a smaller) (?!max_)(\w+)", outside):
             if axis in taken:
                 calls = [functools.partial(_call, short, function, given | {axis: size}) for size in hints.SIZES]
                 yield hints.Trial(

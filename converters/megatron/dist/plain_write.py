@@ -140,7 +140,9 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
             hint="--ckpt-format torch_dist",
         )
     if model.checkpoint.facts_of(MegatronFacts).own_module_order:
-        raise LossError(f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone", hint="torch_dist")
+        raise LossError(
+            f"{OTHER_ORDER}, and an optimizer knows parameters by their order alone", hint="--ckpt-format torch_dist"
+        )
     if model.tied:
         raise LossError(
             "Megatron-LM's --use-torch-fsdp2 is for models whose output layer is not the embedding",

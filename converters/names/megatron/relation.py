@@ -146,7 +146,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         raise LossError(
             "the checkpoint has layers of multi-token prediction, and the config tells of none",
             fqn=next(name for name in shapes if name.startswith("mtp.")),
-            hint="--config with a config.json that has num_nextn_predict_layers" if table.prediction else None,
+            hint="give a config.json that has num_nextn_predict_layers with --config" if table.prediction else None,
         )
     padded = shapes.get(EMBEDDING, (sizes.dims["v"],))[0]
     if padded < sizes.dims["v"]:
@@ -228,7 +228,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
             fqn=EMBEDDING,
             found=f"{stored} rows, padding included",
-            hint="--config, with the model's config.json, tells its size",
+            hint="give the model's config.json with --config",
         )
     if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
         padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
@@ -242,7 +242,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             fqn=EMBEDDING,
             expected=f"a multiple of {new_tp}",
             found=f"{stored} rows, of which {vocabulary or 'an unknown number'} are the vocabulary",
-            hint=None if vocabulary else "--config, with the model's config.json, tells its size",
+            hint=None if vocabulary else "give the model's config.json with --config",
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
     state = replace(checkpoint.state, args=args)
@@ -398,7 +398,7 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
             "the experts' matrices are stored as [in, out], and nothing tells whether this one is, which is square",
             path=checkpoint.path,
             fqn=squares[0],
-            hint="transformers 5 takes it as [out, in]; what it saves is all so",
+            hint="load and save the model with transformers 5, which stores all of them as [out, in]",
         )
     after = {current: link.b_box.sizes for current, link in links.items()}
     return translate(checkpoint, Relation(tuple(links.values()), shapes, after), checkpoint.namespace)
