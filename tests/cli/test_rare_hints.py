@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 import ckpt as toolkit
 from ckpt.base import entries
@@ -93,13 +93,6 @@ def adapter(folder: Path, size: int = 4, **config: Any) -> Path:
     return folder
 
 
-def emptied(folder: Path) -> Path:
-    content = load_file(folder / "adapter_model.safetensors")
-    content[next(iter(content))] = torch.ones(0)
-    save_file(content, folder / "adapter_model.safetensors")
-    return folder
-
-
 def text(path: Path, content: str) -> Path:
     path.write_text(content)
     return path
@@ -118,12 +111,6 @@ def sharded() -> torch.nn.Module:
 def stacked(folder: Path) -> Path:
     tensors(folder / "model.pt", **{"model.layers.0.mlp.experts.gate_up_proj": torch.ones(2, 4, 4)})
     return text(folder / "config.json", json.dumps({"model_type": "new"})).parent
-
-
-def with_rank(run: Path) -> Path:
-    first = next(run.rglob("mp_rank_00*"))
-    shutil.copytree(first, first.with_name(f"{first.name[:-1]}7"))
-    return run
 
 
 def filled(folder: Path) -> Path:
@@ -196,22 +183,6 @@ def mounted(place: Place, library: str, view: Path) -> str:
     place.patch.delitem(sys.modules, "mfusepy", raising=False)
     place.patch.syspath_prepend(place / "modules")
     return called(lambda: toolkit.mount(RUN, "hf", view).__enter__())
-
-
-def edited(path: Path, change: Callable[[Any], object]) -> Path:
-    """Change the content of a torch file."""
-    content = torch.load(path, weights_only=False)
-    change(content)
-    torch.save(content, path)
-    return path
-
-
-def megatron(place: Place, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Return a checkpoint in Megatron-LM's torch format, each file of a rank changed."""
-    run = Path(toolkit.convert(FIXTURES / "megatron-llm-jp/run", "megatron", place / "run", tp=1, pp=1).path)
-    for path in run.rglob("model_optim_rng.pt"):
-        edited(path, change)
-    return run
 
 
 def compressed(place: Place) -> Path:
@@ -384,17 +355,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     "docs/new-architecture.md says how to add one": lambda at: typed(
         "convert", "auto", "megatron", model(at / "a", model_type="new"), "-o", at / "out"
     ),
-    "give the model's config.json with --config": lambda at: typed(
-        "convert",
-        "auto",
-        "megatron",
-        megatron(at, lambda content: vars(content["args"]).update(vocab_size=None, padded_vocab_size=None)),
-        "--make-vocab-size-divisible-by",
-        "8",
-        "-o",
-        at / "out",
-    ),
-    "if not, --names own writes the names as they are": lambda at: changed(
+    "pip install 'transformers>=5' torch": lambda at: changed(
         at,
         "converters.names.transformers.relation.converted_identifiers",
         lambda: None,
@@ -402,21 +363,6 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     ),
     "the formats full and dcp hold them by name": lambda at: inner(
         lambda: trainer_groups([ParamGroup((name,), {}) for name in "abc"], "abc")
-    ),
-    "which reorders them": lambda at: typed(
-        "inspect", megatron(at, lambda content: content.update(checkpoint_version=1.0))
-    ),
-    "move those away that are left from a larger run": lambda at: typed(
-        "inspect", with_rank(megatron(at, lambda content: None))
-    ),
-    "Megatron-LM itself loads it; to read the weights here": lambda at: typed(
-        "inspect", megatron(at, lambda content: setattr(content["args"], "optimizer", "shampoo"))
-    ),
-    "to read the weights here, save them with --no-save-optim": lambda at: typed(
-        "inspect", megatron(at, lambda content: vars(content["args"]).update(use_precision_aware_optimizer=True))
-    ),
-    "take the adapter from the sharded checkpoint": lambda at: typed(
-        "convert", "peft", "peft", emptied(adapter(at / "a")), "-o", at / "out"
     ),
     "give the path of a run or a checkpoint": lambda at: called(lambda: toolkit.StorageReader().read_metadata()),
 }

@@ -109,8 +109,7 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
                 "this model's experts are stacked as transformers 5 keeps them in memory; "
                 "its tables are needed to name them as the Hub does",
                 fqn=name,
-                hint=f"if transformers has {config.get('model_type')!r}: pip install 'transformers>=5' torch; "
-                "if not, --names own writes the names as they are",
+                hint="pip install 'transformers>=5' torch",
             )
 
 
