@@ -78,7 +78,7 @@ def _s3fs(prefix: str, output: Path) -> Callable[[], None]:
 
 def _hash(prefix: str, output: Path) -> Callable[[], None]:
     from ckpt import api
-    from ckpt.verify.digest import digests
+    from ckpt.compare.digest import digests
 
     checkpoint = api.open(f"s3://{BUCKET}/{prefix}")
     return lambda: print(digests(checkpoint).whole)

@@ -29,40 +29,40 @@ from ckpt.base.version import __version__
 if TYPE_CHECKING:
     from ckpt.api import convert, diff, hash, mount, open, plan, verify
     from ckpt.base.errors import CkptError
-    from ckpt.check.checking import check
-    from ckpt.check.inspecting import inspect
     from ckpt.cli.diagnosis import doctor
-    from ckpt.estimate.estimating import estimate
-    from ckpt.hub.pushing import push
-    from ckpt.lora.merging import merge_lora
-    from ckpt.lora.proving import verify_merge
-    from ckpt.resume.cleaning import clean
-    from ckpt.resume.resuming import resume
-    from ckpt.show.formats import formats
+    from ckpt.commands.check.checking import check
+    from ckpt.commands.clean.cleaning import clean
+    from ckpt.commands.estimate.estimating import estimate
+    from ckpt.commands.formats.formats import formats
+    from ckpt.commands.inspect.inspecting import inspect
+    from ckpt.commands.merge_lora.merging import merge_lora
+    from ckpt.commands.merge_lora.proving import verify_merge
+    from ckpt.commands.push.pushing import push
+    from ckpt.commands.resume.resuming import resume
     from ckpt.training.callback import TrainerCallback
     from ckpt.views.loading import load_into
     from ckpt.views.storage_reader import StorageReader
 else:
-    # Packages of these names, which are loaded here so that no later import binds them, and left to the functions.
-    from ckpt import check, doctor, estimate, plan, resume, verify
+    # A package of this name, which is loaded here so that no later import binds it, and left to the function.
+    from ckpt import plan
 
-    del check, doctor, estimate, plan, resume, verify
+    del plan
 
 _FROM = {
     name: module
     for module, names in {
         "ckpt.api": "convert diff hash mount open plan verify",
         "ckpt.base.errors": "CkptError",
-        "ckpt.check.checking": "check",
-        "ckpt.check.inspecting": "inspect",
+        "ckpt.commands.check.checking": "check",
+        "ckpt.commands.inspect.inspecting": "inspect",
         "ckpt.cli.diagnosis": "doctor",
-        "ckpt.estimate.estimating": "estimate",
-        "ckpt.hub.pushing": "push",
-        "ckpt.lora.merging": "merge_lora",
-        "ckpt.lora.proving": "verify_merge",
-        "ckpt.resume.cleaning": "clean",
-        "ckpt.resume.resuming": "resume",
-        "ckpt.show.formats": "formats",
+        "ckpt.commands.estimate.estimating": "estimate",
+        "ckpt.commands.push.pushing": "push",
+        "ckpt.commands.merge_lora.merging": "merge_lora",
+        "ckpt.commands.merge_lora.proving": "verify_merge",
+        "ckpt.commands.clean.cleaning": "clean",
+        "ckpt.commands.resume.resuming": "resume",
+        "ckpt.commands.formats.formats": "formats",
         "ckpt.training.callback": "TrainerCallback",
         "ckpt.views.loading": "load_into",
         "ckpt.views.storage_reader": "StorageReader",

@@ -34,9 +34,9 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
-from ckpt.run_folder.halves import check_holds_model
-from ckpt.run_folder.opening import AUTO, open_checkpoint
-from ckpt.run_folder.output_place import check_place, place_notes
+from ckpt.runs.halves import check_holds_model
+from ckpt.runs.opening import AUTO, open_checkpoint
+from ckpt.runs.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_counted_step
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
@@ -47,15 +47,15 @@ from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:
+    from ckpt.compare.diff import Diff
+    from ckpt.compare.digest import Digests
+    from ckpt.compare.manifest import ManifestCheck
+    from ckpt.compare.pairs import Report
+    from ckpt.compare.training import RunReport
+    from ckpt.compare.transformers_loads import Loading
     from ckpt.move.workers import FileDigests, Resources
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
-    from ckpt.verify.diff import Diff
-    from ckpt.verify.digest import Digests
-    from ckpt.verify.manifest import ManifestCheck
-    from ckpt.verify.pairs import Report
-    from ckpt.verify.training import RunReport
-    from ckpt.verify.transformers_loads import Loading
     from ckpt.views.files import Views
 
 #: What functions read: a path or a URL, or what `ckpt.open` has made of it.
@@ -177,12 +177,12 @@ class Conversion(Returned):
     @cached_property
     def _report(self) -> dict[str, Any]:
         """The report without its destination, made once: the source's folders are listed for it."""
-        from ckpt.show.planned import plan_report
+        from ckpt.runs.plan_lines import plan_report
 
         return plan_report(self.plan, None, self.peak_buffers)
 
     def lines(self) -> list[str]:
-        from ckpt.show.planned import plan_lines
+        from ckpt.runs.plan_lines import plan_lines
 
         return plan_lines(self.to_json())
 
@@ -207,7 +207,7 @@ class Conversion(Returned):
 
     def as_written(self) -> Checkpoint:
         """A description of what it writes; each tensor that is cast or computed is made where it is read."""
-        from ckpt.verify.written import as_written
+        from ckpt.compare.written import as_written
 
         return as_written(self.plan, every_cast=True)
 
@@ -247,7 +247,7 @@ class Conversion(Returned):
 
         It goes on with what the same conversion did before it was stopped, and returns how many bytes were there;
         `restart` clears that first, or with "stale" only what cannot be gone on with, which is refused otherwise.
-        `check` first compares masters with the weights stored beside them (`ckpt.verify.compare.check_masters`);
+        `check` first compares masters with the weights stored beside them (`ckpt.compare.compare.check_masters`);
         `verify` reads back what was written, and compares it with the source, before it is moved to `destination`;
         `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
         filled folder: their content by name.  Where all processes of a `group` call it, each writes its share.
@@ -305,19 +305,19 @@ class Conversion(Returned):
 
     def _check_source(self, masters: bool) -> None:
         if masters:
-            from ckpt.verify.compare import check_masters
+            from ckpt.compare.compare import check_masters
 
             check_masters(self.plan.checkpoint)
         if any(tensor.replicas for tensor in self.plan.checkpoint.tensors.values()):
-            from ckpt.verify.compare import check_replicas_of
+            from ckpt.compare.compare import check_replicas_of
 
             keys = (slot.key for file in self.plan.target.files for slot in file.slots)
             check_replicas_of(self.plan.checkpoint, keys)
 
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
         """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
-        from ckpt.verify.compare import check_replicas_of
-        from ckpt.verify.written import as_written, changed_files, has_more, is_as_the_source, is_equal
+        from ckpt.compare.compare import check_replicas_of
+        from ckpt.compare.written import as_written, changed_files, has_more, is_as_the_source, is_equal
 
         what = "what was written is not what the source holds, and is removed"
         if changed := [*changed_files(self.plan, folder)]:
@@ -342,8 +342,8 @@ class Conversion(Returned):
     ) -> dict[str, bytes]:
         files = dict(describe(folder))
         if manifest:
+            from ckpt.compare.manifest import MANIFEST, make_manifest
             from ckpt.move.filehash import digest_of_bytes
-            from ckpt.verify.manifest import MANIFEST, make_manifest
 
             digests = {**digests, **{name: digest_of_bytes(content) for name, content in files.items()}}
             files[MANIFEST] = make_manifest(folder, registry.get(self.format), digests)
@@ -497,13 +497,13 @@ class Converted(Returned):
         return self.conversion.to_json(self.path)
 
     def lines(self, verbose: bool = False) -> list[str]:
-        from ckpt.show.planned import loads_lines
+        from ckpt.runs.plan_lines import loads_lines
 
         return [*self.outcome(verbose), *loads_lines(self.to_json())]
 
     def outcome(self, verbose: bool = False) -> list[str]:
         """Return what was lost, what was not read and what was written, a line each; all of it if `verbose`."""
-        from ckpt.show.planned import model_dtypes, written_lines
+        from ckpt.runs.plan_lines import model_dtypes, written_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
         how |= {"has_manifest": self.has_manifest, "verbose": verbose}
@@ -642,12 +642,12 @@ def _check_holds_optimizer(target: Format, option: str) -> None:
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.verify.digest.digests`.
+    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.compare.digest.digests`.
 
     Of a model that is not known the names are its own.
     """
-    from ckpt.verify.beside import not_hashed
-    from ckpt.verify.digest import digests as digests_as_named
+    from ckpt.compare.digest import digests as digests_as_named
+    from ckpt.compare.not_compared import not_hashed
 
     named = as_hub(without_wrappers(checkpoint))
     found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
@@ -827,12 +827,12 @@ def verify(
     check_goes_together(a, b, only=only, cast=cast, exact=exact, run=run, loads=loads, **sides)
     if b is None:
         place = local(a.path if isinstance(a, Checkpoint) else a)
-        from ckpt.verify.manifest import check
+        from ckpt.compare.manifest import check
 
         return check_loads(place) if loads else check(place, progress)
     both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
-    from ckpt.verify.beside import not_tensors
-    from ckpt.verify.pairs import verify as verify_same_names
+    from ckpt.compare.not_compared import not_tensors
+    from ckpt.compare.pairs import verify as verify_same_names
 
     with listed_once():
         one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
@@ -884,8 +884,8 @@ def diff(
         progress: Called with the number of bytes since the last call.
         expected: Called first with the number of bytes that `progress` will add up to.
     """
-    from ckpt.verify.changes import Tolerance
-    from ckpt.verify.diff import diff as diff_same_names
+    from ckpt.compare.changes import Tolerance
+    from ckpt.compare.diff import diff as diff_same_names
 
     both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
     one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
@@ -922,8 +922,8 @@ def check_goes_together(
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare what two checkpoints record beside their tensors; see `ckpt.verify.training`."""
-    from ckpt.verify.training import compare_runs
+    """Compare what two checkpoints record beside their tensors; see `ckpt.compare.training`."""
+    from ckpt.compare.training import compare_runs
 
     return compare_runs(a, b)
 
@@ -958,9 +958,9 @@ def check_loads(path: Path) -> Loading:
     """Have transformers load a folder, and compare its names with those that its architecture saves.
 
     transformers loads some names that are not the Hub's, which others do not.  Errors as of
-    `ckpt.verify.transformers_loads.check_loads`.
+    `ckpt.compare.transformers_loads.check_loads`.
     """
-    from ckpt.verify.transformers_loads import check_loads as check
+    from ckpt.compare.transformers_loads import check_loads as check
 
     loading = check(path)
     if loading.good and registry.get("hf").find(path, None) is not None:
@@ -984,7 +984,7 @@ def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
     """Both as they are, but a run's checkpoint against a PEFT folder: as PEFT would save its adapter."""
-    from ckpt.state.adapter import is_adapter, under_saved_names
+    from ckpt.adapters.names import is_adapter, under_saved_names
 
     sides, notes = [a, b], []
     for this, other in ((0, 1), (1, 0)):

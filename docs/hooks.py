@@ -186,7 +186,7 @@ def proof(name: str) -> str:
 
 def missing() -> str:
     """The architectures that are refused with what megatron-core lacks."""
-    from converters.names.megatron.missing import MISSING
+    from converters.names.megatron.unsupported import MISSING
 
     lacking: dict[str, list[str]] = {}
     for name, what in MISSING.items():

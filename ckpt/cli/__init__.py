@@ -7,9 +7,8 @@ incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
-May import: `ckpt.api`, `ckpt.base`, `ckpt.check`, `ckpt.doctor`, `ckpt.estimate`, `ckpt.hub`, `ckpt.lora`,
-`ckpt.move`, `ckpt.plan`, `ckpt.processes`, `ckpt.resume`, `ckpt.run_folder`, `ckpt.show`, `ckpt.stores`,
-`ckpt.verify`, `ckpt.views`.
+May import: `ckpt.api`, `ckpt.base`, `ckpt.commands`, `ckpt.compare`, `ckpt.move`, `ckpt.pictures`, `ckpt.plan`,
+`ckpt.processes`, `ckpt.runs`, `ckpt.stores`, `ckpt.views`.
 """
 
 from __future__ import annotations

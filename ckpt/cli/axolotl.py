@@ -19,7 +19,7 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
     path = Path(where)
     if path.suffix not in SUFFIXES or not path.is_file():
         return where, None
-    from ckpt.run_folder.yaml_files import read_run_config
+    from ckpt.runs.yaml_files import read_run_config
 
     content = read_run_config(path)
     run, base = content.get("output_dir"), content.get("base_model")
@@ -37,7 +37,7 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
 
 def run_and_config(path: Path, config: str | None, *, quiet: bool) -> tuple[Path, str | None]:
     """The run folder that a YAML names, with the folder of its base's config where the run has none of its own."""
-    from ckpt.run_folder.companions import CONFIG
+    from ckpt.runs.model_files import CONFIG
 
     where, base = run_of(str(path), quiet=quiet)
     run = path if where == str(path) else Path(where)

@@ -21,7 +21,7 @@ def clean(
 ) -> None:
     """Remove what ckpt left around a run: staging folders, resume copies, replaced conversions. Asks first."""
     from ckpt.cli.convert import is_interactive
-    from ckpt.resume.cleaning import clean as look
+    from ckpt.commands.clean.cleaning import clean as look
 
     found = look(path)
     if found.removable:

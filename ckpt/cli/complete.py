@@ -25,7 +25,7 @@ def offer_at_the_first_tab() -> None:
 
 def sources(incomplete: str) -> list[str]:
     """Formats to read."""
-    from ckpt.run_folder.opening import AUTO
+    from ckpt.runs.opening import AUTO
 
     return [*_beginning(lambda: [AUTO], incomplete), *_beginning(_formats, incomplete)]
 
@@ -43,7 +43,7 @@ def _formats() -> list[str]:
 
 def tags(ctx: Any, incomplete: str) -> list[str]:
     """Step folders of the run that was typed."""
-    from ckpt.run_folder.steps import run_at
+    from ckpt.runs.steps import run_at
 
     path = _path(ctx)
     return _beginning(lambda: [step.path.name for step in run_at(path).steps] if path else [], incomplete)

@@ -122,7 +122,7 @@ def convert(
     from ckpt.move.listing import listed_once
     from ckpt.processes.group import check_alike
     from ckpt.processes.launch import joined, launch
-    from ckpt.run_folder.output_place import check_place, default_output
+    from ckpt.runs.output_place import check_place, default_output
 
     start = launch()
     if start is not None and not quiet:
@@ -170,7 +170,7 @@ def _with_output_last(
 ) -> tuple[str | None, str | None, Path | None, Place]:
     """Return FROM, TO, PATH and OUT, also for the three words PATH, TO and OUT."""
     from ckpt.plan import registry
-    from ckpt.run_folder.opening import AUTO
+    from ckpt.runs.opening import AUTO
 
     if source is None or path is None or not Path(source).exists() or path.exists():
         return source, target, path, place
@@ -188,7 +188,7 @@ def _meant(
     Raises UsageError where there is nobody to be asked, which lists the formats, and for words in another order.
     """
     from ckpt.plan import registry
-    from ckpt.run_folder.opening import AUTO
+    from ckpt.runs.opening import AUTO
 
     words = [str(word) for word in (source, target, path) if word is not None]
     is_usual = len(words) == 3 and Path(words[2]).exists()
@@ -225,7 +225,7 @@ def _meant(
 
 def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
     """The error for two words that are not PATH and TO, with a line that may be meant."""
-    from ckpt.run_folder.opening import AUTO
+    from ckpt.runs.opening import AUTO
 
     given = [word for word in words if word in formats]
     unknown = next((word for word in words[1:] if word not in (*formats, AUTO) and not Path(word).exists()), None)
@@ -251,7 +251,7 @@ def _in_order(words: list[str], place: str) -> str:
     """Two formats and the path `place` as FROM TO PATH: what is there tells which of the two is FROM."""
     from ckpt import api
     from ckpt.plan import registry
-    from ckpt.run_folder.opening import AUTO
+    from ckpt.runs.opening import AUTO
 
     one, other = (word for word in words if word != place)
     with contextlib.suppress(CkptError):

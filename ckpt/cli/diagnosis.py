@@ -14,14 +14,14 @@ from ckpt import api
 from ckpt.base.errors import LossError, UsageError, shown
 from ckpt.base.returned import Returned
 from ckpt.base.typed import typed
-from ckpt.doctor import facts as known
-from ckpt.doctor import text
-from ckpt.doctor.facts import Facts, Trial
+from ckpt.commands.doctor import facts as known
+from ckpt.commands.doctor import text
+from ckpt.commands.doctor.facts import Facts, Trial
+from ckpt.commands.inspect import overview
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.run_folder.not_read import not_read
-from ckpt.run_folder.runs import MANIFEST
-from ckpt.show import overview
+from ckpt.runs.not_read import not_read
+from ckpt.runs.search import MANIFEST
 from ckpt.stores.standins import is_standin
 
 #: A command, the part of it that writes nothing, and True if users of such a checkpoint expect it to work.
@@ -90,8 +90,8 @@ def diagnosed(facts: Facts, path: Path) -> Diagnosis:
 
 def _proofs(path: Path, checkpoint: Checkpoint) -> Iterator[Proof]:
     """Yield commands that may work on `checkpoint`, and for each everything that it does before it writes."""
-    from ckpt.resume.resuming import source_of
-    from ckpt.verify import manifest
+    from ckpt.commands.resume.resuming import source_of
+    from ckpt.compare import manifest
 
     here = shlex.quote(shown(str(path)))
     trains = registry.get(checkpoint.format).carries_optimizer
@@ -112,7 +112,7 @@ def _convert(checkpoint: Checkpoint, to: str) -> None:
 
 
 def _merge(where: str) -> None:
-    from ckpt.lora import find, merge
+    from ckpt.commands.merge_lora import find, merge
 
     adapter = find.open_adapter(where)
     merge.plan([adapter], find.open_base(adapter, None))

@@ -37,7 +37,7 @@ class HeatMap:
     def write(self, report: Returned, *, quiet: bool) -> None:
         """Write the page of a report, if one was asked for."""
         if self.html is not None:
-            from ckpt.show.pages import heat_map
+            from ckpt.pictures.pages import heat_map
 
             write(self.html, heat_map(report.to_json()), overwrite=self.overwrite, quiet=quiet)
 

@@ -16,11 +16,11 @@ from ckpt.cli import complete
 from ckpt.cli import options as opt
 from ckpt.cli.drawn import check_place, write
 from ckpt.cli.text import print_lines, print_table, say_notes, terminal_width
-from ckpt.estimate.setup import Device, Optimizer, StateDType, TrainDType
+from ckpt.commands.estimate.setup import Device, Optimizer, StateDType, TrainDType
 
 if TYPE_CHECKING:
-    from ckpt.check.checking import Checked
-    from ckpt.check.inspecting import Inspection
+    from ckpt.commands.check.checking import Checked
+    from ckpt.commands.inspect.inspecting import Inspection
     from ckpt.plan.checkpoint import Checkpoint
     from ckpt.plan.tiling import Damage
 
@@ -67,9 +67,8 @@ def inspect(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Show what a checkpoint holds, and with --picture or --html which ranks hold which parts of it."""
-    from ckpt.check import inspecting
+    from ckpt.commands.inspect import inspecting, overview
     from ckpt.move.listing import listed_once
-    from ckpt.show import overview
 
     if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
         raise UsageError("--only and --overwrite go with --picture or --html")
@@ -109,7 +108,7 @@ def inspect(
 
 
 def _print_run(run: Sequence[Checked]) -> None:
-    from ckpt.check.checking import HEADS
+    from ckpt.commands.check.checking import HEADS
 
     print_table(HEADS, [one.row() for one in run], right=("step", "size"))
 
@@ -122,8 +121,8 @@ def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
         page, damaged = found.page(asked.only)
         write(asked.html, page, overwrite=asked.overwrite, quiet=quiet)
     if asked.picture is not None:
-        from ckpt.show.rows import picture as picture_of
-        from ckpt.show.svg import draw
+        from ckpt.commands.inspect.rows import picture as picture_of
+        from ckpt.commands.inspect.svg import draw
 
         drawn = picture_of(found.checkpoint, only=asked.only)
         damaged = drawn.damaged
@@ -265,7 +264,7 @@ def estimate_(
     elif overwrite:
         raise UsageError("--overwrite goes with --picture")
     given = opt.by_name({"stated": stated, "training": training, "on": on, "states": states, "lora": lora})
-    from ckpt.estimate.estimating import estimate
+    from ckpt.commands.estimate.estimating import estimate
 
     found = estimate(model, **given)
     if picture is not None:
@@ -281,7 +280,7 @@ def estimate_(
 
 def formats(as_json: opt.JsonOption = False, quiet: opt.QuietOption = False) -> None:
     """List the formats: what can be read and written, and what carries optimizer state."""
-    from ckpt.show import formats as known
+    from ckpt.commands.formats import formats as known
 
     found = known.formats()
     if as_json:

@@ -18,7 +18,7 @@ from ckpt.cli.axolotl import run_of
 from ckpt.cli.text import carry_out, say_notes, say_result, say_source
 
 if TYPE_CHECKING:
-    from ckpt.hub.push import Push
+    from ckpt.commands.push.push import Push
 
 
 @dataclass(frozen=True)
@@ -109,9 +109,9 @@ def merge_lora(
     outcome: opt.Outcome,
 ) -> None:
     """Merge a LoRA adapter into its base model without loading the model."""
-    from ckpt.lora.find import open_adapter
-    from ckpt.lora.merging import planned
-    from ckpt.run_folder.output_place import default_output
+    from ckpt.commands.merge_lora.find import open_adapter
+    from ckpt.commands.merge_lora.merging import planned
+    from ckpt.runs.output_place import default_output
     from ckpt.stores import places
 
     quiet = outcome.quiet
@@ -141,7 +141,7 @@ def merge_lora(
         ignored=parts.ignore_file or (),
     )
     if to is not None and not outcome.dry_run:
-        from ckpt.hub.push import check_room
+        from ckpt.commands.push.push import check_room
 
         check_room(set(conversion.files), to)
     for one in opened if quiet else found:
@@ -165,7 +165,7 @@ def merge_lora(
     if quiet:  # what is wrong with the result is said even then
         say_notes(list(effects.warnings()))
     if to is not None:
-        from ckpt.hub.pushing import push_files
+        from ckpt.commands.push.pushing import push_files
 
         report["pushed"] = push_files(places.local(destination), to, None, **_telling(quiet)).to_json()
     say_result(report, outcome)
@@ -187,8 +187,8 @@ def parse_weights(text: str) -> list[float]:
 def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder: Path) -> dict[str, bytes]:
     """The model card of what was merged into `folder`, if it is going to be pushed."""
     from ckpt import api
-    from ckpt.hub.card import CARD, model_card
-    from ckpt.run_folder.opening import open_checkpoint
+    from ckpt.commands.push.card import CARD, model_card
+    from ckpt.runs.opening import open_checkpoint
 
     if to is None:
         return {}
@@ -199,8 +199,8 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
 
 def _target(at: opt.HubTarget, names: opt.Names, folders: list[Path], suffix: str = "") -> Push:
     """Where to push, which is what the run of `folders` records with `suffix` behind it, unless it was said."""
-    from ckpt.hub.push import Push
-    from ckpt.hub.recorded import recorded_repo
+    from ckpt.commands.push.push import Push
+    from ckpt.commands.push.recorded import recorded_repo
 
     repo_id = at.repo_id or recorded_repo(folders, suffix)
     return Push(repo_id, at.private, at.revision, at.create_pr, at.commit_message, names == "own")
@@ -220,7 +220,7 @@ def push(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
-    from ckpt.hub.pushing import push_model
+    from ckpt.commands.push.pushing import push_model
     from ckpt.stores import places
 
     path = places.local(path)

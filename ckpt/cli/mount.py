@@ -41,7 +41,7 @@ def mount(
     `fusermount3 -u VIEW` ends it.
     """
     from ckpt import api
-    from ckpt.show.planned import lost_lines
+    from ckpt.runs.plan_lines import lost_lines
     from ckpt.stores import standins
     from ckpt.views.mount import check_free, library
     from ckpt.views.mount import mount as mount_conversion

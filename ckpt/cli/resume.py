@@ -52,9 +52,9 @@ def resume(
     options: Mapping[str, Any],
 ) -> None:
     """Print the folder to resume from: the newest complete checkpoint, converted only if it does not fit."""
+    from ckpt.commands.resume.resuming import resume as find
+    from ckpt.commands.resume.resuming import say_on_stderr
     from ckpt.processes.launch import joined, launch
-    from ckpt.resume.resuming import resume as find
-    from ckpt.resume.resuming import say_on_stderr
 
     start = launch()
     if start is not None and not start.rank and not quiet:

@@ -58,8 +58,8 @@ def carry_out(
 
     A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
     """
-    from ckpt.run_folder import not_read
-    from ckpt.show.planned import plan_lines
+    from ckpt.runs import not_read
+    from ckpt.runs.plan_lines import plan_lines
 
     conversion.check_destination(destination)
     report = conversion.to_json(str(destination))
@@ -85,7 +85,7 @@ def carry_out(
 
 def say_result(report: dict[str, Any], outcome: Outcome) -> None:
     """Print on stdout where the result is, or the report as JSON; then say what can load it."""
-    from ckpt.show.planned import loads_lines
+    from ckpt.runs.plan_lines import loads_lines
 
     where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
     print(where, flush=True)

@@ -149,7 +149,7 @@ def _verify_merge(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    from ckpt.lora.proving import verify_merge
+    from ckpt.commands.merge_lora.proving import verify_merge
 
     others += [
         f"--{name.replace('_', '-')}" for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)
@@ -219,8 +219,8 @@ def _opened(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple
 
 def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:
     from ckpt import api
+    from ckpt.compare import manifest
     from ckpt.stores.places import local
-    from ckpt.verify import manifest
 
     with progress(0 if loads else manifest.expected_bytes(local(path)), "hash", quiet=quiet or loads) as meter:
         report = api.verify(path, loads=True) if loads else api.verify(path, progress=meter)
@@ -251,7 +251,7 @@ def check(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Say whether a checkpoint is whole, or each of a run's. Exit code 0: whole, 4: damaged or incomplete."""
-    from ckpt.check import checking
+    from ckpt.commands.check import checking
 
     total = checking.expected_bytes(path, tag) * (every_byte + values) if every_byte or values else 0
     with progress(total, "check", quiet=quiet or not total) as meter:

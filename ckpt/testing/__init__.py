@@ -8,7 +8,7 @@ entry-point group `ckpt.declarations`, under the format's name, and run
 or subclass `Conformance` in a test module, with `declarations`.  A store does the same with a `StoreDeclaration`, the
 group `ckpt.store_declarations` and `StoreConformance`.  Nothing else of ckpt imports this package.
 
-May import: `ckpt`, `ckpt.base`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.stores`, `ckpt.verify`.
+May import: `ckpt`, `ckpt.base`, `ckpt.compare`, `ckpt.plan`, `ckpt.runs`, `ckpt.stores`.
 """
 
 import pytest

@@ -21,15 +21,15 @@ import pytest
 
 import ckpt
 from ckpt.base.errors import CkptError, CorruptError, HalfError, LossError, NotFoundError
+from ckpt.compare import manifest
+from ckpt.compare.manifest import MANIFEST
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.planner import check_source, make_plan
-from ckpt.run_folder.not_read import not_read
-from ckpt.run_folder.steps import run_at
+from ckpt.runs.not_read import not_read
+from ckpt.runs.steps import run_at
 from ckpt.testing.describing import Content, content
 from ckpt.testing.forgetful import forgotten, tampered
-from ckpt.verify import manifest
-from ckpt.verify.manifest import MANIFEST
 
 Tensors = Mapping[Key, Content]
 #: The errors that a refusal may be, and a pattern of its message, where it is one.

@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS,
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.opening import AUTO, open_checkpoint, rank_copies_note
+from ckpt.runs.opening import AUTO, open_checkpoint, rank_copies_note
 from ckpt.state.naming import to_namespace
 from ckpt.views.lazy import LazyTensor
 from ckpt.views.without_torch import needs_torch

@@ -24,6 +24,8 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
+from ckpt.compare.compare import Reader, check_replicas
+from ckpt.compare.sample import sample_digest
 from ckpt.containers.dcp.write import SourceTensor
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.containers.torchfile.write import NewTensor, torch_item
@@ -35,10 +37,8 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32, DType
 from ckpt.plan.namespace import TORCHTITAN
 from ckpt.plan.planner import check_source
 from ckpt.plan.tensors import Box, Tensor
-from ckpt.run_folder.opening import AUTO, open_checkpoint
+from ckpt.runs.opening import AUTO, open_checkpoint
 from ckpt.state.naming import to_namespace
-from ckpt.verify.compare import Reader, check_replicas
-from ckpt.verify.sample import sample_digest
 from ckpt.views.loading import stored_for
 from ckpt.views.state_keys import StateKeys, state_keys
 

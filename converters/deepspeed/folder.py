@@ -18,9 +18,9 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundE
 from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
-from ckpt.run_folder.finding import Steps, find_step, newest_first
-from ckpt.run_folder.halves import optimizer_alone
-from ckpt.run_folder.steps import LATEST
+from ckpt.runs.finding import Steps, find_step, newest_first
+from ckpt.runs.halves import optimizer_alone
+from ckpt.runs.steps import LATEST
 
 #: What users call any of the formats here.
 ALIASES = ("deepspeed", "ds")

@@ -18,7 +18,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, LossError
 from ckpt.containers.sources import RankFile
 from ckpt.plan.tensors import Shape
-from ckpt.run_folder.companions import read_config
+from ckpt.runs.model_files import read_config
 from converters.deepspeed import model_file
 from converters.deepspeed.pipeline.args import attributes, recorded
 from converters.deepspeed.pipeline.read import check_neox

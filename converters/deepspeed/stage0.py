@@ -33,8 +33,8 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.tensors import Shape, Tensor, Whole
-from ckpt.run_folder.finding import Steps, find_step, meant
-from ckpt.run_folder.steps import LATEST
+from ckpt.runs.finding import Steps, find_step, meant
+from ckpt.runs.steps import LATEST
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
 from converters.deepspeed.autotp import RankSlice, sharing_of, together

@@ -41,9 +41,9 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
-from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.steps import LATEST_UNIVERSAL
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.steps import LATEST_UNIVERSAL
+from ckpt.runs.trainer_files import run_companions
 from ckpt.state.unread import listed
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file

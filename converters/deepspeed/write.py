@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+from ckpt.adapters.names import is_adapter
 from ckpt.base.errors import LossError
 from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile.pickler import Size
@@ -35,9 +36,8 @@ from ckpt.containers.torchfile.write import (
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, OneElement, ParamGroup, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, FlatRange, Shape, Tensor, flat_regions, whole
-from ckpt.run_folder.carried import run_companions
+from ckpt.runs.trainer_files import run_companions
 from ckpt.state import adam
-from ckpt.state.adapter import is_adapter
 from converters.deepspeed import dealt_experts
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.config import is_bf16_optimizer, is_enabled

@@ -34,11 +34,11 @@ from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, R
 from ckpt.plan.loads import Loads
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.left_out import run_files_left_out, training_left_out
-from ckpt.run_folder.sentence_modules import module_folders
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.left_out import run_files_left_out, training_left_out
+from ckpt.runs.model_files import read_config
+from ckpt.runs.sentence_modules import module_folders
+from ckpt.runs.trainer_files import model_files
 from converters.names.options import OWN as OWN_NAMES
 from converters.names.options import NameOptions
 from converters.names.quantization.parts import quantized_weights

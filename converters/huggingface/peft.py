@@ -1,7 +1,7 @@
 """PEFT adapter folders: `adapter_config.json` with `adapter_model.safetensors` or `adapter_model.bin`.
 
 Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_load.py`, `get_peft_model_state_dict`;
-`utils/constants.py`).  See `ckpt.state.adapter` for the names.
+`utils/constants.py`).  See `ckpt.adapters.names` for the names.
 
 Written from any checkpoint of a model that PEFT has wrapped, sharded ones above all: what
 `get_peft_model_state_dict` would return on the gathered model, under the names that it would have in the file.  The
@@ -16,6 +16,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt.adapters import names as adapter
+from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.adapters.config import is_of_mlx, settings_of
 from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.containers.safetensors import read_header
@@ -40,13 +43,10 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.run_folder.adapter_config import CONFIG as ADAPTER_CONFIG
-from ckpt.run_folder.adapter_config import is_of_mlx, settings_of
-from ckpt.run_folder.companions import CONFIG, companions, dump_config
-from ckpt.run_folder.companions import read_config as read_model_config
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.left_out import training_left_out
-from ckpt.state import adapter
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.left_out import training_left_out
+from ckpt.runs.model_files import CONFIG, companions, dump_config
+from ckpt.runs.model_files import read_config as read_model_config
 from ckpt.state.wrapped import clean_names
 from converters.huggingface.peft_options import ServerOptions
 from converters.names.adapter_settings import checked_settings

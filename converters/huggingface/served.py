@@ -22,14 +22,14 @@ from dataclasses import dataclass, field
 from math import isclose
 from typing import Any
 
+from ckpt.adapters import names
+from ckpt.adapters.config import AdapterConfig
+from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.containers.safetensors import Planned, build_header
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Extent, Shape, stepped, whole
-from ckpt.run_folder.adapter_config import AdapterConfig
-from ckpt.state import adapter as names
-from ckpt.state.adapter import PREFIX, parse_name
 from converters.huggingface.peft_options import SGLANG, VLLM
 
 #: Models with gate above up in one tensor for each expert, whose files and servers have a tensor for each of the two.

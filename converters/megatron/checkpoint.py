@@ -11,14 +11,14 @@ from typing import Any
 
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, ReadRequest
-from ckpt.run_folder.companions import read_config
+from ckpt.runs.model_files import read_config
 from converters.megatron.chunks import EXTRA
 from converters.megatron.entries import OF_RANKS, read_state
 from converters.megatron.optimizer_read import read_optimizers
 from converters.megatron.read import MegatronReading, RankContent, folder_name, read_ranks
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
-from converters.names.megatron.told import check_args
+from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:

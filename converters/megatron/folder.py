@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ckpt.move.listing import names_in
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.steps import TRACKER
 
 RELEASE = "release"
 MODEL, DISTRIBUTED = "model_optim_rng.pt", "distrib_optim.pt"

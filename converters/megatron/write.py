@@ -17,8 +17,8 @@ from ckpt.containers.torchfile.write import torch_file
 from ckpt.plan.checkpoint import Checkpoint, Layout, Slot, Target, TargetFile
 from ckpt.plan.precision import CAST_SOURCES, describe
 from ckpt.plan.tensors import Extent
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.steps import TRACKER
+from ckpt.runs.trainer_files import model_files
 from converters.megatron.buffers import bucket_sizes
 from converters.megatron.chunks import Chunk, MegatronModel, describe_model
 from converters.megatron.entries import to_write

@@ -2,5 +2,5 @@
 
 transformers is asked where it is installed.
 
-May import: `ckpt.base`, `ckpt.estimate`, `ckpt.move`, `ckpt.plan`, `ckpt.run_folder`, `ckpt.state`.
+May import: `ckpt.adapters`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
 """

@@ -10,11 +10,12 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ckpt.adapters import entries as adapter_entries
+from ckpt.adapters import names as adapter
+from ckpt.adapters import peft_rules
+from ckpt.adapters.config import LORA, AdapterConfig, parse_config, settings_of
 from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
-from ckpt.run_folder import adapter_entries, peft_rules
-from ckpt.run_folder.adapter_config import LORA, AdapterConfig, parse_config, settings_of
-from ckpt.state import adapter
 
 
 def adapter_settings(checkpoint: Checkpoint) -> AdapterConfig:

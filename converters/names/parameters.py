@@ -14,7 +14,7 @@ from math import inf
 from typing import Any
 
 from ckpt.base.errors import UsageError
-from ckpt.estimate.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
+from ckpt.state.parameters import EMBEDDING, EXPERT, HEAD, LINEAR, OTHER, ROUTER, Block, Model, Parameter, Stage
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
 from converters.names.megatron import relation as megatron

@@ -40,9 +40,9 @@ from ckpt.plan.checkpoint import (
     TrainingState,
 )
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
-from ckpt.run_folder.carried import run_companions, trainer_folder
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.steps import enclosing_folders, trainer_step
+from ckpt.runs.model_files import read_config
+from ckpt.runs.steps import enclosing_folders, trainer_step
+from ckpt.runs.trainer_files import run_companions, trainer_folder
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
@@ -200,7 +200,7 @@ class _DcpReading:
 
     def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
         """Add what files of ranks hold; call after `folder`, as the shapes of the optimizer's states are theirs."""
-        from converters.names.registered import registered_shapes
+        from converters.names.module_order import registered_shapes
         from converters.pytorch.local_state import read_local
 
         sources = Sources()

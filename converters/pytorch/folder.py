@@ -20,9 +20,9 @@ from pathlib import Path
 from ckpt.containers.dcp.metadata import DATA_FILE, METADATA, PER_RANK, read_metadata
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.models import number_of
-from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.models import number_of
+from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"

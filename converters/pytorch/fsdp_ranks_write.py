@@ -31,8 +31,8 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, Checkpoint, Key, L
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import Choice, kept_in_training
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.steps import TRACKER
+from ckpt.runs.trainer_files import model_files
 from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.pytorch.dtensors import DTensors, shard

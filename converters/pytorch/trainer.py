@@ -34,11 +34,11 @@ from ckpt.plan.checkpoint import (
     ReadRequest,
     Target,
 )
-from ckpt.run_folder.carried import run_companions
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.models import number_of, numbered
-from ckpt.run_folder.steps import TRAINER_STATE, enclosing_folders, trainer_step
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.model_files import read_config
+from ckpt.runs.models import number_of, numbered
+from ckpt.runs.steps import TRAINER_STATE, enclosing_folders, trainer_step
+from ckpt.runs.trainer_files import run_companions
 from ckpt.state.numbered import has_decay
 from ckpt.state.unread import listed
 from converters.names.transformers.ties import kept_names, tied_names
@@ -171,7 +171,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -
 
     A tensor that the optimizer takes for one may be several of the Hub's.
     """
-    from converters.names.registered import in_order
+    from converters.names.module_order import in_order
     from converters.names.transformers.relation import from_hub, to_hub
 
     name = optimizer_name(reading, number)
@@ -197,7 +197,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -
 
 def _order(checkpoint: Checkpoint) -> list[str]:
     """The model's parameters in the order in which it registers them; LossError where nothing tells it."""
-    from converters.names.registered import in_order
+    from converters.names.module_order import in_order
     from converters.names.transformers.relation import to_hub
 
     order = None

@@ -11,7 +11,7 @@ from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor
-from ckpt.run_folder.quantization import quantization_of
+from ckpt.runs.quantization import quantization_of
 from converters.names.quantization.parts import quantized_weights
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype

@@ -1,5 +1,6 @@
-"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/show/planned.py`, `formats.py`,
-`ckpt/check/inspecting.py`, `ckpt/estimate/estimating.py`, `ckpt/lora/merging.py`: the commands from Python.
+"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/runs/plan_lines.py`, `formats.py`,
+`ckpt/commands/inspect/inspecting.py`, `ckpt/commands/estimate/estimating.py`, `ckpt/commands/merge_lora/merging.py`:
+the commands from Python.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ import ckpt
 from ckpt import api
 from ckpt.base.returned import Returned
 from ckpt.base.words import in_python
+from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.plan.checkpoint import Layout
-from ckpt.verify import manifest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.hub import push as hub
+from ckpt.commands.push import push as hub
 from tests.support.mounting import no_fuse
 from tests.support.places import FIXTURES, REPOSITORY
 

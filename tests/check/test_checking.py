@@ -1,4 +1,6 @@
-"""`ckpt/check/checking.py`, `files.py`: `ckpt check` gives the reason for what interrupted saves and damage leave."""
+"""`ckpt/commands/check/checking.py`, `files.py`: `ckpt check` gives the reason for what interrupted saves and damage
+leave.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.check import checking, files
+from ckpt.commands.check import checking, files
 from ckpt.containers.dcp.metadata import read_metadata
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import snapshot

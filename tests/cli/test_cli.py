@@ -23,8 +23,8 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt import api
 from ckpt.base.sizes import show_size
-from ckpt.check import inspecting
 from ckpt.cli import app
+from ckpt.commands.inspect import inspecting
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout

@@ -1,4 +1,4 @@
-"""`ckpt/cli/text.py`, `ckpt/show/planned.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
+"""`ckpt/cli/text.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
 
 from __future__ import annotations
 

@@ -22,14 +22,14 @@ from safetensors.torch import save_file
 
 import ckpt as toolkit
 from ckpt.base import entries
+from ckpt.commands.resume.copies import kept_folder
+from ckpt.commands.resume.resuming import _check_seen_by_all, _Way
 from ckpt.containers import safetensors
 from ckpt.containers.torchfile.table import allowed
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.processes import launch
 from ckpt.processes.group import check_alike
-from ckpt.resume.copies import kept_folder
-from ckpt.resume.resuming import _check_seen_by_all, _Way
 from converters.pytorch.trainer import trainer_groups
 from tests.support import advice
 from tests.support.commands import ckpt
@@ -307,7 +307,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
     ),
     "--workers 1 takes the least memory": lambda at: changed(
         at,
-        "ckpt.lora.arithmetic.one_thread",
+        "ckpt.commands.merge_lora.arithmetic.one_thread",
         out_of_memory,
         lambda: typed("merge-lora", adapter(at / "a"), "--base", model(at / "b"), "-o", at / "out"),
     ),

@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.check import inspecting
+from ckpt.adapters.config import read_config
 from ckpt.cli import app
+from ckpt.commands.inspect import inspecting
 from ckpt.errors import CorruptError
-from ckpt.run_folder.adapter_config import read_config
 from tests.support.commands import ckpt, process
 from tests.support.places import REPOSITORY
 
@@ -98,7 +98,7 @@ def test_a_pipe_that_breaks_elsewhere_is_an_error(fixtures: Path, monkeypatch: p
 @pytest.mark.parametrize("error", ["MemoryError()", "RecursionError('deep')", "ImportError('no x')", "KeyError(1)"])
 def test_errors_of_its_own_have_a_code_and_a_hint(fixtures: Path, error: str) -> None:
     script = f"""
-from ckpt.check import inspecting
+from ckpt.commands.inspect import inspecting
 def fail(*_, **__): raise {error}
 inspecting.open_checkpoint = fail
 from ckpt.__main__ import main

@@ -1,4 +1,4 @@
-"""`ckpt/base/typed.py`, `ckpt/cli/options.py`, `ckpt/cli/convert.py`, `ckpt/run_folder/from_hub.py`."""
+"""`ckpt/base/typed.py`, `ckpt/cli/options.py`, `ckpt/cli/convert.py`, `ckpt/runs/from_hub.py`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import ckpt
 from ckpt.base.errors import UsageError
-from ckpt.run_folder.from_hub import is_repository
+from ckpt.runs.from_hub import is_repository
 from tests.support.commands import ckpt as run_ckpt
 
 

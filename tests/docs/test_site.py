@@ -20,8 +20,8 @@ from ckpt import errors
 from ckpt.cli import app
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.tables import FAMILIES
-from converters.names.megatron.missing import MISSING
 from converters.names.megatron.relation import architectures
+from converters.names.megatron.unsupported import MISSING
 from tests.support.commands import ckpt as ckpt_command
 from tests.support.places import REPOSITORY
 

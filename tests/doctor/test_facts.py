@@ -1,4 +1,4 @@
-"""`ckpt/doctor/facts.py`, `text.py`, `ckpt/cli/doctor.py`: what is installed here, and what works on a run."""
+"""`ckpt/commands/doctor/facts.py`, `text.py`, `ckpt/cli/doctor.py`: what is installed here, and what works on a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import ckpt as ckpt_in_python
-from ckpt.doctor import facts, text
+from ckpt.commands.doctor import facts, text
 from ckpt.errors import LossError, NotFoundError
 from tests.support.commands import ckpt, process, snapshot
 from tests.support.places import REPOSITORY

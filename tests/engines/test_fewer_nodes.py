@@ -1,5 +1,5 @@
-"""`ckpt/resume/resuming.py`: what the batch script does when fewer nodes come back, for every strategy: `ckpt resume`,
-and the trainer behind it.
+"""`ckpt/commands/resume/resuming.py`: what the batch script does when fewer nodes come back, for every strategy: `ckpt
+resume`, and the trainer behind it.
 
 And what the trainer says where a rank cannot load its part.
 """

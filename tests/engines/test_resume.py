@@ -1,5 +1,5 @@
-"""`ckpt/resume/resuming.py`: runs that stop after 4 of 8 steps, are converted, and go on in a live engine: what that
-does to the loss.
+"""`ckpt/commands/resume/resuming.py`: runs that stop after 4 of 8 steps, are converted, and go on in a live engine:
+what that does to the loss.
 
 The global batch and the order of the data do not depend on the number of ranks, so step N of every run here is the
 same sum over the same sequences.  A row's resumed run is held against the run of 8 steps of the engine, and on the

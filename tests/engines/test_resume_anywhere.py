@@ -1,5 +1,5 @@
-"""`ckpt/resume/resuming.py`: `ckpt.resume` in live engines: a run that goes from engine to engine and from one number
-of ranks to another.
+"""`ckpt/commands/resume/resuming.py`: `ckpt.resume` in live engines: a run that goes from engine to engine and from one
+number of ranks to another.
 
 At each change the state that the next engine has loaded is held, bit for bit, against the one that the last engine
 gathered when it saved; but not where Megatron fuses parameters, which the tests of its formats take apart.  The losses

@@ -1,4 +1,4 @@
-"""`ckpt/estimate/table.py`, `memory.py`, `activations.py`, `parameters.py`, `text.py`,
+"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `parameters.py`, `text.py`,
 `converters/names/parameters.py`: `ckpt estimate`: parameter counts and activations against transformers', states
 against what real ranks hold.
 """
@@ -21,12 +21,10 @@ from safetensors.torch import save_file
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ckpt.errors import UsageError
-from ckpt.estimate import activations
-from ckpt.estimate import table as sizing
-from ckpt.estimate.memory import Memory, estimate, megatron
-from ckpt.estimate.parameters import Model, flops_per_token, num_elements
-from ckpt.estimate.setup import (
+from ckpt.commands.estimate import activations
+from ckpt.commands.estimate import table as sizing
+from ckpt.commands.estimate.memory import Memory, estimate, megatron
+from ckpt.commands.estimate.setup import (
     DDP,
     FSDP1,
     FSDP2,
@@ -42,6 +40,8 @@ from ckpt.estimate.setup import (
     Setup,
     ZeroOptions,
 )
+from ckpt.errors import UsageError
+from ckpt.state.parameters import Model, flops_per_token, num_elements
 from converters.names.parameters import in_memory, megatron_stages
 from converters.names.transformers import installed
 from tests.estimate.models import LLM_JP_13B, PUBLIC

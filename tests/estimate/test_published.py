@@ -1,5 +1,5 @@
-"""`ckpt/estimate/table.py`: `ckpt estimate` beside published runs: what was measured, or on how many GPUs of which size
-it ran.
+"""`ckpt/commands/estimate/table.py`: `ckpt estimate` beside published runs: what was measured, or on how many GPUs of
+which size it ran.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from ckpt.estimate import table
-from ckpt.estimate.parameters import num_elements
-from ckpt.estimate.setup import DDP, FSDP2, MEGATRON, ZERO2, ZERO3, ZERO3_OFFLOAD, Setup
+from ckpt.commands.estimate import table
+from ckpt.commands.estimate.setup import DDP, FSDP2, MEGATRON, ZERO2, ZERO3, ZERO3_OFFLOAD, Setup
+from ckpt.state.parameters import num_elements
 from converters.names.parameters import in_memory
 from tests.estimate.models import LLM_JP_13B, LLM_JP_175B, PUBLIC
 from tests.support.places import REPOSITORY

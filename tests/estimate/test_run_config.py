@@ -1,5 +1,5 @@
-"""`ckpt/estimate/run_config.py`, `setup.py`, `ckpt/run_folder/yaml_files.py`: what `ckpt estimate` takes from a run's
-config: DeepSpeed's, Axolotl's, Accelerate's, FSDP's; and its own options.
+"""`ckpt/commands/estimate/run_config.py`, `setup.py`, `ckpt/runs/yaml_files.py`: what `ckpt estimate` takes from a
+run's config: DeepSpeed's, Axolotl's, Accelerate's, FSDP's; and its own options.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from ckpt.commands.estimate.memory import estimate
+from ckpt.commands.estimate.run_config import RunConfig, understand
+from ckpt.commands.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, ZeroOptions
 from ckpt.errors import CkptError
-from ckpt.estimate.memory import estimate
-from ckpt.estimate.run_config import RunConfig, understand
-from ckpt.estimate.setup import DDP, FSDP1, FSDP2, MEGATRON, ZERO2, ZERO3, Setup, ZeroOptions
-from ckpt.run_folder.yaml_files import read_run_config
+from ckpt.runs.yaml_files import read_run_config
 from converters.names.parameters import in_memory
 from tests.estimate.models import PUBLIC
 from tests.support.commands import ckpt

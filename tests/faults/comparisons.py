@@ -21,9 +21,9 @@ from typing import Any
 import numpy as np
 
 import ckpt
+from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Layout
-from ckpt.verify.manifest import MANIFEST
 from tests.faults import claims
 from tests.faults.claims import CAN_LOAD, RESUMES, TORN, WRITES, Lie, Maker, resumed
 from tests.faults.samples import Sample

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import ckpt
+from ckpt.compare.compare import check_masters
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.testing.describing import Content
-from ckpt.verify.compare import check_masters
 from tests.faults.kinds import CARRIED, EXCHANGED, IN_DATA, MISSING, VALUE, Case
 from tests.faults.samples import Sample, checked_ranges, contents
 

@@ -9,12 +9,12 @@ from pathlib import Path
 from random import Random
 
 import ckpt
+from ckpt.commands.resume.resuming import RECORD
+from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CkptError
 from ckpt.move.files import staging_folder
 from ckpt.move.journal import JOURNAL
-from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
-from ckpt.verify.manifest import MANIFEST
 from tests.faults.kinds import IN_ITS_PLACE
 from tests.faults.running import Ending
 from tests.faults.samples import TARGETS, How, Sample, some_target, truth, write

@@ -19,12 +19,12 @@ from typing import Any
 import fsspec
 
 import ckpt
+from ckpt.commands.resume.resuming import RECORD
+from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Key, Layout
-from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
 from ckpt.testing.describing import Content, content
-from ckpt.verify.manifest import MANIFEST
 from tests.support.places import FIXTURES
 
 WRITTEN_BY_FRAMEWORKS = (

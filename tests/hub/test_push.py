@@ -1,5 +1,5 @@
-"""`ckpt/hub/push.py`, `pushing.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks the
-Hub's protocol, through huggingface_hub as users run it.
+"""`ckpt/commands/push/push.py`, `pushing.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks
+the Hub's protocol, through huggingface_hub as users run it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from ckpt import api
+from ckpt.commands.push import push as hub
+from ckpt.commands.push import pushing
+from ckpt.commands.push.card import model_card
+from ckpt.commands.push.recorded import recorded_repo
 from ckpt.errors import UsageError
-from ckpt.hub import push as hub
-from ckpt.hub import pushing
-from ckpt.hub.card import model_card
-from ckpt.hub.recorded import recorded_repo
 from ckpt.plan.checkpoint import Layout
-from converters.names.hub import asked
+from converters.names.hub import saving as asked
 from tests.support.commands import ckpt, process
 from tests.support.hub_server import LARGE, File, HubServer, Repo
 from tests.support.places import FIXTURES, REPOSITORY

@@ -1,4 +1,4 @@
-"""`ckpt/hub/run_state.py`: a push publishes no training state of a run, unless the user asks for it."""
+"""`ckpt/commands/push/run_state.py`: a push publishes no training state of a run, unless the user asks for it."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import ckpt
+from ckpt.commands.push.push import files_to_push
+from ckpt.commands.push.run_state import check_no_run
 from ckpt.errors import LossError
-from ckpt.hub.push import files_to_push
-from ckpt.hub.run_state import check_no_run
 from tests.support.commands import process
 from tests.support.hub_server import HubServer
 from tests.support.places import FIXTURES

@@ -1,4 +1,6 @@
-"""`ckpt/hub/push.py`: what `ckpt push` takes from a folder, and a repository that holds other weights already."""
+"""`ckpt/commands/push/push.py`: what `ckpt push` takes from a folder, and a repository that holds other weights
+already.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ import huggingface_hub.constants
 import pytest
 
 from ckpt import api
+from ckpt.commands.push import push as hub
 from ckpt.errors import CorruptError, StorageError, UsageError
-from ckpt.hub import push as hub
 from ckpt.plan.checkpoint import Layout
 from tests.support.commands import process
 from tests.support.hub_server import File, HubServer, Repo

@@ -1,4 +1,5 @@
-"""`ckpt/lora/whole_model.py`, `ckpt/lora/layer.py`: AdaMSS, whose groups of rows PEFT finds again with scikit-learn.
+"""`ckpt/commands/merge_lora/whole_model.py`, `ckpt/commands/merge_lora/layer.py`: AdaMSS, whose groups of rows PEFT
+finds again with scikit-learn.
 
 `make test-peft` has scikit-learn beside the environment.
 """

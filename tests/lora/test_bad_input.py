@@ -1,4 +1,5 @@
-"""`ckpt/lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name, or said.
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name, or
+said.
 
 Nothing that was given is touched.
 """
@@ -15,7 +16,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt.run_folder.adapter_config import read_config
+from ckpt.adapters.config import read_config
 from tests.support.adapters import edited, load_base, merge_by_peft, save_adapter, weights
 from tests.support.commands import ckpt, snapshot
 

@@ -1,4 +1,6 @@
-"""`ckpt/lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`, bit for bit."""
+"""`ckpt/commands/merge_lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.commands.merge_lora import find as adapters
+from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import UsageError
-from ckpt.lora import find as adapters
-from ckpt.lora import merge as lora
 from tests.support.adapters import (
     MODELS,
     TABLE,
@@ -41,7 +43,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path: Path, tables: Tables) -> None:
     from peft import PeftModel
 
-    from ckpt.lora.combine import combine
+    from ckpt.commands.merge_lora.combine import combine
 
     targets = {"target_modules": [*MODELS[model].linear, MODELS[model].embedding]}
     saved = [save_adapter(bases[model], tmp_path / f"adapter-{i}", targets, seed=i) for i in range(2)]
@@ -70,7 +72,7 @@ def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path
 @pytest.mark.parametrize("combination", ["cat", "linear", "svd"])
 def test_an_rslora_adapter_alone_stays_what_it_is(combination: str, tmp_path: Path) -> None:
     """PEFT's own result is larger by the root of the rank."""
-    from ckpt.lora.combine import combine
+    from ckpt.commands.merge_lora.combine import combine
 
     base = save_base("llama", torch.float32, tmp_path / "base")
     saved = save_adapter(base, tmp_path / "adapter", {"target_modules": MODELS["llama"].linear, "use_rslora": True})

@@ -1,4 +1,4 @@
-"""`ckpt/lora/effect.py`, `ckpt/cli/lora.py`: a merge says what it did to each layer that is targeted."""
+"""`ckpt/commands/merge_lora/effect.py`, `ckpt/cli/lora.py`: a merge says what it did to each layer that is targeted."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt as package
+from ckpt.commands.merge_lora.effect import Noted, Update
+from ckpt.compare import manifest
 from ckpt.errors import StorageError
-from ckpt.lora.effect import Noted, Update
-from ckpt.verify import manifest
 from tests.support.adapters import edited, same, save_adapter, weights
 from tests.support.commands import ckpt
 

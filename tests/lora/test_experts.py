@@ -1,4 +1,5 @@
-"""`ckpt/lora/experts.py`: LoRA on single experts of a stacked tensor, as Unsloth's gpt-oss and Tinker have it.
+"""`ckpt/commands/merge_lora/experts.py`: LoRA on single experts of a stacked tensor, as Unsloth's gpt-oss and Tinker
+have it.
 
 Truth is PEFT's merge of one linear layer for each expert.
 """

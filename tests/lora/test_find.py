@@ -1,4 +1,4 @@
-"""`ckpt/lora/find.py`: which adapter and which base are meant, and which do not fit each other."""
+"""`ckpt/commands/merge_lora/find.py`: which adapter and which base are meant, and which do not fit each other."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt as toolkit
+from ckpt.adapters.names import parse_name
 from ckpt.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import Layout
-from ckpt.state.adapter import parse_name
 from tests.support.adapters import edited, merge, same, weights
 from tests.support.commands import ckpt
 

@@ -1,4 +1,5 @@
-"""`ckpt/lora/head.py`, `converters/names/hub/classes.py`: adapters of reward models, classifiers and encoders.
+"""`ckpt/commands/merge_lora/head.py`, `converters/names/hub/classes.py`: adapters of reward models, classifiers and
+encoders.
 
 Their base is another class. Truth is PEFT's merge of the class that was trained.
 """

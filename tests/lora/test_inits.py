@@ -1,4 +1,4 @@
-"""`ckpt/run_folder/adapter_config.py`: inits that take part of the base into the adapter: refused, and merged with the
+"""`ckpt/adapters/config.py`: inits that take part of the base into the adapter: refused, and merged with the
 base that they left.
 """
 

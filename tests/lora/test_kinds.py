@@ -1,5 +1,5 @@
-"""`ckpt/lora/layer.py`, `ckpt/lora/empty_model.py`: PEFT's other kinds of adapters, merged layer by layer with
-the bits of PEFT's merge of the whole model.
+"""`ckpt/commands/merge_lora/layer.py`, `ckpt/commands/merge_lora/empty_model.py`: PEFT's other kinds of adapters,
+merged layer by layer with the bits of PEFT's merge of the whole model.
 
 The cases are those of PEFT's own list (peft 0.21.2, `tests/test_custom_models.py`): each kind, the options with which
 PEFT tests that it merges, and the classes of layers that it knows.
@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpt.adapters.config import BY_LAYER
+from ckpt.adapters.config import KINDS as MERGED
 from ckpt.errors import CorruptError, LossError
-from ckpt.run_folder.adapter_config import BY_LAYER
-from ckpt.run_folder.adapter_config import KINDS as MERGED
 from tests.support.adapters import compare, edited, load_base, merge, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import REPOSITORY

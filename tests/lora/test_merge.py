@@ -1,4 +1,6 @@
-"""`ckpt/lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters against PEFT's own merge, bit for bit."""
+"""`ckpt/commands/merge_lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters against PEFT's own merge, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
+from ckpt.commands.merge_lora import find as adapters
+from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import UsageError
-from ckpt.lora import find as adapters
-from ckpt.lora import merge as lora
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from tests.support.adapters import (

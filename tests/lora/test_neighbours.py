@@ -1,4 +1,5 @@
-"""`ckpt/lora/neighbours.py`, `converters/huggingface/peft.py`: files with trained weights next to an adapter.
+"""`ckpt/commands/merge_lora/neighbours.py`, `converters/huggingface/peft.py`: files with trained weights next to an
+adapter.
 
 A merge takes them along or refuses them by name.
 """

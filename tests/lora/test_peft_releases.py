@@ -1,4 +1,5 @@
-"""`ckpt/lora/merge.py`, `ckpt/run_folder/adapter_config.py`: square experts, to which releases of PEFT add differently.
+"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: square experts, to which releases of PEFT add
+differently.
 
 The fixture's logits are those of the live models with the PEFT that trained (fixtures/make_peft_experts.py).
 """

@@ -1,4 +1,4 @@
-"""`ckpt/lora/renamed.py`: adapters under the names of their base's files, or of transformers 4."""
+"""`ckpt/commands/merge_lora/renamed.py`: adapters under the names of their base's files, or of transformers 4."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from ckpt.lora import renamed
-from ckpt.lora.find import Adapter, Factor
+from ckpt.adapters.config import parse_config
+from ckpt.adapters.names import parse_name
+from ckpt.commands.merge_lora import renamed
+from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint, ReadRequest
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.adapter_config import parse_config
-from ckpt.state.adapter import parse_name
 from ckpt.state.naming import to_namespace
 from converters.huggingface.hf import HF
 from converters.names.transformers import relation

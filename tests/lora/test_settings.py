@@ -1,4 +1,4 @@
-"""`ckpt/run_folder/peft_rules.py`, `adapter_entries.py`: settings of older and newer releases of PEFT."""
+"""`ckpt/adapters/peft_rules.py`, `adapter_entries.py`: settings of older and newer releases of PEFT."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import torch
 
+from ckpt.adapters import entries as adapter_entries
+from ckpt.adapters.config import KINDS, LORA, parse_config
+from ckpt.adapters.peft_rules import with_explicit_patterns
 from ckpt.errors import LossError, UsageError
-from ckpt.run_folder import adapter_entries
-from ckpt.run_folder.adapter_config import KINDS, LORA, parse_config
-from ckpt.run_folder.peft_rules import with_explicit_patterns
 from tests.support.adapters import edited, save_adapter, weights
 from tests.support.commands import ckpt
 
@@ -157,7 +157,7 @@ def test_every_entry_of_the_installed_peft_is_in_the_table() -> None:
 
 
 def test_a_setting_that_the_installed_peft_would_ignore_is_refused(own: Path, tmp_path: Path) -> None:
-    from ckpt.lora.layer import check_installed
+    from ckpt.commands.merge_lora.layer import check_installed
 
     config = parse_config({"peft_type": "LOHA", "r": 2, "wavelet_family": "db2"}, Path("adapter_config.json"))
     with pytest.raises(UsageError) as refused:
@@ -166,7 +166,7 @@ def test_a_setting_that_the_installed_peft_would_ignore_is_refused(own: Path, tm
 
 
 def test_an_unknown_entry_of_mlx_is_refused(tmp_path: Path) -> None:
-    from ckpt.run_folder.adapter_config import read_raw
+    from ckpt.adapters.config import read_raw
 
     file = tmp_path / "adapter_config.json"
     parameters = {"rank": 4, "scale": 2.0, "dropout": 0.0}

@@ -1,4 +1,6 @@
-"""`ckpt/lora/find.py`, `merge.py`: what is read is never written over, nor into, and is watched while it is read."""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`: what is read is never written over, nor into, and is watched while it
+is read.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ckpt.commands.merge_lora import find as adapters
+from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import CorruptError
-from ckpt.lora import find as adapters
-from ckpt.lora import merge as lora
 from tests.support.commands import ckpt, snapshot
 
 

@@ -1,4 +1,6 @@
-"""`ckpt/lora/tied.py`, `merge.py`, `proving.py`: adapters on tied weights, against the live model that was trained."""
+"""`ckpt/commands/merge_lora/tied.py`, `merge.py`, `proving.py`: adapters on tied weights, against the live model that
+was trained.
+"""
 
 from __future__ import annotations
 

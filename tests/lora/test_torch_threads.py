@@ -1,4 +1,6 @@
-"""`ckpt/lora/arithmetic.py`, `ckpt/lora/merge.py`: one thread of torch per tensor, and what torch cannot compute."""
+"""`ckpt/commands/merge_lora/arithmetic.py`, `ckpt/commands/merge_lora/merge.py`: one thread of torch per tensor, and
+what torch cannot compute.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import pytest
 import torch
 
 from ckpt.base.errors import StorageError
-from ckpt.lora import arithmetic
-from ckpt.lora.merging import merge_lora
+from ckpt.commands.merge_lora import arithmetic
+from ckpt.commands.merge_lora.merging import merge_lora
 from tests.support.adapters import BF16, save_adapter, save_base
 
 #: Merges an adapter and prints if torch has as many threads afterwards, in this thread and in a new one.
 THREADS = """
 import sys, threading, torch
-from ckpt.lora import arithmetic
-from ckpt.lora.merging import merge_lora
+from ckpt.commands.merge_lora import arithmetic
+from ckpt.commands.merge_lora.merging import merge_lora
 torch.set_num_threads(3)
 before, seen, product = torch.__config__.parallel_info(), set(), arithmetic.merge_linear
 arithmetic.merge_linear = lambda *given, **named: (seen.add(torch.get_num_threads()), product(*given, **named))[1]

@@ -1,4 +1,4 @@
-"""`ckpt/lora/merge.py`, `ckpt/run_folder/adapter_config.py`: adapters of stacked experts as Unsloth trained them.
+"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: adapters of stacked experts as Unsloth trained them.
 
 The fixture's logits are those of the live model under Unsloth's own forward (fixtures/make_unsloth.py).
 """
@@ -15,12 +15,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ckpt as package
+from ckpt.commands.merge_lora.find import ExpertLayout, open_adapter
+from ckpt.commands.merge_lora.merge import plan
+from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
-from ckpt.lora.find import ExpertLayout, open_adapter
-from ckpt.lora.merge import plan
 from ckpt.plan.checkpoint import TRANSFORMERS
 from ckpt.state.naming import to_namespace
-from ckpt.verify import manifest
 from tests.support.adapters import edited, load_base, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES

@@ -1,5 +1,5 @@
-"""`ckpt/lora/merge.py`: adapters of a vocabulary that was resized before training, as PEFT merges them after
-`resize_token_embeddings` on the base.
+"""`ckpt/commands/merge_lora/merge.py`: adapters of a vocabulary that was resized before training, as PEFT merges them
+after `resize_token_embeddings` on the base.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""`ckpt/lora/whole_model.py`: adapters that PEFT merges in the loaded model, with the bits of PEFT's merge."""
+"""`ckpt/commands/merge_lora/whole_model.py`: adapters that PEFT merges in the loaded model, with the bits of PEFT's
+merge.
+"""
 
 from __future__ import annotations
 
@@ -172,14 +174,14 @@ def test_the_memory_is_checked_before_anything_is_loaded(
     adapter = adapter_of(bases["qwen2"], tmp_path / "adapter", "UNILORA", **UNTOLD["UNILORA"])
     command = ("merge-lora", adapter, "--base", bases["qwen2"], "-o", tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.lora.whole_model.available_memory", lambda: 1000)
+        patch.setattr("ckpt.commands.merge_lora.whole_model.available_memory", lambda: 1000)
         done = ckpt(*command)
         assert (done.code, (tmp_path / "out").exists()) == (StorageError.exit_code, False)
         assert "too little memory" in done.err and "found: 1.00 kB available" in done.err
         needed = re.search(r"expected: about (.*)", done.err)
         assert needed is not None
         assert ckpt("verify", bases["qwen2"], bases["qwen2"], "--adapter", adapter).code == StorageError.exit_code
-        patch.setattr("ckpt.lora.whole_model.available_memory", lambda: None)
+        patch.setattr("ckpt.commands.merge_lora.whole_model.available_memory", lambda: None)
         assert ckpt(*command, "--dry-run").code == 0
     done = ckpt(*command)
     assert done.code == 0 and f"which takes about {needed[1]} of memory" in done.err + done.out
@@ -228,10 +230,10 @@ def test_a_kind_that_the_tables_do_not_have_is_merged_by_peft(
 ) -> None:
     """As a kind of a newer PEFT would be; its config's entries are those of the installed PEFT."""
     adapter = adapter_of(bases["qwen2"], tmp_path / "adapter", kind, **options)
-    for module in ("lora.merge", "lora.layer", "run_folder.adapter_entries"):
+    for module in ("commands.merge_lora.merge", "commands.merge_lora.layer", "adapters.entries"):
         monkeypatch.setattr(f"ckpt.{module}.KINDS", ("LORA",))
     for table in ("BY_LAYER", "BY_MODEL"):
-        monkeypatch.setattr(f"ckpt.lora.merge.{table}", ())
+        monkeypatch.setattr(f"ckpt.commands.merge_lora.merge.{table}", ())
     assert is_pefts(adapter, bases["qwen2"], tmp_path)
     newer = edited(adapter, tmp_path / "newer", use_newthing=True)
     done = ckpt("merge-lora", newer, "--base", bases["qwen2"], "-o", tmp_path / "out")
@@ -250,7 +252,7 @@ def test_a_kind_that_the_tables_do_not_have_is_merged_by_peft(
 def test_a_kind_that_peft_does_not_merge_is_refused_by_name(
     kind: str, said: str, bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ckpt.run_folder.adapter_config.NOT_MERGED", ())
+    monkeypatch.setattr("ckpt.adapters.config.NOT_MERGED", ())
     adapter = tmp_path / "adapter"
     if kind == "LILY":
         adapter_of(bases["qwen2"], adapter, kind, r=2)

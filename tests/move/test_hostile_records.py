@@ -1,5 +1,5 @@
-"""`ckpt/move/journal.py`, `ckpt/verify/manifest.py`, `ckpt/resume/resuming.py`: what ckpt writes and later reads,
-replaced by something hostile: it starts over or refuses, and never waits.
+"""`ckpt/move/journal.py`, `ckpt/compare/manifest.py`, `ckpt/commands/resume/resuming.py`: what ckpt writes and later
+reads, replaced by something hostile: it starts over or refuses, and never waits.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from ckpt.commands.resume.resuming import RECORD
+from ckpt.compare.manifest import MANIFEST, own_digest
 from ckpt.errors import CkptError
 from ckpt.move.files import staging_folder
 from ckpt.move.journal import JOURNAL
-from ckpt.resume.resuming import RECORD
 from ckpt.testing.conformance import digests
-from ckpt.verify.manifest import MANIFEST, own_digest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import REPOSITORY
 

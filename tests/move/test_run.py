@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from ckpt.compare.compare import check_replicas_of
 from ckpt.errors import CorruptError, SourceGoneError, StorageError, UsageError
 from ckpt.move import blocks, casts, files, run
 from ckpt.move import workers as threads
@@ -45,7 +46,6 @@ from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
 from ckpt.stores import standins
-from ckpt.verify.compare import check_replicas_of
 from tests.support.killing import killed_before_call
 from tests.support.moving import UINT8, Case, byte_positions, copies, expected_after, listing, make_case, open_files
 

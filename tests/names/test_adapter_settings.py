@@ -11,7 +11,7 @@ import torch
 
 import ckpt as toolkit
 from ckpt.base.errors import CkptError, CorruptError
-from ckpt.lora.find import open_adapter
+from ckpt.commands.merge_lora.find import open_adapter
 from tests.support.adapters import edited
 from tests.support.commands import ckpt
 

@@ -38,11 +38,11 @@ from converters.megatron.write import ModelFiles
 from converters.names.families import tables as families
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import Sizes
-from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.splits import split_of
 from converters.names.megatron.relation import architectures
 from converters.names.megatron.rows import MegatronRow, parse
 from converters.names.megatron.table import Table
+from converters.names.megatron.unsupported import MISSING
 from tests.support import commands
 from tests.support.engines import fork
 from tests.support.images import TEXT_ALONE
@@ -942,7 +942,7 @@ class TestWhatFilesReallyHold:
         assert len(tied.tensors[EMBEDDING, WEIGHT].replicas) == 1
         head[3, 4] += 1
         save_file({**hub, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
-        from ckpt.verify.compare import Reader, check_replicas
+        from ckpt.compare.compare import Reader, check_replicas
 
         with pytest.raises(CorruptError, match="disagree"), Reader() as reader:
             check_replicas(moved(tmp_path).tensors[EMBEDDING, WEIGHT], reader)

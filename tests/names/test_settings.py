@@ -15,7 +15,7 @@ from ckpt import api
 from ckpt.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, TrainingState
 from converters.names.families.rows import Sizes
-from converters.names.megatron.held import refuse_another_models
+from converters.names.megatron.config_against_args import refuse_another_models
 from converters.names.megatron.run_settings import names_in
 from converters.names.megatron.settings import CHANGES, COMPARED, changing, is_off, is_run_setting, unknown_and_off
 from converters.names.megatron.table import Table

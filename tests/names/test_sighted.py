@@ -1,4 +1,4 @@
-"""`converters/names/megatron/sighted.py` and the tables of models with images: names in files, other releases' names,
+"""`converters/names/megatron/vision.py` and the tables of models with images: names in files, other releases' names,
 optimizer states, refusals.  `test_megatron.py` has what holds for all tables, and the logits.
 """
 

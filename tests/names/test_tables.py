@@ -1,5 +1,5 @@
-"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/asked.py`: the tables of what the Hub's files
-hold, against what transformers' models of the same config really save.
+"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/saving.py`: the tables of what the Hub's
+files hold, against what transformers' models of the same config really save.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from safetensors import safe_open
 from ckpt.errors import CorruptError
 from converters.names.families import tables as families
 from converters.names.families.tables import FAMILIES
-from converters.names.hub import asked as installed
+from converters.names.hub import saving as installed
 from converters.names.megatron import relation as megatron
 from tests.support.twins import SAME_NAMES, TWINS, twin_of
 

@@ -1,4 +1,6 @@
-"""`converters/names/megatron/told.py`: the tensors that Megatron-LM's arguments tell of, against every table."""
+"""`converters/names/megatron/shapes_from_args.py`: the tensors that Megatron-LM's arguments tell of, against every
+table.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ import pytest
 
 from ckpt.errors import CorruptError
 from converters.names.megatron.model.spelling import OUTPUT
-from converters.names.megatron.told import check_args, told, told_of
+from converters.names.megatron.shapes_from_args import check_args, told, told_of
 from tests.names.test_megatron import CASES, config_of, relation_of, table_of
 
 #: Those without which nothing is told.

@@ -24,7 +24,7 @@ from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import WEIGHT
 from ckpt.plan.dtypes import BY_NAME, BY_TAG
 from ckpt.plan.tensors import Extent, Tensor, Whole
-from ckpt.run_folder.quantization import quantization_of
+from ckpt.runs.quantization import quantization_of
 from converters.names.quantization.parts import QuantizedWeights
 from tests.support.commands import ckpt
 

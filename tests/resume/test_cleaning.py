@@ -1,4 +1,4 @@
-"""`ckpt/resume/cleaning.py`, `copies.py`: what ckpt left around a run goes, and no checkpoint of the run."""
+"""`ckpt/commands/clean/cleaning.py`, `copies.py`: what ckpt left around a run goes, and no checkpoint of the run."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 import ckpt
+from ckpt.commands.clean.cleaning import Cleaned
 from ckpt.errors import NotFoundError
-from ckpt.resume.cleaning import Cleaned
 from tests.support.commands import process
 from tests.support.places import FIXTURES
 

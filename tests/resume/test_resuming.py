@@ -1,5 +1,5 @@
-"""`ckpt/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again, and the same for
-every process that asks.
+"""`ckpt/commands/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again, and the
+same for every process that asks.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
+from ckpt.commands.resume.caller import Caller, caller
+from ckpt.commands.resume.resuming import RECORD
+from ckpt.compare import manifest
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, SeveralRunsError, StorageError, UsageError
 from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
-from ckpt.resume.caller import Caller, caller
-from ckpt.resume.resuming import RECORD
-from ckpt.verify import manifest
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import contents, snapshot
 from tests.support.dcp_folders import edit
@@ -454,7 +454,7 @@ class TestAKeptConversion:
     @pytest.mark.parametrize("whole", [True, False])
     def test_a_flipped_bit_of_it_is_found(self, run: Path, monkeypatch: pytest.MonkeyPatch, whole: bool) -> None:
         """Of a large one in all but the tensors' elements."""
-        from ckpt.resume import resuming
+        from ckpt.commands.resume import resuming
 
         found = Path(ckpt.resume(run, world_size=2))
         monkeypatch.setattr(resuming, "_AFFORDABLE", 10**9 if whole else 0)

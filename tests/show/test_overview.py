@@ -1,5 +1,5 @@
-"""`ckpt/show/overview.py`, `parts.py`: the description of one checkpoint: what it counts, and that nothing in it can
-harm a terminal or a JSON reader.
+"""`ckpt/commands/inspect/overview.py`, `parts.py`: the description of one checkpoint: what it counts, and that nothing
+in it can harm a terminal or a JSON reader.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import pytest
 
 from ckpt import api
 from ckpt.base.text import aligned, one_line
+from ckpt.commands.inspect.overview import HEADS, RIGHT, describe, lines, mesh, mesh_text, ranks_text, rows
+from ckpt.commands.inspect.parts import part_lines, parts_of
 from ckpt.containers.torchfile.values import Record
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, ParamGroup, SourceFile, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, BOOL, FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Pieces, Shape, Tensor, Whole
-from ckpt.show.overview import HEADS, RIGHT, describe, lines, mesh, mesh_text, ranks_text, rows
-from ckpt.show.parts import part_lines, parts_of
 from ckpt.state.summaries import summarise, summary_text
 from tests.support.golden import agrees
 
@@ -380,7 +380,9 @@ def test_where_the_parts_of_a_tensor_lie() -> None:
 
 
 def test_inspecting_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, ckpt.show.overview; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    code = (
+        "import sys, ckpt.commands.inspect.overview; print([m for m in ('torch', 'numpy', 'rich') if m in sys.modules])"
+    )
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

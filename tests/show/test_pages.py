@@ -1,4 +1,5 @@
-"""`ckpt/show/pages.py`, `inspection.py`, `ckpt/cli/drawn.py`: what pages hold, and what they do in a real browser."""
+"""`ckpt/pictures/pages.py`, `inspection.py`, `ckpt/cli/drawn.py`: what pages hold, and what they do in a real browser.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +25,11 @@ import pytest
 from safetensors.numpy import save_file
 
 import ckpt
-from ckpt.check.inspecting import Inspection
+from ckpt.commands.inspect.inspecting import Inspection
+from ckpt.commands.inspect.sketch import Sketcher
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor, Whole
-from ckpt.show.sketch import Sketcher
 from tests.support import browser as browsers
 from tests.support import large_runs
 from tests.support.commands import ckpt as run_ckpt

@@ -1,5 +1,5 @@
-"""`ckpt/show/rows.py`, `sketch.py`, `canvas.py`, `svg.py`, `summary.py`: the picture of who holds what: its boxes
-against known layouts and against counting, and that nothing is left out.
+"""`ckpt/commands/inspect/rows.py`, `sketch.py`, `canvas.py`, `svg.py`, `summary.py`: the picture of who holds what: its
+boxes against known layouts and against counting, and that nothing is left out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ckpt import api
-from ckpt.check import inspecting
+from ckpt.commands.inspect import inspecting
+from ckpt.commands.inspect import rows as picture
+from ckpt.commands.inspect.overview import coordinates, describe
+from ckpt.commands.inspect.sketch import Patch, Sketcher
+from ckpt.commands.inspect.summary import part_of
+from ckpt.commands.inspect.svg import draw
+from ckpt.pictures.canvas import COLOURS, RED
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, TrainingState
 from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Region, Shape, Tensor, Whole
-from ckpt.show import rows as picture
-from ckpt.show.canvas import COLOURS, RED
-from ckpt.show.overview import coordinates, describe
-from ckpt.show.sketch import Patch, Sketcher
-from ckpt.show.summary import part_of
-from ckpt.show.svg import draw
 from converters.deepspeed.partitions import InSlots
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import process, snapshot

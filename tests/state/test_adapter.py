@@ -1,4 +1,4 @@
-"""`ckpt/state/adapter.py` and `ckpt/run_folder/adapter_config.py`: PEFT's adapters, their config and their names."""
+"""`ckpt/adapters/names.py` and `ckpt/adapters/config.py`: PEFT's adapters, their config and their names."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.run_folder.adapter_config import CONFIG, parse_config
-from ckpt.state.adapter import parse_name
+from ckpt.adapters.config import CONFIG, parse_config
+from ckpt.adapters.names import parse_name
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""`ckpt/run_folder/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name`: a repository of the Hub is read without
+"""`ckpt/runs/from_hub.py`, `ckpt/stores/places.py`: `hf://org/name`: a repository of the Hub is read without
 being downloaded.
 """
 
@@ -12,8 +12,8 @@ import pytest
 
 import ckpt
 from ckpt import api
+from ckpt.commands.push import push
 from ckpt.errors import NotFoundError, StorageError
-from ckpt.hub import push
 from ckpt.stores import objects, ranges
 from tests.support.commands import ckpt as command
 from tests.support.hub_server import TOKEN, File, HubServer, Repo

@@ -1,5 +1,5 @@
-"""`ckpt/hub/push.py`, `ckpt/lora/merge.py`: what is in a store goes to the Hub without a copy on the disk; an adapter
-is merged into a store.
+"""`ckpt/commands/push/push.py`, `ckpt/commands/merge_lora/merge.py`: what is in a store goes to the Hub without a copy
+on the disk; an adapter is merged into a store.
 """
 
 from __future__ import annotations

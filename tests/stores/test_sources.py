@@ -28,10 +28,10 @@ from safetensors.numpy import save_file
 
 import ckpt
 from ckpt import api
+from ckpt.commands.inspect import overview
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.move.source import read_file
 from ckpt.move.workers import Resources
-from ckpt.show import overview
 from ckpt.stores import objects, places, ranges, standins
 from tests.support.commands import ckpt as command
 from tests.support.commands import process

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-from ckpt.lora import find as adapters
-from ckpt.lora import merge as lora
+from ckpt.commands.merge_lora import find as adapters
+from ckpt.commands.merge_lora import merge as lora
 from train.config import Config
 from train.models import build_model
 

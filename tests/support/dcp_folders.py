@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from ckpt.compare.compare import Reader
+from ckpt.compare.compare import check_replicas as compare_replicas
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.plan.planner import make_plan
 from ckpt.plan.tensors import Tensor
-from ckpt.run_folder.choosing import Chooser
-from ckpt.verify.compare import Reader
-from ckpt.verify.compare import check_replicas as compare_replicas
+from ckpt.runs.choosing import Chooser
 from converters.pytorch.dcp import DCP
 
 

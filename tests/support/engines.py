@@ -58,7 +58,7 @@ _SHARED = (
 )
 #: What ranks import that call `ckpt.resume`: all formats, among which it finds that of a run.
 RESUMING = (
-    *("ckpt.resume.resuming", "ckpt.move.run", "converters.names.torchtitan", "converters.pytorch.dcp"),
+    *("ckpt.commands.resume.resuming", "ckpt.move.run", "converters.names.torchtitan", "converters.pytorch.dcp"),
     *("converters.deepspeed.zero", "converters.deepspeed.universal", "converters.deepspeed.write"),
     *("converters.deepspeed.pipeline.format", "converters.deepspeed.stage0", "converters.megatron.format"),
     *("converters.megatron.dist.format", "converters.pytorch.full", "converters.pytorch.fsdp_ranks"),

@@ -16,10 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from transformers import TrainerCallback as Theirs
 
 import ckpt
+from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
 from ckpt.move.files import staging_folder
 from ckpt.training.after_save import AfterSave, carry_out
-from ckpt.verify import manifest
 from tests.support.hub_server import TOKEN, HubServer
 from tests.support.places import FIXTURES, REPOSITORY
 

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.containers.sources import RankFile
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, QuantizedStates, ReadRequest, TrainingState
-from ckpt.run_folder.companions import read_config
+from ckpt.runs.model_files import read_config
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_FILE, MODEL_STATE, OF_SLICES, OPTIMIZER_FILE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.pipeline.args import attributes, current

@@ -20,8 +20,8 @@ from pathlib import Path
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.steps import LATEST
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.steps import LATEST
 from converters.deepspeed.folder import ALIASES
 from converters.deepspeed.pipeline.folder import is_pipeline, list_folder
 

@@ -23,8 +23,8 @@ from ckpt.containers.torchfile.write import FromSource, NewTensor, torch_file
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint, Key, Layout, ParamGroup, Target, TargetFile
 from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Shape
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.steps import TRACKER
+from ckpt.runs.trainer_files import model_files
 from converters.deepspeed import model as zero_model
 from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO

@@ -44,7 +44,7 @@ from ckpt.move.json_files import read_object
 from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, AdapterSlot, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
-from ckpt.run_folder.yaml_files import read_run_config
+from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.dist.adapter_slots import MULTI, MULTIS_CLASS, cut_to_rank, slots_in, tensors_of
 from converters.megatron.dist.folder import CONTEXT, MODEL, RUN_CONFIG, WEIGHTS, is_nemo
 from converters.megatron.dist.read import DistReading

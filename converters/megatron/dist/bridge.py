@@ -28,8 +28,8 @@ from ckpt.move.files import confined
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import AXES, TargetFile
 from ckpt.plan.tensors import Shape
-from ckpt.run_folder.carried import content_of
-from ckpt.run_folder.yaml_files import read_run_config
+from ckpt.runs.trainer_files import content_of
+from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel
 from converters.megatron.dist.folder import LAST, RUN_CONFIG, RUN_TOKENIZER, TRAIN_STATE
 from converters.names.megatron.facts import BridgeRun

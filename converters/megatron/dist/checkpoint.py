@@ -13,8 +13,8 @@ from ckpt.base.errors import NotFoundError
 from ckpt.move.files import confined
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, ReadRequest
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.yaml_files import read_run_config
+from ckpt.runs.model_files import read_config
+from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.dist import fsdp as megatron_fsdp
 from converters.megatron.dist import torch_dcp
 from converters.megatron.dist.adapter_run import NEMOS_BASE, as_adapter, has_adapter, without_optimizer
@@ -42,7 +42,7 @@ from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import BridgeRun, MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
 from converters.names.megatron.model.splits import GateBlocks
-from converters.names.megatron.told import check_args
+from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ckpt.containers.dcp.metadata import METADATA
 from ckpt.move.source import read_file
-from ckpt.run_folder.steps import MEGATRONS_COMMON, MEGATRONS_LAST
+from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
 COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
 #: What Megatron-Bridge writes in place of arguments: the run's config, how far it has come, a copy of that beside all

@@ -28,7 +28,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan.checkpoint import MEGATRON as NAMESPACE
 from ckpt.plan.checkpoint import Checkpoint, Format, Layout, ReadRequest, Target
-from ckpt.run_folder.steps import has_megatrons_keys
+from ckpt.runs.steps import has_megatrons_keys
 from converters.megatron.dist.folder import (
     BACKENDS,
     COMMON,

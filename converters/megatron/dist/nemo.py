@@ -25,9 +25,9 @@ from ckpt.containers.torchfile.write import torch_file
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, Checkpoint, Layout, Target, TargetFile
 from ckpt.plan.precision import describe
-from ckpt.run_folder.carried import content_of
-from ckpt.run_folder.left_out import run_files_left_out, training_left_out
-from ckpt.run_folder.yaml_files import read_run_config
+from ckpt.runs.left_out import run_files_left_out, training_left_out
+from ckpt.runs.trainer_files import content_of
+from ckpt.runs.yaml_files import read_run_config
 from converters.megatron.chunks import MegatronModel, describe_model, refuse_encoder
 from converters.megatron.dist import write
 from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODEL, MODULE, WEIGHTS

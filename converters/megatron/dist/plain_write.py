@@ -25,8 +25,8 @@ from ckpt.containers.torchfile.write import NewTensor, state_number
 from ckpt.plan.checkpoint import BUFFER, MASTER, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.steps import TRACKER
+from ckpt.runs.trainer_files import model_files
 from ckpt.state import adam
 from converters.megatron.chunks import Chunk, ChunkTensor, MegatronModel, describe_model, refuse_encoder
 from converters.megatron.entries import RANDOM, RERUN, to_write

@@ -27,8 +27,8 @@ from ckpt.plan.checkpoint import Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.steps import TRACKER
+from ckpt.runs.steps import TRACKER
+from ckpt.runs.trainer_files import model_files
 from converters.megatron.chunks import EXTRA, MegatronModel, describe_model, modules_with_extra
 from converters.megatron.dist.bridge import bridge_files, notes_on
 from converters.megatron.dist.folder import BACKENDS, COMMON

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
-from converters.names.hub.asked import belongs, can_be_asked, in_memory
+from converters.names.hub.saving import belongs, can_be_asked, in_memory
 from converters.names.transformers.relation import build_model
 
 #: Number of labels of a model that is built to see which tensors depend on it. It is a prime, and no real size.

@@ -1,6 +1,6 @@
 """Values of `config.json` that transformers accepts, so that its model need not be built to know it.
 
-A value that is not here may be legal. Then the installed transformers is asked (`converters.names.hub.asked`).
+A value that is not here may be legal. Then the installed transformers is asked (`converters.names.hub.saving`).
 The tables hold entries of all architectures that ckpt has tables of, with the types that every one of these accepts.
 
 Source: transformers 5.23 (`configuration_*.py`, `activations.py`, `modeling_rope_utils.py`). The tests compare the

@@ -13,9 +13,9 @@ from typing import Any
 
 from ckpt.plan.loads import Loads
 from ckpt.plan.tensors import Shape
-from converters.names.hub.asked import can_be_asked, refusal
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
+from converters.names.hub.saving import can_be_asked, refusal
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
 NO_CONFIG = Loads(

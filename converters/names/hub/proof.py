@@ -20,7 +20,7 @@ from converters.names.families import composites
 from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
-from converters.names.hub import asked
+from converters.names.hub import saving as asked
 from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 

@@ -14,7 +14,8 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.families import tables as families
-from converters.names.hub import asked, neox
+from converters.names.hub import neox
+from converters.names.hub import saving as asked
 from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
 

@@ -22,12 +22,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ckpt.adapters import names as peft
+from ckpt.adapters.config import AdapterConfig, parse_config, settings_of
 from ckpt.base.errors import CorruptError, LossError
 from ckpt.plan.checkpoint import MEGATRON, OWN, Checkpoint, Layout
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape
-from ckpt.run_folder.adapter_config import AdapterConfig, parse_config, settings_of
-from ckpt.state import adapter as peft
 from converters.names.adapter_settings import adapter_settings
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ckpt.plan.namespace import Namespace
 from converters.names.megatron import adapter, relation
-from converters.names.megatron.told import told_of
+from converters.names.megatron.shapes_from_args import told_of
 
 NAMESPACE = Namespace(
     relation.to_hub,

@@ -34,9 +34,8 @@ from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
 from converters.names.megatron.centred import shifted, shifting_notes
+from converters.names.megatron.config_against_args import refuse_another_models, under_older_names
 from converters.names.megatron.facts import MegatronFacts
-from converters.names.megatron.held import refuse_another_models, under_older_names
-from converters.names.megatron.missing import MISSING
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import (
     GROUPED,
@@ -47,8 +46,9 @@ from converters.names.megatron.model.splits import (
 )
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.rows import EVERY
+from converters.names.megatron.shapes_from_args import check_told
 from converters.names.megatron.table import Table
-from converters.names.megatron.told import check_told
+from converters.names.megatron.unsupported import MISSING
 from converters.names.transformers.relation import relation as in_memory
 
 #: Names in which the Hub's files keep quantized weights and their scales.

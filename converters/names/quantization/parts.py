@@ -15,8 +15,8 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor, whole
-from ckpt.run_folder.companions import CONFIG
-from ckpt.run_folder.quantization import Quantization, quantization_of
+from ckpt.runs.model_files import CONFIG
+from ckpt.runs.quantization import Quantization, quantization_of
 from converters.names.families import composites
 from converters.names.families import tables as families
 from converters.names.quantization.four_bits import MAX_STATE, STATE, FourBitState, StateError, parse_state

@@ -24,10 +24,10 @@ from ckpt.plan.options import option
 from ckpt.plan.precision import choices, describe
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, whole
-from ckpt.run_folder.carried import model_files
-from ckpt.run_folder.companions import read_config
-from ckpt.run_folder.finding import Steps, find_step
-from ckpt.run_folder.left_out import training_left_out
+from ckpt.runs.finding import Steps, find_step
+from ckpt.runs.left_out import training_left_out
+from ckpt.runs.model_files import read_config
+from ckpt.runs.trainer_files import model_files
 
 if TYPE_CHECKING:
     from ckpt.testing import Declaration, Tensors

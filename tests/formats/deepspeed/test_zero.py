@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ckpt import api
-from ckpt.check.checking import check
+from ckpt.commands.check.checking import check
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CorruptError, NotFoundError
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout

@@ -37,7 +37,7 @@ from ckpt.plan.dtypes import BFLOAT16, BOOL, BY_NAME, FLOAT16, FLOAT32, INT64, D
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import choose
 from ckpt.plan.tensors import Extent, Tensor, Whole
-from ckpt.run_folder.companions import companions
+from ckpt.runs.model_files import companions
 from converters.huggingface.hf import HF
 from converters.names.transformers.ties import kept_names
 from tests.support.places import REPOSITORY

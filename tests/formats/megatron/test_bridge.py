@@ -1,5 +1,6 @@
-"""`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`, `converters/names/megatron/held.py`: whole runs of
-Megatron-Bridge, and a config.json held against what a run recorded.
+"""`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`,
+`converters/names/megatron/config_against_args.py`: whole runs of Megatron-Bridge, and a config.json held against what a
+run recorded.
 
 One that Megatron-Bridge saved (fixtures/make_megatron_bridge_run.py), which also has it load what is written here.
 """
@@ -22,8 +23,8 @@ from ckpt.containers.torchfile.read import read as read_torch
 from ckpt.errors import CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint, Layout
 from converters.megatron.dist.bridge import args_of
+from converters.names.megatron.config_against_args import compared, differences, refuse_another_models
 from converters.names.megatron.facts import BridgeRun
-from converters.names.megatron.held import compared, differences, refuse_another_models
 from converters.names.megatron.relation import table_of_checkpoint
 from tests.support import commands
 from tests.support.describing import content

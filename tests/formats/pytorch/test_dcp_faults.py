@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 from ckpt import api
-from ckpt.show.svg import RED
+from ckpt.commands.inspect.svg import RED
 from tests.support.commands import ckpt, process, snapshot
 from tests.support.damage import AUDITED, emptied, half, one_byte_short, refused, zeroed_tail
 from tests.support.dcp_folders import edit, nested, read, save, trained, write

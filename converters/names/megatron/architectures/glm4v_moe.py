@@ -6,7 +6,7 @@ from functools import partial
 
 from converters.names.megatron.architectures import glm4_moe
 from converters.names.megatron.args import mrope
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 VISION = "visual.**    model.visual.**    same"
 POSITIONS = partial(mrope, sections=(8, 12, 12), interleaved=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import llava, qwen3_moe
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 TEXTS = {name: llava.TEXTS[name] for name in ("qwen2", "qwen3", "llama")}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import llama, mistral, qwen2, qwen3
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 TEXTS = {"mistral": mistral.TABLE, "qwen2": qwen2.TABLE, "qwen3": qwen3.TABLE, "llama": llama.TABLE}
 VISION = """

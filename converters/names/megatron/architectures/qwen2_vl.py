@@ -6,7 +6,7 @@ from functools import partial
 
 from converters.names.megatron.architectures import qwen2
 from converters.names.megatron.args import mrope
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 VISION = "visual.**    visual.**    same"
 POSITIONS = partial(mrope, sections=(16, 24, 24), interleaved=False)

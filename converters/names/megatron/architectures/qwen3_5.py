@@ -6,7 +6,7 @@ from functools import partial
 
 from converters.names.megatron.architectures import qwen3_5_text, qwen3_vl
 from converters.names.megatron.args import mrope
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 POSITIONS = partial(mrope, sections=(11, 11, 10), interleaved=True)
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import qwen3_5, qwen3_5_moe_text, qwen3_vl
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 TABLE = sighted("qwen3_5_moe", {"qwen3_5_moe_text": qwen3_5_moe_text.TABLE}, qwen3_vl.VISION, qwen3_5.POSITIONS)

@@ -6,7 +6,7 @@ from functools import partial
 
 from converters.names.megatron.architectures import qwen3
 from converters.names.megatron.args import mrope
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 VISION = "vision_model.**    model.visual.**    same"
 POSITIONS = partial(mrope, sections=(24, 20, 20), interleaved=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import qwen3_moe, qwen3_vl
-from converters.names.megatron.sighted import sighted
+from converters.names.megatron.vision import sighted
 
 EXPERTS = """
     pre_mlp_layernorm.weight                           post_attention_layernorm.weight          same

@@ -1,0 +1,1 @@
+"""`ckpt clean`: what may be deleted next to a run."""

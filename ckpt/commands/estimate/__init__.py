@@ -1,0 +1,1 @@
+"""The memory that training a model takes, from its config alone."""

@@ -1,0 +1,153 @@
+"""Bytes that the backward pass needs of the forward pass, per layer and in all.
+
+Counted as Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4) do it:
+every tensor that autograd saves, once.  Attention is fused (flash or memory-efficient), so no tensor has sequence
+length squared elements, unless it is asked for as eager.  Two implementations are told apart:
+
+* `transformers`: its modules as they are (5.23).  A norm keeps its input in float32, the normalised input and its
+  output; a gated MLP keeps gate, its activation, up and their product.  Counts follow from the modules' source and
+  equal what `torch.autograd.graph.saved_tensors_hooks` sees.
+* `megatron`: fused layers, as the paper counts them, without its dropout.  Tensor parallelism divides what is inside
+  attention and MLP (section 4.2.1), sequence parallelism everything (4.2.2); pipeline stages hold one micro batch for
+  each stage behind them (4.2.3).
+
+With checkpointing, every layer keeps its input only, and one layer at a time is computed again (section 5).  Context
+parallelism gives each GPU its part of the tokens.
+
+A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) never has all
+logits: beside the gradients of its two operands it has those of a few tokens at a time, by Liger's rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ckpt.commands.estimate.setup import Setup
+from ckpt.state.parameters import Block
+
+_FP32 = 4
+#: An index, a float32 weight and its position: what routing keeps for each expert of a token, in bytes.
+_ROUTED = 38
+#: Layers whose inputs are on the GPU while those of the others are in the host's memory: in use and on its way.
+_IN_USE = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Activations:
+    """Bytes at the peak, with every activation kept and with checkpointing of every layer.
+
+    `host`: inputs of checkpointed layers that are in the host's memory.
+    """
+
+    kept: int
+    checkpointed: int
+    host: int = 0
+
+
+def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
+    """Bytes that transformers' modules save for one token in one layer, computing in elements of `itemsize` bytes.
+
+    With eager attention the scores of `keys` tokens are saved, and keys and values for each head of the queries.
+    """
+    norm = _norm(block, itemsize)
+    if keys:
+        repeated = block.queries // block.keys  # how many heads of the queries share one of the keys
+        score = _FP32 * block.scores_fp32 + itemsize * block.scores
+        attention = itemsize * (block.queries + repeated * (block.keys + block.values) + block.attended)
+        attention += score * block.heads * keys
+    else:
+        attention = itemsize * (block.queries + block.keys + block.values + (1 + block.again) * block.attended)
+        attention += _FP32 * block.heads
+    heads = (_FP32 + itemsize) * (block.queries + block.keys) + _FP32 * block.qk_norms if block.qk_norms else 0
+    latent = (_FP32 + 2 * itemsize) * block.latent
+    mlp = itemsize * block.ffn_saved * block.ffn
+    experts = 0
+    if block.top:
+        routed = itemsize * (2 * block.hidden + block.expert_saved * block.expert_ffn) + _ROUTED
+        experts = block.top * routed + _FP32 * (block.num_experts + 1)
+    return 2 * norm + attention + heads + latent + mlp + experts
+
+
+def _norm(block: Block, itemsize: int) -> int:
+    """A norm and its output, which is the next layer's input."""
+    if block.layer_norm:  # torch's own: input, output, mean and deviation
+        return 2 * itemsize * block.hidden + 2 * itemsize
+    return (_FP32 + 2 * itemsize) * block.hidden + _FP32
+
+
+def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
+    """Last norm, logits and the loss, at the start of the backward pass: logits in the model's dtype, and in float32
+    their softmax, the gradient of the loss and that of the logits.
+    """
+    item = setup.itemsize
+    norm = setup.tokens * (_FP32 + 2 * item) * hidden
+    if not setup.fused_loss:
+        return norm + setup.tokens * (item + 3 * _FP32) * vocabulary
+    return norm + _fused_loss(hidden, vocabulary, setup)
+
+
+def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
+    """Gradients of the last hidden states and, where it is trained, of the output layer; logits of a chunk."""
+    chunks = -(-vocabulary // hidden)
+    chunk = min(setup.tokens, 1 << (-(-setup.tokens // chunks) - 1).bit_length())
+    weight = 0 if setup.lora_rank else vocabulary * hidden
+    return setup.itemsize * (setup.tokens * hidden + (chunk * vocabulary + weight) // tp)
+
+
+def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setup) -> Activations:
+    """From bytes of each layer, of the loss, of a layer that is computed again and of an input of a layer."""
+    checkpointed, host = inputs * len(layers), 0
+    if setup.activation_offload:
+        host = max(0, checkpointed - _IN_USE * inputs)
+    return Activations(sum(layers) + loss, checkpointed - host + max(loss, again), host)
+
+
+def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Activations:
+    """The activations of a micro batch on one GPU that has all layers."""
+    item, tokens, hidden = setup.itemsize, setup.tokens, blocks[0].hidden
+    keys = setup.length if setup.eager_attention else 0
+    layers = [tokens * per_token(block, item, keys) for block in blocks]
+    widest = max(max(block.ffn, block.top * block.expert_ffn) for block in blocks)
+    # While a layer is computed again the model's logits are still there, and two gradients as wide as its MLP.
+    logits = 0 if setup.fused_loss else vocabulary
+    again = max(layers) + tokens * (item * (logits + 2 * widest) + _FP32 * hidden)
+    return _made(layers, _loss(hidden, vocabulary, setup), again, tokens * item * hidden, setup)
+
+
+def megatron(
+    blocks: Sequence[Block], in_flight: int, hidden: int, vocabulary: int, setup: Setup, tp: int, has_loss: bool
+) -> Activations:
+    """The activations of a pipeline stage with the layers `blocks`, which holds `in_flight` micro batches.
+
+    `vocabulary` is padded; `has_loss`: it is the last stage.
+    """
+    item, tokens = setup.itemsize, setup.tokens
+    outside = tp if setup.sequence_parallel else 1  # by how many ranks norms and inputs of layers are divided
+    loss = 0
+    if has_loss:
+        # The vocabulary-parallel loss: logits, their float32 copy, softmax and gradient
+        # (tensor_parallel/cross_entropy.py).
+        logits = tokens * (item + 2 * _FP32) * vocabulary // tp
+        fused = _fused_loss(hidden, vocabulary, setup, tp)
+        loss = tokens * 2 * item * hidden // outside + (fused if setup.fused_loss else logits)
+    layers = [tokens * _fused(block, setup, tp, outside, setup.recompute) for block in blocks]
+    again = max((tokens * _fused(block, setup, tp, outside, ()) for block in blocks), default=0)
+    inputs = in_flight * tokens * item * hidden // outside
+    return _made([in_flight * layer for layer in layers], loss, again, inputs, setup)
+
+
+def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
+    """Bytes per token of a layer of fused modules: inputs of norms, linear layers, attention and the activation.
+
+    The outputs of modules that are recomputed do not count.
+    """
+    norms = 2 if "layernorm" in recompute else 4
+    inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent
+    if "mlp" not in recompute:
+        inside += (3 if block.gated else 2) * block.ffn
+    if "moe" not in recompute:
+        inside += block.top * (2 * block.hidden + (2 if "moe_act" in recompute else 3) * block.expert_ffn)
+    softmax = setup.itemsize * setup.length if setup.eager_attention else _FP32
+    scores = 0 if "core_attn" in recompute else softmax * block.heads
+    return -(-setup.itemsize * norms * block.hidden // outside) - (-(setup.itemsize * inside + scores) // tp)

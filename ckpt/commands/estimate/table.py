@@ -1,0 +1,353 @@
+"""`ckpt estimate`: from a model's config or checkpoint to a table by strategy, and what fits."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import gcd, lcm
+from pathlib import Path
+from typing import Any
+
+from ckpt.adapters.names import BASE, is_adapter, parse_name
+from ckpt.base.errors import NotFoundError, UsageError
+from ckpt.base.sizes import show_size
+from ckpt.commands.estimate.memory import Memory, estimate, megatron, multiple
+from ckpt.commands.estimate.setup import (
+    DDP,
+    FSDP1,
+    FSDP2,
+    FSDP2_OFFLOAD,
+    MEGATRON,
+    NVME,
+    OFFLOADED,
+    STRATEGIES,
+    ZERO1,
+    ZERO2,
+    ZERO2_OFFLOAD,
+    ZERO3,
+    ZERO3_OFFLOAD,
+    ZERO3_OFFLOAD_ALL,
+    Setup,
+)
+from ckpt.move.files import translate_os_errors
+from ckpt.move.json_files import read_object
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
+from ckpt.runs import from_hub
+from ckpt.runs.model_files import CONFIG, read_config
+from ckpt.runs.opening import open_checkpoint
+from ckpt.state.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
+
+#: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
+USABLE = 0.9
+#: Tensor parallelism beyond the GPUs of one node is slow; experts are rarely dealt to more ranks than this.
+_MAX_TP, _MAX_EP = 8, 64
+_MAX_GPUS = 4096
+#: GPUs of a node: more of them come in such numbers.
+_NODE = 8
+
+_LAYER = re.compile(r"\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is estimated: the model, its config where there is one, and notes on how it was found."""
+
+    path: str
+    model: Model
+    config: Mapping[str, Any] | None = None
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class EstimateRow:
+    """A line of the table; `options` are sizes of parallel axes and LoRA, by the names of the command's options.
+
+    `stages` are the numbers of layers of Megatron's pipeline stages.
+    """
+
+    strategy: str
+    memory: Memory
+    dp: int
+    options: Mapping[str, int | bool | str] = field(default_factory=dict)
+    stages: tuple[int, ...] = ()
+
+    @property
+    def title(self) -> str:
+        words = [self.strategy]
+        words += [f"{name} {value}" if value is not True else name for name, value in self.options.items() if value]
+        return " ".join(words)
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """The table for one model on so many GPUs."""
+
+    subject: Subject
+    setup: Setup
+    gpu_memory: int
+    rows: tuple[EstimateRow, ...]
+    suggestions: tuple[str, ...]
+
+
+# -- the model -----------------------------------------------------------------------------------------------
+
+
+def find(where: str) -> Subject:
+    """The model at `where`: a config.json or its folder, a Hub id, or a checkpoint of any format.
+
+    A config is preferred to a checkpoint's tensors, which may be quantized or an adapter's.  Raises NotFoundError
+    where there is neither, UsageError for an architecture that is not known.
+    """
+    path = Path(where)
+    with translate_os_errors(path):
+        if path.is_file() and path.suffix == ".json":
+            return _of_config(where, read_object(path, "the model's config"))
+        if path.exists():
+            config = read_config([path]) if path.is_dir() else None
+            if config is not None and config.get("model_type"):
+                return _of_config(where, config)
+            return _of_checkpoint(where, open_checkpoint(path))
+    if from_hub.is_repository(where):
+        fetched = from_hub.fetched(where, [CONFIG]) / CONFIG
+        return _of_config(where, read_object(fetched, "the model's config"))
+    raise NotFoundError(
+        "no such model",
+        path=where,
+        expected="a folder, a config.json, a checkpoint, or a Hub id like org/name",
+        hint=from_hub.unknown_hint(where),
+    )
+
+
+def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
+    model: Model = registry.service("parameters_in_memory")(config)
+    notes = []
+    if not model.blocks:
+        notes.append(f"activations of {model.name} are not known, and not counted")
+    if config.get("num_nextn_predict_layers"):
+        notes.append("layers of multi-token prediction are not counted: transformers does not build them")
+    return Subject(where, model, config, tuple(notes))
+
+
+def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
+    """From the tensors that it holds; from its config, where that tells of the same number of elements."""
+    found: dict[str, Parameter] = {}
+    notes = list(checkpoint.notes)
+    if is_adapter(fqn for fqn, _ in checkpoint.tensors):
+        notes.append("a LoRA run: the model without its adapter is counted")
+    for (stored_fqn, role), tensor in checkpoint.tensors.items():
+        name = parse_name(stored_fqn)
+        fqn = name.module
+        if role in (WEIGHT, MASTER) and name.kind == BASE and fqn not in found:
+            layer = _LAYER.search(fqn)
+            kind = EMBEDDING if "embed" in fqn else LINEAR if len(tensor.shape) == 2 else OTHER
+            number = int(layer[1]) if layer else None
+            found[fqn] = Parameter(fqn, tensor.shape, kind, number, adapter=int(kind == LINEAR))
+    if not found:
+        raise NotFoundError(
+            "the checkpoint holds no parameters of a model", path=checkpoint.path, found=checkpoint.format
+        )
+    stored = num_elements(found.values())
+    config = checkpoint.config
+    if config and config.get("model_type"):
+        subject = _of_config(where, config)
+        if num_elements(subject.model.parameters) == stored:
+            return replace(subject, notes=(*notes, *subject.notes))
+        note = (
+            f"the checkpoint holds {stored:,} elements, and its config tells of another number; the checkpoint's count"
+        )
+    else:
+        note = "there is no config.json: activations are not known, and not counted"
+    model = Model(checkpoint.format, tuple(found.values()), (), 0, 0)
+    return Subject(where, model, None, (*notes, note))
+
+
+# -- the table -----------------------------------------------------------------------------------------------
+
+
+def size(
+    subject: Subject,
+    setup: Setup,
+    gpu_memory: int,
+    strategies: Sequence[str] = (),
+    *,
+    tp: int | None = None,
+    pp: int | None = None,
+    ep: int | None = None,
+) -> Sizing:
+    """Every strategy, or those that are named; `tp`, `pp` and `ep` are Megatron's, tried in turn otherwise."""
+    rows = []
+    for strategy in strategies or _default(subject, setup):
+        if strategy == MEGATRON:
+            tried = [] if tp or pp or ep else list(_megatron_rows(subject, setup))
+            rows += tried or [megatron_row(subject, setup, tp or 1, pp or 1, ep or 1)]
+        else:
+            rows.append(_row(subject, strategy, setup))
+    if not (strategies or setup.lora_rank or setup.offload_optimizer or setup.offload_params):
+        lora = replace(setup, lora_rank=16)
+        rows += [_row(subject, strategy, lora) for strategy in (DDP, ZERO3)]
+        rows.append(_row(subject, DDP, replace(lora, quantized=True)))
+    suggestions = tuple(suggest(subject, setup, gpu_memory, rows))
+    return Sizing(subject, setup, gpu_memory, tuple(rows), suggestions)
+
+
+def _default(subject: Subject, setup: Setup) -> list[str]:
+    if setup.offload_optimizer or setup.offload_params:  # as it is asked for, where it can be
+        fsdp = [] if setup.offload_optimizer or setup.offload_params == NVME else [FSDP1, FSDP2]
+        zero = [] if setup.offload_params or setup.offload_optimizer == NVME else [ZERO1, ZERO2]
+        return [*zero, ZERO3, *fsdp]
+    has_megatron = _has_megatron(subject) and not setup.lora_rank
+    return [strategy for strategy in STRATEGIES if strategy != MEGATRON or has_megatron]
+
+
+def _has_megatron(subject: Subject) -> bool:
+    return subject.config is not None and bool(subject.model.blocks)
+
+
+def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
+    cp = setup.context_parallel
+    if setup.gpus % cp:
+        raise UsageError("the GPUs do not divide", expected=f"a multiple of cp {cp}", found=setup.gpus)
+    is_named = strategy in OFFLOADED
+    options: dict[str, int | bool | str] = {
+        "lora": setup.lora_rank,
+        "qlora": setup.quantized,
+        "cp": cp if cp > 1 else 0,
+        "offload-optimizer": "" if is_named else setup.offload_optimizer,
+        "offload-param": "" if is_named else setup.offload_params,
+    }
+    return EstimateRow(strategy, estimate(subject.model, strategy, setup), setup.gpus // cp, options)
+
+
+def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
+    """Megatron with these sizes of axes; UsageError where something does not divide."""
+    if not _has_megatron(subject):
+        raise UsageError("Megatron's layout of this model is not known", found=subject.model.name)
+    assert subject.config is not None
+    cp = setup.context_parallel
+    if setup.gpus % (tp * pp * cp):
+        axes = f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "")
+        raise UsageError("the GPUs do not divide", expected=f"a multiple of {axes}", found=setup.gpus)
+    stages: tuple[Stage, ...] = registry.service("megatron_stages")(subject.config, tp=tp, pp=pp, ep=ep)
+    memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
+    options = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else 0, "ep": ep if ep > 1 else 0}
+    return EstimateRow(
+        MEGATRON, memory, setup.gpus // (tp * pp * cp), options, tuple(len(stage.layers) for stage in stages)
+    )
+
+
+def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
+    """A row for each number of ranks that share a model, as many of them tensor parallel as can be.
+
+    Experts are dealt to as many ranks as can be, which takes nothing from data parallelism.
+    """
+    num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
+    most = _MAX_TP * (len(subject.model.blocks) + 2)
+    for ranks in (n for n in range(1, min(setup.gpus, most) + 1) if setup.gpus % n == 0):
+        for tp in (t for t in range(min(ranks, _MAX_TP), 0, -1) if ranks % t == 0):
+            ep = gcd(setup.gpus * tp // ranks, num_experts, _MAX_EP) if num_experts else 1
+            try:
+                yield megatron_row(subject, setup, tp, ranks // tp, ep)
+            except UsageError:
+                continue
+            break
+
+
+# -- what fits -----------------------------------------------------------------------------------------------
+
+#: In the order in which a user would take them: what shards and moves less is faster.
+_PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)
+_OFFLOADED = (ZERO2_OFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD, ZERO3_OFFLOAD_ALL)
+
+
+def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
+    return row.memory.total(checkpointing=checkpointing) <= USABLE * gpu_memory
+
+
+def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
+    """Suggest the simplest strategies that fit, and more GPUs if none does.
+
+    Data parallelism comes first, then the same with activation checkpointing, then offloading with LoRA named as the
+    alternative.  Megatron, another framework, comes after these.
+    """
+    mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
+    data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)
+    model_parallel = _first([row for row in mine if row.strategy == MEGATRON], gpu_memory)
+    offloaded = _first([row for s in _OFFLOADED for row in mine if row.strategy == s], gpu_memory)
+    lora = _first([row for row in rows if row not in mine], gpu_memory)
+    trains_less = f"with fewer trained parameters: {lora}" if lora else None
+    instead = "; or ".join(filter(None, (offloaded, trains_less)))
+    if data_parallel or instead:
+        yield data_parallel or instead
+    if model_parallel:
+        yield f"with Megatron: {model_parallel}"
+    if not (data_parallel or model_parallel):
+        more = _more_gpus(subject, setup, gpu_memory, [row.strategy for row in mine])
+        nothing = "nothing else" if instead else "nothing"
+        yield more or f"{nothing} fits on up to {_MAX_GPUS} such GPUs: {_help(subject, setup, gpu_memory, mine)}"
+
+
+def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> str:
+    """What helps where nothing of `rows` fits on any number of GPUs: fewer tokens, if all else would fit."""
+    many = replace(setup, gpus=multiple(_MAX_GPUS, setup.context_parallel))
+    tried = {row.strategy for row in rows}
+    most_sharded = [_row(subject, strategy, many) for strategy in tried - {MEGATRON}]
+    most_sharded += _megatron_rows(subject, many) if MEGATRON in tried else ()
+    memories = [replace(row.memory, activations=None) for row in (*rows, *most_sharded)]
+    without = min(memory.total(checkpointing=True) for memory in memories)
+    if without <= USABLE * gpu_memory:
+        return "a shorter --seq-len or a smaller --batch-size helps"
+    alone = f"without any activations it is {show_size(without)} of {show_size(gpu_memory)} on each GPU"
+    if not setup.offload_params and not tried.issuperset(_PREFERRED):
+        every = [_row(subject, strategy, setup) for strategy in _PREFERRED]
+        if other := _first(every, gpu_memory) or _more_gpus(subject, setup, gpu_memory, _PREFERRED):
+            return f"{alone}; what shards these states does, {other}"
+    return f"{alone}; LoRA (--lora-r), --optimizer adamw_8bit or larger GPUs take less of it"
+
+
+def _first(rows: Sequence[EstimateRow], gpu_memory: int) -> str | None:
+    """The first row that fits, without activation checkpointing if any does so.
+
+    Of Megatron the first that fits with checkpointing: that costs less than to cut the model once more.
+    """
+    for checkpointing in (False, True):
+        for row in rows:
+            if fits(row, gpu_memory, checkpointing=checkpointing or row.strategy == MEGATRON):
+                return _words(row, gpu_memory, not fits(row, gpu_memory, checkpointing=False))
+    return None
+
+
+def _words(row: EstimateRow, gpu_memory: int, checkpointing: bool) -> str:
+    total = show_size(row.memory.total(checkpointing=checkpointing))
+    how = " with activation checkpointing" if checkpointing and row.memory.activations else ""
+    host = f", and {show_size(row.memory.host)} of host memory for each" if row.memory.host else ""
+    return f"{row.title}{how}, data parallel {row.dp}: {total} of {show_size(gpu_memory)} on each GPU{host}"
+
+
+def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
+    """The fewest GPUs on which what shards most fits, in whole nodes where that is more than one."""
+
+    searched = [s for s in (FSDP2, ZERO3) if s in strategies] or [s for s in _PREFERRED if s in strategies]
+
+    def fitting(gpus: int) -> str | None:
+        more = replace(setup, gpus=gpus)
+        model_parallel = list(_megatron_rows(subject, more)) if MEGATRON in strategies else []
+        data_parallel = [_row(subject, strategy, more) for strategy in searched]
+        return _first(data_parallel, gpu_memory) or _first(model_parallel, gpu_memory)
+
+    unit = lcm(setup.context_parallel, _NODE if setup.gpus >= _NODE else 1)
+    least, most = setup.gpus, multiple(setup.gpus + 1, unit)
+    while not (found := fitting(most)):
+        least, most = most, multiple(2 * most, unit)
+        if most > _MAX_GPUS:
+            return None
+    while most - least > unit:  # `least` is too few, `most` is enough
+        middle = multiple((least + most) // 2, unit)
+        if middle in (least, most):
+            break
+        if better := fitting(middle):
+            most, found = middle, better
+        else:
+            least = middle
+    return f"on {most} GPUs: {found}"

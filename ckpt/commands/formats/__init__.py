@@ -1,0 +1,1 @@
+"""`ckpt formats`: the formats that can be read and written."""

@@ -1,0 +1,150 @@
+"""`ckpt inspect`: what a checkpoint holds, and the other checkpoints of its run."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from os import PathLike, fspath
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import UsageError, shown
+from ckpt.base.returned import Returned
+from ckpt.base.text import aligned, counted, did_you_mean, scheme_of
+from ckpt.base.typed import typed
+from ckpt.commands.check.checking import HEADS, Checked, checkpoints_of, survey
+from ckpt.commands.inspect import overview
+from ckpt.commands.inspect.inspection import inspection
+from ckpt.commands.inspect.parts import part_lines, parts_of
+from ckpt.commands.inspect.rows import Only
+from ckpt.move.listing import listed_once
+from ckpt.pictures.pages import page
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.tensors import Tensor
+from ckpt.plan.tiling import Damage
+from ckpt.runs.not_read import not_read
+from ckpt.runs.opening import AUTO, open_checkpoint
+from ckpt.stores import standins
+
+_MAX_STEPS = 20  # of a run that are looked into, unless everything is asked for
+
+
+@dataclass(frozen=True, repr=False)
+class Inspection(Returned):
+    """What a `checkpoint` holds, `run` being all checkpoints of its run where there are several.
+
+    `matching` are the tensors whose parts are shown with their places; `not_read` are files that no reader opened.
+    """
+
+    checkpoint: Checkpoint
+    run: tuple[Checked, ...] = ()
+    matching: tuple[Tensor, ...] | None = None
+    not_read: tuple[dict[str, str], ...] = ()
+    tensors: bool = False
+    everything: bool = False
+
+    def __repr__(self) -> str:
+        one = self.checkpoint
+        return f"<{shown(one.path)}: {one.format}, {counted(len(one.tensors), 'tensor')}>"
+
+    def to_json(self) -> dict[str, Any]:
+        found = overview.describe(self.checkpoint, self.not_read, tensors=self.tensors, everything=self.everything)
+        parts = {"parts": list(map(parts_of, self.matching))} if self.matching is not None else {}
+        return found | parts | run_json(self.run)
+
+    def lines(self) -> Iterator[str]:
+        yield from self.facts()
+        if self.run:
+            yield from ("", *aligned(HEADS, [one.row() for one in self.run], ("step", "size")))
+        if self.tensors:
+            yield from ("", *aligned(overview.HEADS, overview.rows(self.checkpoint), overview.RIGHT))
+        for one in self.parts():
+            yield from ("", *one)
+
+    def facts(self, width: int | None = None) -> Iterator[str]:
+        """The overview, folded to `width` columns."""
+        return map(shown, overview.lines(self.checkpoint, self.not_read, everything=self.everything, width=width))
+
+    def csv(self) -> str:
+        """A table of all tensors, a row each, as CSV (RFC 4180)."""
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows(overview.csv_rows(self.checkpoint))
+        return table.getvalue()
+
+    def page(self, only: Only = "all") -> tuple[str, tuple[Damage, ...]]:
+        """The page of `ckpt inspect --html`, all tensors, ranks and steps in one file, and what it shows as damaged."""
+        steps = [HEADS, *(one.row() for one in self.run)] if self.run else []
+        content, damaged = inspection(self.checkpoint, self.not_read, steps, only)
+        return page("inspect", content), damaged
+
+    def parts(self) -> Iterator[list[str]]:
+        """Where the parts of each of the `matching` tensors lie."""
+        for one in self.matching or ():
+            yield [shown(line) for line in part_lines(one, self.checkpoint.path)]
+
+
+@typed
+@listed_once()
+def inspect(
+    source: str | PathLike[str] | Checkpoint,
+    format: str = AUTO,
+    *,
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    tensors: bool = False,
+    tensor: str | Sequence[str] = (),
+    everything: bool = False,
+) -> Inspection:
+    """Describe what a checkpoint holds, and the steps of its run; no tensor data is read.
+
+    `tensors` lists every tensor, and `tensor` those whose names one of these patterns fits, with where each of their
+    parts lies; with `everything` no list and no value is cut short.
+
+    Raises the errors of `ckpt.errors`.
+
+    Args:
+        source: A path, a URL or what `ckpt.open` returned.
+        format: The format to read; `auto` finds it.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        tensors: List every tensor.
+        tensor: Patterns of names of tensors to show in full.
+        everything: Cut no list and no value short.
+    """
+    run: tuple[Checked, ...] = ()
+    if isinstance(source, Checkpoint):
+        checkpoint = source
+    else:
+        text, place = fspath(source), None if config is None else fspath(config)
+        checkpoint = open_checkpoint(text, format, tag=tag, config=place)
+        run = tuple(run_of(Path(text) if scheme_of(text) is None else standins.place(text), tag, everything))
+    patterns = [tensor] if isinstance(tensor, str) else tensor
+    matching = matching_tensors(checkpoint, patterns) if patterns else None
+    left = tuple(one.to_json() for one in not_read(checkpoint))
+    return Inspection(checkpoint, run, matching, left, tensors, everything)
+
+
+def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Tensor, ...]:
+    """The tensors whose names one of `patterns` fits.  UsageError for a pattern that fits none."""
+    names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
+    for pattern in patterns:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            hint = did_you_mean(pattern, names) or "--tensors without --tensor lists them all"
+            raise UsageError(f"there is no tensor called {pattern!r}", path=checkpoint.path, hint=hint)
+    return tuple(
+        one for (fqn, _), one in checkpoint.tensors.items() if any(fnmatchcase(fqn, pattern) for pattern in patterns)
+    )
+
+
+def run_of(path: Path, tag: str | None, everything: bool) -> list[Checked]:
+    """All checkpoints of a run folder, where that holds several."""
+    every = checkpoints_of(path) if tag is None and path.is_dir() else []
+    return survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
+
+
+def run_json(run: Sequence[Checked]) -> dict[str, Any]:
+    """A run's checkpoints for JSON, if there are any."""
+    return {"checkpoints": [one.to_json() for one in run]} if run else {}

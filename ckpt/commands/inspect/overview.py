@@ -1,0 +1,383 @@
+"""Describe one checkpoint: what it is, what it holds, and what it needs on disk.  No tensor data is read.
+
+Names and values come from files that somebody else wrote, so everything shown is escaped and bounded, and no object
+that a reader made of a pickle is asked for its own text.
+"""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from math import prod
+from typing import Any
+
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, one_line
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import AXES, BUFFER, MASTER, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.dtypes import DType
+from ckpt.plan.tensors import Tensor
+from ckpt.runs.quantization import quantization_of
+from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
+
+NotRead = Sequence[Mapping[str, str]]  # `ckpt.runs.not_read`, as JSON
+
+_MAX_LISTED = 20  # ties, groups, items and notes shown as text
+_FEW_RANKS = 8
+_MANY = 200_000  # tensors on ranks; more of them take longer to be counted than anything else here
+
+
+def describe(
+    checkpoint: Checkpoint, not_read: NotRead = (), *, tensors: bool = False, everything: bool = False
+) -> dict[str, Any]:
+    """The checkpoint as plain values for JSON: bounded, finite, and free of control characters.
+
+    `not_read` are the files of its folder that no reader opened.  `tensors` adds one entry for each tensor; with
+    `everything` values are bounded far beyond what frameworks save.
+    """
+    bounds = FULL if everything else SHORT
+    found = {
+        "path": one_line(checkpoint.path),
+        "format": one_line(checkpoint.format),
+        "framework": None if checkpoint.framework is None else one_line(checkpoint.framework),
+        "step": summarise(checkpoint.state.step),
+        "world_size": summarise(checkpoint.world_size),
+        "mesh": mesh(checkpoint),
+        "bytes_per_rank": _bytes_per_rank(checkpoint, everything),
+        "names": one_line(checkpoint.namespace),
+        "model": _model_facts(checkpoint),
+        "parameters": _parameters(checkpoint),
+        "roles": _roles(checkpoint),
+        "dtypes": _dtypes(checkpoint.tensors.values()),
+        "files": {"count": len(checkpoint.files), "bytes": sum(file.size for file in checkpoint.files)},
+        "ties": [{"alias": one_line(alias), "owner": one_line(owner)} for alias, owner in checkpoint.ties.items()],
+        "training": _training(checkpoint, bounds),
+        "notes": [one_line(note) for note in (*checkpoint.notes, *_quantized(checkpoint), *checkpoint.unread)],
+        "not_read": list(not_read),
+    }
+    if tensors:
+        found["tensors"] = [_tensor(tensor) for tensor in checkpoint.tensors.values()]
+    return found
+
+
+def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
+    config = checkpoint.config
+    if not isinstance(config, Mapping):
+        return None
+    found = {name: summarise(config[name]) for name in ("model_type", "architectures") if name in config}
+    quantization = quantization_of(config, checkpoint.folders)
+    if quantization is not None:
+        found["quantization"] = quantization.title
+    return found
+
+
+def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Numbers of tensors and elements, each parameter counted once.
+
+    A parameter is trainable where an optimizer keeps something for it or lists it; None where no optimizer is stored.
+    """
+    trained = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
+    trained.update(fqn for values in checkpoint.state.scalars.values() for fqn in values)
+    trained.update(fqn for group in checkpoint.state.param_groups for fqn in group.fqns)
+    parameters = checkpoint.parameters
+    total = sum(tensor.numel for tensor in parameters.values())
+    trainable = sum(tensor.numel for fqn, tensor in parameters.items() if fqn in trained) if trained else None
+    return {
+        "tensors": len(parameters),
+        "elements": total,
+        "trainable": trainable,
+        "frozen": None if trainable is None else total - trainable,
+        "dtypes": {name: counts["elements"] for name, counts in _dtypes(parameters.values()).items()},
+    }
+
+
+def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
+    """The sizes of the parallel axes, `tp` `pp` `ep` `cp` `dp`, as Megatron's arguments or ZeRO's partitions tell them.
+
+    None where nothing records them.  Of ZeRO's partitions the axis is `dp` whatever ranks they were spread over.
+    """
+    args, world_size = checkpoint.state.args or {}, checkpoint.world_size
+    found = {axis: size for axis, name in AXES.items() if type(size := args.get(name)) is int and size > 0}
+    if "tp" not in found:
+        return {"dp": world_size} if checkpoint.state.zero_stage and world_size else None
+    inner = prod(found.get(axis, 1) for axis in ("tp", "pp", "cp"))
+    if "dp" not in found and world_size and world_size % inner == 0:
+        found["dp"] = world_size // inner
+    return {axis: found[axis] for axis in ("tp", "pp", "ep", "cp", "dp") if axis in found}
+
+
+def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
+    """Where each rank stands on the axes of Megatron's mesh; empty where that is not recorded.
+
+    Ranks are numbered as megatron-core does (`parallel_state.py`, `RankGenerator`): `tp` runs fastest, then `cp`, `dp`
+    and `pp`, or with `use_tp_pp_dp_mapping` `pp` before `dp`.  Where one writes for all of `dp`, that has the size 1.
+    """
+    args, sizes = checkpoint.state.args or {}, dict(mesh(checkpoint) or {})
+    if "tp" not in sizes or "pp" not in sizes or (ranks := registry.get(checkpoint.format).ranks_on_axes) is None:
+        return {}
+    if ranks == "model":
+        if sizes.get("ep", 1) > 1 or sizes.get("cp", 1) > 1:
+            return {}
+        sizes["dp"] = 1
+    elif prod(sizes.get(axis, 1) for axis in ("tp", "cp", "dp", "pp")) != checkpoint.world_size:
+        return {}
+    order = ("tp", "cp", "pp", "dp") if args.get("use_tp_pp_dp_mapping") else ("tp", "cp", "dp", "pp")
+    found: dict[int, dict[str, int]] = {}
+    for rank in range(prod(sizes.get(axis, 1) for axis in order)):
+        rest, place = rank, {}
+        for axis in order:
+            rest, place[axis] = divmod(rest, sizes.get(axis, 1))
+        found[rank] = place
+    return found
+
+
+def mesh_text(checkpoint: Checkpoint) -> str:
+    """The mesh in words; empty where it is not recorded."""
+    found, stage, ranks = mesh(checkpoint), checkpoint.state.zero_stage, checkpoint.world_size
+    if found is None:
+        return ""
+    text = " x ".join(f"{axis.upper()} {size}" for axis, size in found.items() if axis != "cp" or size > 1)
+    text += f" on {counted(ranks, 'rank')}" if ranks else ""
+    if found.get("ep", 1) > 1:
+        text += ", experts spread within DP"
+    if checkpoint.state.zero_stage:
+        text += f"; ZeRO-{stage} partitions " + ("weights and optimizer" if stage == 3 else "the optimizer")
+    return text
+
+
+def _bytes_per_rank(checkpoint: Checkpoint, everything: bool) -> dict[str, int] | None:
+    """Bytes of tensors that each rank's files hold; None where no ranks are known, or where counting takes long."""
+    if not everything and len(checkpoint.tensors) * (checkpoint.world_size or 1) > _MANY:
+        return None
+    found: Counter[int] = Counter()
+    for tensor in checkpoint.tensors.values():
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                if fragment.rank is not None:
+                    found[fragment.rank] += fragment.extent.nbytes
+    return {str(rank): found[rank] for rank in sorted(found)} or None
+
+
+def _roles(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    by_role: dict[str, list[Tensor]] = {}
+    for tensor in checkpoint.tensors.values():
+        by_role.setdefault(tensor.role, []).append(tensor)
+    return {
+        one_line(role): {
+            "tensors": len(tensors),
+            "bytes": sum(tensor.nbytes for tensor in tensors),
+            "dtypes": sorted({tensor.dtype.name for tensor in tensors}),
+        }
+        for role, tensors in by_role.items()
+    }
+
+
+def _dtypes(tensors: Iterable[Tensor]) -> dict[str, dict[str, int]]:
+    found: dict[DType, dict[str, int]] = {}
+    for tensor in tensors:
+        counts = found.setdefault(tensor.dtype, {"tensors": 0, "elements": 0, "bytes": 0})
+        counts["tensors"] += 1
+        counts["elements"] += tensor.numel
+        counts["bytes"] += tensor.nbytes
+    return {dtype.name: counts for dtype, counts in found.items()}
+
+
+def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
+    state = checkpoint.state
+    return {
+        "masters": any(role == MASTER for _, role in checkpoint.tensors),
+        "optimizer_states": [one_line(name) for name in checkpoint.optimizer_states],
+        "scalars": {one_line(name): _scalars(values) for name, values in state.scalars.items()},
+        "param_groups": [
+            {"parameters": len(group.fqns), "options": summarise(dict(group.options), bounds)}
+            for group in state.param_groups
+        ],
+        "items": {one_line(name): summarise(value, bounds) for name, value in state.entries().items()},
+    }
+
+
+def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
+    """Notes that quantized states are smaller in the files than the plain values that are shown here."""
+    for method, count in Counter(checkpoint.quantized.methods.values()).items():
+        yield f"{count} optimizer states are stored quantized by {method}; here they are the values computed of them"
+
+
+def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
+    """How many parameters have the scalar, and its values if they are few."""
+    values = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in values.items()}
+    distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
+    others = any(not _is_number(value) for value in values.values())
+    shown = [summarise(value) for value in islice(distinct.values(), MAX_MEMBERS)]
+    return {"parameters": len(values), "values": None if others or len(distinct) > MAX_MEMBERS else shown}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
+
+
+def _tensor(tensor: Tensor) -> dict[str, Any]:
+    num_fragments, ranks, files = 0, set(), set()
+    for fragment in tensor.fragments():
+        num_fragments += 1
+        ranks.add(fragment.rank)
+        files.add(fragment.extent.path)
+    return {
+        "fqn": one_line(tensor.fqn),
+        "role": one_line(tensor.role),
+        "dtype": tensor.dtype.name,
+        "shape": list(tensor.shape),
+        "bytes": tensor.nbytes,
+        "fragments": num_fragments,
+        "files": len(files),
+        "ranks": sorted(rank for rank in ranks if rank is not None),
+        "replicas": len(tensor.replicas),
+    }
+
+
+def lines(
+    checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False, width: int | None = None
+) -> Iterator[str]:
+    """The description as text, folded to `width` columns.
+
+    Where something is cut, the last line says what shows it: `everything` cuts nothing.
+    """
+    found = named_facts(checkpoint, not_read, everything=everything)
+    first = max(len(name) for name, _ in found) + 2
+    if any("..." in text for _, text in found):
+        found.append(("", "(--all shows in full what ends in ...)"))
+    for name, text in found:
+        folded = textwrap.wrap(text, max(20, width - first), break_on_hyphens=False) if width else [text]
+        yield f"{name:{first}}{folded[0]}"
+        yield from (" " * first + rest for rest in folded[1:])
+
+
+def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
+    """The description as names and texts; a further text of the same kind has no name."""
+    facts = describe(checkpoint, not_read, everything=everything)
+    return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
+
+
+def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
+    """Names and texts of everything known; a further line of the same kind has no name."""
+    limit = FULL.text if everything else SHORT.text
+
+    def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
+        every = list(texts)
+        for number, text in enumerate(every if everything else every[:_MAX_LISTED]):
+            yield "" if number else name, text
+        if len(every) > _MAX_LISTED and not everything:
+            yield "", f"... and {len(every) - _MAX_LISTED} more"
+
+    yield "path", facts["path"]
+    yield "format", facts["format"]
+    yield "framework", facts["framework"] or ""
+    model = dict(facts["model"] or {})
+    quantization = model.pop("quantization", None)
+    yield "model", json_text(next(iter(model.values()), ""))
+    yield "quantized", json_text(quantization or "")
+    if facts["step"] is not None:
+        yield "step", str(facts["step"])
+    if facts["world_size"] is not None:
+        yield "world size", str(facts["world_size"])
+    yield "mesh", mesh_words
+    yield "parameters", _parameters_text(facts["parameters"])
+    yield "", _by_dtype_text(facts["parameters"]["dtypes"])
+    yield "on disk", f"{show_size(facts['files']['bytes'])} in {counted(facts['files']['count'], 'file')}"
+    yield from _named("per rank", _per_rank_texts(facts["bytes_per_rank"], everything))
+    yield from _named("tensors", (_role_text(role, entry) for role, entry in facts["roles"].items()))
+    yield from _named("ties", (f"{tie['alias']} is {tie['owner']}" for tie in facts["ties"]))
+    training = facts["training"]
+    states = training["optimizer_states"]
+    yield "optimizer", ", ".join(states) if states else "no states"
+    yield from _named("scalars", (_scalar_text(*entry) for entry in training["scalars"].items()))
+    yield from _named("param groups", (_group_text(group, limit) for group in training["param_groups"]))
+    yield from _named(
+        "also stored", (f"{name}: {json_text(value, limit)}" for name, value in training["items"].items())
+    )
+    yield from _named("notes", facts["notes"])
+    yield from _named("not read", (f"{one['name']}: {one['why']}" for one in facts["not_read"]))
+
+
+def _parameters_text(counts: Mapping[str, Any]) -> str:
+    text = f"{counts['elements']:,} in {counted(counts['tensors'], 'tensor')}"
+    if counts["trainable"] is not None:
+        text += f", {counts['trainable']:,} trainable and {counts['frozen']:,} frozen"
+    return text
+
+
+def _by_dtype_text(elements: Mapping[str, int]) -> str:
+    if len(elements) == 1:
+        return f"all of them {next(iter(elements))}"
+    return ", ".join(f"{count:,} {name}" for name, count in sorted(elements.items(), key=lambda item: -item[1]))
+
+
+def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[str]:
+    """Bytes of tensors by rank: of each where they are few, otherwise the least and the most."""
+    if not nbytes or len(nbytes) == 1:
+        return []
+    least, most = min(nbytes, key=lambda r: nbytes[r]), max(nbytes, key=lambda r: nbytes[r])
+    if nbytes[least] == nbytes[most] and not everything:
+        return [f"{show_size(nbytes[least])} of tensors on each of {len(nbytes)}"]
+    if len(nbytes) <= _FEW_RANKS or everything:
+        return [f"rank {rank}: {show_size(count)} of tensors" for rank, count in nbytes.items()]
+    sizes = f"{show_size(nbytes[least])} of tensors (rank {least}) to {show_size(nbytes[most])} (rank {most})"
+    return [f"{sizes} on {len(nbytes)} ranks ..."]
+
+
+def _role_text(role: str, entry: Mapping[str, Any]) -> str:
+    dtypes = ", ".join(entry["dtypes"])
+    return f"{role}: {counted(entry['tensors'], 'tensor')}, {show_size(entry['bytes'])}, {dtypes}"
+
+
+def _scalar_text(name: str, entry: Mapping[str, Any]) -> str:
+    values = "several values" if entry["values"] is None else " and ".join(map(json_text, entry["values"]))
+    return f"{name}: {values}, for {counted(entry['parameters'], 'parameter')}"
+
+
+def _group_text(group: Mapping[str, Any], limit: int) -> str:
+    return f"{counted(group['parameters'], 'parameter')}: {json_text(group['options'], limit)}"
+
+
+HEADS = ("name", "role", "dtype", "shape", "bytes", "fragments", "ranks")
+RIGHT = ("bytes", "fragments")
+
+
+def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
+    """The table of all tensors: cells under `HEADS`."""
+    return [_row(_tensor(tensor)) for tensor in checkpoint.tensors.values()]
+
+
+def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
+    replicas = counted(tensor["replicas"], "replica") if tensor["replicas"] else ""
+    holders = "; ".join(filter(None, (ranks_text(tensor["ranks"]), replicas)))
+    return *(str(tensor[name]) for name in ("fqn", "role", "dtype", "shape", "bytes", "fragments")), holders
+
+
+def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
+    """The same for other programs, with the heads in the first row: shapes as `2x3`, ranks and files one by one."""
+    yield "fqn", "kind", "dtype", "shape", "bytes", "copies", "ranks", "files"
+    for tensor in checkpoint.tensors.values():
+        ranks: dict[int, None] = {}
+        files: dict[str, None] = {}
+        for source in (tensor.source, *tensor.replicas):
+            for fragment in source.fragments(tensor.shape):
+                files[os.path.basename(fragment.extent.path)] = None
+                if fragment.rank is not None:
+                    ranks[fragment.rank] = None
+        shape, copies = "x".join(map(str, tensor.shape)), 1 + len(tensor.replicas)
+        names = one_line(tensor.fqn), one_line(tensor.role), tensor.dtype.name
+        yield *names, shape, tensor.nbytes, copies, " ".join(map(str, sorted(ranks))), " ".join(map(one_line, files))
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Ranks as runs: `0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)

@@ -1,0 +1,260 @@
+"""What a tensor looks like when it is drawn: its slices as patches of a rectangle, each with its ranks.
+
+Pure, and of the description alone: no tensor data is read.  Nothing has proved the description, so that a damaged
+tensor has a picture too; what is wrong with it is part of that.
+
+A tensor is a rectangle.  Its elements run from left to right in row-major order, which is that of its first dim.
+Where another dim is cut, as a row-parallel layer's is, that dim runs from top to bottom, so that every slice is drawn
+as what it is and its area is its share of the tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+from math import prod
+from typing import Literal
+
+from ckpt.commands.inspect.overview import ranks_text
+from ckpt.plan.tensors import (
+    Box,
+    FlatRange,
+    Fragment,
+    Padded,
+    Region,
+    Shape,
+    Tensor,
+    cut_of,
+    flat_range,
+    is_inside,
+    region_boxes,
+)
+from ckpt.plan.tiling import TilingFault, faults_of
+
+#: The holder of a slice: a rank or, if no rank is known, a file.
+Holder = int | str
+#: `several` are slices of different holders that are drawn as one, being too narrow each.
+Kind = Literal["held", "several", "padding", "hole", "overlap"]
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A part of a row: edges as fractions of the row's width and height, and the part of the tensor it shows."""
+
+    kind: Kind
+    left: float
+    top: float
+    right: float
+    bottom: float
+    holders: tuple[Holder, ...] = ()
+    region: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Sketch:
+    """What one tensor looks like.
+
+    `across` and `down` say what runs from left to right and from top to bottom, `down` is empty where no other dim is
+    cut; `bands` is how many slices lie below each other; `copies` how many hold the same elements.  `faults` and
+    `remarks` are in words.
+    """
+
+    patches: tuple[Patch, ...]
+    across: str
+    down: str = ""
+    bands: int = 1
+    copies: int = 1
+    padding: int = 0
+    faults: tuple[str, ...] = ()
+    remarks: tuple[str, ...] = ()
+
+
+def holder_text(holders: Iterable[Holder]) -> str:
+    """`ranks 0-3`, `rank 2`, or names of files."""
+    every = list(holders)
+    ranks = [holder for holder in every if isinstance(holder, int)]
+    texts = [f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"] if ranks else []
+    return ", ".join([*texts, *(holder for holder in every if isinstance(holder, str))])
+
+
+class Sketcher:
+    """Sketches tensors, those that are cut alike only once, and counts the bytes that each holder has by role."""
+
+    def __init__(self, name: Callable[[Fragment], Holder]) -> None:
+        self._name = name
+        self._known: dict[object, tuple[Sketch, Mapping[Holder, int]]] = {}
+        self._times: Counter[tuple[object, str]] = Counter()
+
+    def sketch(self, tensor: Tensor, padding: Box | None) -> Sketch:
+        cuts = [cut_of(source, tensor.shape) for source in (tensor.source, *tensor.replicas)]
+        parts = (*self._parts(tensor), tuple(faults_of(tensor))) if None in cuts else None
+        key: object = (tensor.shape, padding, parts or (tensor.dtype, *cuts))
+        if key not in self._known:
+            copies, behind, faults = parts or (*self._parts(tensor), tuple(faults_of(tensor)))
+            by_holder: dict[Holder, int] = dict.fromkeys((part.holder for part in behind), 0)
+            for part in (part for copy in copies for part in copy):
+                by_holder[part.holder] = by_holder.get(part.holder, 0) + part.nbytes
+            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], behind, faults), by_holder
+        self._times[key, tensor.role] += 1
+        return self._known[key][0]
+
+    @property
+    def by_role(self) -> dict[Holder, Counter[str]]:
+        """Bytes by holder and role; a holder of nothing but padding has none."""
+        found: dict[Holder, Counter[str]] = {}
+        for (key, role), times in self._times.items():
+            for holder, nbytes in self._known[key][1].items():
+                counts = found.setdefault(holder, Counter())
+                if nbytes:
+                    counts[role] += nbytes * times
+        return found
+
+    def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
+        """The tensor's parts, of each copy, and what lies behind it."""
+        copies = tuple(
+            tuple(
+                _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
+                for fragment in source.fragments(tensor.shape)
+            )
+            for source in (tensor.source, *tensor.replicas)
+        )
+        return copies, tuple(_Part(part.region, self._name(part), 0) for part in _behind(tensor))
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A fragment without its place in the file."""
+
+    region: Region
+    holder: Holder
+    nbytes: int
+
+
+def _behind(tensor: Tensor) -> Iterable[Fragment]:
+    return tensor.source.padding(tensor.shape) if isinstance(tensor.source, Padded) else ()
+
+
+def _sketch(
+    shape: Shape,
+    padding: Box | None,
+    parts: tuple[_Part, ...],
+    copies: tuple[tuple[_Part, ...], ...],
+    behind: tuple[_Part, ...],
+    faults: tuple[TilingFault, ...],
+) -> Sketch:
+    parts, *inside = (tuple(part for part in copy if is_inside(part.region, shape)) for copy in (parts, *copies))
+    copies = tuple(inside)
+    marked = [padding] if padding is not None and is_inside(padding, shape) else []
+    num_behind = sum(part.region.numel for part in behind)
+    plane = _Plane.of([part.region for copy in (parts, *copies) for part in copy], marked, shape, num_behind)
+
+    def patches() -> Iterator[Patch]:
+        copied: dict[Region, list[Holder]] = {}
+        for copy in copies:
+            for part in copy:
+                copied.setdefault(_place(part.region, shape), []).append(part.holder)
+        for part in parts:
+            others = copied.get(_place(part.region, shape), ())
+            yield from plane.patches("held", part.region, tuple(dict.fromkeys((part.holder, *others))))
+        for part in behind:
+            yield from plane.patches("padding", part.region, (part.holder,))
+        for box in marked:
+            yield from plane.patches("padding", box, ())
+        for fault in faults:
+            if fault.kind in ("hole", "overlap"):
+                yield from plane.patches("hole" if fault.kind == "hole" else "overlap", fault.region, ())
+
+    drawn = tuple(patches())
+    return Sketch(
+        drawn,
+        "elements" if plane.across is None else f"dim {plane.across}",
+        ", then ".join(f"dim {dim}" for dim in plane.down),
+        len({patch.top for patch in drawn}) or 1,
+        len(copies) + 1,
+        num_behind + sum(box.numel for box in marked),
+        tuple(map(str, faults)),
+        tuple(_cut_otherwise(parts, copies, shape)),
+    )
+
+
+def _place(region: Region, shape: Shape) -> Region:
+    """The same for equal parts of a tensor, however they are described."""
+    return region if isinstance(region, FlatRange) else flat_range(region, shape) or region
+
+
+def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
+    """Notes on copies that cannot be shown as stripes of the tensor's own slices."""
+    drawn = {_place(part.region, shape) for part in parts}
+    for number, copy in enumerate(copies, 2):
+        others = [part.holder for part in copy if _place(part.region, shape) not in drawn]
+        if others:
+            yield f"copy {number} is cut otherwise: {holder_text(dict.fromkeys(others))}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Plane:
+    """Where a tensor's elements are drawn.
+
+    Either all in row-major order from left to right, `numel` of them; or dim `across` from left to right and the dims
+    `down` from top to bottom, the later ones within each part of the earlier ones, whose parts `edges` has.
+    """
+
+    shape: Shape
+    numel: int
+    across: int | None = None
+    down: tuple[int, ...] = ()
+    edges: tuple[tuple[int, ...], ...] = ()
+
+    @classmethod
+    def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, behind: int) -> _Plane:
+        """The plane in which these regions of a tensor, and the boxes `marked` in it, are rectangles."""
+        if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
+            return cls(shape, prod(shape) + behind)
+        boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]
+        cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
+        across, down = (cut[0], cut[1:]) if len(cut) > 1 else (0, [dim for dim in cut if dim])
+        edges = tuple(
+            tuple(sorted({0, shape[dim]} | {edge for box in boxes for edge in (box.offsets[dim], box.ends[dim])}))
+            for dim in down
+        )
+        return cls(shape, prod(shape), across, tuple(down), edges)
+
+    def patches(self, kind: Kind, region: Region, holders: tuple[Holder, ...]) -> Iterator[Patch]:
+        """The rectangles of a region."""
+        if not region.numel or not self.numel:
+            return
+        if self.across is None:
+            flat = _place(region, self.shape)
+            assert isinstance(flat, FlatRange)
+            yield Patch(kind, flat.start / self.numel, 0.0, flat.stop / self.numel, 1.0, holders, str(flat))
+            return
+        text = str(region)
+        for box in region_boxes(region, self.shape):
+            columns, rows = self._runs(box, self.across), list(self._rows(box, 0))
+            for (left, right), (top, bottom) in product(columns, rows):
+                yield Patch(kind, left, top, right, bottom, holders, text)
+
+    def _runs(self, box: Box, dim: int) -> list[tuple[float, float]]:
+        """Where a box is in one dim, as fractions of it: one run, or one for each element where it has steps."""
+        size, start, step = self.shape[dim], box.offsets[dim], box.all_steps[dim]
+        if step == 1:
+            return [(start / size, (start + box.sizes[dim]) / size)]
+        return [((start + i * step) / size, (start + i * step + 1) / size) for i in range(box.sizes[dim])]
+
+    def _rows(self, box: Box, level: int) -> Iterator[tuple[float, float]]:
+        """Where a box is from top to bottom."""
+        if level == len(self.down):
+            yield 0.0, 1.0
+            return
+        runs = self._runs(box, self.down[level])
+        if level == len(self.down) - 1:
+            yield from runs
+            return
+        inner = list(self._rows(box, level + 1))
+        size = self.shape[self.down[level]]
+        for first, last in runs:
+            for start, stop in pairwise(edge / size for edge in self.edges[level]):
+                if first <= start and stop <= last:
+                    yield from ((start + (stop - start) * a, start + (stop - start) * b) for a, b in inner)

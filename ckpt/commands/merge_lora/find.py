@@ -1,0 +1,394 @@
+"""Finding an adapter, the base that it was trained on, and whether the two belong together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from ckpt import api
+from ckpt.adapters import names, peft_rules
+from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
+from ckpt.adapters.names import parse_name
+from ckpt.base.errors import CorruptError, NotFoundError, UsageError
+from ckpt.base.text import HUB_ID, Brief
+from ckpt.move.files import translate_os_errors
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
+from ckpt.plan.dtypes import DType
+from ckpt.plan.namespace import in_words
+from ckpt.plan.precision import Choice, choices
+from ckpt.plan.tensors import Shape, Tensor
+from ckpt.runs.choosing import Want
+from ckpt.runs.from_hub import is_repository, owner_hint, unknown_hint
+from ckpt.runs.opening import open_wanted
+from ckpt.state.naming import to_namespace
+from ckpt.state.same_model import difference
+from ckpt.stores import standins
+from ckpt.stores.places import local
+from ckpt.views.lazy import LazyTensor
+
+if TYPE_CHECKING:
+    import torch
+
+PEFT = "peft"
+#: Who packed an adapter of stacked experts, as users say it.
+ExpertLayout = Literal["peft", "unsloth"]
+_COLUMNS: Mapping[ExpertLayout, Columns] = {"peft": "rank_major", "unsloth": "grouped_by_expert"}
+_SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+#: What names of quantized copies of a model end with.
+_QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
+#: And of copies in another floating dtype.
+_FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
+
+
+@dataclass(frozen=True)
+class Factor:
+    """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it.
+
+    `choice` is the stored tensor that it is.  `is_held` says that it is not from a file but as PEFT holds it, in the
+    dtype in which it is merged.
+    """
+
+    fqn: str
+    shape: Shape
+    load: Callable[[], torch.Tensor]
+    of: Checkpoint
+    is_held: bool = False
+    choice: Choice | None = None
+
+    @classmethod
+    def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
+        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of, choice=choice)
+
+    @property
+    def file(self) -> str | None:
+        """The file that stores the tensor, or None if it is computed."""
+        fragments = self.choice.tensor.fragments() if self.choice else ()
+        return next((one.extent.path for one in fragments), None)
+
+    def rounded(self, dtype: DType) -> Factor:
+        """The same in another dtype."""
+
+        def load() -> torch.Tensor:
+            import torch
+
+            return self.load().to(getattr(torch, dtype.name))
+
+        return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
+
+
+def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
+    """The tensor of a choice of the checkpoint `of`, in the choice's dtype."""
+    import torch
+
+    tensor = LazyTensor(choice.tensor, of.computed)[...]
+    return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that has been found: its config, its tensors by the names of PEFT's files, and where they are from.
+
+    `others` are the further checkpoints that an adapter combined of several was read from.
+    """
+
+    path: str
+    folder: Path
+    config: AdapterConfig
+    checkpoint: Checkpoint
+    factors: Mapping[str, Factor]
+    notes: tuple[str, ...] = ()
+    others: tuple[Checkpoint, ...] = ()
+
+    @property
+    def source(self) -> str:
+        """The folder or file of the adapter, chosen in a run if a run was given; a URL or Hub id as it was given."""
+        return self.checkpoint.path if Path(self.path).exists() else self.path
+
+
+# -- adapters ------------------------------------------------------------------------------------------------
+
+
+def open_adapter(
+    where: str,
+    *,
+    config: str | None = None,
+    tag: str | None = None,
+    expert_layout: ExpertLayout | None = None,
+    adapter_slot: str | None = None,
+    base: str | None = None,
+    base_config: str | None = None,
+    peft_version: str | None = None,
+    accept_settings: Sequence[str] | None = None,
+) -> Adapter:
+    """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
+
+    `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
+    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `adapter_slot` is the
+    one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up in the local cache only.  An
+    adapter under names that a model's config gives those of PEFT takes it from `base`, where it has none of its own,
+    and `base_config` is where the base has none.  `peft_version` is the release of PEFT that trained the adapter, if
+    its config records none; `accept_settings` names unknown entries of the config that are ignored.
+    """
+    path = local(where)
+    if is_repository(where):
+        path = cached_snapshot(where, None)
+    with translate_os_errors(path):
+        if not path.exists():
+            expected = "a folder, or a Hub id in the local cache"
+            raise NotFoundError("no such adapter", path=where, expected=expected, hint=unknown_hint(where))
+        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base, base_config), OWN)
+    place = local(config) if config else None
+    layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
+    raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
+    raw, notes = _of_release(raw, peft_version)
+    options = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
+    settings = registry.service("checked_settings")(checkpoint, raw, found, accept_settings or (), **options)
+    settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
+    chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
+    folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
+    if not checkpoint.is_adapter:
+        folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
+    with translate_os_errors(found):
+        files = (*checkpoint.files, *([SourceFile.stat(str(found))] if found.is_file() else []))
+    given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
+    checkpoint = replace(checkpoint, files=files, given=given)
+    factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
+    return Adapter(where, folder, settings, checkpoint, factors, (*checkpoint.notes, *notes))
+
+
+def _of_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+    """Return `raw` with the `given` release of PEFT, unless another one is recorded, and notes."""
+    if given is None:
+        return raw, ()
+    if peft_rules.release_of({"peft_version": given}) is None:
+        raise UsageError("--peft-version takes a release of PEFT", expected="0.13, 0.18.1 or another one", found=given)
+    if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may be one or the other
+        return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
+    return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
+
+
+def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
+    """An adapter with the config of its base, where its names take one and it has none."""
+    if checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
+        return checkpoint
+    if base is None:
+        raise NotFoundError(
+            f"it needs the config.json of the adapter's base to turn {in_words(checkpoint.namespace)} into PEFT's",
+            path=checkpoint.path,
+            expected="the model that it was trained on",
+            hint="--base takes its folder, or a Hub id",
+        )
+    place = local(base)
+    return replace(checkpoint, config=_model(place if place.exists() else cached_snapshot(base, None), config).config)
+
+
+def _model(path: Path, config: str | None) -> Checkpoint:
+    """The model at `path`; where it has no config, as Megatron's files have none, with that of the folder `config`."""
+    model = api.open(path)
+    if model.config is None and config is not None:
+        with suppress(NotFoundError):  # a folder with an adapter's config alone
+            return api.open(path, config=config)
+    return model
+
+
+def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
+    """Return the adapter that `ckpt.open` would choose, or the adapter's own file in the same place."""
+    empty: list[tuple[str, str, int, int]] = []
+
+    def holds(checkpoint: Checkpoint) -> bool:
+        if checkpoint.format == PEFT and (found := _empty_tensors(checkpoint)):
+            empty.append((checkpoint.path, found[0], len(found), len(checkpoint.tensors)))
+            return False
+        return checkpoint.is_adapter or names.is_adapter(fqn for fqn, _ in checkpoint.tensors)
+
+    want = Want("adapter", holds, prefers=PEFT)
+    try:
+        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot)
+    except CorruptError:
+        if not empty:
+            raise
+        checkpoint = None  # the sharded checkpoint beside the empty adapter is damaged
+    if checkpoint is None and tag is None and not empty:
+        # a file without its config, whose absence is reported later; PEFT prefers safetensors to a torch file
+        alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
+        path = alone[0] if alone else path
+        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot) if alone else None
+    if checkpoint is None and empty:
+        place, fqn, count, of = empty[0]
+        raise CorruptError(
+            "the adapter was saved without its partitions: its tensors are empty",
+            path=place,
+            fqn=fqn,
+            found=f"{count} of {of} tensors of shape [0]",
+            hint="the sharded checkpoint that it was saved from still has them; give that",
+        )
+    if checkpoint is None:
+        checkpoint = api.open(path, tag=tag, config=config, adapter_slot=slot)
+        names.check_is_no_others(checkpoint)
+        raise NotFoundError(
+            "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"
+        )
+    names.check_is_no_others(checkpoint)
+    notes = [
+        f"the adapter file in {place} is empty, as ZeRO-3 leaves it; its partitions are taken instead"
+        for place, *_ in empty
+    ]
+    return replace(checkpoint, notes=(*notes, *checkpoint.notes))
+
+
+def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
+    return [fqn for (fqn, _), tensor in checkpoint.tensors.items() if tensor.numel == 0]
+
+
+# -- bases ---------------------------------------------------------------------------------------------------
+
+
+def own_base(adapter: Adapter) -> Checkpoint | None:
+    """The base model in the checkpoint that the adapter was trained in, where it is stored there whole."""
+    checkpoint = adapter.checkpoint
+    if checkpoint.is_adapter:
+        return None
+    tensors: dict[Key, Tensor] = {}
+    for (fqn, role), tensor in checkpoint.tensors.items():
+        name = parse_name(fqn)
+        if name.kind == names.BASE and role in MODEL_ROLES:
+            tensors[name.module, role] = tensor.renamed(name.module)
+    adapted = {name.module for name in map(parse_name, adapter.factors) if name.kind != names.BASE}
+    present = {fqn.rpartition(".")[0] for fqn, _ in tensors}
+    if not all(module.partition(".base_layer")[0] in present for module in adapted):
+        return None
+    ties = {parse_name(alias).module: parse_name(owner).module for alias, owner in checkpoint.ties.items()}
+    kept = {alias: owner for alias, owner in ties.items() if (owner, WEIGHT) in tensors or (owner, MASTER) in tensors}
+    notes = (Brief("the base is the model that the checkpoint itself holds"),)
+    return replace(checkpoint, tensors=tensors, ties=kept, notes=notes, state=TrainingState())
+
+
+def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, config: str | None = None) -> Checkpoint:
+    """The base to merge into: `where`, or the checkpoint's own, or the one that the adapter's config records.
+
+    `config` is the folder of a config.json, for a base without one.
+    Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
+    """
+    if where is None and (own := own_base(adapter)) is not None:
+        return own
+    recorded = adapter.config.base
+    given = where or recorded
+    if given is None:
+        raise UsageError(
+            "the adapter does not say which model it was trained on",
+            path=adapter.config.path,
+            hint="give it with --base",
+        )
+    path = local(given) if where else Path(given)
+    if not path.exists():
+        if not is_repository(given):
+            raise NotFoundError(
+                "the base model is not there",
+                path=given,
+                found=None if where else f"base_model_name_or_path of {adapter.config.path}",
+                hint="; or, ".join(filter(None, ("give the folder of the base with --base", owner_hint(given)))),
+            )
+        try:
+            path = cached_snapshot(given, adapter.config.revision if given == recorded else None)
+        except NotFoundError as error:
+            if where is None and _is_quantized(given):
+                error.hint = (
+                    f"it is a quantized copy: give the full-precision {_QUANTIZED.sub('', given)}, or what that was "
+                    f"made from, with --base; or fetch it, hf download {given}, and add --dequantize"
+                )
+            else:
+                error.hint = f"{error.hint}; or give the folder of a copy with --base"
+            raise
+    note = None if accept else _check_identity(adapter.config, path, given)
+    base = _model(path, config)
+    if not accept:
+        _check_architecture(adapter.checkpoint, base)
+    return replace(base, notes=(*base.notes, note)) if note else base
+
+
+def check_one_base(adapters: Sequence[Adapter]) -> None:
+    """UsageError where adapters that are merged into one base name different ones that they were trained on."""
+    named = [(one.config.base, one.config.path) for one in adapters if one.config.base]
+    for base, path in named[1:]:
+        first, where = named[0]
+        if _model_name(base) != _model_name(first):
+            raise UsageError(
+                "these adapters were trained on different bases",
+                path=path,
+                expected=f"{first}, as {where} has it",
+                found=base,
+                hint="--accept-base merges all the same",
+            )
+
+
+def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
+    """UsageError where the config beside the adapter is that of another model: names and shapes alone may still fit."""
+    if (differing := difference(adapter.config, base.config)) is not None:
+        key, trained, given = differing
+        raise _other_base(base.path, f"{key} {trained}, as the config beside the adapter has it", f"{key} {given}")
+
+
+def _other_base(path: str | Path, expected: str, found: str) -> UsageError:
+    what, hint = "this is not the base that the adapter was trained on", "--accept-base merges all the same"
+    return UsageError(what, path=path, expected=expected, found=found, hint=hint)
+
+
+def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
+    """A note where `path` may be another model than the recorded one; UsageError where it is."""
+    if config.base is None:
+        return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
+    is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
+    found = _hub_id(path) or (given if is_repository(given) else "")
+    wanted = config.base + (f" at revision {config.revision}" if config.revision else "")
+    refusal = _other_base(path, wanted, found or str(path))
+    if not is_same and found and HUB_ID.fullmatch(config.base) and _model_name(found) != _model_name(config.base):
+        raise refusal
+    commit = _SNAPSHOT.search(str(path.resolve()))
+    if commit and config.revision and _COMMIT.fullmatch(config.revision) and commit["commit"] != config.revision:
+        raise refusal
+    if is_same or found == config.base:
+        return None
+    if found and _is_quantized(config.base) and not _is_quantized(found):
+        return (
+            f"the adapter was trained on {config.base}, which is quantized, and {found} is taken as the same model in "
+            f"full precision; --base {config.base} --dequantize merges onto the very values that it was trained over"
+        )
+    if found:
+        return f"the adapter was trained on {config.base}, and {found} is taken as the same model in another precision"
+    return f"the adapter was trained on {config.base}; that {given} is the same model is taken on trust"
+
+
+def _model_name(repo_id: str) -> str:
+    """The name without what tells a copy's precision."""
+    return _FLOATING.sub("", _QUANTIZED.sub("", repo_id.rpartition("/")[2])).lower()
+
+
+def _is_quantized(repo_id: str) -> bool:
+    return _QUANTIZED.search(repo_id.rpartition("/")[2]) is not None
+
+
+def _hub_id(path: Path) -> str | None:
+    url = standins.url_of(path)
+    if url is not None and url.startswith("hf://"):
+        return "/".join(url.split("/")[2:4]).partition("@")[0]
+    match = _SNAPSHOT.search(f"{path.resolve()}/")
+    return match["id"].replace("--", "/") if match else None
+
+
+def cached_snapshot(repo_id: str, revision: str | None) -> Path:
+    """The folder of a Hub repository in the local cache; nothing is fetched."""
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
+    except Exception as error:  # the library raises its own, and OS errors
+        at = f" --revision {revision}" if revision else ""
+        raise NotFoundError(
+            f"{repo_id!r} is not in the local Hugging Face cache", hint=f"fetch it first: hf download {repo_id}{at}"
+        ) from error

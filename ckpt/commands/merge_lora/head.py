@@ -1,0 +1,148 @@
+"""The base of an adapter under the class that it was trained on, whose head the base may lack.
+
+A reward model or a classifier is trained on a base without its head. PEFT saves the head as a whole with the adapter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from ckpt.adapters import names
+from ckpt.adapters.names import parse_name
+from ckpt.base.errors import LossError, UsageError
+from ckpt.commands.merge_lora.find import Adapter
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
+from ckpt.plan.dtypes import FLOAT32
+from ckpt.plan.precision import model_dtypes
+from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.state.quantized_weights import quantized_parts
+
+#: Tasks whose model never is a base as it was pretrained.
+_CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
+#: Entries of a model's config that belong to its head, and those that a trainer sets for it.
+_LABELS, _OF_TRAINER = ("id2label", "label2id"), ("problem_type", "pad_token_id")
+#: Path prefix of a head's tensors, whose bytes come from the adapter.
+_HEAD = "head:"
+_SHOWN = 4
+
+
+@dataclass(frozen=True)
+class TrainedBase:
+    """A base under the class that an adapter was trained on, and the entries of its config that differ."""
+
+    base: Checkpoint
+    entries: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
+    """Return `base`, which has transformers' names, as the class that the adapter records.
+
+    Raise LossError if that class has a tensor that neither the base nor the adapter holds.
+    """
+    raw = adapter.config.raw
+    mapping = raw.get("auto_mapping")
+    recorded = mapping.get("base_model_class") if isinstance(mapping, Mapping) else None
+    task = raw.get("task_type")
+    if not (task in _CLASSIFIERS or _has_other_names(base, adapter)):
+        return TrainedBase(base)
+    cls = registry.service("trained_class")(base.config, task, recorded)
+    if cls is None:
+        return TrainedBase(base)
+    if quantized_parts(base):
+        raise UsageError(
+            f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
+            path=base.path,
+            hint="give the full-precision model with --base"
+            + ("; or --dequantize" if registry.service("can_dequantize")(base) else ""),
+        )
+    return _of_class(base, adapter, cls)
+
+
+def _has_other_names(base: Checkpoint, adapter: Adapter) -> bool:
+    """Return True if the adapter has tensors for a parameter that the base does not have."""
+    known = base.shapes.keys() | base.ties.keys()
+    return any(_parameter(fqn) not in known for fqn in adapter.factors)
+
+
+def _parameter(fqn: str) -> str:
+    """Return the model's parameter that a tensor of an adapter is for."""
+    name = parse_name(fqn)
+    if name.kind == names.SAVED:
+        return f"{name.module}.{name.rest}"
+    return name.module if name.kind == names.BASE else f"{name.module}.weight"
+
+
+def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> TrainedBase:
+    whole = {
+        _parameter(fqn): factor
+        for fqn, factor in adapter.factors.items()
+        if parse_name(fqn).kind in (names.SAVED, names.BASE)
+    }
+    held = base.shapes
+    num_labels = cls.num_labels({**held, **{fqn: factor.shape for fqn, factor in whole.items()}})
+    shapes: dict[str, Shape] = cls.shapes(num_labels)
+    renamed = {
+        own: fqn
+        for fqn, shape in shapes.items()
+        if (own := next((name for name in _spellings(fqn, cls.prefix) if held.get(name) == shape), None))
+    }
+    taken = [fqn for fqn in shapes if fqn not in renamed.values() and fqn in whole]
+    missing = sorted(shapes.keys() - renamed.values() - set(taken))
+    if missing:
+        raise LossError(
+            f"the adapter was trained on {cls.name}, and a part of this model is in neither the adapter nor the base",
+            path=adapter.path,
+            fqn=missing[0],
+            expected=f"{len(shapes)} tensors, as {cls.name} has",
+            found=f"{len(missing)} missing: {_first_of(missing)}",
+            hint=f"transformers drew it at random for training: give the {cls.name} that was trained on with --base",
+        )
+    counts = model_dtypes(base, None)
+    dtype = max(counts, key=lambda one: (counts[one], one.name), default=FLOAT32)
+    tensors: dict[Key, Tensor] = {
+        (renamed[fqn], role): tensor.renamed(renamed[fqn])
+        for (fqn, role), tensor in base.tensors.items()
+        if fqn in renamed and role in MODEL_ROLES
+    }
+    for fqn in taken:
+        extent = Extent.contiguous(f"{_HEAD}{fqn}", 0, dtype, shapes[fqn])
+        tensors[fqn, WEIGHT] = Tensor(fqn, WEIGHT, dtype, shapes[fqn], Whole(extent))
+    spelled = {name: fqn for fqn in cls.optional for name in _spellings(fqn, cls.prefix)}
+    ties = {spelled[a]: renamed[o] for a, o in base.ties.items() if a in spelled and o in renamed}
+    entries = {"architectures": [cls.name], **_label_entries(base, adapter, num_labels)}
+    left = sorted({fqn for fqn, role in base.tensors if role in MODEL_ROLES} - renamed.keys())
+    note = f"the model is {cls.name}, as the adapter records"
+    if taken:
+        note += f"; from the adapter: {_first_of(taken)}"
+    if left:
+        note += f"; left out of the base: {_first_of(left)}"
+    config = {**(base.config or {}), **entries}
+    return TrainedBase(replace(base, tensors=tensors, ties=ties, config=config), entries, (note,))
+
+
+def _first_of(fqns: Sequence[str]) -> str:
+    return ", ".join(fqns[:_SHOWN]) + (f" and {len(fqns) - _SHOWN} more" if fqns[_SHOWN:] else "")
+
+
+def _spellings(fqn: str, prefix: str) -> Iterator[str]:
+    """Yield names of a tensor of a class in files of its base: with and without the path of the inner model."""
+    yield fqn
+    if prefix:
+        yield fqn.removeprefix(f"{prefix}.") if fqn.startswith(f"{prefix}.") else f"{prefix}.{fqn}"
+
+
+def _label_entries(base: Checkpoint, adapter: Adapter, num_labels: int | None) -> dict[str, Any]:
+    """Return the config entries of the head: from the config beside the adapter, or as transformers names labels."""
+    recorded = adapter.checkpoint.config or {}
+    entries = {key: recorded[key] for key in _OF_TRAINER if recorded.get(key) is not None}
+    if num_labels is None or len((base.config or {}).get("id2label") or (0, 1)) == num_labels:
+        return entries
+    if len(recorded.get("id2label") or ()) == num_labels:
+        return entries | {key: recorded[key] for key in _LABELS if key in recorded}
+    labels = [f"LABEL_{number}" for number in range(num_labels)]
+    by_number = {str(number): label for number, label in enumerate(labels)}
+    return entries | {"id2label": by_number, "label2id": {label: number for number, label in enumerate(labels)}}

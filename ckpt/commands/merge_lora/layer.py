@@ -1,0 +1,256 @@
+"""Merging by PEFT itself, one layer at a time: kinds of adapters whose merge is not W + BA of the base as it is.
+
+Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`), inits that are made of
+the base weight and taken out of it when an adapter is loaded (PiSSA, OLoRA) or rounded otherwise (MiCA), and PEFT's
+other methods (LoHa, LoKr, IA3, OFT, ...).  Each layer is put into a model that has nothing else, under its own name, as
+patterns of ranks and blocks go by it.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from ckpt.adapters import entries as adapter_entries
+from ckpt.adapters.config import ADAMSS, KINDS, LORA, OF_PEFT, AdapterConfig
+from ckpt.base.errors import CorruptError, LossError, UsageError
+from ckpt.commands.merge_lora.effect import Update
+from ckpt.commands.merge_lora.find import Adapter, Factor
+
+if TYPE_CHECKING:
+    import torch
+
+#: Of the config, what is about other layers than the one at hand.
+_ELSEWHERE = (
+    *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
+    *("layers_pattern", "ensure_weight_tying"),
+)
+#: Names of classes of layers.
+LINEAR, CONV1D = "Linear", "Conv1D"
+#: Suffix of AdaMSS's frozen projection, which PEFT makes of the base.
+_PROJECTION = ".adamss_newB"
+#: Largest distance of a projection's row, relative to its length. Rounding differs by processor and bf16 rounds;
+#: another base or other random numbers change everything.
+_TOLERANCE = 0.02
+_LOCK = threading.Lock()  # PEFT draws numbers, and changes torch's own settings meanwhile
+
+
+def merge_layer(
+    config: AdapterConfig,
+    module: str,
+    layer: str,
+    parameters: Mapping[str, torch.Tensor],
+    state: Mapping[str, torch.Tensor],
+) -> dict[str, torch.Tensor]:
+    """The `parameters` of `module`, of class `layer`, with its adapter's `state`, by PEFT's names, merged into them.
+
+    CorruptError where PEFT does not load the adapter, UsageError where its version does not know the kind.
+    """
+    import torch
+    from peft import PeftConfig
+
+    with _LOCK, warnings.catch_warnings(), torch.random.fork_rng(devices=[]):
+        warnings.simplefilter("ignore")
+        try:
+            made: Any = PeftConfig.from_peft_type(**_settings(config, module))
+            if lacking := [key for key in OF_PEFT if config.raw.get(key) and not getattr(made, key, None)]:
+                raise UsageError(
+                    "the installed PEFT does not know this kind of adapter", path=config.path, found=", ".join(lacking)
+                )
+            wrapped = with_adapter(_alone(module, layer, parameters), made, state, config.path)
+            merged = wrapped.merge_and_unload().get_submodule(module)
+        except (ValueError, RuntimeError, TypeError, KeyError, ImportError) as error:
+            raise CorruptError(f"PEFT does not load this adapter: {error}", path=config.path, fqn=module) from error
+        return {name: parameter.detach() for name, parameter in merged.named_parameters()}
+
+
+def check_installed(config: AdapterConfig) -> None:
+    """Raise UsageError if the installed PEFT does not merge the kind, or would ignore an entry that changes it."""
+    import dataclasses
+
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
+
+    made = next((one for kind, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if kind == config.kind), None)
+    tuner = next((one for kind, one in PEFT_TYPE_TO_TUNER_MAPPING.items() if kind == config.kind), None)
+    if made is None:
+        raise UsageError(
+            "the installed PEFT does not know this kind of adapter",
+            path=config.path,
+            found=f"peft_type {config.kind!r}, peft {version('peft')}",
+            hint="pip install -U peft",
+        )
+    if not hasattr(tuner, "merge_and_unload"):
+        raise UsageError("PEFT does not merge this kind of adapter", path=config.path, found=f"peft_type {config.kind}")
+    known = {field.name for field in dataclasses.fields(made)}
+    entries = adapter_entries.relevant(config.raw) if config.kind in KINDS else adapter_entries.turned_on(config.raw)
+    if lacking := [key for key in entries if key not in known]:
+        raise UsageError(
+            "the installed PEFT does not know this adapter's settings",
+            path=config.path,
+            found=", ".join(lacking),
+            hint="pip install -U peft",
+        )
+
+
+def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:
+    """PEFT's model of `model` with the adapter of config `made`, whose tensors are `state`.
+
+    CorruptError where PEFT has no place for one of them, or the adapter lacks one.
+    """
+    from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
+
+    wrapped = get_peft_model(model, made)
+    if made.peft_type == ADAMSS:
+        check_made_of_base(get_peft_model_state_dict(wrapped, save_embedding_layers=False), state, path)
+    result = set_peft_model_state_dict(wrapped, dict(state))
+    if result.unexpected_keys:
+        raise CorruptError("PEFT has no place for a tensor of this adapter", path=path, fqn=result.unexpected_keys[0])
+    if lacking := get_peft_model_state_dict(wrapped, save_embedding_layers=False).keys() - state.keys():
+        raise CorruptError("the adapter lacks a tensor of this layer", path=path, fqn=min(lacking))
+    return wrapped
+
+
+def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
+    """Raise LossError if the tensors that PEFT has `made` of the base belong to other rows than the saved `state`.
+
+    AdaMSS's factors are for groups of rows that PEFT finds again with scikit-learn when it loads an adapter, and no
+    file records them. PEFT continues if the groups differ from those in training. The saved projection shows it, as
+    it comes from the same decomposition of the base, and so do the sizes of the groups.
+    """
+    for fqn, tensor in made.items():
+        saved = state.get(fqn)
+        if saved is None:
+            continue
+        why, found = None, f"shape {list(saved.shape)}"
+        if saved.shape != tensor.shape:
+            why = f"shape {list(tensor.shape)}, by the groups of rows that PEFT finds in this base"
+        elif fqn.endswith(_PROJECTION) and not _are_near(tensor, saved):
+            why, found = "the projection that PEFT makes of this base", "another one"
+        if why is not None:
+            raise LossError(
+                "which rows this adapter's factors are for is not known: it was trained on another base, or on a "
+                "device that draws other random numbers, as GPUs do",
+                path=path,
+                fqn=fqn,
+                expected=why,
+                found=found,
+                hint="in Python, on a device of the kind that it was trained on: PeftModel.from_pretrained, "
+                "merge_and_unload, save_pretrained",
+            )
+
+
+def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
+    one, other = tensor.double(), saved.double()
+    return bool(((one - other).norm(dim=1) <= _TOLERANCE * other.norm(dim=1)).all())
+
+
+def updates(
+    adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
+) -> Iterator[tuple[str, Update]]:
+    """What PEFT does to each of a layer's `parameters`; `state` is what the adapter's file has of the layer."""
+    one = _LayerOfPeft(adapter, module, layer, parameters, state)
+    for name in parameters:
+        yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
+
+
+@dataclass(eq=False)
+class _LayerOfPeft:
+    """A layer that PEFT merges once for all of its parameters; `kept` are those that nobody has asked for yet."""
+
+    adapter: Adapter
+    module: str
+    layer: str
+    parameters: Mapping[str, Factor]
+    state: Mapping[str, Factor]
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def merged(self, name: str, one: torch.Tensor) -> torch.Tensor:
+        """The parameter `name`, which is `one` before."""
+        with self.lock:
+            if name not in self.kept:
+                self.kept = self._merge({**self._loaded(besides=name), name: one})
+            return self.kept.pop(name)
+
+    @cached_property
+    def is_nothing(self) -> bool:
+        """Whether nothing is added to any parameter, in fp32 either."""
+        before = {name: tensor.float() for name, tensor in self._loaded().items()}
+        after = self._merge({name: tensor.clone() for name, tensor in before.items()})
+        return all(bool((after[name] == tensor).all()) for name, tensor in before.items())
+
+    def _loaded(self, besides: str | None = None) -> dict[str, torch.Tensor]:
+        return {name: factor.load() for name, factor in self.parameters.items() if name != besides}
+
+    def _merge(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        state = {factor.fqn: factor.load() for factor in self.state.values()}
+        return merge_layer(self.adapter.config, self.module, self.layer, parameters, state)
+
+
+def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
+    """The adapter's config for this layer alone."""
+    found = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
+    found |= {"target_modules": [module], "task_type": None} | ({"bias": "none"} if "bias" in found else {})
+    if config.kind == LORA:
+        return found | {"lora_dropout": 0.0}
+    given = found.get("feedforward_modules")
+    if given is not None:  # of IA3: layers whose inputs are scaled, and not their outputs
+        named = re.fullmatch(given, module) if isinstance(given, str) else module.endswith(tuple(given))
+        found["feedforward_modules"] = [module] if named else []
+    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # of all layers' factors
+        found["rank_pattern"] = {key: kept for key, kept in ranks.items() if key.startswith(f"{module}.lora_")} or None
+    return found
+
+
+def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
+    """A model that has this layer and nothing else."""
+    from torch import nn
+
+    made = made_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
+    for name, tensor in parameters.items():
+        setattr(made, name, nn.Parameter(tensor, requires_grad=False))
+    return model_of({module: made})
+
+
+def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """A model that has these layers, each under its name, and nothing else, in their order.
+
+    A layer stands before those that its own name begins the names of.
+    """
+    from torch import nn
+
+    root = nn.Module()
+    for module in layers:
+        inner = root
+        *path, leaf = module.split(".")
+        for name in path:
+            if not hasattr(inner, name):
+                inner.add_module(name, nn.Module())
+            inner = inner.get_submodule(name)
+        inner.add_module(leaf, layers[module])
+    return root
+
+
+def made_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
+    """A layer of this class without data, whose weight has this shape."""
+    import torch
+    from torch import nn
+
+    with torch.device("meta"):
+        if layer == "Embedding":
+            return nn.Embedding(*shape)
+        if layer == CONV1D:
+            from transformers.pytorch_utils import Conv1D
+
+            made: nn.Module = Conv1D(shape[1], shape[0])
+            return made
+        if layer == LINEAR:
+            return nn.Linear(shape[1], shape[0], bias=has_bias)
+        convolution: nn.Module = getattr(nn, layer)(shape[1], shape[0], shape[2:], bias=has_bias)
+        return convolution

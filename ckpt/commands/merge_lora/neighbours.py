@@ -1,0 +1,105 @@
+"""Files in an adapter's folder that hold trained weights and are not merged.
+
+PEFT saves its own tensors in one file. Trainers save everything else that they trained in files next to it: a value
+head (TRL, LLaMA-Factory), a projector, new embeddings. A merge without such a file is not the trained model.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ckpt import api
+from ckpt.adapters.names import PREFIX, parse_name
+from ckpt.base.errors import CkptError, LossError, UsageError
+from ckpt.base.text import counted
+from ckpt.commands.merge_lora.find import Adapter, Factor
+from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
+from ckpt.runs.not_read import STATE, NotRead, not_read
+from ckpt.state.naming import to_namespace
+
+#: Prefix of the tensors of a value head, which TRL and LLaMA-Factory load from a file next to a model.
+_VALUE_HEAD = "v_head."
+#: torchtune's copy of the adapter under its own names, next to the file for PEFT (training/checkpointing).
+_OWN_COPY = "adapter_model.pt"
+_SHOWN = 3
+
+
+def unread(checkpoint: Checkpoint) -> Iterator[NotRead]:
+    """Yield the unread files of an adapter by their paths, except optimizers, which a merge has no use for."""
+    folder = Path(checkpoint.path)
+    folder = folder if folder.is_dir() else folder.parent
+    for one in not_read(checkpoint):
+        if "optim" not in one.name.lower():
+            yield replace(one, name=os.path.normpath(folder / one.name) + ("/" if one.name.endswith("/") else ""))
+
+
+def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Collection[str] = ()) -> list[Adapter]:
+    """Return `adapters` without the tensors of the files that `ignored` names.
+
+    Raise LossError if another file in an adapter's folder holds trained weights, UsageError if `ignored` names a file
+    that is not there.
+    """
+    found = [(adapter, list(unread(adapter.checkpoint))) for adapter in adapters]
+    names = {Path(one.name).name for _, files in found for one in files}
+    names |= {_file_name(factor) for adapter in adapters for factor in adapter.factors.values()}
+    if unknown := sorted(set(ignored) - names):
+        raise UsageError(
+            "no file of this name is in an adapter's folder", found=unknown[0], expected=_first_names(names)
+        )
+    for adapter, files in found if any(files for _, files in found) else ():
+        for one in files:
+            path = Path(one.name)
+            if path.parent == Path(os.path.normpath(adapter.folder)):
+                _check_neighbour(adapter, base, path, one.kind, ignored)
+    return [
+        replace(one, factors={fqn: factor for fqn, factor in one.factors.items() if _file_name(factor) not in ignored})
+        for one in adapters
+    ]
+
+
+def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
+    """Raise LossError if the file holds trained weights that are in neither the adapter nor `ignored`."""
+    if path.name in (*ignored, _OWN_COPY) or not path.is_file():
+        return
+    try:
+        names = {fqn for fqn, role in api.open(path).tensors if role in MODEL_ROLES}
+    except CkptError:
+        if kind != STATE:
+            return
+        names = set()
+    own = {parse_name(fqn).in_file for fqn in adapter.factors}
+    if names and (own.issuperset(parse_name(fqn).in_file for fqn in names) or _is_whole_model(names, base)):
+        return
+    where = ""
+    if names and all(name.startswith(_VALUE_HEAD) for name in names):
+        where = "; TRL and LLaMA-Factory load it from a copy in the merged model's folder"
+    raise LossError(
+        "a file next to the adapter holds trained weights that are not merged",
+        path=path,
+        expected="trained weights in the adapter's own file",
+        found=f"{counted(len(names), 'tensor')}: {_first_names(names)}" if names else "tensors that no reader knows",
+        hint=f"--ignore-file {shlex.quote(path.name)} leaves it out{where}",
+    )
+
+
+def _is_whole_model(names: Collection[str], base: Checkpoint) -> bool:
+    """Return True if most of the base's tensors are among `names`, as in a model saved into the same folder."""
+    plain = {name.removeprefix(PREFIX) for name in names}
+    for namespace in (HUB, TRANSFORMERS):
+        known = to_namespace(base, namespace).shapes.keys()
+        if 2 * len(plain & known) > len(known):
+            return True
+    return False
+
+
+def _file_name(factor: Factor) -> str:
+    return Path(factor.file or "").name
+
+
+def _first_names(names: Iterable[str]) -> str:
+    shown = sorted(names)
+    return ", ".join(shown[:_SHOWN]) + (", ..." if len(shown) > _SHOWN else "")

@@ -1,0 +1,322 @@
+"""`ckpt verify BASE MERGED --adapter A`: whether a merged model is its base with what the adapter adds, and no more.
+
+Every tensor of the merged model is computed again from the base and the adapter, and compared bit by bit.  One that
+differs is held against the base too: a tool that merged nothing left the base's bits, and one that added in another
+order is off by a small part of what the adapter adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import sqrt
+from os import PathLike, fspath
+from typing import Any, ClassVar
+
+from ckpt import api
+from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
+from ckpt.base.returned import Returned
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
+from ckpt.base.typed import typed
+from ckpt.commands.merge_lora import tied
+from ckpt.commands.merge_lora.effect import Effects, Merge
+from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, open_adapter, open_base
+from ckpt.commands.merge_lora.merge import is_merged, plan
+from ckpt.commands.merge_lora.neighbours import unread, without_ignored
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
+from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.runs import not_read
+from ckpt.state.naming import as_hub
+from ckpt.state.quantized_weights import quantized_parts
+from ckpt.state.same_model import stated_otherwise
+
+#: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
+_ROUNDING = 0.05
+_SHOWN = 20  # tensors of a kind that are named without `verbose`
+
+
+@dataclass(frozen=True, slots=True)
+class Deviation:
+    """A tensor of the merged model that is not what the base and the adapters make it.
+
+    `is_target` says that an adapter changes it; `is_base` that it has the bits of the base all the same.  `off` is how
+    far it is from what it should be, by how far that is from the base.
+    """
+
+    fqn: str
+    what: str
+    is_target: bool
+    is_base: bool = False
+    off: float | None = None
+
+    @property
+    def is_rounded(self) -> bool:
+        """Whether it differs by so little as another order of adding does."""
+        return self.is_target and self.off is not None and self.off < _ROUNDING
+
+    def __str__(self) -> str:
+        name = printable(self.fqn)
+        if self.is_base:
+            return f"{name}: the adapter changes it, and it has the bits of the base"
+        if not self.is_target:
+            return f"{name}: the adapter does not change it, and it is not what the base has: {self.what}"
+        off = "" if self.off is None else f"; it is off by {self.off:.2g} of what the adapter adds"
+        return f"{name}: not what the adapter makes of it: {self.what}{off}"
+
+
+@dataclass(frozen=True, repr=False)
+class MergeReport(Returned):
+    """Whether `merged` is `base` with the adapters merged into it, to the last bit."""
+
+    verdict: ClassVar[str] = ".equal"
+
+    base: str
+    merged: str
+    num_targets: int
+    num_others: int
+    num_bytes: int
+    deviations: tuple[Deviation, ...]
+    effects: Effects
+    notes: tuple[str, ...] = ()
+    code: int = 0
+
+    def __repr__(self) -> str:
+        outcome = "as the adapter says" if self.equal else "different"
+        return f"<{shown(self.merged)}: {outcome}, {counted(self.num_targets + self.num_others, 'tensor')} compared>"
+
+    @property
+    def equal(self) -> bool:
+        """Whether every tensor has the bits that the base and the adapters make."""
+        return not self.code
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        return self.code
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return {
+            "equal": self.equal,
+            "base": shown(self.base),
+            "merged": shown(self.merged),
+            "tensors": {"targets": self.num_targets, "others": self.num_others},
+            "bytes_compared": self.num_bytes,
+            "targets": self.effects.to_json(),
+            "deviations": [
+                {
+                    "fqn": printable(one.fqn),
+                    "what": printable(one.what),
+                    "target": one.is_target,
+                    "has_bits_of_base": one.is_base,
+                    "off": one.off,
+                }
+                for one in self.deviations
+            ],
+            "notes": [printable(note) for note in self.notes],
+        }
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """What is not as it should be, line by line, then the counts and the outcome."""
+        named = self.deviations if verbose else self.deviations[:_SHOWN]
+        yield from (f"* {one}" for one in named)
+        if len(named) < len(self.deviations):
+            yield f"... and {len(self.deviations) - len(named)} more; -v lists them all"
+        yield from (f"note: {printable(note)}" for note in self.notes)
+        if self.deviations and all(one.is_rounded for one in self.deviations):
+            yield "note: so small a part is another order of adding or another rounding (a GPU, another dtype)"
+        yield from self.effects.lines()
+        yield self.outcome
+
+    @property
+    def outcome(self) -> str:
+        if self.equal:
+            rest = counted(self.num_others, "other tensor")
+            size = show_size(self.num_bytes)
+            return (
+                f"as the adapter says: {counted(self.num_targets, 'tensor')} that it targets, {rest} equal ({size}), "
+                + ("every bit compared")
+            )
+        targets = [one for one in self.deviations if one.is_target]
+        same = sum(one.is_base for one in targets)
+        of_base = f" ({same} of them with the bits of the base)" if same else ""
+        others = counted(len(self.deviations) - len(targets), "other tensor")
+        changed = f"{len(targets)} of the {self.num_targets} that the adapter changes{of_base}"
+        return f"different: {changed}, {others} of {self.num_others}"
+
+
+@typed
+def verify_merge(
+    base: str | PathLike[str],
+    merged: str | PathLike[str],
+    adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
+    *,
+    expert_layout: ExpertLayout | None = None,
+    peft_version: str | None = None,
+    accept_settings: Sequence[str] | None = None,
+    ignore_files: Sequence[str] = (),
+    format: str = "auto",
+    tag: str | None = None,
+    config: str | PathLike[str] | None = None,
+    progress: api.Progress | None = None,
+    expected: api.Progress | None = None,
+) -> MergeReport:
+    """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
+
+    Both models may be of any format; `format`, `tag` and `config` are for the merged one, and `config` for a base that
+    has none too.  Adapters are given as for `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a
+    note says so, and where the configs of the two models differ.  `expected` is told first of how many bytes `progress`
+    will be told.  Raises LossError where an adapter does not fit the base, or if a file in its folder holds trained
+    weights that are not merged; `ignore_files` names files to leave out.
+
+    Args:
+        base: The base model, in any format.
+        merged: The merged model, in any format.
+        adapters: Adapters: folders, checkpoints or Hub ids in the cache.
+        expert_layout: Who packed stacked experts: `peft` or `unsloth`.
+        peft_version: PEFT release that trained the adapter, if none is recorded.
+        accept_settings: Recorded settings to ignore, by name.
+        ignore_files: Files next to the adapter to leave out.
+        format: The format of `merged`.
+        tag: The step of `merged`.
+        config: The model's config: a folder, a config.json or a Hub id.
+        progress: Called with the number of bytes since the last call.
+        expected: Called first with the number of bytes that `progress` will add up to.
+    """
+    several = [adapters] if isinstance(adapters, str | PathLike) else adapters
+    place = None if config is None else fspath(config)
+    asked: dict[str, Any] = {"expert_layout": expert_layout, "peft_version": peft_version}
+    asked |= {"base": fspath(base), "base_config": place, "accept_settings": accept_settings}
+    found = [open_adapter(fspath(one), **asked) for one in several]
+    if not found:
+        raise UsageError("there is no adapter to verify by", expected="a path, or several", found=repr(adapters))
+    model, notes = _base(found[0], fspath(base), place)
+    other = api.open(merged, format, tag=tag, config=config)
+    found = without_ignored(found, model, ignore_files)
+    dtype, notes = _dtype(model, other), [*notes, *(note for one in found for note in one.notes)]
+    if quantized_parts(model) and not quantized_parts(other):
+        model = api.dequantized(model, dtype)
+        notes.append("the quantized weights of the base are compared by their plain values")
+    if dtype is not None:
+        notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
+    notes += not_read.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
+    for entry, a, b in stated_otherwise(model.config, other.config):
+        notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
+    layout = Layout(dtype, names="own")
+    merge, as_peft = _planned(found, model, layout)
+    made = merge.as_written()
+    report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)
+    if report.exit_code == 1 and not as_peft and (model.ties or merge.noted.divided):
+        # it may be what PEFT itself makes of tied weights
+        second = plan(found, model, layout, as_peft=True)
+        peft = api.verify(second.as_written(), other, only="weights", measured=True) if second.noted.divided else report
+        if not peft.exit_code:
+            merge, made, report, as_peft = second, second.as_written(), peft, True
+    notes += tied.notes(merge.noted.divided, as_peft=as_peft)
+    targets = {fqn for (fqn, role), tensor in made.tensors.items() if role in MODEL_ROLES and is_merged(tensor)}
+    wrong = [one for one in report.results if one.status != "="]
+    apart = _from_base(model, other, [one.fqn for one in wrong if one.kind == "values" and one.fqn in targets])
+    deviations = []
+    for one in wrong:
+        between = apart.get(one.fqn)
+        away = one.change.squares[2] if one.change is not None else None
+        deviations.append(
+            Deviation(
+                one.fqn,
+                _difference_words(one),
+                one.fqn in targets,
+                between == 0.0,
+                sqrt(away / between) if away is not None and between else None,
+            )
+        )
+    deviations += _ties_otherwise(made, other, merge.noted.untied)
+    num_compared = len([one for one in report.results if one.fqn in targets])
+    return MergeReport(
+        model.path,
+        other.path,
+        num_compared,
+        len(report.results) - num_compared,
+        report.num_bytes,
+        tuple(deviations),
+        merge.noted.effects,
+        (*notes, *merge.noted.made_anew),
+        report.exit_code or int(bool(deviations)),
+    )
+
+
+def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> tuple[Merge, bool]:
+    """The merge as it was trained, or PEFT's, if no model has tied weights as they were trained; True for PEFT's."""
+    try:
+        return plan(adapters, base, layout), False
+    except LossError:
+        with suppress(CkptError):
+            merge = plan(adapters, base, layout, as_peft=True)
+            if merge.noted.divided:
+                return merge, True
+        raise
+
+
+def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str]) -> Iterator[Deviation]:
+    """Yield weights that the config of `merged` ties and the merge does not, or the other way round."""
+    if merged.config is None:
+        return
+    declared = registry.service("declared_ties")(merged.config)
+    named = tied.in_memory(merged)
+    stored = {fqn for fqn, _ in named.tensors} | named.ties.keys()
+    for alias in sorted(declared.keys() & untied):
+        yield Deviation(alias, f"config.json ties it to {declared[alias]}, and the two differ", True)
+    for alias, owner in tied.in_memory(made).ties.items():
+        if alias not in declared and alias not in stored:
+            yield Deviation(alias, f"it is missing, and config.json does not tie it to {owner}", True)
+
+
+def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint, list[str]]:
+    """The model at `where`, and notes on whether it is the base that the adapter names."""
+    try:
+        model = open_base(adapter, where, config=config)
+    except UsageError as error:
+        model = open_base(adapter, where, accept=True, config=config)
+        return model, [f"{error.what}: it names {error.expected}, and this is {error.found}", *model.notes]
+    return model, list(model.notes)
+
+
+def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
+    """The dtype in which the merged model is, where its weights have one, and it is not the base's; None otherwise."""
+    plain = set(CASTABLE.values())
+    one, other = (
+        {tensor.dtype for (_, role), tensor in of.tensors.items() if role in MODEL_ROLES} & plain
+        for of in (base, merged)
+    )
+    return next(iter(other)) if len(other) == 1 and one != other else None
+
+
+def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
+    """The squared distance of each tensor of the merged model from that of the base; 0.0 where the bits are equal."""
+    a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
+    wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
+    if not wanted:
+        return {}
+    one, other = (
+        replace(of, tensors={key: t for key, t in of.tensors.items() if key[0] in wanted}, ties={}) for of in (a, b)
+    )
+    found = {}
+    for result in api.verify(one, other, only="weights", cast=True, measured=True).results:
+        if result.kind == "equal":
+            found[result.fqn] = 0.0
+        elif result.change is not None:
+            found[result.fqn] = result.change.squares[2]
+    return found
+
+
+def _difference_words(result: Any) -> str:
+    """How a tensor differs, in words."""
+    if result.difference is not None:
+        return str(result.difference)
+    if result.kind in ("shape", "dtype"):
+        return f"{result.kind} {result.b} instead of {result.a}"
+    if result.error is not None:
+        return str(result.error)
+    return "it is missing" if result.kind == "missing" else "the base and the adapter have none of this name"

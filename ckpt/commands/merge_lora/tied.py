@@ -1,0 +1,88 @@
+"""Adapters on tied weights.
+
+PEFT's `merge_and_unload` adds the change of one layer to a tensor that other layers share, so its result is not the
+model that was trained (peft#2018).  Here is which ties an adapter breaks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from ckpt.adapters import names
+from ckpt.commands.merge_lora.find import Factor
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
+from ckpt.state.naming import to_namespace
+
+#: The factors of a layer, by what they are.
+Parts = Mapping[str, Factor]
+
+
+def in_memory(checkpoint: Checkpoint) -> Checkpoint:
+    """Return `checkpoint` under transformers' names, its aliases too: no file has a tensor of these."""
+    named = to_namespace(checkpoint, TRANSFORMERS)
+    if named.config is None or not named.ties:
+        return named
+    declared, stored = registry.service("declared_ties")(named.config), {fqn for fqn, _ in named.tensors}
+    ties = {alias: owner for alias, owner in declared.items() if owner in stored and alias not in stored}
+    others = {alias: owner for alias, owner in named.ties.items() if owner not in ties.values()}
+    return replace(named, ties=ties | others)
+
+
+def is_divided(members: Sequence[str], changes: Mapping[str, Parts]) -> bool:
+    """Return True if `changes` leave the layers `members` with different weights.
+
+    `members` share one weight, and the input embedding comes first: PEFT writes its trained rows into all of them.
+    With `ensure_weight_tying` PEFT gives all of them the same factors.
+    """
+    parts = [_of_linear(part) for part in changes.values()]
+    if are_rows(changes):
+        is_whole = members[0] in changes or not changes
+    else:
+        is_whole = changes.keys() == set(members) and all(part.keys() == {names.A, names.B} for part in parts)
+    return not (is_whole and _are_equal(parts))
+
+
+def are_rows(changes: Mapping[str, Parts]) -> bool:
+    """Return True if all `changes` are trained rows."""
+    return all(part.keys() == {names.TOKENS} for part in changes.values())
+
+
+def notes(divided: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
+    """Yield a note for each adapter that changes tied weights in some of their layers, `divided`, by its path."""
+    for path, modules in divided.items():
+        changed = " and ".join(sorted(set(modules)))
+        if as_peft:
+            yield (
+                f"{changed} of {path}: the change went into every weight that is tied to it, as in PEFT's "
+                "merge_and_unload; the result is not the model that was trained"
+            )
+        else:
+            yield (
+                f"{changed} of {path}: as trained, the weights that were tied to it do not change with it; --as-peft "
+                "writes what PEFT's merge_and_unload does"
+            )
+
+
+def _of_linear(parts: Parts) -> Parts:
+    """Return an embedding's factors as those of a linear layer with the same change."""
+    turned = {names.EMBEDDING_A: names.B, names.EMBEDDING_B: names.A}
+    return {turned.get(kind, kind): _turned(one) if kind in turned else one for kind, one in parts.items()}
+
+
+def _turned(factor: Factor) -> Factor:
+    return Factor(factor.fqn, factor.shape[::-1], lambda: factor.load().T, factor.of)
+
+
+def _are_equal(changes: Sequence[Parts]) -> bool:
+    """Return True if all changes have the same factors."""
+    return all(
+        other.keys() == changes[0].keys() and all(is_equal(one, changes[0][kind]) for kind, one in other.items())
+        for other in changes[1:]
+    )
+
+
+def is_equal(one: Factor, other: Factor) -> bool:
+    """Return True if both hold the same values."""
+    return one.shape == other.shape and bool((one.load() == other.load()).all())

@@ -1,0 +1,1 @@
+"""The Hugging Face Hub: folders pushed, models fetched, model cards."""

@@ -1,0 +1,45 @@
+"""The model card of a folder that ckpt made, and how to tell it from other people's cards."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from ckpt.base.errors import printable
+from ckpt.base.text import HUB_ID
+from ckpt.compare.digest import ALGORITHM
+
+CARD = "README.md"
+#: A line that every card of ours has, and hardly another: what follows are digests.
+_OURS = f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):"
+
+
+def model_card(
+    title: str, facts: Mapping[str, str], digests: Mapping[str, str], command: Sequence[str], base: str | None = None
+) -> str:
+    """A model card: what it was made from, by which command, and digests to compare with `ckpt hash`.
+
+    `base` is the Hub id of the model that this one derives from, if it is one.
+    """
+    head = {"library_name": "transformers", "tags": ["ckpt"]}
+    if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
+        head |= {"base_model": base}
+    lines = ["---", *(f"{name}: {json.dumps(value)}" for name, value in head.items()), "---", ""]
+    lines += [f"# {_inline(title)}", ""]
+    lines += [f"- {name}: {_inline(value)}" for name, value in facts.items()]
+    lines += ["", "Made with:", "", f"    {printable(shlex.join(command))}", ""]
+    lines += [_OURS, ""]
+    lines += [f"    {digest}  {kind}" for kind, digest in digests.items()]
+    return "\n".join(lines) + "\n"
+
+
+def _inline(text: str) -> str:
+    """`text` on one line, and with nothing that Markdown reads as HTML."""
+    return printable(text).replace("\n", " ").replace("<", "&lt;")
+
+
+def is_ours(card: bytes) -> bool:
+    """Whether a model card is one that `model_card` made."""
+    return _OURS.encode() in card

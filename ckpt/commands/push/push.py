@@ -1,0 +1,503 @@
+"""Pushing a folder to the Hugging Face Hub, and checking what arrived.
+
+The upload is huggingface_hub's own: files that the Hub has already are not sent again, so a push that was interrupted
+goes on when it is run again.  Before it, the folder is held against its own manifest, where it has one.  Afterwards the
+Hub is asked for the checksum of every file (sha256 where it keeps a file as a large one, git's blob sha1 otherwise),
+and these are compared with the local files'.
+
+`HF_ENDPOINT` and `HF_TOKEN` mean what they do for that library.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+import shlex
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
+from ckpt.base.returned import Returned
+from ckpt.base.text import HUB_ID, counted
+from ckpt.commands.push.card import CARD, is_ours
+from ckpt.compare import manifest
+from ckpt.compare.manifest import MANIFEST
+from ckpt.move.files import OpenFiles, confined, translate_os_errors
+from ckpt.move.source import is_standin, open_stream, read_into
+from ckpt.move.threads import in_threads
+from ckpt.plan.checkpoint import SourceFile
+
+if TYPE_CHECKING:
+    from huggingface_hub import HfApi
+
+#: The sets of weights that loaders know, each with the names of its files.
+_SETS = {
+    "model.safetensors": r"model\.safetensors",
+    "safetensors shards": r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json",
+    "pytorch_model.bin": r"pytorch_model\.bin",
+    "bin shards": r"pytorch_model-\d+-of-\d+\.bin|pytorch_model\.bin\.index\.json",
+    "adapter_model.safetensors": r"adapter_model\.safetensors",
+    "adapter_model.bin": r"adapter_model\.bin",
+}
+#: Which set each loader takes where a folder has several: the one that comes first here.
+_ORDERS = {
+    # modeling_utils.py, `_get_resolved_checkpoint_files`
+    "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
+    # utils/save_and_load.py, `load_peft_weights`
+    "PEFT": ("adapter_model.safetensors", "adapter_model.bin"),
+    # utils/modeling.py, `load_checkpoint_in_model`
+    "accelerate": ("pytorch_model.bin", "model.safetensors"),
+    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: what an index names, or all files there are
+    "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
+}
+
+#: Hidden files that belong to a checkpoint (DCP's) or to a repository; any other may hold a secret.
+_HIDDEN = {".metadata", ".gitattributes"}
+
+_MAIN = "main"
+_CHUNK = 1 << 20
+_SILENCE = 600.0  # seconds that the Hub may take for an answer
+_MAX_NAMES = 5  # in one message
+_MAX_TITLE = 200  # characters of a pull request's title on the Hub
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """Where to push: `revision` is a branch, made where it is missing; `private` holds for a repository that is new.
+
+    `own_names`: that names are not those of the config's architecture is meant, and stays so where the push goes on.
+    """
+
+    repo_id: str
+    private: bool = False
+    revision: str | None = None
+    create_pr: bool = False
+    message: str | None = None
+    own_names: bool = False
+    #: Push training state of a run, too.
+    whole_run: bool = False
+
+    def __post_init__(self) -> None:
+        if not HUB_ID.fullmatch(self.repo_id):
+            raise UsageError("this is no repository of the Hub", expected="ORG/NAME", found=self.repo_id)
+        if self.create_pr and self.revision is not None:
+            raise UsageError(
+                "a pull request is made against the main branch",
+                found=f"--revision {self.revision}",
+                hint="leave out --revision or --create-pr",
+            )
+
+    def again(self, folder: Path) -> str:
+        """How to go on after a push of `folder` that failed: the command that pushes it to the same place."""
+        options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
+        words = ["ckpt", "push", str(folder)]
+        words += [word for name, value in options.items() if value is not None for word in (name, value)]
+        words += ["--private"] * self.private + ["--create-pr"] * self.create_pr
+        words += ["--names", "own"] * self.own_names
+        words += ["--whole-run"] * self.whole_run
+        return f"the local folder stays as it is; `{shlex.join(words)}` goes on"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Pushed(Returned):
+    """What is on the Hub now, and has been verified: `url` is that of the commit or the pull request."""
+
+    repo_id: str
+    url: str
+    num_files: int
+    num_bytes: int
+
+    def __repr__(self) -> str:
+        return f"<{self.repo_id}: {counted(self.num_files, 'file')}, verified, {self.url}>"
+
+    def lines(self) -> list[str]:
+        return [printable(self.url)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"repo_id": self.repo_id, "url": self.url, "files": self.num_files, "bytes": self.num_bytes}
+
+
+def push(
+    folder: Path,
+    to: Push,
+    *,
+    card: Callable[[], str] | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    progress: bool = False,
+) -> Pushed:
+    """Upload the files of `folder`, or of what stands for a URL's, and verify that the Hub holds them bit for bit.
+
+    Hidden files are left out, and named.  What `card` returns becomes README.md where neither the folder nor the
+    repository has one, and a model card that ckpt did not write stays as it is in the repository; `progress` shows the
+    library's own bars.
+
+    Raises StorageError where the Hub cannot be reached or refuses, UsageError where the repository holds other weights
+    that a loader would take in place of these, or a model where this is an adapter and the other way round, UnsafeError
+    where a symlink leads out of the folder, and CorruptError where the folder differs from its manifest, or the Hub
+    from the folder; the folder is only read, and pushing it again goes on.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import disable_progress_bars
+
+    if not progress:
+        disable_progress_bars()
+    files, hidden = _local_files(folder, say)
+    sources = [SourceFile.stat(str(path)) for path in files.values()]
+    if MANIFEST in files:
+        _check_manifest(folder, say)
+    api = HfApi()
+    message = to.message or f"Upload {folder.resolve().name} with ckpt"
+    with _translated(to.again(folder), to):
+        api.create_repo(to.repo_id, private=to.private or None, exist_ok=True)
+        if to.revision not in (None, _MAIN) and not str(to.revision).startswith("refs/"):
+            api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
+        remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
+        for line in _check_what_is_there(files.keys(), remote.keys(), to):
+            say(f"note: {line}")
+        kept = _is_others_card(api, files, remote, to)
+        pull_request = None
+        if to.create_pr:  # first, so that a push which is cut off goes on in the same one
+            pull_request = api.create_pull_request(to.repo_id, title=message[:_MAX_TITLE])
+            to = replace(to, create_pr=False, revision=pull_request.git_reference)
+    with _translated(to.again(folder), to):
+        if kept:
+            files.pop(CARD)
+            say(f"note: the {CARD} in {to.repo_id} stays, ckpt did not write it: the one in {folder} is not pushed")
+        extra: dict[str, bytes] = {}
+        if card is not None and CARD not in files and CARD not in remote:
+            extra[CARD] = card().encode()
+        seen_by = "private" if api.repo_info(to.repo_id).private else "public"
+        say(f"pushing {counted(len(files), 'file')} to {api.endpoint}/{to.repo_id} ({seen_by})")
+        commit = _upload(api, folder, files, hidden, message, to)
+        remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
+        for name, content in extra.items():
+            api.upload_file(
+                path_or_fileobj=content,
+                path_in_repo=name,
+                repo_id=to.repo_id,
+                revision=to.revision,
+                commit_message=f"{message}: model card",
+            )
+            remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
+        say("verifying the checksums of what the Hub holds")
+        _verify(files, extra, remote, to)
+        for source in sources:
+            source.check_unchanged()
+    num_bytes = sum(path.stat().st_size for path in files.values()) + sum(map(len, extra.values()))
+    url = pull_request.url if pull_request else commit.commit_url
+    return Pushed(to.repo_id, str(url), len(files) + len(extra), num_bytes)
+
+
+def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
+    """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
+    where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
+    if not is_standin(str(folder)):
+        left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
+        left += [f"{name}/*" for name in left]
+        return api.upload_folder(folder_path=folder, ignore_patterns=left, **where)
+    from huggingface_hub import CommitOperationAdd
+
+    with ExitStack() as opened:
+        streams = {name: opened.enter_context(open_stream(path)) for name, path in files.items()}
+        return api.create_commit(operations=[CommitOperationAdd(*named) for named in streams.items()], **where)
+
+
+def check_room(files: Set[str], to: Push) -> None:
+    """Raise UsageError, before any work is done, where the repository has no room for a folder with these files.
+
+    Raises StorageError where the Hub cannot be reached or refuses; a repository or branch that is not there is fine.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
+
+    with _translated("nothing was done yet; without --push the result stays here", to):
+        try:
+            remote = _remote_files(HfApi(), to.repo_id, to.revision or _MAIN)
+        except RevisionNotFoundError:
+            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # the branch will be made from it
+        except RepositoryNotFoundError:
+            return
+        _check_what_is_there(files, remote.keys(), to)
+
+
+def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[str]:
+    """Raise UsageError where a loader would take weights that stay on the Hub in place of those among `files`.
+
+    Returned is what stays there and is loaded by nobody, or describes other files.
+    """
+    _check_kind(files, remote, to)
+    ours, notes = _sets(files), []
+    for (folder, is_adapter, name), stay in _sets(remote - files).items():
+        beside = [one for *of, one in ours if of == [folder, is_adapter]]
+        delete = _delete_command(stay, to)
+        if loader := _who_prefers(name, stay, beside):
+            raise UsageError(
+                f"the repository holds other weights, which {loader} takes in place of the pushed ones",
+                path=to.repo_id,
+                found=", ".join(stay[:_MAX_NAMES]),
+                hint=f"`{delete}` first, or push to another repository",
+            )
+        if beside:
+            notes.append(f"weights that no loader takes any more stay in {to.repo_id}: `{delete}`")
+    if ours and MANIFEST in remote - files:
+        notes.append(f"a manifest of other files stays in {to.repo_id}: `{_delete_command([MANIFEST], to)}`")
+    return notes
+
+
+def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
+    """Files of weights by folder, whether they are an adapter's, and set."""
+    found: dict[tuple[str, bool, str], list[str]] = {}
+    for file in sorted(files):
+        folder, _, base = file.rpartition("/")
+        for name, pattern in _SETS.items():
+            if re.fullmatch(pattern, base):
+                found.setdefault((folder, name.startswith("adapter"), name), []).append(file)
+    return found
+
+
+def _who_prefers(name: str, stay: list[str], ours: list[str]) -> str | None:
+    """The loader that prefers the set `name`, whose files `stay`, to each of the sets `ours`; None without one."""
+    if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
+        return None  # of shards alone an index names those to be taken
+    for loader, order in _ORDERS.items():
+        if next((one for one in order if one == name or one in ours), None) == name:
+            return loader
+    return None
+
+
+def _delete_command(files: Iterable[str], to: Push) -> str:
+    patterns = dict.fromkeys(re.sub(r"-\d+-of-", "-*-of-", file) for file in files)
+    revision = [] if to.revision is None else ["--revision", to.revision]
+    return shlex.join(["hf", "repos", "delete-files", to.repo_id, *patterns, *revision])
+
+
+def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
+    """UsageError where a model would come to stand beside an adapter, or an adapter beside a model.
+
+    Where PEFT is installed transformers loads the adapter on its base (transformers/integrations/peft.py,
+    `maybe_load_adapters`), and not the model.
+    """
+    with_model, with_adapter = bool(_models(files)), ADAPTER_CONFIG in files
+    if with_model and not with_adapter and ADAPTER_CONFIG in remote:
+        found, what = ADAPTER_CONFIG, "an adapter, and a model is to be pushed"
+    elif with_adapter and not with_model and (weights := _models(remote)):
+        found, what = weights[0], "a model, and an adapter is to be pushed"
+    else:
+        return
+    raise UsageError(
+        f"the repository holds {what}: loaders would take only the adapter",
+        path=to.repo_id,
+        found=found,
+        hint="give another repository with --repo-id, or another branch with --revision",
+    )
+
+
+def _models(files: Set[str]) -> list[str]:
+    """Files with a model's weights that stand in the folder itself."""
+    return [
+        file for (folder, is_adapter, _), of in _sets(files).items() if not folder and not is_adapter for file in of
+    ]
+
+
+def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _HubFile], to: Push) -> bool:
+    """Whether both sides have model cards that differ, and the Hub's was not written by ckpt."""
+    there = remote.get(CARD)
+    if CARD not in files or there is None:
+        return False
+    with OpenFiles() as opened:
+        if _checksum(opened, files[CARD], there.kind) == there.checksum:
+            return False
+    return not is_ours(Path(api.hf_hub_download(to.repo_id, CARD, revision=to.revision)).read_bytes())
+
+
+def files_to_push(folder: Path) -> list[str]:
+    """Return the names of the files that a push of `folder` uploads."""
+    return list(_local_files(folder, lambda _: None)[0])
+
+
+def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
+    """The files to push by name, and the hidden files and folders, which stay here.  Says what is not pushed.
+
+    UnsafeError for a symlink that leads out of `folder`.
+    """
+    if not folder.is_dir():
+        raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
+    files: dict[str, Path] = {}
+    hidden: list[str] = []
+    others: list[str] = []
+    for name in _names_in(folder):
+        path = folder / name
+        if path.name.startswith(".") and (path.name not in _HIDDEN or path.is_dir()):
+            hidden.append(name)
+        elif confined(folder, name).is_file():
+            files[name] = path
+        elif path.is_symlink() or not path.is_dir():
+            others.append(name)
+    if not files:
+        raise NotFoundError("the folder is empty", path=folder)
+    if hidden:
+        say(f"note: hidden files are not pushed: {', '.join(hidden)}; `hf upload` takes one by its name")
+    if others:
+        say(f"note: not pushed, as these are no files: {', '.join(others)}")
+    return files, hidden
+
+
+def _names_in(folder: Path) -> list[str]:
+    """Names of all that is in `folder`, sorted; nothing in a hidden folder.  StorageError where one cannot be read."""
+
+    def fail(error: OSError) -> None:
+        raise error
+
+    found = []
+    with translate_os_errors(folder):
+        for parent, folders, names in os.walk(folder, onerror=fail):
+            found += [(Path(parent) / name).relative_to(folder).as_posix() for name in (*folders, *names)]
+            folders[:] = [name for name in folders if not name.startswith(".")]
+    return sorted(found)
+
+
+def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
+    """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
+    say(f"comparing the files with {MANIFEST}")
+    checked = manifest.check(folder)
+    if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
+        raise CorruptError(
+            "the folder does not match its own manifest",
+            path=folder,
+            found="; ".join(problems[:_MAX_NAMES]),
+            hint=f"`ckpt verify {shlex.quote(str(folder))}` lists all; if the changes are meant, remove {MANIFEST}",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _HubFile:
+    """A file on the Hub: its size and checksum, of `kind` sha256 or git."""
+
+    size: int
+    kind: str
+    checksum: str
+
+
+def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _HubFile]:
+    found = {}
+    for entry in api.list_repo_tree(repo_id, recursive=True, revision=revision):
+        if hasattr(entry, "blob_id"):
+            lfs = entry.lfs
+            found[entry.path] = _HubFile(entry.size, "sha256" if lfs else "git", lfs.sha256 if lfs else entry.blob_id)
+    return found
+
+
+def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _HubFile], to: Push) -> None:
+    """Raise CorruptError for the first file, by name, that is not on the Hub as it is here."""
+    found: dict[str, str] = {}
+
+    def checksum(names: Iterator[str]) -> None:
+        with OpenFiles() as opened:
+            for name in names:
+                if name in remote:
+                    found[name] = _checksum(opened, files[name], remote[name].kind)
+
+    in_threads(checksum, files)
+    for name, content in extra.items():
+        if name in remote:
+            hasher = _hasher(remote[name].kind, len(content))
+            hasher.update(content)
+            found[name] = hasher.hexdigest()
+    for name in sorted({*files, *extra}):
+        there = remote.get(name)
+        if there is None:
+            raise CorruptError(
+                "a file did not arrive on the Hub",
+                path=files.get(name, name),
+                hint=f"push again; if it stays so, a .gitignore in {to.repo_id} may leave it out",
+            )
+        if found[name] != there.checksum:
+            raise CorruptError(
+                "a file on the Hub is not the one that was pushed",
+                path=files.get(name, name),
+                expected=f"{there.kind} {found[name]}",
+                found=f"{there.kind} {there.checksum}",
+                hint=f"push again; if it stays so, remove the file from {to.repo_id} first",
+            )
+
+
+def _hasher(kind: str, size: int) -> Any:
+    if kind == "sha256":
+        return hashlib.sha256()
+    hasher = hashlib.sha1(usedforsecurity=False)
+    hasher.update(f"blob {size}\0".encode())  # what git hashes, gitformat-loose(5)
+    return hasher
+
+
+def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
+    descriptor, done = opened.descriptor(str(path)), 0
+    with translate_os_errors(path):
+        hasher = _hasher(kind, os.fstat(descriptor).st_size)
+        buffer = memoryview(bytearray(_CHUNK))
+        while count := read_into(descriptor, done, buffer):
+            hasher.update(buffer[:count])
+            done += count
+    return str(hasher.hexdigest())
+
+
+@contextmanager
+def _translated(again: str, to: Push) -> Iterator[None]:
+    """Turn what huggingface_hub raises into one of our errors that says how to go on; Ctrl-C says it too."""
+    try:
+        with _not_for_ever():
+            yield
+    except CkptError:
+        raise
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"interrupted; {again}") from None
+    except (ValueError, TypeError) as error:
+        raise UsageError("the Hub's library refused this", path=to.repo_id, found=_text(error), hint=again) from error
+    except Exception as error:  # its own errors, the HTTP library's (which has changed) and OS errors
+        causes = [error, *([error.__cause__] if isinstance(error.__cause__, Exception) else [])]
+        statuses = [getattr(getattr(one, "response", None), "status_code", None) for one in causes]
+        status = next(filter(None, statuses), None)
+        what, hint = _REFUSALS.get(status, ("the push did not come to its end", ""))
+        raise StorageError(
+            what,
+            path=to.repo_id,
+            found=" ".join(dict.fromkeys(map(_text, causes))),
+            hint="; ".join(filter(None, (hint, again))),
+        ) from error
+
+
+@contextmanager
+def _not_for_ever() -> Iterator[None]:
+    """Let no request wait for an answer for ever, as huggingface_hub's client does."""
+    from huggingface_hub.utils import get_session
+
+    def limit(request: Any) -> None:
+        waits = request.extensions["timeout"]
+        request.extensions["timeout"] = {what: _SILENCE if end is None else end for what, end in waits.items()}
+
+    hooks = getattr(get_session(), "event_hooks", {"request": []})["request"]  # the client before version 1 has none
+    hooks.append(limit)
+    try:
+        yield
+    finally:
+        hooks.remove(limit)
+
+
+_TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"
+#: What to say of a status with which the Hub answers, and what to do about it.
+_REFUSALS: Mapping[Any, tuple[str, str]] = {
+    401: ("the Hub does not know who is pushing", _TOKEN_HINT),
+    403: ("the Hub does not let this token push there", _TOKEN_HINT),
+    404: ("the Hub has no such repository or branch, or does not show it to this token", _TOKEN_HINT),
+    409: ("somebody else is changing the repository", ""),
+    412: ("somebody else is changing the repository", ""),
+}
+
+
+def _text(error: Exception) -> str:
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)

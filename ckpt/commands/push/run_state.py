@@ -1,0 +1,59 @@
+"""Training state in a folder to push: steps, optimizer, random states, and records of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from ckpt import api
+from ckpt.base.errors import CkptError, LossError
+from ckpt.runs.not_read import is_of_a_run
+from ckpt.runs.opening import has_optimizer, holds_optimizer
+
+#: Suffixes of torch's files: one of them may hold an optimizer next to the model.
+_TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")
+_MAX_OPENED = 100
+_MAX_SHOWN = 8
+
+
+def check_no_run(folder: Path, names: Collection[str]) -> None:
+    """Raise LossError if one of the files `names` in `folder` belongs to a training run and not to a model."""
+    found = list(dict.fromkeys(_run_files(folder, names)))
+    if not found:
+        return
+    more = f" and {len(found) - _MAX_SHOWN} more" if len(found) > _MAX_SHOWN else ""
+    raise LossError(
+        "this folder holds the state of a training run, which a push would publish",
+        path=folder,
+        expected="a model or an adapter alone",
+        found=f"{', '.join(found[:_MAX_SHOWN])}{more}",
+        hint=f"`ckpt convert {folder} {_model_format(folder)}` writes the model alone; --whole-run pushes all of it",
+        code="push-of-a-run",
+    )
+
+
+def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
+    """Yield the steps and files of a run among `names`."""
+    weights: set[str] = set()
+    with suppress(CkptError):
+        checkpoint = api.open(folder)
+        own = {name for name in names if str(folder / name) in {file.path for file in checkpoint.files}}
+        if has_optimizer(checkpoint):
+            yield from sorted(own)
+        weights = own
+    num_opened = 0
+    for name in names:
+        if (entry := is_of_a_run(name, name in weights)) is not None:
+            yield entry
+        elif name not in weights and name.endswith(_TORCH_FILES) and num_opened < _MAX_OPENED:
+            num_opened += 1
+            if holds_optimizer(folder / name):
+                yield name
+
+
+def _model_format(folder: Path) -> str:
+    """Return the format of the model in a run: an adapter stays one."""
+    with suppress(CkptError):
+        return "peft" if api.open(folder).is_adapter else "hf"
+    return "hf"

@@ -1,0 +1,66 @@
+"""Converted copies that `ckpt resume` keeps next to a run, each with a record of its source."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.base.errors import CkptError, UsageError
+from ckpt.move.files import Staging, staging_folder, translate_os_errors
+from ckpt.move.journal import sources_of
+from ckpt.move.json_files import read_json
+from ckpt.plan.checkpoint import SourceFile
+from ckpt.runs.output_place import run_root
+
+#: Record of a copy: its source files and its step.
+RECORD = "ckpt-resume.json"
+
+
+@dataclass(frozen=True, slots=True)
+class KeptCopy:
+    """A copy in `place`; `is_current` is False if a source file has gone or changed."""
+
+    place: Path
+    step: int | None
+    is_current: bool
+
+
+def kept_folder(path: Path) -> Path:
+    """Return the folder for copies of the run around `path`: hidden, so that no search for runs or steps meets it."""
+    run = run_root(Path(os.path.abspath(path)))
+    if not run.name:
+        raise UsageError("there is no place beside the root folder", path=path, hint="give a folder in it")
+    return run.with_name(f".{run.name}.ckpt-resume")
+
+
+def copies_in(kept: Path) -> Iterator[KeptCopy]:
+    """Yield the copies in the folder `kept`; damaged records are skipped."""
+    for record in sorted(kept.glob(f"*/{RECORD}")):
+        with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
+            content = read_json(record)
+            is_current = all(_is_unchanged(SourceFile(*facts)) for facts in content["source"])
+            step = content.get("step")
+            yield KeptCopy(record.parent, step if type(step) is int else None, is_current)
+
+
+def unfinished_in(kept: Path) -> Iterator[KeptCopy]:
+    """Yield the staging folders of copies in `kept`, left by a resume that was killed or is still running."""
+    for place in sorted(kept.glob(staging_folder(kept / "*").name)):
+        with contextlib.suppress(CkptError), translate_os_errors(place):
+            yield KeptCopy(place, None, all(map(_is_unchanged, sources_of(place))))
+
+
+def remove_staging(destination: Path) -> None:
+    """Remove the staging folder for `destination`. Raises StorageError if a living process is writing it."""
+    with Staging(destination, overwrite=True, total_bytes=0) as staging:
+        staging.clear()
+
+
+def _is_unchanged(file: SourceFile) -> bool:
+    try:
+        return SourceFile.stat(file.path) == file
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last if no file can have the name
+        return False

@@ -1,0 +1,561 @@
+"""The folder to go on from, on what there is now: the newest complete checkpoint, converted only if it must be."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar, overload
+
+from ckpt import api
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NeverWholeError,
+    NotFoundError,
+    StorageError,
+    UsageError,
+    printable,
+)
+from ckpt.base.progress import progress
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, scheme_of
+from ckpt.base.typed import typed
+from ckpt.commands.resume.caller import caller
+from ckpt.commands.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
+from ckpt.move.files import destination_of, translate_os_errors
+from ckpt.move.json_files import read_json
+from ckpt.move.listing import listed_once
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
+from ckpt.plan.dtypes import CASTABLE
+from ckpt.processes.group import Alone, check_alike, the_callers
+from ckpt.runs import not_read
+from ckpt.runs.halves import check_holds_model
+from ckpt.runs.models import models_of, name_of, others_of_save, save_around
+from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
+from ckpt.runs.steps import (
+    ANY_STEP,
+    LATEST,
+    RECORDS,
+    TRACKER,
+    TRAINER_STATE,
+    missing_last_of_megatron,
+    recorded_step,
+)
+from ckpt.runs.trainer_files import run_files
+
+T = TypeVar("T")
+
+_MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
+#: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
+_AFFORDABLE = 4_000_000_000
+
+#: Ends of names of files that hold tensors.
+_OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
+
+
+def say_on_stderr(line: str) -> None:
+    """Print a line on stderr, escaped."""
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+@overload
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = ...,
+    world_size: int | None = ...,
+    tag: str | None = ...,
+    config: str | None = ...,
+    dtype: api.Cast | None = ...,
+    model_only: bool = ...,
+    missing_ok: Literal[False] = ...,
+    say: Callable[[str], None] = ...,
+    **options: api.OptionValue,
+) -> str: ...
+@overload
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = ...,
+    world_size: int | None = ...,
+    tag: str | None = ...,
+    config: str | None = ...,
+    dtype: api.Cast | None = ...,
+    model_only: bool = ...,
+    missing_ok: bool,
+    say: Callable[[str], None] = ...,
+    **options: api.OptionValue,
+) -> str | None: ...
+@typed
+def resume(
+    path: str | os.PathLike[str],
+    *,
+    format: str | None = None,
+    world_size: int | None = None,
+    tag: str | None = None,
+    config: str | None = None,
+    dtype: api.Cast | None = None,
+    model_only: bool = False,
+    missing_ok: bool = False,
+    say: Callable[[str], None] = say_on_stderr,
+    **options: api.OptionValue,
+) -> str | None:
+    """Find or make the folder to resume from, of a run or checkpoint, on the engine and ranks that there are now.
+
+    That is the newest complete checkpoint with an optimizer, of `path` itself and of its steps, if it fits.  Otherwise
+    it is converted, into a hidden folder beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or
+    goes on where it was killed; conversions whose source has gone or changed are removed there, and those of an older
+    step than the one that is taken.  A conversion that is found again is compared with its manifest: every bit of up to
+    4 GB, of a larger one the sizes and all but the tensors' bytes.  A model without an optimizer is taken where there
+    is nothing else, and only with `model_only`.
+
+    `format` and `world_size` are found out: the process group of torch.distributed, the environment of torchrun,
+    deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed config; failing that they are the source's.  `dtype`
+    is that of weights (`bf16`), failing that the DeepSpeed config's; `options` are those of the format, as `tp` and
+    `pp` of Megatron's.
+
+    Called by every process of an initialized torch.distributed, each converts its share, and all return the same path
+    or raise the same error.  `say` is given what was done, a line each, in the first process.
+
+    With `missing_ok` it is None where `path` does not exist or holds neither a file of tensors nor a record of a step:
+    the run begins.  A checkpoint that is not complete, or of no known format, is an error all the same.
+
+    Raises what `ckpt.open` and `ckpt.plan` do, LossError where there is only a model without an optimizer, StorageError
+    where processes do not see the same files, and UsageError where they ask for different things, or where several were
+    started and torch.distributed is not initialized.
+
+    Args:
+        path: The checkpoint or run folder.
+        format: The engine's format; None finds it out.
+        world_size: Number of ranks; None finds it out.
+        tag: The step's folder or number; None for the latest.
+        config: The model's config: a folder, a config.json or a Hub id.
+        dtype: Precision of weights, such as `bf16`.
+        model_only: Take a model without an optimizer if there is nothing else.
+        missing_ok: Return None if nothing has been saved yet.
+        say: Called with each line about the progress.
+        **options: Options of the format, such as `tp=2`.
+    """
+    if scheme_of(path) is not None:
+        hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
+        raise UsageError("only a run in a local folder can be resumed", path=path, hint=hint)
+    path = Path(path)
+    now = caller()
+    precision = now.dtype if dtype is None or dtype == "keep" else dtype
+    if precision is not None and precision not in CASTABLE:
+        raise UsageError("no such dtype of weights", expected=f"one of {', '.join(CASTABLE)}", found=repr(precision))
+    if world_size is not None and (not isinstance(world_size, int) or world_size < 1):
+        raise UsageError("this is not a number of ranks", expected="an int of at least 1", found=f"{world_size=}")
+    layout = Layout(
+        CASTABLE[precision] if precision else None, world_size=world_size or now.world_size, options=options
+    )
+    format = format or now.format
+    asked = {"path": path, "tag": tag, "config": config, "format": format, "dtype": precision, **options}
+    asked |= {"world_size": layout.world_size, "model_only": model_only, "missing_ok": missing_ok}
+    with the_callers() as group:
+        check_alike({name: str(value) for name, value in asked.items()}, group)
+        if missing_ok and not any(group.gather(_has_saved(path))):
+            if group.rank == 0:
+                say(f"{path} holds no checkpoint: the run begins")
+            return None
+        if group.size == 1 and os.environ.get("RANK", "0") != "0":
+            raise UsageError(
+                "several processes were started, and they cannot agree on one that converts",
+                expected="an initialized torch.distributed",
+                hint="call ckpt.resume behind init_process_group (deepspeed.initialize, TrainingArguments), "
+                "or give the path that `ckpt resume` prints",
+            )
+        is_first = group.rank == 0
+        with listed_once():
+            source = _in_all(partial(source_of, path, tag, config, model_only) if is_first else None, path, group)
+            way = partial(_way, path, source, format, layout, model_only, say) if source is not None else None
+            found: _Way = group.gather(_in_all(way, path, group))[0]  # type: ignore[assignment]
+        if found.layout is not None:
+
+            def planned() -> api.Conversion:
+                checkpoint = source or api.open(*found.source, config=config)  # the very one, whatever is newer by now
+                return api.plan(checkpoint, found.format, found.layout)
+
+            _convert(found, planned, path, say, group)
+            group.gather(None)  # the first process has moved it to its place
+        if source is not None:
+            _clear(path, found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
+            say(f"resuming from {found.place}, {found.why}")
+        _check_seen_by_all(found, group)
+        return found.place
+
+
+def _has_saved(path: Path) -> bool:
+    """Whether there are files of tensors, or a record of a step, which may be gone and must not be begun anew."""
+    named = any(recorded_step(path / name) for name in RECORDS)
+    return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
+
+
+# -- what all processes do together ------------------------------------------------------------------------------------
+
+
+def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
+    """What `action` returns here, if it has succeeded wherever there is one.
+
+    Otherwise all processes raise the first one's error, or what explains it: that they do not see the same files.
+    """
+    result, error = None, None
+    try:
+        result = action() if action is not None else None
+    except CkptError as raised:
+        error = raised
+    errors = group.gather(error)
+    first = next((rank for rank, error in enumerate(errors) if error is not None), None)
+    if first is None:
+        return result
+    if group.size > 1 and isinstance(errors[first], NotFoundError | IncompleteError):
+        _check_same_files(path, group)
+    if error is not None and group.rank == first:
+        raise error
+    group.gather(None)  # where that one's error is raised
+    raise AssertionError
+
+
+def _check_same_files(path: Path, group: Alone) -> None:
+    """Raise StorageError, in all processes the same, where some lack files below `path` that others see."""
+    below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
+    seen = group.gather((socket.gethostname(), below))
+    every = frozenset[str]().union(*(names for _, names in seen))
+    lacking: dict[tuple[str, frozenset[str]], list[int]] = {}
+    for rank, (host, names) in enumerate(seen):
+        if names != every:
+            lacking.setdefault((host, every - names), []).append(rank)
+    if not lacking:
+        return
+    error: Any = StorageError(
+        "the nodes do not see the same files: the checkpoint lies on storage of single nodes",
+        path=path,
+        found="; ".join(
+            f"{host} (rank {', '.join(map(str, ranks))}) lacks {counted(len(names), 'file')}, as "
+            f"{', '.join(sorted(names)[:3])}"
+            for (host, names), ranks in lacking.items()
+        ),
+        hint="copy the files of all nodes to storage that they share, and give that path; where each rank loads what "
+        "its own node wrote (DeepSpeed's use_node_local_storage, on as many ranks), give the engine the path itself",
+    )
+    error.is_told = True  # it is of no single rank
+    raise error
+
+
+def _check_seen_by_all(found: _Way, group: Alone) -> None:
+    """Raise StorageError where a node does not see the folder, or files in it; the first process of each looks."""
+    hosts = group.gather(socket.gethostname())
+    looks = hosts.index(hosts[group.rank]) == group.rank
+    lacking = group.gather([file for file in (found.place, *found.files) if looks and not os.path.exists(file)])
+    without = [f"{hosts[rank]} (rank {rank}) lacks {files[0]}" for rank, files in enumerate(lacking) if files]
+    if without:
+        raise StorageError(
+            "other nodes do not see the checkpoint: it is not on storage that all of them share",
+            path=found.place,
+            found="; ".join(without[:8]),
+            hint="keep the run on shared storage",
+        )
+
+
+# -- what there is, and what it becomes --------------------------------------------------------------------------------
+
+
+class _Way(NamedTuple):
+    """The folder to resume from, and the reason; it is first converted to `format` by `layout`, unless that is None.
+
+    `files` are those that are loaded, where that is known; `source` is the path and the format of what is converted.
+    """
+
+    place: str
+    why: str
+    files: Sequence[str] = ()
+    format: str = ""
+    layout: Layout | None = None
+    source: tuple[str, str] = ("", "")
+
+
+@listed_once()
+def source_of(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
+    """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
+    try:
+        checkpoint = open_training(path, tag=tag, config=config)
+    except NeverWholeError as error:  # of a step that was damaged later, the optimizer is not given up
+        model = open_model(path, tag=tag, config=config) if model_only else None
+        if model is None:
+            raise
+        note = (
+            f"the checkpoint with an optimizer is passed over, it cannot be read: {error.what} ({error.path or path})"
+        )
+        return replace(model, passed_over=(note, *model.passed_over), notes=(note, *model.notes))
+    if checkpoint is not None:
+        return checkpoint
+    checkpoint = api.open(path, tag=tag, config=config)
+    check_holds_model(checkpoint)
+    if not model_only:
+        raise LossError(
+            "there is no checkpoint with an optimizer here: its states would begin anew",
+            path=path,
+            expected="the checkpoint of a step, as checkpoint-N",
+            found=f"a model alone, of the format {checkpoint.format}",
+            hint=_MODEL_ONLY,
+        )
+    return checkpoint
+
+
+def _way(
+    path: Path,
+    checkpoint: Checkpoint,
+    format: str | None,
+    layout: Layout,
+    model_only: bool,
+    say: Callable[[str], None],
+) -> _Way:
+    for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
+        say(f"note: {note}")
+    every = [checkpoint, *map(api.open, others_of_save(checkpoint.path))]
+    opened = {file.path: file for one in every for file in one.files}
+    if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
+        say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")
+    target = registry.get(format or checkpoint.format)
+    wanted = target.name
+    registry.check_options(wanted, layout.options, "resume")
+    if has_optimizer(checkpoint) and not target.carries_optimizer and not model_only:
+        raise LossError(
+            f"the format {wanted} can't hold the optimizer of this checkpoint",
+            path=checkpoint.path,
+            hint=f"leave --format out to keep the optimizer; or {_MODEL_ONLY}",
+        )
+    if not (has_optimizer(checkpoint) and target.carries_optimizer):
+        what = wanted if has_optimizer(checkpoint) else checkpoint.path
+        say(f"note: {what} holds no optimizer: its states begin anew")
+    as_it_is = _folder_to_load(path, checkpoint)
+    misfit = _misfit(checkpoint, target, layout)
+    if as_it_is is not None and misfit is None:
+        for one in every:
+            _check_whole(one)
+        found = checkpoint
+        if len(every) > 1:
+            found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
+            names = ", ".join(map(name_of, models_of(as_it_is).values()))
+            say(f"note: the save holds {counted(len(every), 'model')}, and the engine loads all of them: {names}")
+        for line in not_read.lines([file.to_json() for file in not_read.not_read(found)]):
+            say(line)
+        return _Way(str(as_it_is), "as it is", list(opened))
+    if len(every) > 1:
+        _refuse_to_lose_models(Path(checkpoint.path), misfit, wanted)
+    say(f"{checkpoint.path} does not fit: {misfit or f'{LATEST} or a tracker names another step'}")
+    if not (model_only or knows_optimizer(checkpoint)):
+        raise LossError(
+            "the states of the optimizer would be left out: nothing tells which parameters they belong to",
+            path=checkpoint.path,
+            found="; ".join(checkpoint.notes),
+            hint=f"it goes on as it is, under the engine and on the ranks that wrote it; or {_MODEL_ONLY}",
+        )
+    size = layout.world_size if target.records_ranks or not target.fits_other_ranks else None
+    layout = Layout(layout.dtype, layout.max_shard_size, size, layout.options)
+    destination = kept_folder(path) / _name(checkpoint, wanted, layout)
+    if destination.is_dir():
+        try:
+            _check_kept(destination, checkpoint)
+            _check_whole(api.open(destination, wanted))
+        except CkptError as error:
+            error.hint = f"it was converted before, and damaged since; remove {destination}"
+            raise
+        return _Way(str(destination), "which was converted before")
+    source = (checkpoint.path, checkpoint.format)
+    return _Way(str(destination), f"converted from {checkpoint.path}", (), wanted, layout, source)
+
+
+def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:
+    """Raise LossError for a save of several models that would have to be converted, which loses all but one."""
+    save = save_around(place)
+    models = list(models_of(save).values())
+    others = "".join(f", then {one}" for one in models[1:])
+    raise LossError(
+        f"resume can't convert a save of {len(models)} models",
+        path=save,
+        expected="a save that fits as it is",
+        found=misfit,
+        hint=f"convert each model with the same options: `ckpt convert auto {wanted} {models[0]} -o FOLDER`{others}",
+    )
+
+
+def _models_in(path: Path, opened: Collection[str]) -> list[str]:
+    """Return the formats of models without an optimizer in the folder of a run, unless their files are `opened`."""
+    bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
+    return [one.name for one in bare if one.find(path, None) == path and not _is_opened(one, path, opened)]
+
+
+def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
+    """Return True if all files of the model in `path` are `opened`."""
+    try:
+        return all(file.path in opened for file in one.read(path, ReadRequest()).files)
+    except CkptError:
+        return False
+
+
+def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
+    """Raise CorruptError where a conversion is not one of `checkpoint`, or not as its manifest says."""
+    from ckpt.compare import manifest
+
+    for name in (RECORD, manifest.MANIFEST):
+        if not (destination / name).is_file():
+            raise CorruptError("a file of the conversion is missing", path=destination / name)
+    record = read_json(destination / RECORD)
+    if not isinstance(record, dict) or record.get("source") != _sources(checkpoint):
+        raise CorruptError("it was not made from the checkpoint in its name", path=destination / RECORD)
+    is_small = manifest.expected_bytes(destination) <= _AFFORDABLE
+    checked = manifest.check(destination, elements=is_small)
+    if checked.problems:
+        what = "the conversion is not as its manifest says"
+        raise CorruptError(what, path=destination, found="; ".join(checked.problems[:4]))
+
+
+def _convert(
+    way: _Way, planned: Callable[[], api.Conversion], path: Path, say: Callable[[str], None], group: Alone
+) -> None:
+    """Convert, each process its share; a conversion that was killed is gone on with."""
+    conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
+    destination, plan = Path(way.place), conversion.plan
+    record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
+    is_quiet = group.rank > 0 or say is not say_on_stderr
+    with _hinting_at_what_to_do(way, path), progress(0, "check", quiet=is_quiet) as meter:
+        num_done = conversion.run(
+            destination,
+            restart="stale",
+            say=say,
+            describe=lambda _: {RECORD: record},
+            group=group,
+            progress=meter,
+            phase=meter.phase,
+        )
+    if group.rank == 0:
+        if num_done:
+            say(f"{show_size(num_done)} were there already, and are as they were written")
+        for line in (*plan.target.notes, *plan.target.not_written):
+            say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
+        for line in not_read.lines([one.to_json() for one in not_read.not_read(plan.checkpoint)]):
+            say(line)
+
+
+@contextlib.contextmanager
+def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
+    """Replace hints about `-o` in errors: `ckpt resume` has no such option."""
+    try:
+        yield
+    except (StorageError, UsageError) as error:
+        if os.path.isdir(way.place) or error.what.startswith("another process is writing"):
+            error.hint = "another resume makes the same of this run, or has just done so: start again when it is done"
+        elif "-o" in (error.hint or ""):
+            command = f"`ckpt convert auto {way.format} {path} -o FOLDER`, with the same options,"
+            error.hint = f"the converted checkpoint is kept beside the run; {command} writes elsewhere"
+        raise
+
+
+def _check_whole(checkpoint: Checkpoint) -> None:
+    """Raise CorruptError where a part of a tensor is nowhere: torch's DCP would leave what is in memory there."""
+    from ckpt.plan.planner import check_source  # it takes numpy
+
+    for tensor in checkpoint.tensors.values():
+        check_source(tensor)
+
+
+def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
+    """The folder that the engine or Trainer is given for `checkpoint`; None where its record names another step."""
+    place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
+    if (save := save_around(place)) != place:
+        return save
+    around = [place, place.parent, *(p for p in place.parents[1:] if p.is_relative_to(path))]
+    for folder in around:
+        if (folder / TRAINER_STATE).is_file():
+            return folder
+        recorded = [recorded_step(folder / LATEST), recorded_step(folder / TRACKER)]
+        if from_run and any(_is_step(place.name, step) for step in recorded if step):
+            return folder
+    if from_run:
+        return None
+    is_pair = any(not Path(file.path).is_relative_to(place) for file in checkpoint.files)
+    return place.parent if is_pair else place
+
+
+def _is_step(name: str, recorded: str) -> bool:
+    return name == recorded or (recorded.isdecimal() and name == f"iter_{int(recorded):07d}")
+
+
+def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
+    """Why `checkpoint` cannot be loaded as it is; None where it can."""
+    if checkpoint.format != target.name:
+        return f"it is {checkpoint.format}, and {target.name} is loaded"
+    size = layout.world_size
+    is_bound = checkpoint.bound_to_ranks
+    if (is_bound or not target.fits_other_ranks) and size is not None and checkpoint.world_size != size:
+        return f"it was written by {counted(checkpoint.world_size or 0, 'rank')}, and there are {size}"
+    args: Mapping[str, Any] = checkpoint.state.args or {}
+    for name, argument in AXES.items():
+        asked, written = layout.options.get(name), args.get(argument) or 1
+        if asked is not None and asked != written and (is_bound or not target.fits_other_axes):
+            return f"it was written with {argument} {written}, and {asked} is asked for"
+    if missing := missing_last_of_megatron(Path(checkpoint.path), checkpoint.namespace == OWN):
+        return f"{missing} is missing, which megatron-core writes last, and without which it loads nothing"
+    form, asked = args.get("ckpt_format", "torch_dist"), layout.options.get("ckpt_format")
+    if asked is not None and asked != form:
+        return f"it is {form}, and {asked} is asked for"
+    return None
+
+
+def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
+    """A name for the kept conversion that depends on its source, the state of the source's files, and its target."""
+    from xxhash import xxh3_64
+
+    asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
+    facts = repr((wanted, asked, checkpoint.config, _sources(checkpoint)))
+    step = f"step{checkpoint.state.step}" if checkpoint.state.step is not None else Path(checkpoint.path).name
+    ranks = f"-on-{layout.world_size}" if layout.world_size else ""
+    return f"{step}-{wanted}{ranks}-{xxh3_64(facts.encode('utf-8', 'surrogatepass')).hexdigest()}"
+
+
+def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
+    """The facts of all files that a conversion takes training state from, the same wherever it is asked for."""
+    files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in run_files(checkpoint)))
+    return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
+
+
+def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
+    """Remove copies and staging folders of a source that has gone or changed, and copies older than step `newest`.
+
+    `say` is given the size of the copy `used` now, and when it goes.
+    """
+    kept = kept_folder(path)
+    for copy in copies_in(kept):
+        with contextlib.suppress(CkptError), translate_os_errors(copy.place):
+            if str(copy.place) == used.place:
+                size = show_size(sum(file.stat().st_size for file in copy.place.rglob("*") if file.is_file()))
+                goes = (
+                    "the next resume that takes a newer step removes it, or one that finds its source gone or changed"
+                )
+                say(f"{copy.place} takes {size}: {goes}")
+            elif not copy.is_current:
+                shutil.rmtree(copy.place)
+                say(f"removed {copy.place}, whose source has gone or changed")
+            elif newest is not None and copy.step is not None and copy.step < newest:
+                shutil.rmtree(copy.place)
+                say(f"removed {copy.place}: it is of step {copy.step}, and step {newest} is there")
+    for left_over in unfinished_in(kept):
+        with contextlib.suppress(CkptError):
+            place = left_over.place
+            if not left_over.is_current:
+                remove_staging(destination_of(place))
+                say(f"removed {place}, which a resume left that was killed: its source has gone or changed")
+            else:
+                say(f"note: {place} belongs to another resume, which was killed or is still running")

@@ -1,0 +1,174 @@
+"""How far one tensor is from another: relative error, cosine, largest change.
+
+Both sides are read as `ckpt.compare.compare` reads them, a block at a time, and summed in float64, so memory does not
+depend on the tensors.  NaN and infinity, on either side, are counted and left out of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from math import isfinite, sqrt
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ckpt.compare.compare import Reader, blocks, check_covered, numbers
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import first_index
+from ckpt.plan.tensors import Fragment, Shape, overlay
+
+_STEP = 1 << 15  # elements that are measured at a time: as float64 they stay in the processor's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """How far an element of B may be from that of A: `atol + rtol * abs(a)`, as in numpy and torch."""
+
+    rtol: float = 0.0
+    atol: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """How far a tensor of B is from that of A, or several tensors as if they were one.
+
+    `squares` are the sums of squares of A, of B and of B - A, `product` that of A times B.  `not_finite` counts the
+    elements of A and of B that are NaN or infinite, `num_beyond` those that are not within the tolerance.  `largest` is
+    the largest absolute difference, None where numpy cannot decode the dtype; `index` is where that is.
+    """
+
+    numel: int = 0
+    num_changed: int = 0
+    num_beyond: int = 0
+    not_finite: tuple[int, int] = (0, 0)
+    squares: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    product: float = 0.0
+    largest: float | None = None
+    index: Shape = ()
+
+    @property
+    def relative(self) -> float | None:
+        """The norm of B - A by that of A; None where nothing was measured, or where A is zero and B is not."""
+        of_a, _, between = self.squares
+        if self.largest is None or not isfinite(of_a + between):
+            return None
+        return sqrt(between / of_a) if of_a else None if between else 0.0
+
+    @property
+    def cosine(self) -> float | None:
+        """The cosine of the angle between A and B; None where one of them is zero, or nothing was measured."""
+        norms = sqrt(self.squares[0]) * sqrt(self.squares[1])
+        if self.largest is None or not norms or not isfinite(norms):
+            return None
+        return max(-1.0, min(1.0, self.product / norms))
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "numel": self.numel,
+            "num_changed": self.num_changed,
+            "num_beyond": self.num_beyond,
+            "not_finite": list(self.not_finite),
+            "relative": self.relative,
+            "cosine": self.cosine,
+            "largest": self.largest if self.largest is None or isfinite(self.largest) else str(self.largest),
+            "index": list(self.index),
+        }
+
+
+def together(changes: Iterable[Change]) -> Change:
+    """The change of several tensors, or parts of one, as if they were one."""
+    every = list(changes)
+    measured = (one for one in every if one.largest is not None)
+    most = max(measured, key=lambda one: one.largest or 0.0, default=Change())
+    a, b, between = (sum(one.squares[side] for one in every) for side in range(3))
+    return Change(
+        sum(one.numel for one in every),
+        sum(one.num_changed for one in every),
+        sum(one.num_beyond for one in every),
+        (sum(one.not_finite[0] for one in every), sum(one.not_finite[1] for one in every)),
+        (a, b, between),
+        sum(one.product for one in every),
+        most.largest,
+        most.index,
+    )
+
+
+def measure(
+    shape: Shape,
+    a: Iterable[Fragment],
+    b: Iterable[Fragment],
+    reader: Reader,
+    allowed: Tolerance = Tolerance(),
+    advance: Callable[[int], None] = lambda _: None,
+) -> Change:
+    """Measure how far the elements in fragments `b` are from those in fragments `a`, whatever their dtypes.
+
+    Of dtypes that numpy cannot decode it only counts the elements whose bits differ.  `advance` is told of the bytes of
+    A.  Raises CorruptError where the two together do not cover the shape, or a file ends too early.
+    """
+    found = Change()
+    for common in overlay(a, b, shape):
+        for region, start, one, other in blocks(common):
+            x, y = reader.gather(0, one).reshape(-1), reader.gather(1, other).reshape(-1)
+            for at in range(0, len(x), _STEP):
+                part = slice(at, at + _STEP)
+                change = _of_block(x[part], one.dtype, y[part], other.dtype, allowed)
+                if change.index:
+                    change = replace(change, index=first_index(region, shape, start + at + change.index[0]))
+                found = together((found, change))
+            advance(one.nbytes)
+    check_covered(found.numel, shape)
+    return found
+
+
+def can_measure(a: DType, b: DType) -> bool:
+    """Whether tensors of these dtypes can be held against each other: as numbers, or bit by bit."""
+    return a == b or all(numbers(np.zeros(dtype.itemsize, np.uint8), dtype) is not None for dtype in (a, b))
+
+
+def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
+    """The change between bits of two sides; its `index` is the position in the block of the largest difference."""
+    is_same = a_dtype == b_dtype and np.array_equal(a, b)
+    x = numbers(a, a_dtype)
+    y = x if is_same else numbers(b, b_dtype)
+    if x is None or y is None:
+        different = 0 if is_same else int(np.count_nonzero(a != b))
+        return Change(len(a), different, different)
+    # Whole numbers beyond 2**53 may differ and be one float64: what differs is 1 apart at least.
+    apart = x != y if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not is_same else None
+    x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
+    with np.errstate(over="ignore", invalid="ignore"):
+        squares, num_odd, odd = (_square(x), _square(y)), 0, (0, 0)
+        if not isfinite(sum(squares)):
+            x, y, num_odd, odd = _finite(x, y)
+            squares = _square(x), _square(y)
+        if is_same:
+            return Change(len(x), 0, 0, odd, (*squares, 0.0), squares[0], 0.0)
+        size = np.abs(y - x) if apart is None else np.maximum(np.abs(y - x), apart)
+        place = int(size.argmax())
+        num_beyond = np.count_nonzero(size > allowed.atol + allowed.rtol * np.abs(x))
+        return Change(
+            len(x),
+            int(np.count_nonzero(size)) + num_odd,
+            int(num_beyond) + num_odd,
+            odd,
+            (*squares, _square(size)),
+            float(np.vdot(x, y).real),
+            float(size[place]),
+            (place,),
+        )
+
+
+def _square(x: NDArray) -> float:
+    return float(np.vdot(x, x).real)
+
+
+def _finite(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, int, tuple[int, int]]:
+    """Both, 0 where one of them is NaN or infinite; how many of these places differ; how many each side has."""
+    odd_x, odd_y = ~np.isfinite(x), ~np.isfinite(y)
+    odd = odd_x | odd_y
+    num_different = int(np.count_nonzero(odd & (x != y) & ~(np.isnan(x) & np.isnan(y))))
+    counts = int(np.count_nonzero(odd_x)), int(np.count_nonzero(odd_y))
+    return np.where(odd, 0, x), np.where(odd, 0, y), num_different, counts

@@ -1,0 +1,318 @@
+"""Digests of the logical content of a checkpoint: the same whatever the format, the sharding or the order of files.
+
+A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order.  They
+are read in that order from wherever they lie, so a ZeRO-3 folder's flat pieces, Megatron's slices and a safetensors
+file come out the same.  Weights are what a conversion to weights alone would write: a parameter that only an
+optimizer's master holds counts in the model's own dtype, rounded as the engine rounds it; a tied one counts once.
+
+A digest is 32 hex digits of xxh3-128 (xxHash 0.8): of `name NUL role NUL dtype NUL d0,d1,... NUL` in UTF-8 and the
+16 bytes of the elements' own xxh3-128; the digest of several tensors is that of theirs, as lines `digest role name`,
+sorted.  It tells damage and difference, and is no protection against an attacker.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from xxhash import xxh3_128
+
+from ckpt.base.errors import printable
+from ckpt.base.returned import Returned
+from ckpt.base.text import counted
+from ckpt.compare.compare import Reader, blocks, check_replicas, location, number_text
+from ckpt.move.casts import cast_bits, storage_dtype
+from ckpt.move.reading import strided
+from ckpt.move.source import DIRECT, GAP, is_standin
+from ckpt.move.threads import in_threads
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, OneElement
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import check_source
+from ckpt.plan.precision import CAST_SOURCES, choices
+from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
+
+ALGORITHM = "xxh3-128"
+#: Kinds of tensors that have a digest together, in the order in which they are shown.
+WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
+KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
+
+#: A range of a file: path, offset and length in bytes.
+Span = tuple[str, int, int]
+
+#: Tensors, and the range in which all of them lie where a store is asked for them together.
+_Portion = tuple[list[Key], Span | None]
+
+#: Called with the bytes that were read since the last call, by one thread at a time.
+Progress = Callable[[int], None]
+
+_CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
+_REQUEST = 8 << 20  # bytes that are asked of a store at a time
+_SLAB = 16 << 20  # bytes of a tensor that are put in order at a time, where they do not lie so
+_NUMBER = "number"  # the dtype of an optimizer state that is one number per parameter
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDigest:
+    """The digest of one tensor; `kind` says what it counts among."""
+
+    kind: str
+    fqn: str
+    role: str
+    dtype: str
+    shape: tuple[int, ...]
+    digest: str
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("kind", "fqn", "role", "dtype")
+        return {name: getattr(self, name) for name in names} | {"shape": list(self.shape), "digest": self.digest}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Digests(Returned):
+    """Digests of a checkpoint's tensors, sorted by kind, name and role; `not_hashed` says what none covers."""
+
+    tensors: tuple[TensorDigest, ...]
+    not_hashed: tuple[str, ...] = field(default=(), compare=False)
+
+    def __repr__(self) -> str:
+        return f"<{', '.join(f'{kind} {digest}' for kind, digest in self.whole.items())}>"
+
+    def lines(self, tensors: bool = False) -> Iterator[str]:
+        """The digest of each kind, and with `tensors` that of every tensor."""
+        for kind, digest in self.whole.items():
+            yield f"{ALGORITHM}:{digest}  {kind}  ({counted(len(self.of_kind(kind)), 'tensor')})"
+        for one in self.tensors if tensors else ():
+            yield printable(f"{one.digest}  {one.role}  {one.fqn}  {one.dtype} {list(one.shape)}")
+
+    def to_json(self) -> dict[str, Any]:
+        content = {"algorithm": ALGORITHM, "digests": self.whole, "tensors": [one.to_json() for one in self.tensors]}
+        return content | {"not_hashed": list(self.not_hashed)}
+
+    def of_kind(self, kind: str) -> list[TensorDigest]:
+        return [tensor for tensor in self.tensors if tensor.kind == kind]
+
+    @property
+    def whole(self) -> dict[str, str]:
+        """One digest for each kind that is there."""
+        return {kind: together(tensors) for kind in KINDS if (tensors := self.of_kind(kind))}
+
+
+def together(tensors: Iterable[TensorDigest]) -> str:
+    """The digest of several tensors, in whatever order they come."""
+    lines = sorted(f"{tensor.digest} {tensor.role} {tensor.fqn}\n" for tensor in tensors)
+    return xxh3_128("".join(lines).encode(errors="surrogatepass")).hexdigest()
+
+
+def digests(
+    checkpoint: Checkpoint,
+    *,
+    dtype: DType | None = None,
+    names: Mapping[str, str] | None = None,
+    known: Mapping[Span, bytes] | None = None,
+    workers: int = 0,
+    progress: Progress | None = None,
+) -> Digests:
+    """Digests of the tensors of `checkpoint`.
+
+    `dtype` is that in which weights count, None for the model's own; `names` are those of tensors that count under
+    another name than they have there.  Where there are `known` hashes of ranges of files, kinds are left out of which
+    a tensor does not lie in one such range, and nothing is read.  `workers` threads, each of which holds less than
+    40 MiB, do the work; 0 stands for as many as there are processors, up to 8.  Raises CorruptError where parts of a
+    tensor are missing, ranks disagree, or a file was replaced meanwhile.
+    """
+    entries = list(_entries(checkpoint, dtype))
+    left_out: set[str] = set()
+    if known is None:
+        forms: dict[Key, dict[DType, None]] = {}  # in which dtypes each tensor counts
+        for entry in entries:
+            forms.setdefault(entry.tensor.key, {})[entry.dtype] = None
+        contents = _hash_contents(checkpoint, forms, workers, progress)
+    else:
+        contents = {entry.tensor.key: _known(entry, known) for entry in entries}
+        left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
+    names = names or {}
+    found = [
+        _named_digest(OPTIMIZER, names.get(fqn, fqn), role, _NUMBER, (), content)
+        for fqn, role, content in _numbers(checkpoint)
+        if OPTIMIZER not in left_out
+    ]
+    for entry in entries:
+        if entry.kind not in left_out:
+            tensor, fqn = entry.tensor, names.get(entry.tensor.fqn, entry.tensor.fqn)
+            content = contents[tensor.key][entry.dtype]
+            found.append(_named_digest(entry.kind, fqn, entry.role, entry.dtype.name, tensor.shape, content))
+    for file in checkpoint.files if known is None else ():
+        file.check_unchanged()
+    return Digests(tuple(sorted(found, key=lambda t: (KINDS.index(t.kind), t.fqn, t.role))))
+
+
+@dataclass(frozen=True, slots=True)
+class _Entry:
+    """One line of the result: `tensor`, in the form `dtype`, as `role`."""
+
+    kind: str
+    role: str
+    tensor: Tensor
+    dtype: DType
+
+
+def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
+    for choice in choices(checkpoint, dtype).values():
+        # whether a tensor is a buffer, which no cast of a conversion touches, is not known to every format
+        as_dtype = dtype if dtype is not None and choice.tensor.dtype in CAST_SOURCES else choice.dtype
+        yield _Entry(WEIGHTS, WEIGHT, choice.tensor, as_dtype)
+    for (_, role), tensor in checkpoint.tensors.items():
+        if role not in (WEIGHT, BUFFER):
+            yield _Entry(MASTERS if role == MASTER else OPTIMIZER, role, tensor, tensor.dtype)
+
+
+def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
+    """Optimizer states that are one number, such as Adam's step: fqn, role and the hash of the value.
+
+    The value's, since formats store 4 and 4.0.
+    """
+    stored = {fqn for fqn, _ in checkpoint.tensors}
+    for role, values in checkpoint.state.scalars.items():
+        for fqn, value in values.items():
+            value = value.value if isinstance(value, OneElement) else value
+            if isinstance(value, int | float) and (fqn in stored or fqn not in checkpoint.ties):
+                yield fqn, role, xxh3_128(number_text(value).encode()).digest()
+
+
+def _named_digest(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[int], content: bytes) -> TensorDigest:
+    head = "\0".join((fqn, role, dtype, ",".join(map(str, shape)), ""))
+    digest = xxh3_128(head.encode(errors="surrogatepass") + content).hexdigest()
+    return TensorDigest(kind, fqn, role, dtype, tuple(shape), digest)
+
+
+def _hash_contents(
+    checkpoint: Checkpoint, forms: Mapping[Key, Iterable[DType]], workers: int, progress: Progress | None
+) -> dict[Key, dict[DType, bytes]]:
+    """The hash of each tensor's elements in each of its forms, read in the order in which they lie in the files."""
+    found: dict[Key, dict[DType, bytes]] = {}
+    advance = progress or (lambda _: None)
+    lock = threading.Lock()
+
+    def hash_all(portions: Iterator[_Portion]) -> None:
+        computed = checkpoint.computed
+        with Reader(computed=computed) as reader, Reader(computed=computed) as other_ranks:
+            for key, whole in ((key, whole) for keys, whole in portions for key in keys):
+                reader.hold(whole)
+                tensor = checkpoint.tensors[key]
+                check_source(tensor)
+                check_replicas(tensor, other_ranks)
+                hashers = {dtype: xxh3_128() for dtype in forms[key]}
+                for bits in row_major(tensor, reader):
+                    for dtype, hasher in hashers.items():
+                        as_form = bits if dtype == tensor.dtype else cast_bits(bits, tensor.dtype, dtype)
+                        hasher.update(as_form.view(np.uint8).data)
+                    num_bytes = bits.nbytes
+                    del bits, as_form  # what a store sent is given back before more is asked for
+                    with lock:
+                        advance(num_bytes)
+                found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
+
+    in_order = sorted(forms, key=lambda key: location(checkpoint.tensors[key]))
+    in_threads(hash_all, _portions((key, checkpoint.tensors[key]) for key in in_order), workers)
+    return found
+
+
+def _portions(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[_Portion]:
+    """Tensors in the order in which they lie; those that lie close to each other in a store together."""
+    keys: list[Key] = []
+    whole: Span | None = None
+    for key, tensor in tensors:
+        span = _remote_span(tensor)
+        longer = None if whole is None or span is None else _together(whole, span)
+        if keys and longer is None:
+            yield _portion(keys, whole)
+            keys = []
+        keys.append(key)
+        whole = longer or span
+    if keys:
+        yield _portion(keys, whole)
+
+
+def _portion(keys: list[Key], whole: Span | None) -> _Portion:
+    is_together = whole is not None and len(keys) > 1 and _is_fetched(whole[0], whole[2])
+    return keys, whole if is_together else None
+
+
+def _remote_span(tensor: Tensor) -> Span | None:
+    """Where all of a tensor lies in one piece in a store; None for any other tensor."""
+    first, *others = islice(tensor.fragments(), 2) if tensor.numel else [None]
+    if first is None or others or not first.extent.is_contiguous or not is_standin(first.extent.path):
+        return None
+    return first.extent.path, first.extent.offset, first.extent.nbytes
+
+
+def _together(a: Span, b: Span) -> Span | None:
+    """Both, and what is between them, where `b` stands close behind `a` and one request fetches all."""
+    gap, size = b[1] - (a[1] + a[2]), b[1] + b[2] - a[1]
+    return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
+
+
+def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
+    """The hash of the tensor's elements by dtype, if they lie in a range whose hash is known."""
+    tensor = entry.tensor
+    if tensor.dtype != entry.dtype:
+        return {}
+    if not tensor.numel:
+        return {tensor.dtype: xxh3_128().digest()}
+    fragment, *others = islice(tensor.fragments(), 2)
+    extent = fragment.extent
+    content = known.get((extent.path, extent.offset, extent.nbytes)) if extent.is_contiguous and not others else None
+    return {} if content is None else {tensor.dtype: content}
+
+
+def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
+    """The elements of `tensor` as 1-d arrays of raw bits, in row-major order; each is overwritten by the next."""
+    if not tensor.numel:
+        return
+    in_order = FlatRange(0, tensor.numel)
+    parts = list(overlay(tensor.fragments(), [_wanted(tensor, in_order)], tensor.shape))
+    if all(isinstance(part.region, FlatRange) for part in parts):
+        for part in parts:
+            yield from _contiguous(part.a, reader)
+        return
+    row = tensor.numel // tensor.shape[0]
+    step = max(1, _SLAB // tensor.dtype.itemsize)
+    if row < step:
+        step -= step % row  # whole rows: one box instead of three
+    slab = np.empty(min(step, tensor.numel), storage_dtype(tensor.dtype))
+    for start in range(0, tensor.numel, step):
+        wanted = FlatRange(start, min(start + step, tensor.numel))
+        for part in overlay(tensor.fragments(), [_wanted(tensor, wanted)], tensor.shape):
+            for _, _, source, place in blocks(part):
+                rest = slab[place.offset // slab.itemsize :]
+                strided(rest, place.shape, place.strides)[...] = reader.gather(0, source)
+        yield slab[: wanted.numel]
+
+
+def _wanted(tensor: Tensor, region: FlatRange) -> Fragment:
+    return Fragment(region, Extent.contiguous("", 0, tensor.dtype, (region.numel,)))
+
+
+def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
+    is_fetched = _is_fetched(extent.path, extent.nbytes)
+    step = (_REQUEST if is_fetched else _CHUNK) // extent.dtype.itemsize
+    for start in range(0, extent.numel, step):
+        part = extent.flat(start, min(start + step, extent.numel))
+        content = reader.held(part.path, part.offset, part.nbytes)
+        if content is None and is_fetched:
+            content = reader.fetch(part.path, part.offset, part.nbytes)
+        if content is not None:  # hashed where it arrives
+            yield np.frombuffer(content, storage_dtype(part.dtype))
+        else:
+            reader.fill(0, part.path, part.offset, part.nbytes)
+            yield reader.bits(0, part.numel, part.dtype)
+
+
+def _is_fetched(path: str, size: int) -> bool:
+    """Whether bytes lie in a store, and are so many that nothing of them is kept."""
+    return size >= DIRECT and is_standin(path)

@@ -1,0 +1,111 @@
+"""Files of a model other than its tensors, such as the tokenizer, compared between two checkpoints."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.adapters.config import CONFIG as ADAPTER
+from ckpt.base.errors import CkptError
+from ckpt.base.text import one_line
+from ckpt.move.json_files import parse_json
+from ckpt.move.listing import names_in
+from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.runs.model_files import CONFIG, RUN_PATTERNS, companions, find_config
+from ckpt.runs.search import MANIFEST
+
+#: Suffixes of configs, tokenizers, templates and code.
+_SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".py", ".spm", ".tiktoken", ".txt", ".vocab", ".yaml")
+#: Reports, licenses and files of a run, in which two copies of a model may differ.
+_PASSED = (
+    *RUN_PATTERNS,
+    MANIFEST,
+    "*.index.json",
+    "*_results.json",
+    "LICENSE*",
+    "NOTICE*",
+    "README*",
+    "*requirements*",
+)
+_MAX_SHOWN = 4
+#: JSON entries that name the program or the place of a model.
+_NAMING = ("_name_or_path", "name_or_path", "transformers_version")
+
+
+def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Yield a note on the files in which two models differ.
+
+    A training checkpoint or a single file may have no config and no tokenizer: then nothing is missing.
+    """
+    try:
+        one, other = _file_contents(a), _file_contents(b)
+    except CkptError as error:
+        name = f" ({Path(error.path).name})" if error.path else ""
+        yield f"only tensors are compared, not the other files of A and B: {error.what}{one_line(name)}"
+        return
+    if any(not found and not _is_model_folder(side) for side, found in ((a, one), (b, other))):
+        return
+    both = sorted(one.keys() & other.keys() - {CONFIG})
+    groups = {
+        "differ": [name for name in both if not _is_same(name, one[name], other[name])],
+        "only in A": sorted(one.keys() - other.keys()),
+        "only in B": sorted(other.keys() - one.keys()),
+    }
+    if found := [f"{label}: {first_names(names)}" for label, names in groups.items() if names]:
+        yield f"only tensors are compared, and other files of A and B are not the same: {'; '.join(found)}"
+
+
+def first_names(found: list[str]) -> str:
+    """Return the first of some names and the number of the others."""
+    more = [f"{len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
+    return ", ".join([*map(one_line, found[:_MAX_SHOWN]), *more])
+
+
+def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
+    """Return the content of each file by name. The nearest folder wins."""
+    folders = [Path(folder) for folder in side.run_folders]
+    own = Path(side.path)
+    found = companions(folders)
+    places = {name: own / name for name in (ADAPTER, *_model_files(side, own))}
+    if config := find_config(folders):
+        places[CONFIG] = config
+    return {name: read_file(path) for name, path in places.items() if path.is_file()} | found
+
+
+def _is_model_folder(side: Checkpoint) -> bool:
+    """Return True for a folder with a model, unless it belongs to a training run."""
+    is_run = side.world_size or side.state.step is not None or side.optimizer_states
+    return not is_run and Path(side.path).is_dir()
+
+
+def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:
+    """Yield the names of further files in a model's folder."""
+    if not _is_model_folder(side):
+        return
+    opened = {file.path for file in side.files}
+    for name in names_in(folder):
+        is_passed = any(fnmatch.fnmatchcase(name, pattern) for pattern in _PASSED)
+        if name.endswith(_SUFFIXES) and not is_passed and str(folder / name) not in opened:
+            yield name
+
+
+def _is_same(name: str, one: bytes, other: bytes) -> bool:
+    """Return True for equal bytes and for JSON of equal values."""
+    if one == other:
+        return True
+    if not name.endswith(".json"):
+        return False
+    try:
+        values = [_without_names(parse_json(content, Path(name))) for content in (one, other)]
+    except CkptError:
+        return False
+    return bool(values[0] == values[1])
+
+
+def _without_names(value: Any) -> Any:
+    if not isinstance(value, Mapping):
+        return value
+    return {name: inner for name, inner in value.items() if name not in _NAMING}

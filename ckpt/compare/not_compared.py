@@ -1,0 +1,68 @@
+"""The parts of a checkpoint that `verify` does not compare, or that `hash` does not count."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ckpt.base.text import counted, one_line
+from ckpt.compare.model_files import differing_files, first_names
+from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.plan.checkpoint import Checkpoint, OneElement
+from ckpt.runs.not_read import STATE, not_read
+from ckpt.state.same_model import stated_otherwise
+
+WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
+_RANDOM = ("rng", "random")  # in the names of random states
+
+
+def tensors_beside(checkpoint: Checkpoint) -> dict[str, int]:
+    """How many tensors each entry of the training state has (`ema`); random states and single numbers are none."""
+    entries = checkpoint.state.entries()
+    named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
+    found = {}
+    for name in named.keys() - checkpoint.state.per_rank.keys():
+        sizes = [tensor.extent.numel for tensor in _tensors(named[name])]
+        if max(sizes, default=0) > 1:
+            found[name] = len(sizes)
+    return dict(sorted(found.items()))
+
+
+def _tensors(value: Any) -> Iterator[StoredTensor]:
+    """The tensors in `value`.  Each container is looked into once, however often a pickle refers to it."""
+    left, seen = [value], set()
+    while left:
+        one = left.pop()
+        if isinstance(one, StoredTensor):
+            yield one
+        elif isinstance(one, Record | Mapping | list | tuple) and id(one) not in seen:
+            seen.add(id(one))
+            inner = one.attributes if isinstance(one, Record) else one
+            left += inner.values() if isinstance(inner, Mapping) else inner
+
+
+def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Yield notes on files with tensors that no reader opened, and on entries in which the configs differ."""
+    for label, side in (("A", a), ("B", b)):
+        if names := [one.name for one in not_read(side) if one.kind == STATE]:
+            yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
+    if entries := [_entry(*one) for one in stated_otherwise(a.config, b.config, alone=True)]:
+        yield f"only tensors are compared, and the configs of A and B differ: {first_names(entries)}"
+    yield from differing_files(a, b)
+
+
+def _entry(name: str, one: Any, other: Any) -> str:
+    if None not in (one, other):
+        return f"{name} {one!r} and {other!r}"
+    return f"{name} {other!r} only in B" if one is None else f"{name} {one!r} only in A"
+
+
+def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
+    """Return a sentence for each part of a checkpoint that no digest covers; `named` has the Hub's names."""
+    found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
+    for role, values in checkpoint.state.scalars.items():
+        plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
+        if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
+            found.append(f"optimizer state {one_line(role)} of {counted(num_others, 'parameter')}: it is no number")
+    left = [note for note in named.notes if note not in checkpoint.notes]  # tensors that have no name on the Hub
+    return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]

@@ -1,0 +1,704 @@
+"""Compare two checkpoints: which tensors stand on both sides, and whether they hold the same bits.
+
+Tensors are paired by fqn and by what they are for, whatever the two formats are.  What one side as a whole has no place
+for (optimizer states, in a folder of weights) is listed as not compared, and never taken for equal.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
+from ckpt.base.returned import Returned
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, one_line
+from ckpt.compare.changes import Change, measure
+from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
+from ckpt.compare.not_compared import WHY, tensors_beside
+from ckpt.containers.torchfile.scalars import read_scalar
+from ckpt.move.files import translate_os_errors
+from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT16, FLOAT32
+from ckpt.plan.planner import check_source
+from ckpt.plan.tensors import Tensor
+from ckpt.state.summaries import summary_text
+
+Only = Literal["all", "weights", "optimizer"]
+#: Called with the bytes of side A that were compared since the last call.
+Progress = Callable[[int], None]
+
+EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
+
+_SHOWN = 20  # results of a kind that are listed without `verbose`
+_MAX_NODES = 1000  # values looked at in one hyperparameter
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The outcome for one tensor.
+
+    `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable.
+    `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
+    `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
+    shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
+    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.  `exit_code` is that of the
+    `error`, where there is one.  `change` is how far B is from A, where that was measured.
+    """
+
+    status: str
+    kind: str
+    fqn: str
+    role: str
+    b_fqn: str
+    b_role: str
+    nbytes: int = 0
+    difference: Difference | None = None
+    a: str | None = None
+    b: str | None = None
+    cast: str | None = None
+    error: str | None = None
+    exit_code: int = 0
+    is_scalar: bool = False
+    change: Change | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NotCompared:
+    """Tensors of one side, all of one role, that were not compared, and why."""
+
+    side: str
+    role: str
+    count: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"not compared: {one_line(self.role)} of {counted(self.count, 'tensor')} of {self.side}: {self.why}"
+
+
+@dataclass(frozen=True)
+class Report(Returned):
+    """The outcome of a verification.  `num_bytes` counts those of side A that were compared."""
+
+    verdict: ClassVar[str] = ".equal"
+
+    a: Checkpoint
+    b: Checkpoint
+    results: tuple[Result, ...]
+    not_compared: tuple[NotCompared, ...]
+    num_bytes: int
+    notes: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        outcome = "equal" if self.equal else "unreadable" if self.counts[UNREADABLE] else "different"
+        compared = counted(self.num_compared, "tensor")
+        return f"<{shown(self.a.path)} and {shown(self.b.path)}: {outcome}, {compared} compared>"
+
+    @property
+    def equal(self) -> bool:
+        """Whether everything that was to be compared is the same, and some tensor was compared."""
+        return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
+
+    @property
+    def exit_code(self) -> int:
+        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        return next((one.exit_code for one in self.results if one.status == UNREADABLE), 0 if self.equal else 1)
+
+    @property
+    def num_compared(self) -> int:
+        """Tensors whose elements were compared."""
+        return sum(result.kind in ("equal", "values") and not result.is_scalar for result in self.results)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many results there are of each status, in the order in which they are shown."""
+        found = Counter(result.status for result in self.results)
+        return {status: found[status] for status in (EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE)}
+
+    def of_kind(self, kind: str) -> tuple[Result, ...]:
+        return tuple(result for result in self.results if result.kind == kind)
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values, all of them finite and free of control characters."""
+        return {
+            "equal": self.equal,
+            "a": {"path": one_line(self.a.path), "format": one_line(self.a.format)},
+            "b": {"path": one_line(self.b.path), "format": one_line(self.b.format)},
+            "counts": self.counts,
+            "kinds": dict(Counter(result.kind for result in self.results)),
+            "bytes_compared": self.num_bytes,
+            "not_compared": [
+                {"side": n.side, "role": one_line(n.role), "count": n.count, "why": n.why} for n in self.not_compared
+            ],
+            "notes": [one_line(note) for note in self.notes],
+            "tensors": [_result_json(result) for result in self.results],
+        }
+
+    def lines(self, verbose: bool = False) -> Iterator[str]:
+        """The report as text: what differs, line by line (with `verbose` also what does not), then the outcome."""
+        shown: Counter[str] = Counter()
+        for result in self.results:
+            if verbose or (result.status != EQUAL and shown[result.kind] < _SHOWN):
+                yield result_line(result, self.a, self.b)
+                shown[result.kind] += 1
+        if not verbose:
+            for kind, count in Counter(r.kind for r in self.results if r.status != EQUAL).items():
+                if count > _SHOWN:
+                    yield f"... and {count - _SHOWN} more of the kind {kind}; -v lists them all"
+        yield from map(str, self.not_compared)
+        yield from (f"note: {one_line(note)}" for note in self.notes)
+        yield self.outcome
+
+    @property
+    def outcome(self) -> str:
+        counts = self.counts
+        if self.equal:
+            tensors = counted(self.num_compared, "tensor")
+            num_scalars = counts[EQUAL] - self.num_compared
+            scalars = f" and {counted(num_scalars, 'scalar')}" if num_scalars else ""
+            how = "equal after rounding" if any(result.cast for result in self.results) else "equal"
+            return f"{how}: {tensors} ({show_size(self.num_bytes)}){scalars}, every bit compared"
+        if counts[EQUAL] == len(self.results):
+            return "different: no tensor was compared"
+        kinds = Counter(result.kind for result in self.results)
+        words = {
+            "unreadable": "could not be read",
+            "values": "differ",
+            "shape": "differ in shape",
+            "dtype": "differ in dtype",
+            "scalar": "differ as scalars",
+            "missing": "only in A",
+            "extra": "only in B",
+            "equal": "equal",
+        }
+        found = ", ".join(f"{kinds[kind]} {word}" for kind, word in words.items() if kinds[kind])
+        return f"{'not verified' if counts[UNREADABLE] else 'different'}: {found}"
+
+
+#: What makes the result for two tensors of one shape.
+Judge = Callable[[Tensor, Tensor, Reader], Result]
+
+
+def verify(
+    a: Checkpoint,
+    b: Checkpoint,
+    *,
+    only: Only = "all",
+    cast: bool = False,
+    exact: bool = False,
+    measured: bool = False,
+    progress: Progress | None = None,
+    expected: Progress | None = None,
+) -> Report:
+    """Compare every tensor of two checkpoints under the same names, bit for bit.
+
+    A float32 master is rounded for a weight of 16 bits before the comparison, and so is a float32 weight of a training
+    checkpoint: `ckpt convert` writes these roundings.  With `exact` nothing is rounded; with `cast`,
+    the wider of any two floating dtypes is cast to the narrower one.
+
+    `only` confines it to the model's tensors or to the optimizer's.  With `measured`, tensors that differ are read
+    again for how far they do.  What cannot be read is a result of its own.  `expected` is told first of how many bytes
+    `progress` will be told.
+
+    Raises UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced
+    meanwhile.
+    """
+    judge = partial(
+        _compare_tensors, cast=cast, exact=exact, trained=(_is_of_training(a), _is_of_training(b)), measured=measured
+    )
+    return Report(a, b, *walk(a, b, only, judge, progress, expected))
+
+
+def walk(
+    a: Checkpoint,
+    b: Checkpoint,
+    only: Only,
+    judge: Judge,
+    progress: Progress | None,
+    expected: Progress | None,
+) -> tuple[tuple[Result, ...], tuple[NotCompared, ...], int, tuple[str, ...]]:
+    """Have `judge` compare every pair of tensors: the results, what was not compared, the bytes of A, and notes."""
+    for checkpoint in (a, b):
+        _check_holds(checkpoint, only)
+    work = _pair_up(a, b, only)
+    results, num_bytes = _carry_out(work, judge, progress, expected)
+    for file in (*a.files, *b.files):
+        file.check_unchanged()
+    notes = [*work.notes, *_side_notes(a, b, results)]
+    not_compared = [NotCompared(side, role, count, why) for (side, role, why), count in work.skipped.items()]
+    for label, side in (("A", a), ("B", b)):
+        if only == "all":
+            not_compared += [NotCompared(label, name, count, WHY) for name, count in tensors_beside(side).items()]
+        if only != "weights":
+            notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
+    return tuple(results), tuple(not_compared), num_bytes, tuple(notes)
+
+
+def _is_of_training(checkpoint: Checkpoint) -> bool:
+    """Return True for a training checkpoint, which has ranks, a step or an optimizer, unlike a model's folder."""
+    state = checkpoint.state
+    return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
+
+
+def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
+    roles = {role for _, role in checkpoint.tensors}
+    if only not in ("all", "weights", "optimizer"):
+        raise UsageError("there is no such choice", expected="all, weights or optimizer", found=only)
+    if only == "weights" and not roles & set(MODEL_ROLES):
+        raise UsageError("this checkpoint holds no weights that could be compared", path=checkpoint.path)
+    if only == "optimizer" and not roles - {WEIGHT, BUFFER} and not any(checkpoint.state.scalars.values()):
+        raise UsageError(
+            "this checkpoint holds no optimizer states that could be compared",
+            path=checkpoint.path,
+            found=f"a checkpoint of the format {checkpoint.format}",
+            hint="--only weights compares the model's tensors",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Scalar:
+    """An optimizer state that is one number."""
+
+    fqn: str
+    role: str
+    value: Any
+
+
+_Thing = Tensor | _Scalar
+_Roles = dict[str, _Thing]
+
+
+@dataclass(frozen=True, slots=True)
+class _Side:
+    """What a checkpoint holds: things by fqn and role, and which roles it knows at all."""
+
+    label: str
+    format: str
+    names: Mapping[str, _Roles]
+    roles: frozenset[str]
+    trains: bool
+
+    @classmethod
+    def of(cls, label: str, checkpoint: Checkpoint) -> _Side:
+        names: dict[str, _Roles] = {}
+        for (fqn, role), tensor in checkpoint.tensors.items():
+            names.setdefault(fqn, {})[role] = tensor
+        for role, values in checkpoint.state.scalars.items():
+            for fqn, value in values.items():
+                number = value.value if isinstance(value, OneElement) else value
+                names.setdefault(fqn, {}).setdefault(role, _Scalar(fqn, role, number))
+        roles = frozenset(role for things in names.values() for role in things)
+        optimizes = bool(roles - {WEIGHT, BUFFER}) or bool(checkpoint.state.param_groups)
+        return cls(label, checkpoint.format, names, roles, optimizes)
+
+    def reason_missing(self, thing: _Thing, format: str) -> str | None:
+        """Why this side has no place for what `thing`, of the other side's `format`, is; None if it has one."""
+        if thing.role in self.roles:
+            return None
+        if thing.role == MASTER:
+            return f"{self.label} holds no masters"
+        if not self.trains:
+            return f"{self.label} holds no optimizer states"
+        has_place = thing.role == "step" or format == self.format  # no format of optimizers leaves out the step
+        return None if has_place or isinstance(thing, Tensor) else f"{self.label} does not record it"
+
+
+@dataclass
+class _Work:
+    """The pairs that are still to be compared, and the results that are known without comparing."""
+
+    a: _Side
+    b: _Side
+    pairs: list[tuple[_Thing, _Thing] | Result] = field(default_factory=list)
+    skipped: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    notes: list[str] = field(default_factory=list)
+    computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
+
+    def skip(self, side: _Side, thing: _Thing, why: str) -> None:
+        self.skipped[side.label, thing.role, why] += 1
+
+    def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
+        """Note that the other side has nothing that `thing` could be compared with."""
+        if (why := other.reason_missing(thing, side.format)) is not None:
+            self.skip(side, thing, why)
+        else:
+            self.missing(side, thing)
+
+    def missing(self, side: _Side, thing: _Thing) -> None:
+        status, kind = (ONLY_A, "missing") if side is self.a else (ONLY_B, "extra")
+        self.pairs.append(Result(status, kind, thing.fqn, thing.role, thing.fqn, thing.role))
+
+
+def _match(
+    a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]
+) -> Iterator[tuple[str | None, str | None]]:
+    """Pairs of a name of A and its name in B; None where a side has no such tensor.
+
+    A name that one side stores and the other records as tied is the other side's owner of that tie.
+    """
+    of_a = [(x, _owner(x, b_ties, b.names)) for x in a.names if x not in b.names]
+    of_b = [(_owner(y, a_ties, a.names), y) for y in b.names if y not in a.names]
+    tied = dict.fromkeys(pair for pair in (*of_a, *of_b) if None not in pair)
+    met_a, met_b = {x for x, _ in tied}, {y for _, y in tied}
+    for fqn in a.names:
+        if fqn in b.names or fqn not in met_a:
+            yield fqn, fqn if fqn in b.names else None
+    yield from tied
+    for fqn in b.names:
+        if fqn not in a.names and fqn not in met_b:
+            yield None, fqn
+
+
+def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
+    """The stored tensor that `fqn` is tied to, through any number of ties."""
+    seen = set()
+    while fqn in ties and fqn not in seen:
+        seen.add(fqn)
+        fqn = ties[fqn]
+        if fqn in names:
+            return fqn
+    return None
+
+
+def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
+    work = _Work(_Side.of("A", a), _Side.of("B", b), computed={**a.computed, **b.computed})
+    num_common = num_tied = 0
+    for x, y in _match(work.a, work.b, a.ties, b.ties):
+        a_roles = work.a.names[x] if x is not None else {}
+        b_roles = work.b.names[y] if y is not None else {}
+        is_tied = x is not None and y is not None and x != y
+        is_second = is_tied and (x in work.b.names or y in work.a.names)  # its owner is matched under its own name
+        num_common += bool(a_roles and b_roles)
+        num_tied += is_tied
+        model = _model_tensors(a_roles, b_roles)
+        if only != "optimizer":
+            _put_model(work, a_roles, b_roles, model)
+        if only != "weights":
+            _put_states(work, a_roles, b_roles, model if only == "all" else (None, None), is_second)
+    if num_tied:
+        work.notes.append(f"{counted(num_tied, 'tensor')} compared with the owner of a tie that the other side records")
+    if not num_common and work.a.names and work.b.names:
+        work.notes.append(
+            f"no name is on both sides (A {a.namespace}, B {b.namespace}): are they checkpoints of one model?"
+        )
+    return work
+
+
+def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
+    """The tensors that stand for the parameter or buffer itself on either side.
+
+    A weight goes with a weight and a master with a master.  Where that leaves one side without a partner, its weight
+    goes with the other's master; so does a weight in another dtype than the other's weight.
+    """
+    x, y = a.get(WEIGHT) or a.get(BUFFER), b.get(WEIGHT) or b.get(BUFFER)
+    x_master, y_master = a.get(MASTER), b.get(MASTER)
+    if x is not None and y is not None:
+        if _dtype(x) != _dtype(y):
+            if x_master is not None and y_master is None:
+                return x_master, y
+            if y_master is not None and x_master is None:
+                return x, y_master
+        return x, y
+    if x_master is not None and y_master is not None:
+        return x_master, y_master
+    return x or x_master, y or y_master
+
+
+def _dtype(thing: _Thing) -> object:
+    return thing.dtype if isinstance(thing, Tensor) else None
+
+
+def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _Thing | None]) -> None:
+    x, y = model
+    if x is None or y is None:
+        for side, thing in ((work.a, x), (work.b, y)):
+            if thing is not None:
+                work.missing(side, thing)
+        return
+    work.pairs.append((x, y))
+    for side, other, roles in ((work.a, work.b, a), (work.b, work.a, b)):
+        thing = roles.get(WEIGHT) or roles.get(BUFFER)
+        if thing is not None and thing is not x and thing is not y:
+            work.skip(side, thing, f"{other.label} holds these only in the form of the masters, which were compared")
+
+
+def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
+    """Masters and optimizer states.  A master that stands for the parameter itself is `done` already."""
+    for role in dict.fromkeys((*a, *b)):
+        x, y = a.get(role), b.get(role)
+        if role in (WEIGHT, BUFFER):
+            continue
+        if x is not None and y is not None:
+            if x is not done[0] or y is not done[1]:
+                work.pairs.append((x, y))
+        elif x is not None and x is not done[0] and not second:
+            work.alone(work.a, work.b, x)
+        elif y is not None and y is not done[1] and not second:
+            work.alone(work.b, work.a, y)
+
+
+def _carry_out(
+    work: _Work, judge: Judge, progress: Progress | None, expected: Progress | None
+) -> tuple[list[Result], int]:
+    """The results in the order of `work`, reading in the order in which side A lies in its files."""
+    results: list[Result | None] = []
+    jobs: list[tuple[int, Tensor, Tensor]] = []
+    for item in work.pairs:
+        if isinstance(item, Result):
+            results.append(item)
+        elif isinstance(item[0], Tensor) and isinstance(item[1], Tensor):
+            jobs.append((len(results), item[0], item[1]))
+            results.append(None)
+        else:
+            results.append(_compare_scalars(work, *item))
+    jobs.sort(key=lambda job: location(job[1]))
+    advance = progress or (lambda _: None)
+    if expected is not None:
+        expected(sum(x.nbytes for _, x, _ in jobs))
+    with Reader(advance, work.computed) as reader, Reader(computed=work.computed) as other_ranks:
+        for slot, x, y in jobs:
+            result = results[slot] = _judged(judge, x, y, reader, other_ranks)
+            if result.kind in ("shape", "dtype"):  # decided without reading
+                advance(x.nbytes)
+    done = [result for result in results if result is not None]
+    return done, sum(result.nbytes for result in done)
+
+
+def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader) -> Result:
+    """What `judge` makes of two tensors of one shape that can be read."""
+    names = a.fqn, a.role, b.fqn, b.role
+    try:
+        for tensor in (a, b):
+            check_source(tensor)
+            check_replicas(tensor, other_ranks)
+        if a.shape != b.shape:
+            return Result(DIFFERENT, "shape", *names, a=str(list(a.shape)), b=str(list(b.shape)))
+        return judge(a, b, reader)
+    except (CorruptError, NotFoundError, StorageError) as error:
+        return _unreadable(names, error)
+
+
+def _compare_tensors(
+    a: Tensor, b: Tensor, reader: Reader, *, cast: bool, exact: bool, trained: tuple[bool, bool], measured: bool
+) -> Result:
+    names = a.fqn, a.role, b.fqn, b.role
+    rounds = not exact and (cast or _is_rounded(a, b, trained[0]) or _is_rounded(b, a, trained[1]))
+    common = narrower(a.dtype, b.dtype) if rounds else a.dtype
+    if common is None or (not rounds and a.dtype != b.dtype):
+        return differing_dtypes(a, b)
+    difference = compare(a.shape, a.fragments(), b.fragments(), reader, cast=rounds)
+    cast_to = common.name if a.dtype != b.dtype else None
+    if difference is None:
+        return Result(EQUAL, "equal", *names, nbytes=a.nbytes, cast=cast_to)
+    found = Result(DIFFERENT, "values", *names, nbytes=a.nbytes, difference=difference, cast=cast_to)
+    return replace(found, change=measure(a.shape, a.fragments(), b.fragments(), reader)) if measured else found
+
+
+def differing_dtypes(a: Tensor, b: Tensor) -> Result:
+    """The result for tensors that cannot be compared, as their dtypes are not the same."""
+    return Result(DIFFERENT, "dtype", a.fqn, a.role, b.fqn, b.role, a=a.dtype.name, b=b.dtype.name)
+
+
+def _is_rounded(wide: Tensor, weight: Tensor, is_trained: bool) -> bool:
+    """Return True if `weight` is to be the rounding of `wide`, which a trainer keeps in a wider dtype.
+
+    That is a master, or a weight in float32 of a training checkpoint: FSDP keeps its masters so.  The engine's own
+    weight is the rounding of the master to the model's dtype.
+    """
+    if weight.role != WEIGHT or wide.dtype == weight.dtype:
+        return False
+    is_kept = wide.role == MASTER or (is_trained and wide.role == WEIGHT)
+    return wide.native == weight.dtype or (is_kept and wide.dtype == FLOAT32 and weight.dtype in (BFLOAT16, FLOAT16))
+
+
+def _unreadable(names: tuple[str, str, str, str], error: CkptError, is_scalar: bool = False) -> Result:
+    text = _error_text(error)
+    return Result(UNREADABLE, "unreadable", *names, error=text, exit_code=error.exit_code, is_scalar=is_scalar)
+
+
+def _error_text(error: CkptError) -> str:
+    facts = [f"{name}: {value}" for name, value in error.facts().items() if name != "tensor"]
+    return "; ".join([printable(error.what), *facts])
+
+
+def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
+    """Compare two numbers, one of which may be stored as a tensor of one element.  None where they are no numbers."""
+    names = a.fqn, a.role, b.fqn, b.role
+    try:
+        x, y = _scalar_value(a), _scalar_value(b)
+    except (CorruptError, NotFoundError, StorageError) as error:
+        return _unreadable(names, error, is_scalar=True)
+    same = same_value(x, y)
+    if same is None:
+        work.skip(work.a, a, "values of these kinds cannot be compared")
+        return None
+    if same:
+        return Result(EQUAL, "equal", *names, is_scalar=True)
+    return Result(DIFFERENT, "scalar", *names, a=summary_text(x), b=summary_text(y), is_scalar=True)
+
+
+def _scalar_value(thing: _Thing) -> Any:
+    if isinstance(thing, _Scalar):
+        return thing.value
+    if thing.numel != 1:
+        return list(thing.shape)  # equal to no number
+    check_source(thing)
+    extent = next(fragment.extent for fragment in thing.fragments() if fragment.extent.numel)
+    with translate_os_errors(extent.path):
+        return read_scalar(extent)
+
+
+def same_value(a: Any, b: Any) -> bool | None:
+    """Whether two plain values are the same; numbers by value, so that 4 is 4.0, NaN is NaN, and 0.0 is not -0.0.
+
+    None where a value is neither plain nor a list or mapping of plain values, or has too many parts to look at.
+    """
+    left, unknown = [(a, b)], False
+    for _ in range(_MAX_NODES):
+        if not left:
+            return None if unknown else True
+        x, y = left.pop()
+        if isinstance(x, int | float) and isinstance(y, int | float):
+            if number_text(x) != number_text(y):
+                return False
+        elif isinstance(x, list | tuple) and isinstance(y, list | tuple):
+            if len(x) != len(y):
+                return False
+            left += zip(x[:_MAX_NODES], y[:_MAX_NODES], strict=True)
+        elif isinstance(x, dict) and isinstance(y, dict):
+            if x.keys() != y.keys():
+                return False
+            left += [(x[key], y[key]) for _, key in zip(range(_MAX_NODES), x, strict=False)]
+        elif _is_plain(x) and _is_plain(y):
+            if x != y:
+                return False
+        else:
+            unknown = True
+    return None
+
+
+def _is_plain(value: Any) -> bool:
+    return value is None or isinstance(value, int | float | str | bytes | list | tuple | dict)
+
+
+def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
+    """What a user should know beside the results."""
+    results = list(results)
+    if not any(r.status in (EQUAL, DIFFERENT) for r in results):
+        yield "nothing was compared, so nothing was found equal"
+    castable = sum(r.kind == "dtype" and _castable(r) for r in results)
+    if castable:
+        yield f"{counted(castable, 'tensor')} differ in dtype; --cast rounds the wider side to the narrower first"
+    casts = Counter(r.cast for r in results if r.cast is not None)
+    for name, count in casts.items():
+        yield f"{counted(count, 'tensor')} compared in {name}, to which the wider side was rounded; --exact does not"
+    crossed = Counter((r.role, r.b_role) for r in results if r.role != r.b_role and r.kind in ("equal", "values"))
+    for (role, b_role), count in crossed.items():
+        if {role, b_role} != {WEIGHT, BUFFER}:
+            yield f"{counted(count, 'tensor')} compared across roles: {role} of A with {b_role} of B"
+    if a.state.step is not None and b.state.step is not None and a.state.step != b.state.step:
+        yield f"the training steps differ: {a.state.step} in A, {b.state.step} in B"
+    yield from _hyperparameter_notes(a, b)
+
+
+def _castable(result: Result) -> bool:
+    assert result.a is not None and result.b is not None
+    return narrower(BY_NAME[result.a], BY_NAME[result.b]) is not None
+
+
+def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
+    """Options of param groups that differ, by how many parameters they hold for.  No difference of the checkpoints."""
+    a_groups, b_groups = a.state.param_groups, b.state.param_groups
+    group_in_b = {fqn: number for number, group in enumerate(b_groups) for fqn in group.fqns}
+    common = Counter(
+        (number, group_in_b[fqn]) for number, group in enumerate(a_groups) for fqn in group.fqns if fqn in group_in_b
+    )
+    found: Counter[str] = Counter()
+    for (x, y), count in common.items():
+        one, other = a_groups[x].options, b_groups[y].options
+        for name in one:
+            if name in other and same_value(one[name], other[name]) is False:
+                found[f"{name} is {summary_text(one[name])} in A, {summary_text(other[name])} in B"] += count
+    for text, count in list(found.items())[:_SHOWN]:
+        yield f"hyperparameter {text}, for {counted(count, 'parameter')}"
+    if len(found) > _SHOWN:
+        yield f"{len(found) - _SHOWN} more hyperparameters differ"
+
+
+def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
+    """A result as a line of text."""
+    roles = one_line(result.role)
+    if result.b_role != result.role:
+        roles += f" against {one_line(result.b_role)}"
+    name = f"{result.status} {one_line(result.fqn)} ({roles})"
+    if result.b_fqn != result.fqn:
+        name += f", in B {one_line(result.b_fqn)}"
+    if result.difference is not None:
+        one, other = result.difference.a, result.difference.b
+        return f"{name}: {result.difference}; A: {_place(one, a)}; B: {_place(other, b)}"
+    if result.kind in ("shape", "dtype", "scalar"):
+        return f"{name}: {result.kind} {result.a} in A, {result.b} in B"
+    if result.error is not None:
+        return f"{name}: {one_line(result.error)}"
+    return name
+
+
+def _place(element: Element, checkpoint: Checkpoint) -> str:
+    path = os.path.relpath(element.path, checkpoint.path)
+    if path.startswith(os.pardir) or path == os.curdir:
+        path = element.path
+    rank = "" if element.rank is None else f" (rank {element.rank})"
+    return f"{one_line(path)}{rank} at byte {element.offset}"
+
+
+def _result_json(result: Result) -> dict[str, Any]:
+    found: dict[str, Any] = {
+        "status": result.status,
+        "kind": result.kind,
+        "fqn": one_line(result.fqn),
+        "role": one_line(result.role),
+    }
+    if (result.b_fqn, result.b_role) != (result.fqn, result.role):
+        found |= {"b_fqn": one_line(result.b_fqn), "b_role": one_line(result.b_role)}
+    if result.nbytes:
+        found["bytes"] = result.nbytes
+    for name, text in (("a", result.a), ("b", result.b), ("cast", result.cast), ("error", result.error)):
+        if text is not None:
+            found[name] = one_line(text)
+    if result.difference is not None:
+        found["difference"] = _difference_json(result.difference)
+    if result.change is not None:
+        found["change"] = result.change.to_json()
+    return found
+
+
+def _difference_json(difference: Difference) -> dict[str, Any]:
+    return {
+        "num_different": difference.num_different,
+        "numel": difference.numel,
+        "index": list(difference.index),
+        "a": _element_json(difference.a),
+        "b": _element_json(difference.b),
+        "largest": _finite(difference.largest),
+        "num_nan": difference.num_nan,
+    }
+
+
+def _element_json(element: Element) -> dict[str, Any]:
+    return {
+        "value": _finite(element.value),
+        "bits": element.bits,
+        "file": one_line(element.path),
+        "offset": element.offset,
+        "rank": element.rank,
+    }
+
+
+def _finite(value: int | float | str | None) -> int | float | str | None:
+    """`value`, or its name where JSON has no such number."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

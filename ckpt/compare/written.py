@@ -1,0 +1,95 @@
+"""What a conversion wrote, read back and held against its source."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import BinaryIO
+
+from ckpt.compare.compare import narrower
+from ckpt.compare.pairs import EQUAL, ONLY_B, Report
+from ckpt.move.casts import cast_bits
+from ckpt.move.files import translate_os_errors
+from ckpt.move.reading import Computed, read_box
+from ckpt.plan.checkpoint import Checkpoint, TargetFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.planner import Plan
+from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+
+
+def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
+    """The plan's checkpoint with tensors that are cast between bf16 and fp16 as they are written.
+
+    Neither of the two dtypes holds what the other does, so that no rounding makes them comparable.  With `every_cast`
+    tensors of any dtypes that are cast are as they are written.
+    """
+    source = plan.checkpoint
+    tensors, computed = dict(source.tensors), dict(source.computed)
+    for slot in (slot for file in plan.target.files for slot in file.slots):
+        tensor, dtype = source.tensors[slot.key], slot.extent.dtype
+        if narrower(tensor.dtype, dtype) is None or (every_cast and tensor.dtype != dtype):
+            path = f"cast:{tensor.role}:{tensor.fqn}"
+            computed[path] = partial(_cast, tensor, dtype, source.computed)
+            stored = Whole(Extent.contiguous(path, 0, dtype, tensor.shape))
+            tensors[slot.key] = replace(tensor, dtype=dtype, source=stored, replicas=())
+    return replace(source, tensors=tensors, computed=computed)
+
+
+def _cast(tensor: Tensor, dtype: DType, computed: Computed) -> memoryview:
+    bits = cast_bits(read_box(tensor, whole(tensor.shape), computed).reshape(-1), tensor.dtype, dtype)
+    return bits.data.cast("B")
+
+
+#: Bytes that are read at once.
+_BLOCK = 1 << 20
+
+
+def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
+    """Yield a sentence for each file in `folder` that has another size, or other bytes outside of its tensors."""
+    for file in plan.target.files:
+        path = folder / file.name
+        with translate_os_errors(path):
+            if not path.is_file():
+                yield f"{file.name} is missing"
+            elif path.stat().st_size != file.size:
+                yield f"{file.name} has {path.stat().st_size} bytes instead of {file.size}"
+            elif (at := _first_change(file, path)) is not None:
+                yield f"{file.name} has other bytes at {at}"
+
+
+def _first_change(file: TargetFile, path: Path) -> int | None:
+    """Return the offset of the first known bytes of `file` that `path` does not have; None if it has all of them."""
+    with open(path, "rb") as opened:
+        for offset, expected in _planned_bytes(file):
+            opened.seek(offset)
+            if opened.read(len(expected)) != expected:
+                return offset
+    return None
+
+
+def _planned_bytes(file: TargetFile) -> Iterator[tuple[int, bytes]]:
+    yield from file.literals
+    for offset, length in file.zeros:
+        for at in range(offset, offset + length, _BLOCK):
+            yield at, bytes(min(_BLOCK, offset + length - at))
+
+
+def is_equal(view: BinaryIO, path: Path) -> bool:
+    """Return True if the file at `path` has the bytes of `view`."""
+    with translate_os_errors(path), open(path, "rb") as file:
+        while (block := view.read(_BLOCK)) == file.read(_BLOCK):
+            if not block:
+                return True
+    return False
+
+
+def has_more(report: Report) -> bool:
+    """Return True if what was written (B) has tensors that the source (A) does not have under their names."""
+    return any(result.status == ONLY_B for result in report.results)
+
+
+def is_as_the_source(report: Report) -> bool:
+    """Whether all of the source (A) was found in what was written (B), which may have zeros where A has no state."""
+    return report.num_compared > 0 and all(result.status in (EQUAL, ONLY_B) for result in report.results)

@@ -1,4 +1,0 @@
-"""`ckpt doctor`: what this installation and this machine have, and what works on a checkpoint.
-
-May import: `ckpt.base`.
-"""

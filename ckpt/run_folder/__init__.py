@@ -1,4 +1,0 @@
-"""What stands in a run's folder beside the tensors: step folders, config, tokenizer, and what is left out.
-
-May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.stores`.
-"""

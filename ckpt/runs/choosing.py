@@ -1,0 +1,439 @@
+"""Choose the checkpoint that a folder stands for: its own, the recorded step, or the newest complete step.
+
+Every command and every Python function chooses here.  Steps are compared by their numbers, never by file times.
+Candidates that no number tells apart are named in an error, and the user chooses with `--tag`.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ckpt.base.errors import (
+    CkptError,
+    CorruptError,
+    HalfError,
+    IncompleteError,
+    NotFoundError,
+    SeveralRunsError,
+    UsageError,
+)
+from ckpt.base.text import Brief
+from ckpt.move.files import confined
+from ckpt.move.listing import folders_in
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
+from ckpt.runs.halves import check_is_no_optimizer, lost_weights
+from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
+from ckpt.runs.not_read import holds_tensors, stray_names
+from ckpt.runs.placeholders import check_has_elements
+from ckpt.runs.search import run_below
+from ckpt.runs.steps import (
+    STEP_PARTS,
+    Run,
+    Step,
+    check_ended,
+    has_record,
+    has_trainer_state,
+    is_step,
+    recorded_number,
+    run_at,
+    trainer_step,
+)
+
+#: The tag of the checkpoint in the folder itself.
+OWN_TAG = "."
+_LATER = "later than the one that is taken"
+_MAX_NAMES = 8  # in one message
+#: Skipped steps, each with its error, or None if it holds nothing of the formats.
+_Skipped = dict[Step, CkptError | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """Requirement for a checkpoint: `holds` tests one, and `what` names it in messages.
+
+    With `is_newest`, a newer step comes before the folder's own checkpoint.  With `prefers`, the name of a format, a
+    place is that format's, or of the first other format that finds it; otherwise all formats are tried.
+    """
+
+    what: str = "checkpoint of the format wanted"
+    holds: Callable[[Checkpoint], bool] = lambda _: True
+    is_newest: bool = False
+    prefers: str | None = None
+
+
+ANY = Want()
+
+
+@dataclass(frozen=True, slots=True)
+class Chooser:
+    """Choice among the checkpoints of a folder.  Each place is tried as each of `formats`, in this order."""
+
+    formats: Sequence[Format]
+    request: ReadRequest
+    want: Want = ANY
+
+    def open(self, path: Path) -> Checkpoint | None:
+        """Return the checkpoint that `path` stands for: in it, or in the only run below it."""
+        run, tag = run_at(path), self.request.tag
+        if tag is None:
+            check_all_there(path)
+        try:
+            found = self._open_in(run) if tag is None else self._open_tagged(run, tag)
+            if found is None and tag is None and has_model_part(path):
+                found = self._open_part(path)
+                if found is None:
+                    return None
+        except SeveralRunsError as error:  # in a step
+            raise SeveralRunsError(path, error.runs) from None
+        except (CorruptError, HalfError) as error:
+            if tag is None:
+                self._hint_at_another(error, run)
+            raise
+        if found is not None:
+            if tag is None and not models_of(path):
+                self._check_one_engine(run, found)
+            # an engine that resumes is given all models of a save
+            place = save_around(Path(found.path)) if self.want.is_newest and tag is None else Path(found.path)
+            return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
+        if (below := run_below(path, self._leads_to_one)) is not None:
+            found = self.open(below)
+            return found and _with_notes(found, [f"taking the run {run.name(below)}"])
+        return None
+
+    def _leads_to_one(self, folder: Path) -> bool:
+        """Return True if a folder is a run; if only some checkpoints will do, a run that has one of these."""
+        if not is_run(folder, self.formats, self.request.tag):
+            return False
+        return self.want is ANY or self.open(folder) is not None
+
+    def _open_in(self, run: Run) -> Checkpoint | None:
+        """Return the checkpoint of a run's folder itself or of its record, otherwise of the newest complete step.
+
+        An incomplete step is skipped with a note.  A damaged one is an error.
+        """
+        own = self._open_own(run)
+        candidates: Sequence[Step] = ()
+        if own is None:
+            candidates = [step for step in run.steps if not self._is_ruled_out(run, step)]
+        elif self.want.is_newest:
+            candidates = self._rivals(run, own)
+        found, skipped = self._open_newest(run, candidates)
+        chosen = found or own
+        if chosen is not None:
+            return self._with_newer_named(run, chosen, skipped)
+        for error in filter(None, skipped.values()):
+            raise error
+        return None
+
+    def _open_own(self, run: Run, tag: str | None = None) -> Checkpoint | None:
+        """Return the checkpoint that the run's folder is, or that its record or `tag` names."""
+        for one in self.formats:
+            found = one.find(run.path, tag)
+            if found is None or (tag is None and run.holder(found) is not None and run.record_of(found) is None):
+                continue
+            checkpoint = one.read(found, self.request)
+            if tag is None and found == run.path and is_stray(checkpoint, self.formats):
+                continue
+            if self.want.holds(checkpoint):
+                check_is_no_optimizer(checkpoint)
+                check_has_elements(checkpoint)
+                return checkpoint
+            if self.want.prefers not in (None, one.name):
+                return None
+        return None
+
+    def _open_newest(self, run: Run, steps: Iterable[Step]) -> tuple[Checkpoint | None, _Skipped]:
+        skipped: _Skipped = {}
+        for step in steps:
+            try:
+                check_ended(step.path)
+                check_all_there(step.path)
+                found = self._open_step(step.path)
+            except (IncompleteError, HalfError) as error:
+                skipped[step] = error
+                continue
+            if found is not None:
+                self._check_same_count(run, step)
+                return self._newer_last(run, step.number, found), skipped
+            skipped[step] = None
+        return None, skipped
+
+    def _newer_last(self, run: Run, number: int, found: Checkpoint) -> Checkpoint:
+        """Return the checkpoint in a step called `last` if it is newer than `found`, whose number is `number`."""
+        for place in run.last:
+            try:
+                last = self._open_step(place)
+                of_last = recorded_number(place) if last is None or last.state.step is None else last.state.step
+            except IncompleteError as error:
+                found = _with_notes(found, [note := _skip_note(run, place, error)], [], [note])
+                continue
+            if last is not None and of_last is None:
+                _ask(run, [run.name(Path(found.path)), run.name(place)])
+            if last is not None and of_last is not None and of_last > number:
+                found, number = last, of_last
+        return found
+
+    def _open_step(self, step: Path) -> Checkpoint | None:
+        """Return the checkpoint in a step's folder, or in the part of it that holds the model."""
+        found = self._open_in(run_at(step))
+        if found is not None or is_run(step, self.formats):
+            return found
+        if (found := self._open_part(step)) is not None:
+            return found
+        below = run_below(step, lambda folder: is_run(folder, self.formats))
+        return None if below is None else self._open_in(run_at(below))
+
+    def _open_part(self, step: Path) -> Checkpoint | None:
+        """Return the checkpoint in the part of a step's folder that holds the model."""
+        return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
+
+    def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
+        """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
+        if tag == OWN_TAG:
+            return self._open_own(run)
+        named = confined(run.path, tag)
+        model = tagged(named.parent, named.name)
+        places = [*([named] if named.exists() else []), *([model] if model else [])]
+        places += [step.path for step in run.tagged(tag)]
+        for place in dict.fromkeys(places):
+            if (found := self._open_step(place)) is not None:
+                return found
+        failure: NotFoundError | None = None
+        try:
+            if (found := self._open_own(run, tag)) is not None:
+                return found
+        except NotFoundError as error:
+            failure = error
+        for step in run.steps:
+            try:
+                if step.path.is_dir() and (found := self._open_tagged(run_at(step.path), tag)) is not None:
+                    return found
+            except NotFoundError:  # this step has no such step in it
+                continue
+        if failure is not None:
+            raise failure
+        return None
+
+    def _check_one_engine(self, run: Run, chosen: Checkpoint) -> None:
+        """Raise UsageError if the save of `chosen` holds other engines: other parameters, or the same step twice."""
+        free = free_tags(run.path)
+        others = [place for place in free if place != Path(chosen.path)]
+        if len(others) == len(free):
+            return
+        for place in others:
+            found = None
+            with suppress(CkptError):  # a damaged one may be another model
+                found = self._open_step(place)
+            if found is None or found.state.step == chosen.state.step or _shapes(found) != _shapes(chosen):
+                raise several_models(run.path, free, with_tag=True)
+
+    def _rivals(self, run: Run, own: Checkpoint) -> list[Step]:
+        """Return the steps to prefer to `own`: newer ones, and equal ones if only they have HF Trainer's record."""
+        place, number = Path(own.path), _number(run, own)
+        steps = [step for step in run.steps if not place.is_relative_to(step.path)]
+        if number is None:
+            found, _ = self._open_newest(run, steps)
+            if found is not None:
+                _ask(run, [OWN_TAG, run.name(Path(found.path))])
+            return []
+        around = (place, *(folder for folder in place.parents if folder.is_relative_to(run.path)))
+        is_trainers = any(map(has_trainer_state, around))
+        return [
+            step
+            for step in steps
+            if step.number > number or (step.number == number and not is_trainers and has_trainer_state(step.path))
+            if not self._is_ruled_out(run, step)
+        ]
+
+    def _is_ruled_out(self, run: Run, step: Step) -> bool:
+        """Return True if a record in the run's folder names another step of the same format."""
+        recorded = [] if has_record(step.path) else run.recorded()
+        if not recorded or step.path in recorded:
+            return False
+        for one in self.formats:
+            with suppress(CkptError):  # opening it reports the error
+                if _finds(one, step.path, None) and any(_finds(one, other, None) for other in recorded):
+                    return True
+        return False
+
+    def _check_same_count(self, run: Run, step: Step) -> None:
+        """Raise UsageError if the run also has steps of the other kind: one counts epochs, the other steps."""
+        others = [other for other in run.steps if other.counts_epochs != step.counts_epochs]
+        other = next((other for other in others if self._holds_any(other)), None)
+        if other is not None:
+            _ask(run, [run.name(step.path), run.name(other.path)])
+
+    def _holds_any(self, step: Step) -> bool:
+        return _is_checkpoint(step.path, self.formats)
+
+    def _with_newer_named(self, run: Run, checkpoint: Checkpoint, skipped: _Skipped) -> Checkpoint:
+        """Return `checkpoint` with notes about skipped steps and every newer step of the run."""
+        place, number = Path(checkpoint.path), _number(run, checkpoint)
+        passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
+        beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
+        if number is None:
+            beside = [step for step in beside if run.record_of(step.path) is None and self._holds_any(step)]
+            told = _note("the model of the folder itself is taken; beside it: {} (--tag takes it)", run, beside)
+            return _with_notes(checkpoint, passed, told if place == run.path else [], passed)
+        newer = [step for step in beside if step.number > number]
+        recorded = [step for step in newer if self._is_ruled_out(run, step)]
+        later = [step for step in newer if step not in recorded and self._holds_any(step)]
+        others = [step for step in newer if step not in (*recorded, *later)]
+        holder, record = run.holder(place), run.record_of(place)
+        name = run.name(holder.path if holder else place)
+        told = _note(f"{name} is what `{record}` records; there is also {{}} (--tag takes it)", run, recorded)
+        twins = [step for step in beside if holder and _is_twin(step, holder) and self._holds_any(step)]
+        told += _note(f"also of step {number}: {{}} (--tag takes it)", run, twins)
+        also_passed = [
+            *_note(f"{_LATER}: {{}} (--tag takes it)", run, later),
+            *_note(f"skipped, no {checkpoint.format} checkpoint was found in newer folders: {{}}", run, others),
+            *(f"there is also the average {name} (--tag takes it)" for name in (run.copies(holder) if holder else ())),
+        ]
+        return _with_notes(checkpoint, passed, [*told, *also_passed], [*passed, *also_passed])
+
+    def _why_skipped(self, run: Run, step: Step, error: CkptError | None) -> str:
+        error = error or (None if _holds_any(step.path) else lost_weights(step.path))
+        if error is None:
+            return f"{run.name(step.path)} is skipped, it holds no {self.want.what}"
+        return _skip_note(run, step.path, error)
+
+    def _hint_at_another(self, error: CkptError, run: Run) -> None:
+        """Add a hint to an error about a run: another step that can be opened, or why each of them cannot."""
+        damaged = run.holder(Path(error.path)) if error.path is not None else None
+        at = run.steps.index(damaged) if damaged is not None else -1
+        older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
+        reasons, hints = [], [error.hint] if error.hint else []
+        for step in (*older, *newer)[:_MAX_NAMES]:
+            name = shlex.quote(run.name(step.path))
+            try:
+                check_ended(step.path)
+                found = self._open_step(step.path)
+            except CkptError as reason:
+                reasons.append(f"{name}: {reason.what}")
+                continue
+            if found is None:
+                continue
+            if f"--tag {name}" not in (error.hint or ""):
+                before = damaged if step in older else None
+                what = f"the checkpoint before {run.name(before.path)}" if before else "that step instead"
+                error.hint = "; ".join([*hints, f"--tag {name} takes {what}"])
+            return
+        if reasons:
+            all_of = (
+                f"no other step can be used: {'; '.join(reasons)}; `ckpt check {shlex.quote(str(run.path))}` lists all"
+            )
+            error.hint = "; ".join([*hints, all_of])
+
+
+def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | None = None) -> bool:
+    """Return True if `folder` is a checkpoint of any of the formats (None: of all), or a run folder with one.
+
+    Raise CorruptError for a checkpoint so damaged that its format is unknown.
+    """
+    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    run = run_at(folder)
+    if any(_finds(one, folder, tag) for one in formats):
+        return True
+    if steps := run.steps if tag is None else run.tagged(tag):
+        return any(_holds(step.path, formats) for step in steps)
+    return tag is not None and any(_finds(one, step.path, tag) for step in run.steps for one in formats)
+
+
+def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) -> bool:
+    """Return True if a checkpoint is only a file of tensors with an unusual name, next to steps or parts of one.
+
+    Readers take any file of tensors for a model, so a value head next to a step would be one.
+    """
+    folder = Path(checkpoint.path)
+    if checkpoint.optimizer_states:
+        return False
+    strays = {str(folder / name) for name in stray_names(folder)} if folder.is_dir() else set()
+    if not strays or not {file.path for file in checkpoint.files if holds_tensors(file.path)} <= strays:
+        return False
+    formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
+    run = run_at(folder)
+    inside = dict.fromkeys([*(step.path for step in run.steps), *run.recorded(), *folders_in(folder)])
+    return any(_is_checkpoint(place, formats) for place in inside)
+
+
+def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
+    try:
+        return _holds(place, formats)
+    except CkptError:  # a damaged one is one
+        return True
+
+
+def _holds_any(step: Path) -> bool:
+    """Return True if `step` holds a checkpoint of any format, damaged ones included."""
+    return _is_checkpoint(step, [one for one in registry.all_formats() if one.reads])
+
+
+def _holds(step: Path, formats: Sequence[Format]) -> bool:
+    inside = folders_in(step) if step.is_dir() else []
+    return any(is_run(place, formats) for place in (step, *_model_parts(step), *inside))
+
+
+def has_model_part(folder: Path) -> bool:
+    """Return True if `folder` is a step that holds the model in a part of it, next to training state."""
+    return is_step(folder) and any(map(is_run, _model_parts(folder)))
+
+
+def _model_parts(step: Path) -> list[Path]:
+    return [confined(step, part) for part in STEP_PARTS if (step / part).is_dir()]
+
+
+def _finds(one: Format, folder: Path, tag: str | None) -> bool:
+    try:
+        return one.find(folder, tag) is not None
+    except NotFoundError:  # no step of this tag, or of another format
+        return False
+
+
+def _number(run: Run, checkpoint: Checkpoint) -> int | None:
+    """Return the number of the step that `checkpoint` is: of its folder in the run, otherwise the recorded one."""
+    holder, step = run.holder(Path(checkpoint.path)), checkpoint.state.step
+    if holder is not None:
+        return holder.number
+    return trainer_step(Path(checkpoint.path)) if step is None else step
+
+
+def _is_twin(step: Step, chosen: Step) -> bool:
+    """Return True if only the name tells a step from the `chosen` one, as `checkpoint-2` from `checkpoint_2`."""
+    same = (step.number, step.counts_epochs) == (chosen.number, chosen.counts_epochs)
+    return same and has_trainer_state(step.path) == has_trainer_state(chosen.path)
+
+
+def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
+    return {fqn: tensor.shape for (fqn, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES}
+
+
+def _skip_note(run: Run, place: Path, error: CkptError) -> str:
+    return f"{run.name(place)} is skipped, it is not complete: {error.what}"
+
+
+def _note(text: str, run: Run, steps: Sequence[Step]) -> list[str]:
+    """Return `text` with the names of `steps`, if there are any."""
+    names = [run.name(step.path) for step in steps]
+    return [text.format(", ".join(names[:_MAX_NAMES]))] if names else []
+
+
+def _with_notes(
+    checkpoint: Checkpoint, first: Sequence[str], last: Sequence[str] = (), passed_over: Sequence[str] = ()
+) -> Checkpoint:
+    notes = (*first, *checkpoint.notes, *last)
+    return replace(checkpoint, notes=notes, passed_over=(*passed_over, *checkpoint.passed_over))
+
+
+def _ask(run: Run, names: Sequence[str]) -> None:
+    """Raise UsageError that names candidates without a common number."""
+    raise UsageError(
+        "which checkpoint? nothing records which of these is newer",
+        path=run.path,
+        found=", ".join(names),
+        hint=" or ".join(f"--tag {shlex.quote(name)}" for name in names),
+    )

@@ -1,0 +1,113 @@
+"""Find a format's checkpoint: a folder itself, or the step in it that a tag or the format's own record names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.move.files import confined
+from ckpt.move.listing import folders_in, names_in
+from ckpt.runs.steps import recorded_step
+
+#: Training state in a run's own folder: DCP's, FSDP's, Accelerate's, HF Trainer's, Megatron's.
+_OTHERS_STATE = re.compile(
+    r"\.metadata|__\d+_\d+\.distcp|(?:model|optim)_world_size_\d+_rank_\d+\.pt|optimizer(?:_\d+)?\.(?:pt|bin)"
+    r"|(?:pytorch_model_fsdp|optimizer)_\d+|mp_rank_\d+(?:_\d+)*"
+)
+
+
+def _as_said(said: str) -> Sequence[str]:
+    return (said,) if said else ()
+
+
+def _never(folder: Path) -> bool:
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """Rules of a format for steps in a run's folder: what is a step, and which file records one."""
+
+    #: Whether a folder is a step of this format, from names and small files.
+    is_step: Callable[[Path], bool]
+    #: The names that a step's folder may have which a tag names.
+    of_tag: Callable[[str], Sequence[str]] = _as_said
+    #: The file in the run's folder that names the step which is meant, and the name of the folder by what it says.
+    record: str | None = None
+    of_record: Callable[[str], Sequence[str]] = _as_said
+    #: Whether no step is meant where no record names one: the engine would load none.
+    needs_record: bool = False
+    #: Whether the record is this format's alone, so that it is damaged where what it names is no step of it; but for a
+    #: folder that may be another format's, where there is no step of this one.
+    owns_record: bool = False
+    may_be_others: Callable[[Path], bool] = _never
+    #: Whether a step was written to its end, where that is told by names.
+    is_finished: Callable[[Path], bool] | None = None
+
+
+def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
+    """Return the step that `path` is or that its record names; with a tag, the step of that name.  None without one.
+
+    Raise CorruptError if the record names a missing step, IncompleteError if the record is missing.
+    """
+    if not path.is_dir():
+        return None
+    if steps.is_step(path) and (tag is None or (tag == path.name and steps.record is not None)):
+        return path
+    folders = meant(path, tag, steps)
+    named = next((folder for folder in folders if folder.is_dir() and steps.is_step(folder)), None)
+    if named is not None or tag is not None:
+        return named
+    said = recorded_step(path / steps.record) if steps.record is not None else None
+    if said is not None or steps.needs_record:
+        _check_record(path, said, folders, steps)
+    return None
+
+
+def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
+    """The folders that a tag may name in `path`, or without one the record, whatever they are."""
+    if tag is not None:
+        return [confined(path, name) for name in steps.of_tag(tag)]
+    said = recorded_step(path / steps.record) if steps.record is not None else None
+    names = steps.of_record(said or "")
+    if said is not None and said.isdecimal() and steps.of_record is not _as_said:
+        return [path / name for name in names]  # of a number a name is made that leads nowhere; it may be a link's
+    return [confined(path, name) for name in names]
+
+
+def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
+    """Raise where the record in `path` names no step of the format, although it should: it is damaged, or lost.
+
+    `said` is the record's text, `named` the folders that it may mean.
+    """
+    others = newest_first(filter(steps.is_step, folders_in(path)))
+    if steps.owns_record and said is not None:
+        is_others = any(map(steps.may_be_others, named)) or any(map(_OTHERS_STATE.fullmatch, names_in(path)))
+        if not others and is_others:
+            return
+    elif not others or any(folder.is_dir() for folder in named):
+        return  # it is another format's, whose record has the same name
+    error = IncompleteError if steps.needs_record and not (named and others) else CorruptError
+    raise error(
+        f"`{steps.record}` names a step folder that is not there, or that holds no such checkpoint"
+        if named
+        else f"`{steps.record}` does not say which step is meant",
+        path=path if said is None else path / str(steps.record),
+        expected=f"a checkpoint in {named[0].name}/" if named else "the name of a step folder",
+        found="no such file" if said is None else repr(said),
+        hint=_newest_whole(others, steps),
+    )
+
+
+def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
+    is_finished = steps.is_finished
+    whole = next((step.name for step in found if is_finished is None or is_finished(step)), None)
+    return f"the newest {'complete ' if is_finished else ''}step here is {whole}: --tag {whole}" if whole else None
+
+
+def newest_first(steps: Iterable[Path]) -> list[Path]:
+    """Folders of steps by the last number in their names, the largest first."""
+    return sorted(steps, key=lambda step: (int([-1, *re.findall(r"\d+", step.name)][-1]), step.name), reverse=True)

@@ -1,0 +1,131 @@
+"""Half checkpoints: optimizer states without the model of the same save.
+
+No engine can resume from one, and a conversion would write a model without tensors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+
+from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
+from ckpt.move.listing import folders_in, names_in
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
+from ckpt.runs.not_read import holds_tensors, may_hold_tensors
+from ckpt.runs.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
+
+#: Files that hold an optimizer alone, as HF Trainer, Accelerate, Megatron-LM and LeRobot name them.
+OPTIMIZER_FILE = re.compile(
+    r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
+)
+#: A whole model next to a DeepSpeed step, or the index of its shards.
+_MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
+_OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
+_MAX_SHOWN = 8  # names in a message
+_MAX_FOLDERS = 50  # to search for the model
+
+
+def check_holds_model(checkpoint: Checkpoint) -> None:
+    """Raise HalfError for optimizer states without a model, CorruptError for a checkpoint without tensors."""
+    if holds_model(checkpoint):
+        return
+    if not (checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread):
+        raise CorruptError("the checkpoint holds no tensors", path=checkpoint.path)
+    raise with_hint(optimizer_alone(Path(checkpoint.path)), {fqn for fqn, _ in checkpoint.tensors})
+
+
+def holds_model(checkpoint: Checkpoint) -> bool:
+    """Return True if `checkpoint` has at least one tensor of a model."""
+    return any(role in MODEL_ROLES for _, role in checkpoint.tensors)
+
+
+def lost_weights(path: Path) -> CkptError | None:
+    """Return the error for a place without a checkpoint whose other files are of one, or None.
+
+    An optimizer's file is half a checkpoint.  HF Trainer writes weights before its record of a step, and PEFT
+    before an adapter's config.
+    """
+    names = names_in(path) if path.is_dir() else [path.name]
+    if any(map(OPTIMIZER_FILE.fullmatch, names)):
+        return with_hint(optimizer_alone(path))
+    if not path.is_dir() or may_hold_tensors(path):
+        return None
+    found = f"{', '.join(names[:_MAX_SHOWN])}{', ...' if len(names) > _MAX_SHOWN else ''}"
+    if ADAPTER_CONFIG in names:
+        expected = f"adapter_model.safetensors next to {ADAPTER_CONFIG}"
+        return IncompleteError("the weights of the adapter are missing", path=path, expected=expected, found=found)
+    if TRAINER_STEP.fullmatch(path.name) and has_trainer_state(path):
+        expected = f"the files of the model, which HF Trainer writes before {TRAINER_STATE}"
+        return IncompleteError("the weights of the step are missing", path=path, expected=expected, found=found)
+    return None
+
+
+def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
+    """Raise HalfError if readers took an optimizer's file alone for a model, by its tensors."""
+    files = [Path(file.path) for file in checkpoint.files if holds_tensors(file.path)]
+    if files and not checkpoint.optimizer_states and all(OPTIMIZER_FILE.fullmatch(file.name) for file in files):
+        raise optimizer_alone(Path(checkpoint.path))
+
+
+def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
+    """Return the error for a file or folder with nothing but optimizer states."""
+    what = "folder" if path.is_dir() else "file"
+    return HalfError(f"this {what} holds only optimizer states", path=path, expected=expected)
+
+
+def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
+    """Add the place of the model to `error`; `trained` are the names of the optimizer's parameters, if known.
+
+    A hint at another step of the run stays.
+    """
+    model = next(_models_around(Path(error.path or ""), {*trained}), None)
+    if model is not None:
+        place = f"the model is in {model}: give that {'folder' if model.is_dir() else 'file'}"
+        error.hint = "; ".join([place, *([error.hint] if error.hint else [])])
+    elif error.hint is None:
+        error.hint = "give the folder that holds the model of this save, or a whole step of the run"
+    return error
+
+
+def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
+    """Yield the places of the model of `path`: around a file, in a folder, and next to an optimizer's folder.
+
+    A step's folder inside another one, as HF Trainer's `checkpoint-2/global_step2`, has the model's file next to it.
+    Other folders next to it, as other steps of the run, hold other models.
+    """
+    if path.is_file():
+        places = [path.parent]
+    elif ANY_STEP.fullmatch(path.name) and ANY_STEP.fullmatch(path.parent.name):
+        places = [path.parent / name for name in names_in(path.parent) if _MODEL_FILE.fullmatch(name)]
+    else:
+        beside = folders_in(path.parent) if _OPTIMIZER_FOLDER.search(path.name) else []
+        places = [one for one in (*folders_in(path), *beside) if one != path and not ANY_STEP.fullmatch(one.name)]
+    for place in islice(places, _MAX_FOLDERS):
+        with suppress(CkptError):
+            found = _checkpoint_of(place)
+            if found and holds_model(found) and trained <= {fqn for fqn, role in found.tensors if role in MODEL_ROLES}:
+                yield place
+
+
+def _checkpoint_of(folder: Path) -> Checkpoint | None:
+    """Return the checkpoint that `folder` itself is."""
+    one = next(formats_of(folder), None)
+    return one.read(folder, ReadRequest()) if one else None
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Return True if `folder` itself is a checkpoint: not a run folder, nor a folder damaged beyond recognition."""
+    return any(True for _ in formats_of(folder))
+
+
+def formats_of(folder: Path) -> Iterator[Format]:
+    """Yield each format that takes `folder` itself for a checkpoint, and not a step in it."""
+    for one in registry.all_formats():
+        with suppress(CkptError):
+            if one.reads and one.find(folder, None) == folder:
+                yield one

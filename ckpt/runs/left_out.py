@@ -1,0 +1,34 @@
+"""Notes to the user on the parts of a run that have no place in a folder of weights."""
+
+from __future__ import annotations
+
+from ckpt.base.sizes import show_size
+from ckpt.base.text import Brief, counted
+from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
+from ckpt.runs.model_files import run_files
+
+
+def training_left_out(checkpoint: Checkpoint) -> list[str]:
+    """Optimizer states, hyperparameters and training state of `checkpoint`, a line per kind that it has."""
+    lines: list[str] = []
+    if names := checkpoint.optimizer_states:
+        tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
+        size = show_size(sum(t.nbytes for t in tensors))
+        much = f"({counted(len(tensors), 'tensor')}, {size})"
+        lines.append(Brief(f"optimizer states {', '.join(names)} {much}", f"optimizer states {much}"))
+    if groups := checkpoint.state.param_groups:
+        lines.append(f"hyperparameters of {counted(len(groups), 'param group')}")
+    step = [] if checkpoint.state.step is None else [f"step {checkpoint.state.step}"]
+    if state := step + sorted(checkpoint.state.entries()):
+        lines.append(
+            Brief(f"training state {', '.join(state)}", " ".join(["training state", *("of " + one for one in step)]))
+        )
+    return lines
+
+
+def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
+    """A line with the files of the run beside `checkpoint`, but for those that its optimizer was read from."""
+    read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
+    names = run_files(checkpoint.run_folders, read)
+    short = counted(len(names), "file") + " of the run"
+    return [Brief(f"files of the run {', '.join(names)}", short)] if names else []

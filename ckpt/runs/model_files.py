@@ -1,0 +1,230 @@
+"""The files that stand beside a model's weights: config, tokenizer, chat template, processor, custom code.
+
+They are carried along byte for byte, except for `config.json`, in which the dtype is made true.  What belongs
+to a run rather than to a model (`training_args.bin`, optimizer, RNG, scripts) is never among them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+import re
+from collections.abc import Container, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError
+from ckpt.base.sizes import show_size
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.json_files import read_json, read_object
+from ckpt.move.listing import names_in
+from ckpt.move.source import read_file
+from ckpt.plan.dtypes import DType
+from ckpt.runs.sentence_modules import settings
+
+CONFIG = "config.json"
+
+#: File names (patterns) that transformers 4 and 5 save beside the weights.
+PATTERNS = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+    "chat_template.jinja",
+    "chat_template.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "image_processor_config.json",
+    "video_preprocessor_config.json",
+)
+#: Files in which a quantizer records its method and settings, and the method.
+QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
+#: Files with training state of a run as a whole, as HF Trainer (transformers/trainer.py) and Accelerate
+#: (accelerate/utils/constants.py, `checkpointing.py`) name them.
+SHARED_RUN_PATTERNS = (
+    "trainer_state.json",
+    "training_args.bin",
+    "scheduler*.pt",
+    "scheduler*.bin",
+    "scaler*.pt",
+    "sampler*.bin",
+    "dl_state_dict*.bin",
+    "custom_checkpoint_*.pkl",
+    "meta.pt",  # Lightning's loops, callbacks and hyperparameters next to its DCP files (strategies/fsdp.py)
+)
+#: And those of single ranks and of the optimizer.  A target of weights leaves all of these, and says so.
+RUN_PATTERNS = (*SHARED_RUN_PATTERNS, "rng_state*.pth", "random_states_*.pkl", "optimizer.pt", "optimizer.bin")
+#: The folder of named chat templates (transformers 5).
+TEMPLATES = "additional_chat_templates"
+
+_MAX_FILE = 1 << 30
+_MODULE = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+_RELATIVE_IMPORT = re.compile(r"^[ \t]*(?:from[ \t]+\.([\w.]+)[ \t]+import|import[ \t]+\.([\w.]+))", re.MULTILINE)
+_FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", re.MULTILINE)
+
+
+def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
+    """The model's `config.json` from the nearest folder that has one.
+
+    A folder may also be given as the file itself.
+    """
+    path = find_config(folders)
+    return None if path is None else read_object(path, "the model's config")
+
+
+def find_config(folders: Iterable[Path]) -> Path | None:
+    """Where `read_config` reads."""
+    for folder in folders:
+        if folder.is_file() and folder.suffix == ".json":
+            return folder
+        if (folder / CONFIG).exists():  # what is no file is refused where it is read
+            return confined(folder, CONFIG)
+    return None
+
+
+def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
+    """Names of the files in `folders` that hold training state of the run, sorted, without the paths in `read`."""
+    found = [Path(folder) / name for folder in folders if Path(folder).is_dir() for name in names_in(Path(folder))]
+    names = {path.name for path in found if str(path) not in read}
+    return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
+
+
+def companions(folders: Iterable[Path]) -> dict[str, bytes]:
+    """The content of all to be carried along except `config.json`; the nearest folder that has a file wins."""
+    found: dict[str, bytes] = {}
+    for given in folders:
+        folder = given.parent if given.is_file() else given
+        if not folder.is_dir():
+            continue
+        for name in (*_plain_files(folder), *_templates(folder), *_custom_code(folder), *settings(folder)):
+            if name not in found:
+                found[name] = _content(folder, name)
+    return dict(sorted(found.items()))
+
+
+def _content(folder: Path, name: str) -> bytes:
+    path = confined(folder, name)
+    with translate_os_errors(path):
+        if path.stat().st_size > _MAX_FILE:
+            raise CorruptError(
+                "the file is too large to be carried along", path=path, expected=f"at most {show_size(_MAX_FILE)}"
+            )
+        return read_file(path)
+
+
+def _plain_files(folder: Path) -> Iterator[str]:
+    names = [name for name in names_in(folder) if (folder / name).is_file() or (folder / name).is_symlink()]
+    yield from (
+        name
+        for name in names
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*PATTERNS, *QUANTIZATION_FILES))
+    )
+
+
+def _templates(folder: Path) -> Iterator[str]:
+    inner = folder / TEMPLATES
+    if inner.is_dir():
+        confined(folder, TEMPLATES)
+        yield from (f"{TEMPLATES}/{name}" for name in names_in(inner) if Path(name).suffix == ".jinja")
+
+
+def _custom_code(folder: Path) -> Iterator[str]:
+    """The Python files that the configs' `auto_map` names, and those that they import relatively."""
+    waiting = []
+    for name in (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
+        if (folder / name).is_file() and isinstance(config := read_json(confined(folder, name)), dict):
+            waiting += _auto_map_modules(config.get("auto_map"))
+    done: set[str] = set()
+    while waiting:
+        module = waiting.pop()
+        name = module.replace(".", "/") + ".py"
+        if name in done or not (folder / name).is_file():
+            continue
+        done.add(name)
+        text = _content(folder, name).decode("utf-8", "replace")
+        package = module.rpartition(".")[0]
+        waiting += [f"{package}.{m}" if package else m for m in _relative_imports(text)]
+    yield from sorted(done)
+
+
+def _auto_map_modules(auto_map: object) -> list[str]:
+    """`{"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["slow_x.T", null]}` -> this folder's modules.
+
+    `other/repo--modeling_x.XModel` names code of another repository, which does not stand here.
+    """
+    values: Iterable[object]
+    if isinstance(auto_map, Mapping):
+        values = auto_map.values()
+    elif isinstance(auto_map, list):
+        values = auto_map
+    else:
+        return []
+    flat = [item for value in values for item in (value if isinstance(value, list) else [value])]
+    modules = [item.rpartition(".")[0] for item in flat if isinstance(item, str) and "--" not in item]
+    return [module for module in modules if _MODULE.fullmatch(module)]
+
+
+def _relative_imports(text: str) -> list[str]:
+    found = [a or b for a, b in _RELATIVE_IMPORT.findall(text)]
+    found += [name.split(" as ")[0].strip() for names in _FROM_HERE.findall(text) for name in names.split(",")]
+    return [module for module in found if _MODULE.fullmatch(module)]
+
+
+def corrected_config(
+    config: Mapping[str, Any], written: Mapping[DType, int], *, plain: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """`config` with the entries corrected that the written weights make untrue, and notes on the changes.
+
+    `written` counts the elements of floating parameters by dtype; `plain` says that nothing quantized is
+    written.
+    """
+    notes: list[str] = []
+    result = dict(config)
+    if written:
+        main = max(written, key=lambda dtype: (written[dtype], dtype.name)).name
+        key = "torch_dtype" if "torch_dtype" in result and "dtype" not in result else "dtype"
+        if str(result.get(key)).removeprefix("torch.") != main:
+            result[key] = main
+        if key == "dtype" and "torch_dtype" in result:
+            result["torch_dtype"] = main
+        names = {dtype.name for dtype in written}
+        result = {k: _true_dtypes(v, main, names) if isinstance(v, Mapping) else v for k, v in result.items()}
+    architectures = result.get("architectures")
+    if isinstance(architectures, list):
+        # FSDP1 wraps the class under a name of its own, which older Trainers then save
+        result["architectures"] = [
+            re.sub(r"^FSDP(?=[A-Z])", "", name) if isinstance(name, str) else name for name in architectures
+        ]
+    if plain and result.get("quantization_config"):
+        del result["quantization_config"]
+        notes.append(
+            "config.json: quantization_config left out: the model was quantized once, "
+            "but every weight written is plain floating point"
+        )
+    return result, notes
+
+
+def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:
+    """A sub-config (`text_config`, ...); a dtype in it that no weight is written in becomes the main one."""
+    result: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            result[key] = _true_dtypes(value, main, names)
+        elif key in ("dtype", "torch_dtype") and isinstance(value, str):
+            result[key] = value if value.removeprefix("torch.") in names else main
+        else:
+            result[key] = value
+    return result
+
+
+def dump_config(config: Mapping[str, Any]) -> bytes:
+    """The bytes of a config file as transformers writes it, but with the keys in their given order."""
+    return (json.dumps(config, indent=2) + "\n").encode()

@@ -1,0 +1,333 @@
+"""Files that no reader opened, in a checkpoint's folder and next to it: what they look like, by name and first bytes.
+
+A subfolder without any file that was read is named as a whole if its files look like training state: it may be another
+checkpoint.  The folders around a checkpoint hold files too, such as those of HF Trainer's step around DeepSpeed's tag.
+Files that hold tensors are named there as well.  Other steps, other models and files of the run are not.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ckpt.adapters.config import CONFIG as ADAPTER
+from ckpt.base.errors import CkptError, printable
+from ckpt.containers.safetensors import read_header
+from ckpt.move.listing import entries_in, names_in
+from ckpt.move.source import open_stream
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.runs.model_files import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
+from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
+
+#: Kinds of files that hold no tensors: texts, tokenizers, pictures.
+_NO_TENSORS = (
+    *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
+    *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
+    *("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp", "*.pdf", "*.ipynb"),
+    *("*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab"),
+    *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
+)
+#: Files that frameworks leave in a checkpoint, of which `convert` takes care or which are of no use elsewhere.
+_BY_PRODUCTS = (
+    *PATTERNS,
+    *SHARED_RUN_PATTERNS,  # HF Trainer, Accelerate, TRL and Axolotl
+    *RECORDS,
+    "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
+    "rng.pt",  # slime, `rng_state` of rank 0
+    "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
+    "events.out.tfevents.*",  # torch/utils/tensorboard
+)
+_HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
+#: Positions in data that verl and EasyR1 save next to the models of a step.
+_DATA_POSITION = ("data.pt", "dataloader*.pt")
+#: The optimizer's file of HF Trainer and Accelerate, which formats of weights alone have no place for.
+_OPTIMIZER = ("optimizer.pt", "optimizer.bin")
+#: Whole models as transformers, PEFT, Accelerate and Mistral name them; shards have numbers.
+_WEIGHTS = re.compile(
+    r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
+    r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
+)
+#: What is named, and holds no tensors of the run: positions in data and counters of Megatron-LM and Megatron-Bridge
+#: (training/checkpointing.py of both), and the same model in formats of other programs.
+_NAMED = {
+    **dict.fromkeys(("train_dataloader_dprank*.pt", "*train_state.pt"), "the run's place in its data, without tensors"),
+    **dict.fromkeys(
+        ("*.gguf", "*.h5", "*.msgpack", "*.onnx", "*.onnx_data", "*.tflite", "rust_model.*"),
+        "a file of another program's",
+    ),
+}
+#: Names of parts of a training run's state: an optimizer's, a rank's, a shard's, a layer's.
+_STATE = re.compile(
+    r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
+    r"|^offloaded_tensors$|exp_avg"
+)
+#: Names of parts that engines write by rank, by layer or by shard.
+_OF_A_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?\d|_states\b|shard|\d-of-\d")
+_OF_TENSORS = (".safetensors", ".distcp")
+_TENSOR_FILES = (*_OF_TENSORS, ".pt", ".pth", ".bin", ".ckpt")
+#: A zip's first record, and torch's number of its older files (torch/serialization.py, `MAGIC_NUMBER`).
+_ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
+_HEAD, _TAIL = 512, 1 << 16
+_MAX_SHOWN = 20
+_MAX_NAMED = 6
+
+STATE, OTHER = "state", "other"
+
+
+@dataclass(frozen=True, slots=True)
+class NotRead:
+    """A file, or a folder (`name` ends in `/`), that was not read; `kind` is STATE where it looks like training state.
+
+    `name` is relative to the checkpoint's folder.
+    """
+
+    name: str
+    kind: str
+    why: str
+
+    def to_json(self) -> dict[str, str]:
+        return {"name": printable(self.name), "kind": self.kind, "why": self.why}
+
+
+@dataclass(frozen=True, slots=True)
+class ListedName:
+    """What a listing says of a name: `size` is None for a folder."""
+
+    name: str
+    size: int | None
+
+
+def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
+    """Return the files and folders of `checkpoint` that no reader opened and that are not known to be harmless.
+
+    Names next to the checkpoint's folder begin with `../`.
+    """
+    root = Path(checkpoint.path)
+    if not root.is_dir():
+        if not checkpoint.is_adapter:
+            return ()
+        root = root.parent
+    files = {
+        os.path.relpath(file.path, root) for file in checkpoint.files if os.path.isabs(file.path) == root.is_absolute()
+    }
+    opened = {name for name in files if not name.startswith("../")}
+    folders = {name.partition("/")[0] for name in opened if "/" in name}
+    own = list(_listed(root, ""))
+    listing = [*own, *(entry for folder in sorted(folders) for entry in _listed(root, folder))]
+    found = list(judged(listing, opened, partial(_ends_in, root)))
+    return (
+        *found,
+        *_unread_folders(root, own, {*folders, *(one.name.rstrip("/") for one in found)}),
+        *_next_to(checkpoint, root),
+    )
+
+
+def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[NotRead]:
+    """Yield the folders among `entries` whose files hold tensors, except steps and those in `known`."""
+    for name in (entry.name for entry in entries if entry.size is None):
+        if name in known or name.startswith(".") or is_step(root / name):
+            continue
+        if (root / name / ADAPTER).is_file():
+            yield NotRead(f"{name}/", OTHER, "another adapter")
+            continue
+        found = judged(_listed(root, name), (), partial(_ends_in, root))
+        if states := [one.name for one in found if one.kind == STATE]:
+            more = ", an optimizer's among them" if any("optim" in _base(one).lower() for one in states) else ""
+            yield NotRead(f"{name}/", OTHER, f"a folder whose files hold tensors{more}")
+
+
+def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
+    """Yield files with tensors in the folders around `root`, the checkpoint's own, the nearest first.
+
+    Files of the same step are its training state.  A run's folder may hold anything, and its other models are not
+    part of the step.
+    """
+    opened = {file.path for file in checkpoint.files}
+    for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
+        if folder == root or not root.is_relative_to(folder) or not folder.is_dir():
+            continue
+        is_step = _is_of_step(root, folder)
+        up, inner = os.path.relpath(folder, root), root.relative_to(folder).parts[0]
+        entries = [
+            entry for entry in _listed(folder, "") if entry.name != inner and str(folder / entry.name) not in opened
+        ]
+        files = [one for one in entries if one.size is not None and not _WEIGHTS.fullmatch(one.name)]
+        files = [one for one in files if not _fits(one.name, (*_DATA_POSITION, *_OPTIMIZER))]
+        for one in judged(files, (), partial(_ends_in, folder)):
+            if one.kind == STATE and not _is_copy(folder / one.name, checkpoint):
+                yield NotRead(f"{up}/{one.name}", STATE if is_step else OTHER, f"next to the checkpoint: {one.why}")
+        if is_step:
+            used = {os.path.relpath(path, folder).partition("/")[0] for path in opened}
+            for one in _unread_folders(folder, entries, used):
+                yield NotRead(f"{up}/{one.name}", OTHER, f"next to the checkpoint: {one.why}")
+
+
+def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
+    """Return True if `checkpoint` has every tensor of a safetensors file, as LLaMA-Factory's value head."""
+    if path.suffix != ".safetensors":
+        return False
+    try:
+        return checkpoint.holds(entry.name for entry in read_header(path).entries)
+    except CkptError:
+        return False
+
+
+def _is_of_step(root: Path, folder: Path) -> bool:
+    """Return True if `folder`, which lies around a checkpoint at `root`, holds one step alone."""
+    if is_step(folder):
+        return True
+    return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
+
+
+def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
+    """Same as `not_read`, for a listing and the opened names; `ends` gives a file's first and last bytes."""
+    used = {place for name in opened for place in _around(name)}
+    models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
+    weights_alone = bool(models) and not {*_OPTIMIZER} & {*opened}
+    for entry in listing:
+        name, base = entry.name, _base(entry.name)
+        if name in opened or base.startswith("."):
+            continue
+        if entry.size is None:
+            if name not in used and (folder := _unread_folder(name)) is not None:
+                yield folder
+        elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
+            if weights_alone and name in _OPTIMIZER:
+                yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
+            else:
+                yield _other_weights(name, models) or NotRead(name, *_kind_of_file(base, partial(ends, name)))
+
+
+def is_named_like_state(name: str) -> bool:
+    """Return True if a file or folder has the name of a part of a training state: an optimizer, a rank, a shard."""
+    return _STATE.search(name.lower()) is not None
+
+
+def holds_tensors(name: str) -> bool:
+    """Return True if a file's name is that of tensors, and not of a by-product of training."""
+    return name.endswith(_TENSOR_FILES) and not _fits(_base(name), _HARMLESS)
+
+
+def stray_names(folder: Path) -> list[str]:
+    """Return the files of tensors in `folder`, if none has the usual name of a model or of a rank's part of one."""
+    names = [name for name in names_in(folder) if holds_tensors(name) and not name.endswith(".distcp")]
+    usual = [name for name in names if _WEIGHTS.fullmatch(name) or name.startswith("model") or _OF_A_RANK.search(name)]
+    return [] if usual else names
+
+
+def may_hold_tensors(folder: Path) -> bool:
+    """Return True if a file in `folder`, or in a folder there, is not known to be without tensors."""
+    entries = list(_listed(folder, ""))
+    return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
+
+
+def is_of_a_run(name: str, is_weights: bool) -> str | None:
+    """Return the step or file of a training run that the relative `name` belongs to, or None for a model's file."""
+    parts = name.split("/")
+    for depth, part in enumerate(parts[:-1], 1):
+        if ANY_STEP.fullmatch(part) or (is_named_like_state(part) and not is_weights):
+            return "/".join(parts[:depth]) + "/"
+    base = parts[-1]
+    if _fits(base, (*RUN_PATTERNS, *RECORDS)):
+        return name
+    is_models = is_weights or _WEIGHTS.fullmatch(base) or _fits(base, (*_NO_TENSORS, *_NAMED))
+    return name if not is_models and is_named_like_state(base) else None
+
+
+def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
+    """What a conversion tells the user of what was not read, as JSON has it; a long list is cut.
+
+    Without `verbose` several files have one line, without the reasons.
+    """
+    if not verbose and len(found) > 1:
+        names = [one["name"] for one in found]
+        more = [f"{len(names) - _MAX_NAMED} more"] if len(names) > _MAX_NAMED else []
+        return [f"not read: {', '.join([*names[:_MAX_NAMED], *more])} (-v says why)"]
+    told = [f"not read: {one['name']}: {one['why']}" for one in found[:_MAX_SHOWN]]
+    return [*told, *([f"not read: {len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else [])]
+
+
+def _around(name: str) -> Iterator[str]:
+    """The folders that a file is in, below the checkpoint's own."""
+    while name := name.rpartition("/")[0]:
+        yield name
+
+
+def _base(name: str) -> str:
+    return name.rpartition("/")[2]
+
+
+def _fits(base: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in patterns)
+
+
+def _unread_folder(name: str) -> NotRead | None:
+    """A folder without a file that was read: another step, or pictures, say, are no part of the checkpoint."""
+    base = _base(name)
+    if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
+        return NotRead(f"{name}/", STATE, "a folder that is named like training state")
+    return NotRead(f"{name}/", OTHER, "a folder among those that were read") if "/" in name else None
+
+
+def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> NotRead | None:
+    """A model beside the one that was read, or a shard of another save of it: one more shard of that one is neither."""
+    found = _WEIGHTS.fullmatch(_base(name))
+    if found is None or (own := found.group("stem", "suffix", "count")) in models:
+        return None
+    same_name = any(own[:2] == other[:2] for other in models)
+    if same_name and own[2] is None:  # which loaders take before shards
+        return None
+    why = "a shard of another save" if same_name else "weights beside those that were read"
+    return NotRead(name, OTHER, why)
+
+
+def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
+    if known := next((why for pattern, why in _NAMED.items() if _fits(base, [pattern])), None):
+        return OTHER, known
+    if is_named_like_state(base):
+        return STATE, "it is named like training state"
+    if base.endswith(_OF_TENSORS):
+        return STATE, "it holds tensors"
+    start = ends()
+    if start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD] and b"/data/" not in start[_HEAD:]:
+        return OTHER, "a file of torch's, without tensors"
+    if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD]):
+        return STATE, "a file of torch's"
+    if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the length of a header, and the header
+        return STATE, "it holds tensors"
+    return OTHER, "no reader knows it"
+
+
+def _listed(root: Path, folder: str) -> Iterator[ListedName]:
+    for base, entry in entries_in(root / folder).items():
+        name = f"{folder}/{base}" if folder else base
+        try:
+            yield ListedName(name, None if entry.is_dir() else entry.stat().st_size)
+        except OSError:  # a link to nothing, or a file that has just gone
+            yield ListedName(name, 0)
+
+
+def _ends_in(folder: Path, name: str) -> bytes:
+    return _ends(folder / name)
+
+
+def _ends(path: Path) -> bytes:
+    """The first bytes of a file, and of a zip its last ones, where its records are named.
+
+    None of a file that cannot be read, which is named all the same.
+    """
+    try:
+        with open_stream(path) as file:
+            start = file.read(_HEAD)
+            if start.startswith(_ZIP):
+                file.seek(max(len(start), file.seek(0, os.SEEK_END) - _TAIL))
+                start += file.read(_TAIL)
+            return start
+    except (CkptError, OSError):
+        return b""

@@ -1,0 +1,397 @@
+"""Find and describe the checkpoint that a path leads to: itself, a step of a run, or a run in a folder of runs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
+from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
+from ckpt.base.text import counted, did_you_mean
+from ckpt.move.files import confined, is_staged, translate_os_errors
+from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import (
+    OWN,
+    TRANSFORMERS,
+    AdapterSlot,
+    Checkpoint,
+    Format,
+    Given,
+    ReadRequest,
+)
+from ckpt.plan.tensors import Tensor
+from ckpt.runs import from_hub
+from ckpt.runs.choosing import ANY, Chooser, Want
+from ckpt.runs.choosing import is_run as is_run
+from ckpt.runs.emptiness import empty_parameters, lacking_states
+from ckpt.runs.foreign import foreign
+from ckpt.runs.halves import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
+from ckpt.runs.model_files import CONFIG, read_config
+from ckpt.runs.models import check_one_is_meant, how_to_choose, models_of
+from ckpt.runs.precision import with_computing_dtype
+from ckpt.runs.search import run_below
+from ckpt.runs.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at, trainer_step
+from ckpt.stores import places
+
+#: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
+_NEMO_CONTEXT = "model.yaml"
+AUTO = "auto"
+#: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
+_MAX_ENTRIES = 200
+_MAX_LEVELS = 6  # of folders in a folder that is searched for a checkpoint
+_MAX_SHOWN = 8  # names in one message
+_MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
+
+
+def open_checkpoint(
+    path: str | Path,
+    format: str = AUTO,
+    *,
+    tag: str | None = None,
+    config: str | None = None,
+    replica: int | None = None,
+    adapter_slot: str | None = None,
+    accept_settings: Sequence[str] | None = None,
+    unfinished: bool = False,
+) -> Checkpoint:
+    """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
+
+    What a conversion is still writing, or left when it was stopped, is refused unless it may be `unfinished`.
+    """
+    formats = registry.all_formats() if format == AUTO else registry.named(format)
+    for one in formats:
+        if not one.reads:
+            raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
+    path = places.local(path)
+    slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
+    accepted = frozenset(accept_settings or ())
+    checkpoint = _opened(
+        path, formats, tag, config, unfinished=unfinished, slot=slot, accepted=accepted, replica=replica
+    )
+    if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
+        with translate_os_errors(path):
+            raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
+    return checkpoint
+
+
+def open_training(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
+    """Return the newest complete checkpoint with an optimizer of `path`, its steps and a run in it; None without one.
+
+    A final model next to them is skipped.  Raise the errors of `open`.
+    """
+    formats = [one for one in registry.all_formats() if one.reads and one.carries_optimizer]
+    return _opened(path, formats, tag, config, Want("checkpoint with an optimizer", can_resume, is_newest=True))
+
+
+def open_model(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
+    """Return the model or adapter without an optimizer in `path` or one of its steps; None without one.
+
+    Raise the errors of `open`.
+    """
+    formats = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
+    return _opened(path, formats, tag, config)
+
+
+def open_wanted(
+    path: Path, want: Want, *, tag: str | None, config: str | None, adapter_slot: str | None
+) -> Checkpoint | None:
+    """Return the checkpoint that `open` chooses among those that `want` accepts; None without one."""
+    formats = sorted((one for one in registry.all_formats() if one.reads), key=lambda one: one.name != want.prefers)
+    slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
+    return _opened(path, formats, tag, config, want, slot=slot)
+
+
+@listed_once()
+def _opened(
+    path: Path,
+    formats: list[Format],
+    tag: str | None,
+    config: str | None,
+    want: Want = ANY,
+    *,
+    unfinished: bool = False,
+    slot: AdapterSlot | None = None,
+    accepted: frozenset[str] = frozenset(),
+    replica: int | None = None,
+) -> Checkpoint | None:
+    if tag == "":
+        raise UsageError("the tag is empty", expected="the name of a folder")
+    with translate_os_errors(path):
+        if not path.exists():
+            raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
+        if is_staged(path) and not unfinished:
+            what, hint = (
+                "this is of a conversion that has not ended",
+                "when it has, what it wrote is at its destination",
+            )
+            raise IncompleteError(what, path=path, hint=hint)
+        request = ReadRequest(tag, None if config is None else find_config(config), slot, accepted)
+        try:
+            checkpoint = Chooser(formats, request, want).open(path)
+        except HalfError as error:
+            raise with_hint(error) from None
+        if checkpoint is not None and slot is not None:
+            _check_slots(checkpoint)
+        if checkpoint is not None and not want.is_newest:
+            check_one_is_meant(Path(checkpoint.path), path, tag)
+        checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
+        return checkpoint and _noted(_of_rank(_with_config(checkpoint, path, request), replica))
+
+
+def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
+    if replica is None:
+        return checkpoint
+    from ckpt.plan.planner import choose_replica
+
+    return choose_replica(checkpoint, replica)
+
+
+def _noted(checkpoint: Checkpoint) -> Checkpoint:
+    """Add notes on a folder named for another step, on values of one rank, and on parts that hold nothing."""
+    told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
+    empty = (empty_parameters(checkpoint), lacking_states(checkpoint)[0])
+    two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader says so itself
+    notes = [note for note in (told, two, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
+    return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
+
+
+def of_two_saves(checkpoint: Checkpoint) -> str:
+    """Return a sentence if a model and its optimizer count different steps, or "".
+
+    These are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins anew
+    if weights alone were loaded.  ZeRO's stage 0 counts otherwise; HF Trainer counts steps that an overflow made void,
+    so that its optimizer may have taken fewer.
+    """
+    state = checkpoint.state
+    taken = max(state.scalars.get("step", {}).values(), default=None)
+    skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
+    if state.step is None or taken is None:
+        return ""
+    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
+    if not is_more and (state.zero_stage is None or taken == state.step - skipped):
+        return ""
+    return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
+
+
+def rank_copies_note(tensors: Iterable[Tensor]) -> str:
+    """Return a note on tensors whose ranks each have values of their own; empty without any."""
+    own = [tensor.fqn for tensor in tensors if tensor.rank_copies]
+    if not own:
+        return ""
+    names = f"{own[0]}, ..." if len(own) > 1 else own[0]
+    what = f"every rank saved its own values of {counted(len(own), 'buffer')} ({names})"
+    return f"{what}; ckpt reads rank 0's, as DeepSpeed and torch do"
+
+
+def _neighbour(path: Path) -> str | None:
+    """A hint at what is nearly called so beside a path that is not there, or on the Hub."""
+    try:
+        beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
+    except OSError:
+        beside = []
+    return did_you_mean(path.name, beside) or from_hub.owner_hint(str(path), "hf://")
+
+
+def can_resume(checkpoint: Checkpoint) -> bool:
+    """Return True if a checkpoint has a model and its optimizer."""
+    return has_optimizer(checkpoint) and holds_model(checkpoint)
+
+
+def has_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether there is an optimizer, even if nothing tells which parameters its states belong to.
+
+    Its engine takes such states by number: training can go on from them, but they cannot be converted.
+    """
+    if checkpoint.missing_optimizer is not None:
+        return False
+    is_beside = any(Path(file.path).name.startswith("optim") for file in checkpoint.files)
+    return knows_optimizer(checkpoint) or is_beside or registry.get(checkpoint.format).always_has_optimizer
+
+
+def holds_optimizer(file: Path) -> bool:
+    """Return True if a torch file holds an optimizer, even if no format reads a file of this name or content."""
+    from ckpt.containers.torchfile.read import read
+    from ckpt.containers.torchfile.tree import children, is_branch
+
+    def holds_groups(value: object) -> bool:
+        if isinstance(value, dict) and "param_groups" in value:
+            return True
+        return is_branch(value) and any(map(holds_groups, children(value)))
+
+    try:
+        return has_optimizer(open_checkpoint(file))
+    except HalfError:  # an optimizer alone
+        return True
+    except CkptError:
+        try:
+            return holds_groups(read(file).root)
+        except CkptError:
+            return False
+
+
+def knows_optimizer(checkpoint: Checkpoint) -> bool:
+    """Whether states or hyperparameters of an optimizer are read, or what is not read of them is known."""
+    return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)
+
+
+def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> CkptError:
+    """What to say where there is nothing of `format`; `others` are the formats that it is known to be instead."""
+    wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
+    if tag is not None:
+        wanted += f" with the tag {tag!r}"
+    place = path if others else _run_here(path)
+    for one in registry.all_formats() if not others else ():
+        if one.name != format and one.reads:
+            try:
+                found = is_run(place, [one], tag)
+            except CkptError:
+                continue
+            others += [one.name] if found else []
+    if not others and (error := lost_weights(_step_named(path, tag)) or foreign(path)) is not None:
+        return error
+    hint = f"this looks like {' or '.join(others)}" if others else None
+    said = {name: recorded_step(path / name) for name in RECORDS} if path.is_dir() and not others else {}
+    if name := next(filter(said.get, said), None):
+        hint = (
+            f"`{name}` says {said[name]!r}, and there is no such step: is the disk mounted, was all of the run copied?"
+        )
+    if not others and _is_part(path):
+        hint = f"this is one file of the checkpoint in {path.parent}: give that folder"
+    if archive := _archive(path):
+        folder = archive.with_suffix("")
+        hint = f"a .nemo file is a tar archive: `mkdir {folder} && tar -xf {archive} -C {folder}`, then give {folder}"
+    if tag is None and not others and (inside := _checkpoints_inside(path, format)):
+        hint = "there are checkpoints here that stand by themselves, give one: " + ", ".join(inside[:8])
+    if tag is not None and not others:
+        run = run_at(path)
+        names = [run.name(step.path) for step in run.steps]
+        names.sort(key=lambda name: _without_digits(name) != _without_digits(tag))
+        if models := models_of(_step_named(path, None)).values():
+            hint = how_to_choose(models, with_tag=True)
+        elif names:
+            hint = " or ".join(f"--tag {shlex.quote(name)}" for name in names[:8])
+        elif inside := _checkpoints_inside(path, format):
+            hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
+    if hint is None and (deeper := _checkpoint_deeper(path)):
+        hint = f"give the folder of one checkpoint, such as {deeper}"
+    contents = None if others or not path.is_dir() else _contents(path)
+    return NotFoundError(f"no {wanted} here", path=path, found=contents, hint=hint)
+
+
+def _step_named(path: Path, tag: str | None) -> Path:
+    """Return the step that `tag` names in `path`, by its name or number; without a tag the newest one, if any."""
+    run = run_at(path)
+    steps = run.steps if tag is None else run.tagged(tag)
+    return steps[0].path if steps else path if tag is None else confined(path, tag)
+
+
+def _contents(folder: Path) -> str:
+    """Return the names in a folder for a message, the newest step's first."""
+    run = run_at(folder)
+    step = run.steps[0].path if run.steps and run.steps[0].path.is_dir() else folder
+    entries = {name: entry for name, entry in entries_in(step).items() if not is_staged(step / name)}
+    names = [f"{name}/" if is_folder(entry) else name for name, entry in entries.items()]
+    more = f" and {len(names) - _MAX_SHOWN} more" if len(names) > _MAX_SHOWN else ""
+    inside = f"{', '.join(names[:_MAX_SHOWN])}{more}" if names else "nothing"
+    return f"{inside} in the step {run.name(step)}" if step != folder else inside if names else "an empty folder"
+
+
+def _checkpoint_deeper(path: Path) -> Path | None:
+    """Return a checkpoint or run deeper in a folder than the levels that are searched for the only run."""
+    level = [path]
+    for _ in range(_MAX_LEVELS):
+        inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
+        level = inside[:_MAX_ENTRIES]
+        for folder in level:
+            with suppress(CkptError):
+                if is_run(folder):
+                    return folder
+    return None
+
+
+def _archive(path: Path) -> Path | None:
+    """Return NeMo's archive: `path` itself, or the only one in it."""
+    names = names_in(path) if path.is_dir() else []
+    found = [path / name for name in names if name.endswith(".nemo")] or [path] * (path.suffix == ".nemo")
+    return found[0] if len(found) == 1 and found[0].is_file() else None
+
+
+def _without_digits(name: str) -> str:
+    return re.sub(r"\d+", "", name)
+
+
+def _run_here(path: Path) -> Path:
+    """The run folder that is meant by `path`, the only one in it or itself."""
+    try:
+        return path if is_run(path) else run_below(path, is_run) or path
+    except CkptError:
+        return path
+
+
+def _is_part(path: Path) -> bool:
+    """Whether a file lies in a folder that is a checkpoint."""
+    try:
+        return path.is_file() and is_run(path.parent)
+    except CkptError:  # a damaged one is one
+        return True
+
+
+def _checkpoints_inside(path: Path, format: str) -> list[str]:
+    """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
+    formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
+    places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
+    every = [place / name for place in places for name in names_in(place)]
+    entries = [entry for entry in every if not OPTIMIZER_FILE.fullmatch(entry.name)][:_MAX_ENTRIES]
+    found = [entry for entry in entries if is_run(entry, formats) and not is_staged(entry)]
+    return [str(entry.relative_to(path)) for entry in found]
+
+
+def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Checkpoint:
+    """Add the model's config and the folders of the run's other files, where the reader did not."""
+    folders = [request.config] if request.config is not None else []
+    folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
+    distinct = tuple(dict.fromkeys(folders))
+    config = checkpoint.config or read_config(distinct)
+    namespace = checkpoint.namespace
+    if namespace == OWN and config and config.get("model_type"):
+        namespace = TRANSFORMERS
+    given = Given((str(path),), None if request.config is None else str(request.config))
+    found = replace(checkpoint, folders=tuple(map(str, distinct)), given=given, config=config, namespace=namespace)
+    if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
+        found = replace(found, namespace=own)
+    return with_computing_dtype(found)
+
+
+def _check_slots(checkpoint: Checkpoint) -> None:
+    """Raise UsageError if a slot is asked for in a checkpoint without slots."""
+    if checkpoint.adapter_slot is None:
+        raise UsageError(
+            "there are no slots with several adapters here",
+            path=checkpoint.path,
+            expected="a run of Megatron-Bridge's MultiLoRA",
+            found=checkpoint.framework or checkpoint.format,
+            hint="leave --adapter-slot out",
+        )
+
+
+def find_config(where: str) -> Path:
+    """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
+    path = places.local(where)
+    if where and path.is_dir():
+        if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):
+            return path
+        inside = [str(one) for one in folders_in(path) if (one / CONFIG).is_file()]
+        hint = f"use --config {inside[0]}" if inside else "give the folder that holds the model's config.json"
+        raise NotFoundError(f"this folder has no {CONFIG}", path=where, hint=hint)
+    if path.is_file():
+        return path.parent
+    if from_hub.is_repository(where):
+        return from_hub.fetched(where)
+    expected = "a folder, a config.json or a Hub id like org/name"
+    raise NotFoundError("no such config", path=where, expected=expected, hint=from_hub.unknown_hint(where))

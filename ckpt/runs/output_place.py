@@ -1,0 +1,136 @@
+"""Places for output: no trainer rotates, counts or searches them.
+
+Trainers delete and load by folder name. HF Trainer counts each `checkpoint-*` in its output folder
+(transformers/trainer_utils.py, `sort_checkpoints`), torchtitan each name with `step-N` (components/checkpoint.py), and
+Accelerate each folder in `checkpoints/` (accelerate/accelerator.py, `save_state`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+from ckpt.base.errors import UsageError
+from ckpt.move.files import is_staged
+from ckpt.move.listing import entries_in, is_folder
+from ckpt.runs.halves import is_checkpoint
+from ckpt.runs.not_read import is_named_like_state
+from ckpt.runs.search import MANIFEST
+from ckpt.runs.steps import ANY_STEP, RECORDS
+from ckpt.stores import standins
+
+#: Part of a name that makes a trainer take a folder for one of its steps.
+_STEP_LIKE = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?\d")
+#: Folders that hold only steps; Accelerate deletes by age whatever lies in its own.
+_STEPS_ALONE = ("checkpoints", "ckpts")
+#: Folders above a source that may belong to its run, as in `run/checkpoint-4/global_step4/universal`.
+_LEVELS = 3
+
+
+def default_output(path: Path, target: str) -> Path:
+    """Return the folder to write if the user names none: `outputs` becomes `outputs-hf`, next to it.
+
+    A step or a part of one becomes a neighbour of the run: `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output of
+    a source at a URL goes into the working directory. Raises UsageError if `path` has no name.
+    """
+    if standins.url_of(path) is not None:
+        return Path(f"{path.name.partition('@')[0]}-{target}")
+    return next_to_run(path, target)
+
+
+def next_to_run(path: Path, *suffix: str) -> Path:
+    """Return a place next to the run of `path`, named after `path` and `suffix`.
+
+    It is relative if `path` is, so that it reads like the user's input.
+    """
+    absolute = Path(os.path.abspath(path))
+    if not absolute.name:
+        raise UsageError("there is no name to derive an output folder from", path=path, hint="give one with -o")
+    run = run_root(absolute)
+    if not run.name:
+        raise UsageError("the run is the root folder, which has no neighbour", path=path, hint="give one with -o")
+    name = "-".join([*absolute.relative_to(run.parent).parts, *suffix])
+    is_named = bool(path.name) and path.name != ".."  # the user typed a name, not `.` or `..`
+    return Path(os.path.relpath(run.parent)) / name if is_named and not path.is_absolute() else run.with_name(name)
+
+
+def run_root(path: Path) -> Path:
+    """Return the outermost folder around the absolute `path` that belongs to a trainer, or `path` itself."""
+    root = path
+    for folder in (path, *path.parents[:_LEVELS]):
+        if folder.name and _is_part_of_run(folder):
+            root = folder.parent
+            while root.name in _STEPS_ALONE:
+                root = root.parent
+    return root
+
+
+def _is_part_of_run(path: Path) -> bool:
+    """Return True if the parent folder of `path` belongs to a trainer: it holds steps, a record, or half a step."""
+    if _is_step_name(path) or any(_steps_beside(path)) or any((path.parent / name).is_file() for name in RECORDS):
+        return True
+    return is_named_like_state(path.name) and is_checkpoint(path.parent)
+
+
+def check_place(destination: Path) -> None:
+    """Raise UsageError if a trainer would count, load or delete `destination` as one of its steps."""
+    if standins.url_of(destination) is not None:
+        return
+    place = Path(os.path.abspath(destination))
+    for folder in place.parents:
+        if _is_step_name(folder) and _is_trainers(folder):
+            raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a step of a trainer's")
+    if place.parent.name in _STEPS_ALONE and any(_steps_beside(place)):
+        raise _refusal(destination, f"a folder outside {place.parent.name}/", f"{place.parent} holds a trainer's steps")
+    is_universal = place.name.endswith("_universal")  # next to the step, as DeepSpeed's ds_to_universal.py writes it
+    if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_steps_beside(place), None)):
+        raise _refusal(
+            destination, "a name that is not a step's, or a folder outside the run", f"{step} lies next to it"
+        )
+
+
+def place_notes(destination: Path) -> list[str]:
+    """Return a warning if `destination` lies in a run folder, under a name that its trainer ignores today."""
+    if standins.url_of(destination) is not None:
+        return []
+    place = Path(os.path.abspath(destination))
+    if not any(_steps_beside(place)) and not any((place.parent / name).is_file() for name in RECORDS):
+        return []
+    return [f"{place.parent} is the folder of a run: its trainer or a cleanup of the run may delete {place.name}"]
+
+
+def _refusal(destination: Path, expected: str, found: str) -> UsageError:
+    return UsageError(
+        "a trainer would count this output as one of its checkpoints, or delete it with them",
+        path=destination,
+        expected=expected,
+        found=found,
+        hint=f"-o {shlex.quote(str(next_to_run(destination)))} writes next to the run",
+        code="destination-in-run",
+    )
+
+
+def _steps_beside(place: Path) -> Iterator[str]:
+    """Yield the names of the trainer's steps in the parent folder of `place`."""
+    if not place.parent.is_dir():
+        return
+    for name, entry in entries_in(place.parent).items():
+        other = place.parent / name
+        if name != place.name and _is_step_name(other) and is_folder(entry) and _is_trainers(other):
+            yield name
+
+
+def _is_step_name(path: Path) -> bool:
+    """Return True if `path` has the name of a step. LeRobot's are bare numbers, as `checkpoints/005000`."""
+    return ANY_STEP.fullmatch(path.name) is not None or (path.name.isdecimal() and path.parent.name in _STEPS_ALONE)
+
+
+def _is_trainers(step: Path) -> bool:
+    """Return True if a trainer wrote the folder `step`: it holds files, and no manifest of a conversion."""
+    if not step.is_dir() or is_staged(step):
+        return False
+    names = entries_in(step)
+    return bool(names) and MANIFEST not in names

@@ -1,0 +1,130 @@
+"""What a plan will write, and what is not in it: as JSON, and in lines."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from ckpt.base.errors import printable
+from ckpt.base.sizes import show_size
+from ckpt.base.text import counted, in_short, note_lines
+from ckpt.plan.checkpoint import MASTER, WEIGHT
+from ckpt.plan.dtypes import BY_NAME
+from ckpt.plan.loads import Loads
+from ckpt.plan.planner import Plan
+from ckpt.runs import not_read
+from ckpt.runs.search import MANIFEST
+from ckpt.runs.steps import TRAINER_STATE
+
+_MAX_LEFT_OUT = 8  # kinds of things that one line names
+
+
+def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[str, Any]:
+    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    return {
+        "source": plan.checkpoint.path,
+        "format": plan.checkpoint.format,
+        "destination": destination,
+        "files": [{"name": file.name, "bytes": file.size} for file in plan.target.files],
+        "total_bytes": plan.total_bytes,
+        "moved_bytes": plan.moved_bytes,
+        "copied_by_the_kernel_bytes": plan.span_bytes,
+        "copies": plan.num_copies,
+        "peak_buffer_bytes": peak_buffers,
+        "casts": [
+            {"from": c.source.name, "to": c.target.name, "tensors": c.num_tensors, "bytes": c.nbytes}
+            for c in plan.casts
+        ],
+        "notes": list(plan.target.notes),
+        "left_out": list(plan.target.not_written),
+        "not_read": [one.to_json() for one in not_read.not_read(plan.checkpoint)],
+        "loads": plan.target.loads and plan.target.loads.to_json(),
+    }
+
+
+def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
+    """The report of a plan as text; without `verbose` a long list of files is cut."""
+    files = report["files"]
+    shown = files if verbose or len(files) <= 12 else files[:10]
+    to = "" if report["destination"] is None else f", to {printable(report['destination'])}"
+    lines = [f"would write {counted(len(files), 'file')}, {show_size(report['total_bytes'])}{to}"]
+    lines += [f"  {show_size(file['bytes']):>9}  {printable(file['name'])}" for file in shown]
+    if len(shown) < len(files):
+        lines.append(f"  ... and {len(files) - len(shown)} more (-v lists them)")
+    kernel = show_size(report["copied_by_the_kernel_bytes"])
+    lines.append(
+        f"bytes to move: {show_size(report['moved_bytes'])} in {counted(report['copies'], 'copy')}, "
+        f"{kernel} as they are"
+    )
+    lines.append(f"peak buffer memory: {show_size(report['peak_buffer_bytes'])}")
+    lines += [
+        f"cast: {counted(c['tensors'], 'tensor')} from {c['from']} to {c['to']}, {show_size(c['bytes'])}"
+        for c in report["casts"]
+    ]
+    return [*lines, *lost_lines(report, verbose=True), *loads_lines(report)]
+
+
+def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
+    """What a plan's report has to say about precision, about what is not in the target, and what was not read.
+
+    Without `verbose` there is one line for all notes, one for all that is not in the target, and one for all that was
+    not read.
+    """
+    notes = note_lines(report["notes"], verbose)
+    left_out = report["left_out"]
+    if verbose or len(left_out) < 2:
+        notes += [f"not in the target: {printable(one)}" for one in left_out]
+    else:
+        some = [printable(one) for one in in_short(left_out)[:_MAX_LEFT_OUT]]
+        more = len(left_out) - len(some)
+        notes.append(f"not in the target: {'; '.join([*some, *([f'{more} more'] if more else [])])} (-v: all of it)")
+    return notes + not_read.lines(report["not_read"], verbose=verbose)
+
+
+def loads_lines(report: dict[str, Any]) -> list[str]:
+    """The line, if any, that says whether a library can load the folder."""
+    loads = report["loads"] and Loads(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
+    return [printable(loads.sentence(report["destination"] or "FOLDER"))] if loads else []
+
+
+def written_lines(
+    report: dict[str, Any],
+    dtypes: Sequence[str],
+    *,
+    has_manifest: bool,
+    seconds: float,
+    num_done: int,
+    verified: bool,
+    verbose: bool = False,
+) -> list[str]:
+    """The report of a conversion that took so many `seconds`, as text; `num_done` bytes were there already."""
+    lines = lost_lines(report, verbose=verbose)
+    if num_done:
+        lines.append(f"{show_size(num_done)} were there already, and are as they were written")
+    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
+        place = printable(report["destination"])
+        lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
+    wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
+    rate = int((report["moved_bytes"] - num_done) / max(seconds, 1e-3))
+    speed = f", {show_size(rate)}/s" if rate else ""  # nothing may be left to move
+    how = f"{seconds:.1f} s{speed}, {'verified' if verified else 'not verified'}"
+    casts = {c["from"] for c in report["casts"] if c["to"] in dtypes and _is_lossy(c["from"], c["to"])}
+    rounded = f", rounded from {' and '.join(sorted(casts))}" if casts else ""
+    keep = "; --dtype fp32 keeps it" if casts == {"float32"} else ""
+    of = f" (model in {' and '.join(dtypes)}{rounded}{keep})" if dtypes else ""
+    return [*lines, f"{wrote}{of}, {f'and {MANIFEST}, ' if has_manifest else ''}in {how}"]
+
+
+def _is_lossy(source: str, target: str) -> bool:
+    """Return True if values of the dtype `source` may be rounded in `target`."""
+    return BY_NAME[source].itemsize >= BY_NAME[target].itemsize
+
+
+def model_dtypes(plan: Plan) -> list[str]:
+    """The dtypes in which weights and their masters are written, that of the most bytes first."""
+    sizes: Counter[str] = Counter()
+    for slot in (slot for file in plan.target.files for slot in file.slots):
+        if slot.key[1] in (WEIGHT, MASTER):
+            sizes[slot.extent.dtype.name] += slot.extent.nbytes
+    return [name for name, _ in sizes.most_common()]

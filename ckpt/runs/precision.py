@@ -1,0 +1,90 @@
+"""What a run records of the precision that its model computes in, where its weights are kept in float32.
+
+FSDP keeps its parameters in float32 and casts them as they are gathered (torch/distributed/fsdp, `MixedPrecision`; HF
+Trainer's and Accelerate's `bf16` and `fp16`): no tensor of the checkpoint tells of it, as DeepSpeed's do.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.torchfile.table import AnyName
+from ckpt.containers.torchfile.values import Record
+from ckpt.move.files import confined
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, ComputesIn
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32
+from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
+from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
+from ckpt.runs.model_files import CONFIG
+
+TRAINING_ARGS = "training_args.bin"
+_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
+_HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
+
+
+def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
+    """`checkpoint` with what its run computes in, or with a note where the record of it cannot be read."""
+    try:
+        recorded = _recorded_dtype(checkpoint) if _keeps_float32(checkpoint) else None
+    except (CorruptError, NotFoundError, UnsafeError) as error:
+        note = f"{TRAINING_ARGS} is damaged and not read, so it tells nothing of the precision: {error.what}"
+        return replace(checkpoint, notes=(*checkpoint.notes, note))
+    if recorded is not None and recorded.dtype == FLOAT32:
+        is_run = bool(checkpoint.optimizer_states) or checkpoint.state.step is not None
+        is_mixed = is_run and not recorded.record and checkpoint.namespace in (*OF_THE_MODEL, TORCHTITAN)
+        recorded = ComputesIn(None) if is_mixed else None
+    return replace(checkpoint, computes_in=recorded)
+
+
+def _keeps_float32(checkpoint: Checkpoint) -> bool:
+    """Whether it is a run's whose weights are kept in float32 alone.
+
+    Not where weights of 16 bits or masters are there, which tell by themselves.  A Hugging Face folder is no run, nor
+    is an adapter's: the weights are what somebody chose to write.
+    """
+    if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
+        return False  # DeepSpeed casts the model itself: float32 weights are what it computes in
+    weights = list(checkpoint.with_role(WEIGHT))
+    counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
+    return set(counts) == {FLOAT32} and not any(True for _ in checkpoint.with_role(MASTER))
+
+
+def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
+    """What a run computes in, and what records it; float32 and nothing where there is no record."""
+    known = [
+        arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
+    ]
+    for arguments in known:
+        for name, dtype in (("bf16", BFLOAT16), ("fp16", FLOAT16)):
+            if arguments.get(name) is True:
+                return ComputesIn(dtype, f"{name} in {TRAINING_ARGS}")
+    config = checkpoint.config or {}
+    recorded = str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch.")
+    if recorded in _HALF:
+        return ComputesIn(_HALF[recorded], f"the dtype in {CONFIG}")
+    return ComputesIn(FLOAT32, TRAINING_ARGS if known else "")
+
+
+def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
+    """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none."""
+    try:
+        return _read_arguments(path)
+    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
+        return None
+
+
+def _read_arguments(path: Path) -> Record | Mapping[Any, Any] | None:
+    """They may be of a class of anybody's, so names outside the table are read as inert records."""
+    if not os.path.lexists(path):
+        return None
+    inside = confined(path.parent, path.name)
+    if not inside.is_file() or inside.stat().st_size > _MAX_ARGUMENTS:
+        raise CorruptError("this is not a file of training arguments", path=path)
+    found = torchfile.read(inside, table=AnyName()).root
+    return found if isinstance(found, Record | Mapping) else None

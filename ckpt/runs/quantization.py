@@ -1,0 +1,72 @@
+"""Quantization of a model: method and settings, from config.json or the file that a quantizer writes next to it.
+
+Sources: transformers 5.23 `utils/quantization_config.py`; AutoGPTQ and AutoAWQ `quantize_config.json`,
+`quant_config.json`; nvidia-modelopt 0.47 `hf_quant_config.json`; mlx-lm 0.30 `utils.py` (`save_config`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ckpt.move.files import confined
+from ckpt.move.json_files import read_object
+from ckpt.runs.model_files import CONFIG, QUANTIZATION_FILES
+
+#: Key of mlx-lm in config.json.
+_MLX = "quantization"
+_ENTRY = "quantization_config"
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """The recorded method (None if only its settings are recorded), its settings, and the file that records them."""
+
+    method: str | None
+    settings: Mapping[str, Any]
+    file: str
+
+    @property
+    def is_for_transformers(self) -> bool:
+        """True if `from_pretrained` reads the record."""
+        return self.file == CONFIG and self.method != "mlx"
+
+    @property
+    def title(self) -> str:
+        """The method with its main setting, for people: "modelopt NVFP4", "mlx, 4 bits"."""
+        inner = self.settings.get(_MLX)
+        settings = {**self.settings, **(inner if isinstance(inner, Mapping) else {})}
+        algorithm, bits = settings.get("quant_algo"), settings.get("bits")
+        name = " ".join(map(str, filter(None, (self.method, algorithm))))
+        return f"{name}, {bits} bits" if type(bits) is int else name
+
+
+def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
+    """Return what config.json, or a quantizer's own file in `folders`, records; None for a plain model."""
+    found = _of_config(config or {})
+    return found or next((one for folder in folders if (one := _of_folder(Path(folder))) is not None), None)
+
+
+def _of_config(config: Mapping[str, Any]) -> Quantization | None:
+    inner = config.get("text_config")
+    for part in (config, inner if isinstance(inner, Mapping) else {}):
+        recorded, mlx = part.get(_ENTRY) or part.get("compression_config"), part.get(_MLX)
+        if isinstance(recorded, Mapping) and recorded.get("quant_method"):
+            return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG)
+        if isinstance(mlx, Mapping) and "bits" in mlx:
+            return Quantization("mlx", mlx, CONFIG)
+        if isinstance(recorded, Mapping) and recorded:
+            is_bnb = recorded.get("load_in_4bit") or recorded.get("load_in_8bit")
+            return Quantization("bitsandbytes" if is_bnb else None, recorded, CONFIG)
+    return None
+
+
+def _of_folder(folder: Path) -> Quantization | None:
+    folder = folder.parent if folder.is_file() else folder
+    for name, method in QUANTIZATION_FILES.items():
+        if (folder / name).is_file():
+            recorded = read_object(confined(folder, name), "the quantization config")
+            return Quantization(str(recorded.get("quant_method") or method).lower(), recorded, name)
+    return None

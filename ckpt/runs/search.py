@@ -1,0 +1,66 @@
+"""A folder of runs: `outputs/RUN/checkpoint-N`, as Axolotl's and TRL's users keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ckpt.base.errors import CkptError, SeveralRunsError
+from ckpt.move.json_files import read_json
+from ckpt.move.listing import folders_in
+from ckpt.runs.steps import has_record, run_at
+
+#: The digests of what a conversion wrote, which it writes last.
+MANIFEST = "ckpt-manifest.json"
+_LEVELS = 2
+_MAX_FOLDERS = 2000  # looked into on each level
+
+
+def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
+    """Return the one run folder below `path` that `holds` a checkpoint, or None without one.
+
+    It is on the first two levels.  A folder with steps, or with a record of one, is a run itself: nothing inside
+    replaces it.  The output of a conversion counts only if nothing else is there.  Raise SeveralRunsError for several
+    runs.
+    """
+    if not path.is_dir() or run_at(path).steps or has_record(path):
+        return None
+    runs: list[Path] = []
+    level = [path]
+    for _ in range(_LEVELS):
+        inside = [inner for folder in level for inner in _folders(folder)][:_MAX_FOLDERS]
+        level = [folder for folder in inside if not _holds(folder, holds)]
+        runs += [folder for folder in inside if folder not in level]
+    if len(runs) > 1:
+        runs = [run for run in runs if not _is_converted(run)] or runs
+    if len(runs) > 1:
+        raise SeveralRunsError(path, sorted(runs))
+    return runs[0] if runs else None
+
+
+def _folders(folder: Path) -> list[Path]:
+    try:
+        steps = {step.path for step in run_at(folder).steps}
+        inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
+        return [p for p in inside if p not in steps]
+    except (OSError, CkptError):  # a folder that cannot be listed holds nothing that can be read
+        return []
+
+
+def _holds(folder: Path, holds: Callable[[Path], bool]) -> bool:
+    try:
+        return holds(folder)
+    except CkptError:  # a damaged one is one
+        return True
+
+
+def _is_converted(folder: Path) -> bool:
+    """Return True if a folder is as a conversion left it, by its manifest: no run has saved anything there since."""
+    try:
+        files = read_json(folder / MANIFEST)["files"] if (folder / MANIFEST).is_file() else {}
+        sizes = {folder / name: file["bytes"] for name, file in files.items()}
+        written = {place for name in sizes for place in (name, *name.parents)}
+        is_same = all(file.stat().st_size == size for file, size in sizes.items())
+        return bool(sizes) and is_same and all(step.path in written for step in run_at(folder).steps)
+    except (OSError, CkptError, AttributeError, KeyError, TypeError):
+        return False

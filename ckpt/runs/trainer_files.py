@@ -1,0 +1,220 @@
+"""The files that stand beside a checkpoint in its run folder, for a run of another number of ranks or another engine.
+
+As HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_optimizer_and_scheduler`) and Accelerate
+(accelerate/utils/constants.py, `checkpointing.py`) name them.  Everything is copied as bytes and nothing is loaded.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ckpt.base.errors import LossError
+from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.json_files import parse_json
+from ckpt.move.listing import names_in
+from ckpt.move.source import read_file
+from ckpt.plan.checkpoint import Checkpoint, TargetFile
+from ckpt.plan.dtypes import DType
+from ckpt.plan.precision import model_dtypes
+from ckpt.runs.left_out import run_files_left_out
+from ckpt.runs.model_files import (
+    CONFIG,
+    QUANTIZATION_FILES,
+    RUN_PATTERNS,
+    SHARED_RUN_PATTERNS,
+    companions,
+    corrected_config,
+    dump_config,
+    find_config,
+)
+from ckpt.runs.steps import TRAINER_STATE
+
+#: Files that only a step of HF Trainer or of Accelerate has.
+_OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
+#: What DeepSpeed puts beside its files, of no use with others.
+DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
+#: Files of the run as a whole.  `training_args.bin` is a pickle of a program's objects: bytes to us.
+_SHARED = (*SHARED_RUN_PATTERNS, "adapter_config.json", *DEEPSPEED_SCRIPTS)
+#: Random states, by rank.  HF Trainer's has no number in a run of one process.
+_TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
+_ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
+#: Weights in another format, which are in the checkpoint itself as well.
+_WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*")
+_MAX_FILE = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Companions:
+    """Files to be written, what is left behind, and what the user should know."""
+
+    files: tuple[TargetFile, ...]
+    dropped: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def model_files(
+    checkpoint: Checkpoint, dtype: DType | None, written: Mapping[DType, int] | None = None, *, plain: bool = False
+) -> tuple[list[TargetFile], list[str]]:
+    """What every target has beside a model: config, tokenizer and the like, by name; and notes on the config.
+
+    In a config of transformers' the dtype is made true: that of most elements in `written`, by default of those of the
+    model in `dtype`, or its own.  `plain` says that nothing quantized is written.  Raises CorruptError for a config
+    that is no JSON.
+    """
+    folders = [Path(folder) for folder in checkpoint.folders]
+    found = companions(folders)
+    if plain or not checkpoint.uncast:
+        found = {name: content for name, content in found.items() if name not in QUANTIZATION_FILES}
+    path, config = find_config(folders), checkpoint.config
+    notes: list[str] = []
+    if path is not None:
+        found[CONFIG] = content_of(path.parent, path.name)
+        config = parse_json(found[CONFIG], path)
+    elif config is not None:
+        found[CONFIG] = dump_config(config)
+    if isinstance(config, Mapping) and {"model_type", "architectures"} & config.keys():
+        no_longer = checkpoint.config is not None and not checkpoint.config.get("quantization_config")
+        written = model_dtypes(checkpoint, dtype) if written is None else written
+        true, notes = corrected_config(config, written, plain=plain or no_longer)
+        if true != config:
+            found[CONFIG] = dump_config(true)
+    return _files(found), notes
+
+
+def run_companions(
+    checkpoint: Checkpoint,
+    num_ranks: int | None,
+    dtype: DType | None,
+    *,
+    deepspeed: bool = True,
+    own: Sequence[TargetFile] = (),
+) -> Companions:
+    """`model_files`, and of a step that a trainer resumes from: its state, scheduler and random states.
+
+    `num_ranks` None keeps the random states of all ranks.  `deepspeed` says that the target is DeepSpeed's, around
+    whose tag a run's files lie; `own` are the format's files with training state, which those of a step precede.
+    """
+    files, notes = model_files(checkpoint, dtype)
+    home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
+    if home is None:
+        return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
+    found: dict[str, bytes] = {}
+    names = _names(home)
+    for name in names:
+        unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
+        if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
+            found[name] = content_of(home, name)
+    states = [state for state in map(_random_state, names) if state is not None]
+    for state in states:
+        if num_ranks is None or state.rank < num_ranks:
+            found[state.name_among(num_ranks)] = content_of(home, state.name)
+    sources = {file.path for file in checkpoint.files}
+    others = [name for name in names if str(home / name) not in sources]
+    ranks = max((state.rank for state in states), default=0) + 1 if num_ranks is None else num_ranks
+    files = [*(file for file in files if file.name not in found), *_files(found)]
+    files += [file for file in own if file.name not in found]
+    notes += [*_missing(states, ranks), *(() if deepspeed else _no_schedule(files))]
+    return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
+
+
+def run_files(checkpoint: Checkpoint) -> list[Path]:
+    """The files beside a checkpoint that hold training state, which `run_companions` carries along."""
+    if (home := _home(checkpoint)) is None:
+        return []
+    return [home / name for name in _names(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
+
+
+def _names(folder: Path) -> list[str]:
+    return [name for name in names_in(folder) if (folder / name).is_file()]
+
+
+def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
+    return [TargetFile.of_bytes(name, content[name]) for name in sorted(content)]
+
+
+def trainer_folder(checkpoint: Checkpoint) -> Path | None:
+    """The step of HF Trainer or Accelerate that the checkpoint of a training run is, or lies in.
+
+    None for one without an optimizer: a trainer would go on from its step as if the optimizer's states were there.
+    """
+    if not checkpoint.optimizer_states and not checkpoint.state.param_groups:
+        return None
+    path = Path(checkpoint.path)
+    for folder in (path, path.parent) if path.is_dir() else (path.parent,):
+        if folder == path or str(folder) in checkpoint.folders:
+            with translate_os_errors(folder):
+                if any((folder / name).is_file() for name in _OF_A_STEP):
+                    return folder
+    return None
+
+
+def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
+    """What to tell of a step for HF Trainer under FSDP that lacks its scheduler (5.23, the method named above)."""
+    names = {file.name for file in files}
+    if TRAINER_STATE not in names or "scheduler.pt" in names:
+        return ()
+    return ("the source has no scheduler.pt, and without it HF Trainer loads no optimizer state either",)
+
+
+def _home(checkpoint: Checkpoint) -> Path | None:
+    """The folder that holds the files of the step; of DeepSpeed's, it is the one around the tag's."""
+    step = trainer_folder(checkpoint)
+    parent = Path(checkpoint.path).parent
+    if step is None and checkpoint.tag is not None and str(parent) in checkpoint.folders:
+        return parent
+    return step
+
+
+@dataclass(frozen=True, slots=True)
+class _RandomState:
+    """A rank's random state, and the name of its file in a run of `num_ranks` (None: of as many as there were)."""
+
+    name: str
+    rank: int
+    trainer: bool
+
+    def name_among(self, num_ranks: int | None) -> str:
+        if not self.trainer or num_ranks is None:
+            return self.name
+        return "rng_state.pth" if num_ranks == 1 else f"rng_state_{self.rank}.pth"
+
+
+def _random_state(name: str) -> _RandomState | None:
+    match = _TRAINER_RNG.fullmatch(name) or _ACCELERATE_RNG.fullmatch(name)
+    return match and _RandomState(name, int(match[1] or 0), match.re is _TRAINER_RNG)
+
+
+def _dropped(names: list[str], states: list[_RandomState], num_ranks: int) -> Iterator[str]:
+    gone = sorted(state.rank for state in states if state.rank >= num_ranks)
+    if gone:
+        yield f"random states of {_span(gone)}: a run of {num_ranks} has no such ranks"
+    weights = [name for name in names if any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHTS)]
+    if weights:
+        yield f"{', '.join(weights[:4])}{', ...' if len(weights) > 4 else ''}: a second copy of the weights"
+
+
+def _missing(states: list[_RandomState], num_ranks: int) -> Iterator[str]:
+    there = {state.rank for state in states}
+    missing = [rank for rank in range(num_ranks) if rank not in there]
+    if states and missing:
+        yield f"no random states for {_span(missing)}: there a run starts with fresh ones"
+
+
+def _span(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    whole = len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1))
+    return f"ranks {ranks[0]} to {ranks[-1]}" if whole else "ranks " + ", ".join(map(str, ranks))
+
+
+def content_of(folder: Path, name: str) -> bytes:
+    """A small file of `folder`; LossError for a large one."""
+    path = confined(folder, name)
+    with translate_os_errors(path):
+        if path.stat().st_size > _MAX_FILE:
+            raise LossError("a file of the run is too large to be carried along", path=path, expected="<= 64 MiB")
+        return read_file(path)

@@ -1,0 +1,369 @@
+"""`ckpt/compare/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, whatever holds it;
+`ckpt-manifest.json`, which finds every flipped bit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import save_file
+from xxhash import xxh3_128_hexdigest
+
+from ckpt import api
+from ckpt.compare import digest, manifest
+from ckpt.compare.digest import MASTERS, OPTIMIZER, WEIGHTS, row_major
+from ckpt.compare.manifest import MANIFEST
+from ckpt.errors import CorruptError
+from ckpt.move import filehash
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Checkpoint, Layout, Slot, TargetFile
+from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
+from ckpt.plan.tensors import Extent, whole
+from ckpt.state.naming import to_namespace
+from tests.support.commands import ckpt
+from tests.support.engines import Truth
+from tests.support.places import FIXTURES
+from tests.support.strategies import Store, shapes, stored, tensor_of
+
+UINT8 = BY_NAME["uint8"]
+TARGETS = ("zero1", "zero2", "zero3", "universal", "dcp", "full")
+
+
+def layout_of(target: str) -> Layout:
+    if target == "hf":
+        return Layout(names="own")  # adapters, too
+    return Layout(world_size=2) if target not in ("full", "universal") else Layout()
+
+
+def convert(source: Path, target: str, output: Path) -> Path:
+    api.plan(api.open(source), target, layout_of(target)).run(output)
+    return output
+
+
+@pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2", "toy-zero3", "lora-zero3", "moe-zero3", "dcp-fsdp2"])
+def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
+    """Every format of one model has its digests: the optimizer's as they are, weights in a dtype that is given."""
+    source = api.open(FIXTURES / name)
+    optimizer = api.digests(source).whole[OPTIMIZER]
+    weights = api.digests(source, dtype=BFLOAT16).whole[WEIGHTS]
+    for target in TARGETS:
+        if name in ("toy-zero1", "toy-zero2") and target == "zero3":
+            continue  # which has no place for their frozen parameter without elements
+        written = api.open(convert(FIXTURES / name, target, tmp_path / target))
+        assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights, target
+        assert api.digests(written).whole[OPTIMIZER] == optimizer, target
+        if target not in ("dcp", "full"):  # which hold the masters as weights, and so no longer the model's dtype
+            assert api.digests(written).whole == api.digests(source).whole or name == "dcp-fsdp2", target
+    written = api.open(convert(FIXTURES / name, "hf", tmp_path / "hf"))
+    assert api.digests(written).whole == {WEIGHTS: api.digests(source).whole[WEIGHTS]}
+    assert api.digests(written, dtype=BFLOAT16).whole[WEIGHTS] == weights
+
+
+def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
+    """A run of Megatron's, in its own formats, DeepSpeed's, torch's and the Hub's: each has its digests, under the
+    Hub's names, and a bit that flips in any of them is found in the same tensor."""
+    run = FIXTURES / "megatron-dist-flattened"
+    source = api.open(run)
+    expected = api.digests(source)
+    assert set(expected.whole) == {WEIGHTS, MASTERS, OPTIMIZER}
+    megatron = {"megatron": Layout(pp=2), "megatron-dist": Layout(tp=3)}
+    layouts = megatron | {target: layout_of(target) for target in (*TARGETS, "hf")}
+    name = "model.layers.1.mlp.down_proj.weight"
+    for target, layout in layouts.items():
+        folder = tmp_path / target
+        api.plan(source, target, layout).run(folder)
+        written = api.digests(api.open(folder))
+        kinds = [WEIGHTS] if target == "hf" else [OPTIMIZER] if target in ("dcp", "full") else expected.whole
+        for kind in kinds:
+            assert written.whole[kind] == expected.whole[kind], (target, kind)
+        in_bf16 = api.digests(api.open(folder), dtype=BFLOAT16)
+        assert in_bf16.whole[WEIGHTS] == expected.whole[WEIGHTS], target
+        flip_in(to_namespace(api.open(folder), HUB), name)
+        changed = api.digests(api.open(folder))
+        assert changed.whole != written.whole
+        assert {a.fqn for a, b in zip(changed.tensors, written.tensors, strict=True) if a != b} == {name}, target
+
+
+def flip_in(checkpoint: Checkpoint, fqn: str) -> None:
+    """Flip a bit that weights in bf16 keep, of the first element of a tensor: its weight, or else its master."""
+    tensor = checkpoint.tensors.get((fqn, WEIGHT)) or checkpoint.tensors[fqn, MASTER]
+    extent = next(iter(tensor.fragments())).extent
+    flip(Path(extent.path), extent.offset + extent.dtype.itemsize - 1, 0)
+
+
+def test_as_documented() -> None:
+    """The digests of what the live engine gathered, computed here from the definition alone."""
+    truth = Truth.load(next((FIXTURES / "toy-zero3" / "truth").glob("global_step*.safetensors")))
+    found = api.digests(api.open(FIXTURES / "toy-zero3"))
+    states = found.of_kind(OPTIMIZER)
+    of_tensors = [one for one in states if one.dtype != "number"]
+    assert {one.role for one in of_tensors} == {"exp_avg", "exp_avg_sq"}
+    for one in of_tensors:
+        dtype, shape, data = truth.tensors[one.fqn, one.role]
+        head = f"{one.fqn}\0{one.role}\0{dtype}\0{','.join(map(str, shape))}\0".encode()
+        assert one.digest == xxh3_128_hexdigest(head + bytes.fromhex(xxh3_128_hexdigest(data)))
+    lines = sorted(f"{one.digest} {one.role} {one.fqn}\n" for one in states)
+    assert found.whole[OPTIMIZER] == xxh3_128_hexdigest("".join(lines).encode())
+
+
+@given(st.data())
+def test_row_major(data: st.DataObject) -> None:
+    """Elements come in row-major order from pieces that lie transposed, with gaps and in any order."""
+    shape = data.draw(shapes())
+    values = np.arange(np.prod(shape, dtype=int), dtype=np.int32).reshape(shape)
+    store: Store = {}
+    tensor = tensor_of("t", values, data.draw(stored(values, "file", store)))
+    with pytest.MonkeyPatch.context() as patch, InMemory(store) as reader:
+        patch.setattr(digest, "_SLAB", 4 * data.draw(st.integers(1, 40)))
+        patch.setattr(digest, "_CHUNK", 4 * data.draw(st.integers(1, 9)))
+        found = [bits.copy() for bits in row_major(tensor, reader)]
+    assert np.array_equal(np.concatenate([np.empty(0, np.uint32), *found]).view(np.int32), values.reshape(-1))
+
+
+class InMemory(digest.Reader):
+    """A reader of files that are arrays."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__()
+        self.store = store
+
+    def _read(self, path: str, offset: int, into: memoryview) -> None:
+        into[:] = self.store[path].view(np.uint8)[offset : offset + len(into)].data
+
+
+def test_the_command(tmp_path: Path) -> None:
+    run = FIXTURES / "toy-zero3"
+    folder = convert(run, "hf", tmp_path / "hf")
+    one, other = ckpt("hash", run), ckpt("hash", folder)
+    assert one.code == other.code == 0
+    assert one.out.splitlines()[0] == other.out.splitlines()[0]
+    assert one.out.splitlines()[0].startswith("xxh3-128:") and "  weights  (" in one.out
+    assert len(one.out.splitlines()) == 3
+    report = json.loads(ckpt("hash", folder, "--json", "-q").out)
+    assert report["digests"]["weights"] in other.out and report["tensors"][0]["kind"] == WEIGHTS
+    listed = ckpt("hash", folder, "--tensors", "-q", "--workers", "1").out
+    assert all(tensor["digest"] in listed for tensor in report["tensors"])
+
+
+def test_one_other_bit_is_another_digest(tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    before = api.digests(api.open(folder))
+    flip(folder / "model.safetensors", -1, 1)
+    after = api.digests(api.open(folder))
+    assert before.whole != after.whole
+    assert sum(a.digest != b.digest for a, b in zip(before.tensors, after.tensors, strict=True)) == 1
+
+
+def test_tensors_without_a_name_on_the_hub_are_named(tmp_path: Path) -> None:
+    left_out = "not in the digests: 2 tensors moe.expert_bias of torchtitan's left out, as it does itself"
+    done = ckpt("hash", FIXTURES / "torchtitan-qwen3-moe")
+    assert done.code == 0 and f"note: {left_out}\n" in done.err
+    assert (
+        "not in the digests" not in ckpt("hash", convert(FIXTURES / "torchtitan-qwen3-moe", "hf", tmp_path / "hf")).err
+    )
+
+
+def test_a_file_that_is_too_short(tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    checkpoint = api.open(folder)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-7])
+    with pytest.raises(CorruptError, match="the file ends inside a tensor"):
+        api.digests(checkpoint)
+
+
+def flip(path: Path, offset: int, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1 << bit
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("target", ["hf", "zero3", "dcp", "full", "universal"])
+def test_manifest_finds_every_flipped_bit(target: str, tmp_path: Path) -> None:
+    folder, again = tmp_path / "out", tmp_path / "again"
+    for output in (folder, again):
+        assert ckpt("convert", "auto", target, FIXTURES / "toy-zero3", "-o", output).code == 0
+    assert (folder / MANIFEST).read_bytes() == (again / MANIFEST).read_bytes()
+    good = ckpt("verify", folder)
+    assert good.code == 0 and "every bit" in good.out
+    checkpoint = api.open(folder)
+    placed = {
+        (fragment.extent.path, offset): tensor
+        for tensor in checkpoint.tensors.values()
+        for fragment in tensor.fragments()
+        for offset in range(fragment.extent.offset, fragment.extent.end)
+    }
+    random = np.random.default_rng(0)
+    named = 0
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        in_tensors = [offset for path, offset in placed if path == str(file)]
+        for number in range(2 if target == "universal" else 8):
+            bit = int(random.integers(8))
+            if number % 2 and in_tensors:
+                offset = int(random.choice(in_tensors))
+            else:
+                offset = int(random.integers(file.stat().st_size))
+            flip(file, offset, bit)
+            report = ckpt("verify", folder)
+            flip(file, offset, bit)
+            if file.name == MANIFEST:
+                assert report.code == 4, report.out
+                continue
+            assert report.code == 1, (file, offset)
+            assert str(file.relative_to(folder)) in report.out
+            tensor = placed.get((str(file), offset))
+            if tensor is not None:
+                assert f"{tensor.fqn} (" in report.out and report.out.count(" has changed\n") <= 3
+                named += 1
+            else:
+                assert "outside of the elements" in report.out or "cannot be read" in report.out
+    assert named >= 5
+    assert ckpt("verify", folder).code == 0
+
+
+def test_manifest_tells_missing_short_and_unknown_files(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    ckpt("convert", "auto", "zero3", FIXTURES / "toy-zero3", "-o", folder)
+    (folder / "mine.txt").write_text("a note")
+    unknown = ckpt("verify", folder)
+    assert unknown.code == 0 and "note: not in the manifest: mine.txt" in unknown.out
+    (folder / "latest").unlink()
+    file = next(folder.rglob("*_optim_states.pt"))
+    file.write_bytes(file.read_bytes()[:-1])
+    report = json.loads(ckpt("verify", folder, "--json").out)
+    assert not report["as_written"] and len(report["problems"]) == 2
+    assert "latest: the file is missing" in report["problems"]
+    assert any(file.name in problem and "bytes instead of" in problem for problem in report["problems"])
+
+
+def test_without_a_manifest(tmp_path: Path) -> None:
+    shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
+    report = ckpt("verify", tmp_path / "run")
+    assert report.code == 3 and "there is no manifest" in report.err and "ckpt convert" in report.err
+
+
+def test_fp32_is_what_the_masters_are(tmp_path: Path) -> None:
+    """ZeRO's masters and the fp32 weights of a folder made of them have one digest."""
+    api.plan(api.open(FIXTURES / "toy-zero3"), "hf", Layout(dtype=FLOAT32)).run(tmp_path / "hf")
+    one, other = (api.open(path) for path in (FIXTURES / "lora-zero3", tmp_path / "hf"))
+    assert api.digests(one, dtype=FLOAT32).whole[WEIGHTS] != api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
+    zero = api.open(FIXTURES / "toy-zero3")
+    assert api.digests(zero, dtype=FLOAT32).whole[WEIGHTS] == api.digests(other, dtype=FLOAT32).whole[WEIGHTS]
+
+
+def test_the_manifest_has_the_digests_where_tensors_lie_in_one_piece(tmp_path: Path) -> None:
+    """As in safetensors, where they come with hashing the file; not in ZeRO's flat partitions."""
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    found = api.digests(api.open(folder))
+    assert content["digests"] == found.whole
+    assert content["tensors"] == [tensor.to_json() for tensor in found.tensors]
+    flat = json.loads((convert(FIXTURES / "toy-zero3", "zero3", tmp_path / "zero3") / MANIFEST).read_text())
+    assert MASTERS not in flat["digests"] and OPTIMIZER not in flat["digests"]
+
+
+def test_no_manifest(tmp_path: Path) -> None:
+    assert ckpt("convert", "auto", "hf", FIXTURES / "toy-zero3", "-o", tmp_path / "hf", "--no-manifest").code == 0
+    assert not (tmp_path / "hf" / MANIFEST).exists()
+
+
+def test_many_pieces_of_a_file_are_hashed_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the manifest of a very large checkpoint stays small; a change is then in one of several tensors."""
+    monkeypatch.setattr(filehash, "_MAX_PIECES", 2)
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    assert len(json.loads((folder / MANIFEST).read_text())["files"]["model.safetensors"]["pieces"]) <= 3
+    extents = {
+        tensor.fqn: fragment.extent
+        for tensor in api.open(folder).tensors.values()
+        for fragment in tensor.fragments()
+        if fragment.extent.numel
+    }
+    smallest = min(extents, key=lambda fqn: extents[fqn].nbytes)
+    flip(folder / "model.safetensors", extents[smallest].offset, 3)
+    report = ckpt("verify", folder)
+    assert report.code == 1 and "model.safetensors: one or several of " in report.out
+    assert "have changed, or what lies between them" in report.out and "outside" not in report.out
+
+
+def test_a_small_tensor_among_large_ones_is_a_piece_of_its_own(tmp_path: Path) -> None:
+    """A norm is less than a 4096th of the file, and was hashed with its neighbour, which cost the digests too."""
+    tensors = {"a.weight": torch.randn(512, 512), "b.norm": torch.randn(64), "c.weight": torch.randn(512, 512)}
+    (tmp_path / "model").mkdir()
+    save_file(tensors, tmp_path / "model/model.safetensors")
+    folder = convert(tmp_path / "model", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    assert content["digests"] == api.digests(api.open(folder)).whole
+    norm = next(iter(api.open(folder).tensors["b.norm", WEIGHT].fragments())).extent
+    flip(folder / "model.safetensors", norm.offset + 5, 2)
+    report = ckpt("verify", folder)
+    assert report.code == 1 and "b.norm (weight, float32 [64]) has changed" in report.out
+
+
+def test_so_many_files_have_few_pieces_each() -> None:
+    """The digests of a checkpoint of many thousand files are still read in one go."""
+    assert (filehash.max_pieces(1), filehash.max_pieces(1000), filehash.max_pieces(10**7)) == (4096, 1000, 1)
+
+
+HOSTILE: dict[str, Any] = {
+    "no files": {"files": None},
+    "files are a list": {"files": []},
+    "a file is a number": {"files": {"a": 3}},
+    "a size in words": {"files": {"a": {"bytes": "10", "rest": "", "pieces": []}}},
+    "no rest": {"files": {"a": {"bytes": 10, "pieces": []}}},
+    "no pieces": {"files": {"a": {"bytes": 10, "rest": ""}}},
+    "a piece of two": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[1, 2]]}}},
+    "a length that is no whole number": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[0, 1.5, ""]]}}},
+    "a piece outside": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[1 << 70, 4, ""]]}}},
+    "before the file": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[-1, 4, ""]]}}},
+    "pieces that overlap": {"files": {"a": {"bytes": 10, "rest": "", "pieces": [[0, 4, ""], [3, 4, ""]]}}},
+    "no format": {"format": None},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_manifest_of_somebody_elses(name: str, tmp_path: Path) -> None:
+    """Its own digest fits; it is not what ckpt writes."""
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text()) | HOSTILE[name]
+    content["digest"] = manifest.own_digest(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    report = ckpt("verify", folder)
+    assert report.code == 4 and "not one that ckpt writes" in report.err
+
+
+@pytest.mark.parametrize("file", ["../outside", "/etc/hostname"])
+def test_a_manifest_that_leads_out_of_its_folder(file: str, tmp_path: Path) -> None:
+    folder = convert(FIXTURES / "toy-zero3", "hf", tmp_path / "hf")
+    content = json.loads((folder / MANIFEST).read_text())
+    content["files"][file] = {"bytes": 1, "rest": "", "pieces": []}
+    content["digest"] = manifest.own_digest(content)
+    (folder / MANIFEST).write_text(json.dumps(content))
+    assert ckpt("verify", folder).code == 5
+
+
+@given(st.data())
+def test_pieces_do_not_overlap_and_hold_every_slot(data: st.DataObject) -> None:
+    """Slots that interleave, such as two halves of each row, are in one piece."""
+    slots, at = [], 0
+    for number in range(data.draw(st.integers(0, 8))):
+        at += data.draw(st.integers(0, 3))
+        rows, columns = data.draw(st.integers(1, 3)), data.draw(st.integers(0, 3))
+        is_split = data.draw(st.booleans())
+        for half in range(1 + is_split):
+            strides = ((1 + is_split) * columns, 1)
+            extent = Extent("f", at + half * columns, UINT8, (rows, columns), strides)
+            slots.append(Slot((f"t{number}", "weight"), whole((rows, columns)), extent))
+        at += rows * columns * (1 + is_split)
+    pieces = filehash.pieces_of(TargetFile("f", at + 2, slots=tuple(slots)), data.draw(st.integers(1, 9)))
+    ends = [offset + length for offset, length in pieces]
+    assert all(end <= start for end, (start, _) in zip(ends, pieces[1:], strict=False))
+    for slot in slots:
+        inside = [o <= slot.extent.offset and slot.extent.end <= e for (o, _), e in zip(pieces, ends, strict=True)]
+        assert sum(inside) == 1 or not slot.extent.numel

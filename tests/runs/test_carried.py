@@ -1,0 +1,70 @@
+"""`ckpt/runs/trainer_files.py`: config and tokenizer beside what is written, whatever the target."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import ckpt
+from ckpt.plan import registry
+from ckpt.plan.checkpoint import Checkpoint, Layout
+from ckpt.plan.dtypes import FLOAT32, DType
+
+#: An adapter's folder has no model's config, and HF Trainer's own is of a run with its optimizer.
+TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer")]
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bf16 model whose config was copied from that of an fp32 one, by both names of the entry."""
+    folder = tmp_path_factory.mktemp("model")
+    sizes = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 2}
+    config = LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    write(folder, dtype="float32", torch_dtype="float32")
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def write(folder: Path, **entries: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **entries}))
+
+
+def config_of(checkpoint: Checkpoint, target: str, dtype: DType | None, out: Path) -> dict[str, Any]:
+    layout = Layout(dtype=dtype, world_size=2 if target.startswith(("zero", "fsdp-ranks")) else None)
+    ckpt.plan(checkpoint, target, layout).run(out)
+    folder = next(out.rglob("huggingface"), out)  # where verl keeps them
+    assert (folder / "tokenizer.json").read_text() == "{}"
+    return dict(json.loads((folder / "config.json").read_text()))
+
+
+@pytest.mark.parametrize(("dtype", "true"), [(None, "bfloat16"), (FLOAT32, "float32")])
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_dtype_in_the_config_is_that_of_the_model(
+    saved: Path, tmp_path: Path, target: str, dtype: DType | None, true: str
+) -> None:
+    config = config_of(ckpt.open(saved), target, dtype, tmp_path / "out")
+    assert (config["dtype"], config["torch_dtype"]) == (true, true)
+    untouched = json.loads((saved / "config.json").read_text()) | {"dtype": true, "torch_dtype": true}
+    assert config == untouched
+
+
+@pytest.mark.parametrize("target", ["dcp", "full"])
+def test_a_run_that_keeps_masters_alone_says_in_what_it_computes(fixtures: Path, tmp_path: Path, target: str) -> None:
+    """Its weights are fp32 on disk; a config that says bfloat16 is all that tells a later engine so."""
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "toy-zero2", run)
+    (run / "config.json").write_text(json.dumps({"architectures": ["Toy"], "dtype": "float32"}))
+    (run / "tokenizer.json").write_text("{}")
+    once = ckpt.open(run)
+    assert config_of(once, target, None, tmp_path / "one")["dtype"] == "bfloat16"
+    again = ckpt.open(tmp_path / "one")
+    assert not list(again.with_role("master"))
+    assert config_of(again, target, None, tmp_path / "two")["dtype"] == "bfloat16"

@@ -1,0 +1,233 @@
+"""`ckpt/runs/model_files.py`: pipes, devices, folders and impossible names where a file should be: refused at
+once, never waited for.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from ckpt.errors import CorruptError
+from ckpt.move.json_files import MAX_JSON_DEPTH, read_json
+from tests.support.commands import Result, ckpt
+from tests.support.places import REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def patience() -> Iterator[None]:
+    """What waits for a pipe's other end fails, and does not hang the suite."""
+
+    def over(*_: object) -> None:
+        raise TimeoutError("it waits")
+
+    before = signal.signal(signal.SIGALRM, over)
+    signal.setitimer(signal.ITIMER_REAL, 30)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+KINDS: dict[str, Callable[[Path], None]] = {
+    "a pipe": lambda path: os.mkfifo(path),
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": lambda path: path.mkdir(),
+    "a link to itself": lambda path: path.symlink_to(path.name),
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of the Hub's kind with an index, and what may stand beside weights."""
+
+    folder = tmp_path_factory.mktemp("model") / "model"
+    options = ("--max-shard-size", "2KB", "--no-manifest")
+    assert ckpt("convert", "zero2", "hf", REPOSITORY / "fixtures" / "toy-zero2", "-o", folder, *options).code == 0
+    (folder / "config.json").write_text('{"hidden_size": 4}')
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_place_of_trainers_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
+    """HF Trainer's, without which the weights alone would be there."""
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    file = run / "checkpoint-2" / "optimizer.pt"
+    file.unlink()
+    KINDS[kind](file)
+    result = ckpt("convert", "auto", "full", run, "-o", tmp_path / "out")
+    assert result.code in (4, 5) and not (tmp_path / "out").exists(), result
+
+
+def commands(path: Path, out: Path) -> Iterator[Result]:
+    yield ckpt("inspect", path)
+    yield ckpt("convert", "auto", "hf", path, "-o", out / "hf")
+    yield ckpt("convert", "auto", "full", path, "-o", out / "full")
+    yield ckpt("hash", path)
+    yield ckpt("verify", path)
+    yield ckpt("verify", path, path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "ckpt-manifest.json",
+    ],
+)
+def test_beside_weights(model: Path, tmp_path: Path, name: str, kind: str) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    path = folder / name
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+    codes = [result.code for result in commands(folder, tmp_path / "out")]
+    assert set(codes) <= {0, 3, 4, 5}, codes
+    if name.endswith("index.json") and kind in ("a pipe", "a device"):
+        assert codes == [4 if kind == "a pipe" else 5] * 4 + [3] + [4 if kind == "a pipe" else 5]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "name", ["latest", "global_step2/mp_rank_00_model_states.pt", "config.json", "adapter_config.json", "model.pt"]
+)
+def test_in_a_run(fixtures: Path, tmp_path: Path, name: str, kind: str) -> None:
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    path = run / name
+    path.unlink(missing_ok=True)
+    KINDS[kind](path)
+    codes = [result.code for result in commands(run, tmp_path / "out")]
+    assert set(codes) <= {0, 3, 4, 5}, codes
+    assert ckpt("merge-lora", run).code in (3, 4, 5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_the_place_of_an_optimizer(fixtures: Path, tmp_path: Path, kind: str) -> None:
+    """It is refused, and not taken for a model that has none."""
+    full = tmp_path / "full"
+    assert ckpt("convert", "zero2", "full", fixtures / "toy-zero2", "-o", full, "-q").code == 0
+    (full / "optimizer.bin").unlink()
+    KINDS[kind](full / "optimizer.bin")
+    assert ckpt("inspect", full).code in (4, 5)
+
+
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "model.safetensors", ".metadata", "common.pt"])
+def test_alone(tmp_path: Path, name: str) -> None:
+    (tmp_path / "run").mkdir()
+    os.mkfifo(tmp_path / "run" / name)
+    codes = [result.code for result in commands(tmp_path / "run", tmp_path / "out")]
+    assert set(codes) <= {3, 4}, codes
+
+
+def test_a_name_that_is_too_long_is_damage(model: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(model, tmp_path / "model"))
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    name = "x" * 4000 + ".safetensors"
+    index["weight_map"] = dict.fromkeys(index["weight_map"], name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    result = ckpt("inspect", folder)
+    assert result.code == 4, result.err
+    assert "File name too long" in result.err and len(result.err) < 2000
+
+
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("toy-zero0", "global_step2/mp_rank_00_model_states.pt"),
+        ("toy-zero2", "global_step2/mp_rank_00_model_states.pt"),
+        ("toy-zero3", "global_step2/bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt"),
+    ],
+)
+def test_a_link_out_of_the_folder_is_refused_and_one_within_it_followed(
+    fixtures: Path, tmp_path: Path, name: str, file: str
+) -> None:
+    """The rule of every format; the cache of the Hub's own links are in tests/formats/huggingface/test_hf.py."""
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    path = run / file
+    for target, code in ((path.with_name("kept"), 0), (tmp_path / "elsewhere", 5)):
+        path.rename(target) if not path.is_symlink() else shutil.copy(path, target)
+        path.unlink(missing_ok=True)
+        path.symlink_to(target)
+        result = ckpt("inspect", run)
+        assert result.code == code, result.err
+    assert "a symlink leads out of the checkpoint's folder" in result.err
+
+
+@pytest.mark.parametrize(
+    ("name", "file", "command"),
+    [
+        ("toy-zero2", "latest", "inspect"),
+        ("toy-zero2", "latest", "check"),
+        ("verl-fsdp1", "latest_checkpointed_iteration.txt", "inspect"),
+        ("trainer-plain", "checkpoint-2/trainer_state.json", "inspect"),
+        ("trainer-plain", "checkpoint-2/generation_config.json", "check"),
+        ("trainer-plain", "checkpoint-2/rng_state.pth", "check"),
+        ("trainer-plain", "checkpoint-2/rng_state.pth", "verify --run"),
+    ],
+)
+def test_a_small_file_that_is_a_link_out_of_the_folder(
+    fixtures: Path, tmp_path: Path, name: str, file: str, command: str
+) -> None:
+    """Records of steps, and what stands beside tensors: it is refused wherever it is read."""
+    run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
+    (run / file).rename(tmp_path / "elsewhere")
+    (run / file).symlink_to(tmp_path / "elsewhere")
+    result = ckpt(*command.split(), run, *([fixtures / name] if "verify" in command else []))
+    assert result.code == 5, result
+    assert "a symlink leads out of the checkpoint's folder" in result.out + result.err
+
+
+@pytest.mark.parametrize("depth", [101, 480, 900, 200_000])
+@pytest.mark.parametrize(
+    ("name", "codes"),
+    [("config.json", (4, 4, 4)), ("trainer_state.json", (4, 4, 4)), ("generation_config.json", (0, 4, 0))],
+)
+def test_json_that_is_nested_too_deeply(
+    fixtures: Path, tmp_path: Path, name: str, codes: tuple[int, ...], depth: int
+) -> None:
+    """What walks it could recurse too deeply: it is refused as it is read.  What is carried as it is, is not read."""
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    content = json.loads((run / "checkpoint-2" / name).read_text())
+    deep = '{"a":' * depth + "1" + "}" * depth
+    (run / "checkpoint-2" / name).write_text(json.dumps(content)[:-1] + f', "deep": {deep}' + "}")
+    commands = (("inspect", run), ("check", run), ("convert", "auto", "hf", run, "-o", tmp_path / "out"))
+    assert tuple(ckpt(*command).code for command in commands) == codes
+
+
+def test_json_that_is_nested_as_deep_as_may_be(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text("[" * MAX_JSON_DEPTH + "]" * MAX_JSON_DEPTH)
+    read_json(path)
+    path.write_text("[" * (MAX_JSON_DEPTH + 1) + "]" * (MAX_JSON_DEPTH + 1))
+    with pytest.raises(CorruptError, match="nested too deeply"):
+        read_json(path)
+
+
+def test_a_path_that_may_not_be_read(fixtures: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As for a user who is not root: neither usage nor something that is not there."""
+    run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
+    real = {name: getattr(os, name) for name in ("listdir", "scandir", "open", "stat", "lstat")}
+
+    def refusing(name: str) -> Callable[..., object]:
+        def call(path: object = ".", *args: object, **options: object) -> object:
+            inside = isinstance(path, str | os.PathLike) and Path(path).is_relative_to(run)
+            if inside and (Path(path) != run or name in ("listdir", "scandir", "open")):
+                raise PermissionError(13, "Permission denied", os.fspath(path))
+            return real[name](path, *args, **options)
+
+        return call
+
+    for name in real:
+        monkeypatch.setattr(os, name, refusing(name))
+    for command in (("inspect", run), ("convert", "auto", "hf", run, "-o", tmp_path / "out"), ("hash", run)):
+        result = ckpt(*command)
+        assert (result.code, "Permission denied" in result.err) == (7, True), result.err

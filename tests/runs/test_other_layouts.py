@@ -1,0 +1,79 @@
+"""`ckpt/runs/opening.py`: folders that are of no format here: the message says what is there, and what to do.
+
+The names are those that the frameworks write: deepspeed 0.19.8 (runtime/engine.py, `_get_expert_ckpt_name`,
+`_get_optimizer_ckpt_name`, `_get_ckpt_name`), diffusers' training scripts, NeMo 1's EMA callback.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ckpt import api
+from ckpt.errors import NotFoundError, SeveralRunsError
+
+MODEL, OTHER = "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"
+ZERO = "zero_pp_rank_0_mp_rank_00_optim_states.pt"
+STEPS = {
+    "tensor parallel experts": (("layer_0_expert_0_mp_rank_01_model_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),
+    "their optimizer": (("expp_rank_0_mp_rank_01_optim_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),
+    "tensor parallel": ((MODEL, OTHER), "mp_rank other than 00", "get_state_dict"),
+    "tensor parallel under ZeRO": ((MODEL, OTHER, ZERO), "mp_rank other than 00", "pipe_parallel_size 1"),
+    "old experts": (("expert_0_mp_rank_00_model_states.pt", MODEL), "DeepSpeed-MoE", "ep_size 1"),
+}
+
+
+def fill(folder: Path, names: tuple[str, ...]) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if name.endswith(".pt"):
+            torch.save({}, folder / name)
+        else:
+            (folder / name).touch()
+    return folder
+
+
+@pytest.mark.parametrize("case", STEPS)
+@pytest.mark.parametrize("format", ["auto", "zero0"])
+def test_deepspeed_says_which_ranks_are_there(tmp_path: Path, case: str, format: str) -> None:
+    names, what, hint = STEPS[case]
+    (tmp_path / "latest").write_text("global_step2")
+    step = fill(tmp_path / "global_step2", names)
+    for path in (tmp_path, step):
+        with pytest.raises(NotFoundError, match=what) as caught:
+            api.open(path, format)
+        assert hint in str(caught.value.hint) and str(step) in str(caught.value.path)
+
+
+def test_files_that_stand_by_themselves_are_listed(tmp_path: Path) -> None:
+    """Files of an exponential moving average, as callbacks leave them beside the averaged weights."""
+    for name in ("last.ckpt", "last-EMA.ckpt"):
+        torch.save({"state_dict": {"a.weight": torch.ones(2)}}, tmp_path / name)
+    with pytest.raises(NotFoundError, match="no checkpoint of a known format") as caught:
+        api.open(tmp_path)
+    assert str(caught.value.hint).endswith("give one: last-EMA.ckpt, last.ckpt")
+    assert api.open(tmp_path / "last-EMA.ckpt").format == "full"
+
+
+def test_models_beside_each_other_are_listed(tmp_path: Path) -> None:
+    step = tmp_path / "checkpoint-5"
+    for name in ("unet", "unet_ema"):
+        (step / name).mkdir(parents=True)
+        save_file({"a": torch.ones(2)}, step / name / "diffusion_pytorch_model.safetensors")
+    for path in (tmp_path, step):
+        with pytest.raises(SeveralRunsError) as caught:
+            api.open(path)
+        assert caught.value.runs == (str(step / "unet"), str(step / "unet_ema"))
+    assert api.open(step / "unet_ema").format == "hf"
+
+
+def test_a_universal_folder_is_not_taken_for_a_step_without_zero(fixtures: Path, tmp_path: Path) -> None:
+    """It has the one model file that such a step has, and the optimizer was left out without a word."""
+    api.plan(api.open(fixtures / "toy-zero2"), "universal").run(tmp_path / "out")
+    folder = next(path for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert [path.name for path in folder.glob("*_states.pt")] == [MODEL]
+    found = api.open(folder)
+    assert found.format == "universal" and "exp_avg" in found.optimizer_states

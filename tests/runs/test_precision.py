@@ -1,0 +1,133 @@
+"""`ckpt/runs/precision.py`: a run that keeps float32 weights and computes in 16 bits is exported in what it
+computes in, and says so.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+from ckpt import api
+from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, DType
+from tests.support.commands import process
+
+BY_DTYPE = {BFLOAT16: torch.bfloat16, FLOAT16: torch.float16, FLOAT32: torch.float32}
+
+
+@pytest.fixture
+def model() -> LlamaForCausalLM:
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 16, "hidden_size": 12, "intermediate_size": 8, "num_hidden_layers": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=2))
+
+
+def run_of(model: LlamaForCausalLM, folder: Path, kind: str, dtype: str | None, **arguments: Any) -> Path:
+    """A step as HF Trainer leaves it under FSDP: float32 weights, the config and the training arguments."""
+    step = folder / "checkpoint-1"
+    step.mkdir(parents=True)
+    if kind == "dcp":
+        dcp.save({"model": model.state_dict()}, checkpoint_id=step / "pytorch_model_fsdp_0")
+    else:
+        torch.save(model.state_dict(), step / "pytorch_model_fsdp.bin")
+    model.config.save_pretrained(step)
+    config = json.loads((step / "config.json").read_text())
+    (step / "config.json").write_text(json.dumps({**config, "dtype": dtype}))
+    torch.save(TrainingArguments(str(folder), use_cpu=True, report_to=[], **arguments), step / "training_args.bin")
+    return folder
+
+
+def check(run: Path, out: Path, model: LlamaForCausalLM, expected: DType, options: list[str]) -> str:
+    report = process("convert", "auto", "hf", run, "-o", out, "-v", *options)
+    assert report.code == 0, report.err
+    written = load_file(out / "model.safetensors")
+    truth = model.to(BY_DTYPE[expected]).state_dict()
+    assert written.keys() == truth.keys()
+    assert all(torch.equal(written[k].view(torch.uint8), truth[k].contiguous().view(torch.uint8)) for k in truth)
+    assert json.loads((out / "config.json").read_text())["dtype"] == str(BY_DTYPE[expected]).removeprefix("torch.")
+    return report.err
+
+
+@pytest.mark.parametrize("kind", ["dcp", "full"])
+@pytest.mark.parametrize(
+    ("dtype", "arguments", "expected", "said"),
+    [
+        ("bfloat16", {}, BFLOAT16, "the run computes in (the dtype in config.json)"),
+        ("float32", {"bf16": True}, BFLOAT16, "the run computes in (bf16 in training_args.bin)"),
+        ("bfloat16", {"fp16": True}, FLOAT16, "the run computes in (fp16 in training_args.bin)"),
+        ("float32", {}, FLOAT32, None),
+        (None, {}, FLOAT32, None),
+    ],
+)
+def test_what_is_written_is_what_the_run_computes_in(
+    model: LlamaForCausalLM, tmp_path: Path, kind: str, dtype: str, arguments: dict, expected: DType, said: str | None
+) -> None:
+    run = run_of(model, tmp_path / "run", kind, dtype, **arguments)
+    told = check(run, tmp_path / "out", model, expected, [])
+    assert said in told and "--dtype fp32 writes these" in told if said else "computes in" not in told
+    report = process("verify", run, tmp_path / "out")
+    assert report.code == 0 and ("after rounding" in report.out) == (said is not None), report.out + report.err
+
+
+def test_masters_are_still_to_be_had(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "run", "dcp", "bfloat16", bf16=True)
+    assert "computes in" not in check(run, tmp_path / "out", model, FLOAT32, ["--dtype", "fp32"])
+
+
+def test_a_hugging_face_folder_keeps_its_dtype(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    """What somebody chose to write stays, whatever its config says."""
+    model.save_pretrained(tmp_path / "hf")
+    config = json.loads((tmp_path / "hf/config.json").read_text())
+    (tmp_path / "hf/config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    assert api.open(tmp_path / "hf").computes_in is None
+    check(tmp_path / "hf", tmp_path / "out", model, FLOAT32, [])
+
+
+def test_deepspeeds_own_weights_are_what_it_computes_in(fixtures: Path, tmp_path: Path) -> None:
+    """Whatever the config was copied from."""
+    for name, role in (("toy-zero0-fp32", "weight"), ("toy-zero0", "master")):
+        run = Path(shutil.copytree(fixtures / name, tmp_path / name))
+        (run / "config.json").write_text('{"dtype": "bfloat16"}')
+        checkpoint = api.open(run)
+        assert checkpoint.computes_in is None and checkpoint["a.weight", role].dtype == "float32"
+
+
+def test_damaged_training_arguments_tell_nothing_and_it_is_said(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "run", "dcp", "float32", bf16=True)
+    (run / "checkpoint-1" / "training_args.bin").write_bytes(b"\x80\x02no pickle")
+    checkpoint = api.open(run)
+    assert checkpoint.computes_in is None
+    assert any("training_args.bin is damaged and not read" in note for note in checkpoint.notes)
+
+
+@pytest.mark.parametrize(("arguments", "said"), [(True, False), (False, True)])
+def test_what_is_recorded_nowhere_is_said(model: LlamaForCausalLM, tmp_path: Path, arguments: bool, said: bool) -> None:
+    """FSDP's sharded checkpoints of HF Trainer have no training arguments, nor a config of theirs."""
+    run = run_of(model, tmp_path / "run", "dcp", "float32")
+    (run / "checkpoint-1" / "trainer_state.json").write_text('{"global_step": 1}')
+    if not arguments:
+        (run / "checkpoint-1" / "training_args.bin").unlink()
+    told = check(run, tmp_path / "out", model, FLOAT32, [])
+    assert ("nothing here records whether it computes in 16 bits, which --dtype bf16" in " ".join(told.split())) == said
+    assert "nothing here records" not in check(run, tmp_path / "bf16", model, BFLOAT16, ["--dtype", "bf16"])
+
+
+def test_training_arguments_beside_a_given_config_are_another_runs(model: LlamaForCausalLM, tmp_path: Path) -> None:
+    run = run_of(model, tmp_path / "run", "dcp", "float32")
+    for name in ("config.json", "training_args.bin"):
+        (run / "checkpoint-1" / name).unlink()
+    other = run_of(model, tmp_path / "other", "dcp", "float32", bf16=True) / "checkpoint-1"
+    shutil.copy(other / "training_args.bin", other.parent)
+    said = check(run, tmp_path / "out", model, FLOAT32, ["--config", str(other)])
+    assert "training_args.bin" not in said
+    shutil.copy(other / "training_args.bin", run)  # the run's own folder may be given, too
+    shutil.copy(other / "config.json", run)
+    own = check(run / "checkpoint-1", tmp_path / "again", model, BFLOAT16, ["--config", str(run)])
+    assert "bf16 in training_args.bin" in own and "files of the run training_args.bin" in own

@@ -1,0 +1,126 @@
+"""`ckpt/runs/trainer_files.py`: a `checkpoint-N` of HF Trainer stays one, whatever it is converted to that holds an
+optimizer.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ckpt import api
+from tests.support.commands import ckpt
+
+#: What Trainer needs in order to go on, apart from the model and the optimizer.
+OF_THE_STEP = ("trainer_state.json", "config.json", "tokenizer_config.json", "rng_state_0.pth", "rng_state_1.pth")
+
+
+@pytest.fixture
+def run(fixtures: Path, tmp_path: Path) -> Path:
+    """A run folder of two ranks, in which a script has left the state of its last step as well."""
+    run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
+    (run / "trainer_state.json").write_text('{"global_step": 1000}')
+    (run / "checkpoint-2" / "scheduler.pt").write_bytes(b"the schedule")
+    return run
+
+
+@pytest.mark.parametrize(
+    "ways",
+    [("dcp", "zero3"), ("dcp", "full", "dcp"), ("full", "zero1"), ("full", "full"), ("zero3", "universal", "zero2")],
+    ids=" ".join,
+)
+def test_a_step_stays_one(run: Path, ways: tuple[str, ...]) -> None:
+    step, at, source = run / "checkpoint-2", run, "zero2"
+    for way in ways:
+        output = run.with_name(f"{at.name}-{way}") / "checkpoint-2"
+        ranks = ("--world-size", "2") if source == "full" else ()
+        result = ckpt("convert", source, way, at, "-o", output, *ranks)
+        assert result.code == 0, result.err
+        assert f"trainer.train(resume_from_checkpoint='{output}')" in result.err
+        for name in (*OF_THE_STEP, "scheduler.pt"):
+            assert (output / name).read_bytes() == (step / name).read_bytes(), (way, name)
+        at, source = output.parent, way
+        assert api.open(at, source).state.step == 2
+
+
+def test_a_step_without_its_schedule_is_said_to_be(run: Path) -> None:
+    """Under FSDP, Trainer looks for the optimizer only where there is a `scheduler.pt`."""
+    (run / "checkpoint-2" / "scheduler.pt").unlink()
+    for way in ("dcp", "full"):
+        assert "no scheduler.pt" in ckpt("convert", "zero2", way, run, "-o", run.with_name(way)).err
+
+
+def test_weights_alone_are_no_step_to_go_on_from(run: Path) -> None:
+    """Trainer would go on from its step with an optimizer that knows nothing."""
+    result = ckpt("convert", "zero2", "hf", run)
+    assert "resume_from_checkpoint" not in result.err
+    weights = run / "checkpoint-3"
+    shutil.move(run.with_name("run-hf"), weights)
+    shutil.copy(run / "checkpoint-2" / "trainer_state.json", weights)
+    for way in ("zero3", "dcp", "full"):
+        result = ckpt("convert", "hf", way, weights, "--world-size", "2", "-o", run.with_name(way))
+        assert result.code == 0, result.err
+        assert "resume_from_checkpoint" not in result.err
+        assert "not in the target: files of the run trainer_state.json" in result.err
+        assert not (run.with_name(way) / "trainer_state.json").exists()
+
+
+def test_all_random_states_are_kept_where_no_number_of_ranks_is_given(run: Path) -> None:
+    full = ckpt("convert", "zero2", "full", run, "-o", run.with_name("full"))
+    assert "random states" not in full.err
+    one = ckpt("convert", "full", "full", run.with_name("full"), "-o", run.with_name("one"), "--world-size", "1")
+    assert "random states of rank 1" in one.err
+    assert (run.with_name("one") / "rng_state.pth").read_bytes() == (
+        run / "checkpoint-2" / "rng_state_0.pth"
+    ).read_bytes()
+
+
+def test_a_tag_names_a_step_inside_of_a_checkpoint_folder(run: Path) -> None:
+    """Also where nothing records that it is the latest, and where the run folder has steps of its own."""
+    (run / "checkpoint-2" / "latest").unlink()
+    for own in (False, True):
+        if own:
+            shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step0")
+        for tag in ("global_step2", "checkpoint-1", "checkpoint-1/global_step1"):
+            step = run / tag if "/" in tag else next(run.glob(f"*/{tag}"), run / tag / "global_step1")
+            assert Path(api.open(run, tag=tag).path) == step
+    missing = ckpt("inspect", run, "--tag", "global_step9")
+    assert missing.code == 3 and "hint: --tag global_step0" in missing.err
+
+
+def test_a_tag_that_nothing_has_is_answered_with_those_there_are(run: Path) -> None:
+    missing = ckpt("inspect", run, "--tag", "checkpoint-3")
+    assert missing.code == 3 and "hint: --tag checkpoint-2 or --tag checkpoint-1" in missing.err
+
+
+def test_later_steps_than_that_of_the_run_folder_are_named(run: Path) -> None:
+    """A conversion that training went on from, into the same folder, is what `latest` there still records."""
+    shutil.copytree(run / "checkpoint-1" / "global_step1", run / "global_step1")
+    (run / "latest").write_text("global_step1")
+    notes = api.open(run).notes
+    assert notes == ("taking global_step1", "later than the one that is taken: checkpoint-2 (--tag takes it)")
+
+
+def test_an_optimizer_that_was_read_is_no_file_left_behind(run: Path) -> None:
+    """Nor for a target of weights, which lists the states that it has no place for."""
+    whole = run.with_name("whole")
+    assert ckpt("convert", "zero2", "full", run, "-o", whole).code == 0
+    (whole / "trainer_state.json").unlink()
+    for way in ("zero3", "dcp", "full", "hf"):
+        ranks = ("--world-size", "2") if way == "zero3" else ()
+        result = ckpt("convert", "full", way, whole, "--dry-run", *ranks)
+        assert result.code == 0
+        assert not [line for line in result.out.splitlines() if "not in the target" in line and "optimizer.bin" in line]
+    assert "not in the target: optimizer states" in result.out
+
+
+def test_checkpoints_beside_a_finished_runs_model_are_named(fixtures: Path) -> None:
+    """A run that has ended exports its model into the run's folder, without the optimizer, and without a step."""
+    run = fixtures / "axolotl-fsdp2/outputs/gpt-oss-out"
+    checkpoint = api.open(run)
+    assert checkpoint.format == "hf" and checkpoint.state.step is None
+    told = "the model of the folder itself is taken; beside it: checkpoint-2 (--tag takes it)"
+    assert told in checkpoint.notes
+    assert told in ckpt("inspect", run).err + ckpt("inspect", run).out
+    assert all("beside it" not in note for note in api.open(run, tag="checkpoint-2").notes)

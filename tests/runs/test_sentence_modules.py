@@ -1,0 +1,71 @@
+"""`ckpt/runs/sentence_modules.py`: runs of sentence-transformers, and TRL's value head, as Hub folders.
+
+Names and files are those that sentence-transformers 5 writes; its own loader took all 41 tensors of such a folder.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.support.building import write_stage3
+from tests.support.commands import ckpt
+
+SIZES = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 31}
+
+
+def bert(folder: Path) -> dict[str, torch.Tensor]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=12, architectures=["BertModel"])
+    folder.mkdir(parents=True)
+    config.save_pretrained(folder)
+    return dict(transformers.BertModel(config).named_parameters())
+
+
+@pytest.mark.parametrize("inner", ["auto_model", "model"])
+def test_a_run_of_sentence_transformers(tmp_path: Path, inner: str) -> None:
+    """The model, and each trained module in a folder of its own; placeholders there are replaced."""
+    step = tmp_path / "checkpoint-2"
+    model = {fqn: tensor.detach() for fqn, tensor in bert(step).items()}
+    dense = {"linear.weight": torch.randn(8, 16), "linear.bias": torch.randn(8)}
+    names = {f"0.{inner}.{fqn}": t for fqn, t in model.items()} | {f"2.{fqn}": t for fqn, t in dense.items()}
+    write_stage3(step / "run", [names], 2)
+    (step / "run" / "global_step2").rename(step / "global_step2")
+    (step / "latest").write_text("global_step2")
+    listed = [("0", "", "Transformer"), ("1", "1_Pooling", "Pooling"), ("2", "2_Dense", "Dense")]
+    modules = [{"idx": int(n), "name": n, "path": path, "type": f"st.{kind}"} for n, path, kind in listed]
+    (step / "modules.json").write_text(json.dumps(modules))
+    (step / "sentence_bert_config.json").write_text("{}")
+    for name in ("1_Pooling", "2_Dense"):
+        (step / name).mkdir()
+        (step / name / "config.json").write_text(json.dumps({"of": name}))
+    save_file({fqn: torch.empty(0) for fqn in dense}, step / "2_Dense" / "model.safetensors")
+    report = ckpt("convert", "auto", "hf", step, "-o", tmp_path / "out", "--dtype", "fp32", "--verify")
+    assert report.code == 0 and "SentenceTransformer can load this folder" in report.out + report.err, report
+    again = ckpt("convert", "hf", "hf", tmp_path / "out", "-o", tmp_path / "again", "--names", "own")
+    assert again.code == 0, again
+    for out in (tmp_path / "out", tmp_path / "again"):
+        found = load_file(out / "model.safetensors"), load_file(out / "2_Dense" / "model.safetensors")
+        for written, truth in zip(found, (model, dense), strict=True):
+            assert written.keys() == truth.keys()
+            assert all(torch.equal(written[fqn], truth[fqn]) for fqn in truth)
+        kept = ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json", "2_Dense/config.json")
+        assert all((out / name).read_bytes() == (step / name).read_bytes() for name in kept)
+    assert ckpt("verify", tmp_path / "out", tmp_path / "again").code == 0
+
+
+def test_a_value_head_stays_next_to_the_model(tmp_path: Path) -> None:
+    """TRL reads `v_head.` from the model's own file; other tensors next to the model are still refused."""
+    step = tmp_path / "checkpoint-2"
+    model = {fqn: tensor.detach() for fqn, tensor in bert(step).items()}
+    for head, code in (("v_head.summary.weight", 0), ("other.weight", 6)):
+        names = {f"pretrained_model.{fqn}": t for fqn, t in model.items()} | {head: torch.randn(1, 16)}
+        run = write_stage3(tmp_path / head, [names], 2)
+        options = ("-o", tmp_path / "out", "--overwrite", "--dtype", "fp32", "--config", step / "config.json")
+        report = ckpt("convert", "auto", "hf", run, *options)
+        assert report.code == code, report
+    assert load_file(tmp_path / "out" / "model.safetensors").keys() == {*model, "v_head.summary.weight"}

@@ -1,0 +1,138 @@
+"""`ckpt/runs/steps.py`, `finding.py`: a tag that names a step means one thing for every command: what the step's
+folder is, given by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import ckpt
+from ckpt import api
+from ckpt.errors import CkptError
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.runs.steps import ANY_STEP
+from tests.support.commands import Result
+from tests.support.commands import ckpt as run_ckpt
+from tests.support.places import FIXTURES
+
+
+def steps() -> Iterator[Path]:
+    """Every folder of a step in the fixtures, in a run's folder or in another step's."""
+    for folder, inside, _ in os.walk(FIXTURES):
+        yield from (Path(folder, name) for name in inside if ANY_STEP.fullmatch(name) and "hostile" not in folder)
+
+
+STEPS = sorted(steps())
+NAMES = [str(step.relative_to(FIXTURES)) for step in STEPS]
+
+
+def facts(checkpoint: Checkpoint) -> dict[str, Any]:
+    digests = api.digests(checkpoint)
+    return {
+        "format": checkpoint.format,
+        "path": checkpoint.path,
+        "states": checkpoint.optimizer_states,
+        "step": checkpoint.state.step,
+        "entries": sorted(checkpoint.state.entries()),
+        "ranks": checkpoint.world_size,
+        "config": checkpoint.config,
+        "digests": digests.whole,
+    }
+
+
+def outcome(*words: str | Path) -> Result:
+    """What a command printed, but for notes on which step was taken."""
+    result = run_ckpt(*words)
+    lines = [line for line in result.err.splitlines() if "taking " not in line and "there is also" not in line]
+    return replace(result, err="\n".join(lines))
+
+
+@pytest.mark.parametrize("step", STEPS, ids=NAMES)
+def test_a_tag_opens_what_the_folder_of_the_step_is(step: Path) -> None:
+    try:
+        expected = facts(ckpt.open(step))
+    except CkptError as error:
+        with pytest.raises(type(error)) as same:
+            facts(ckpt.open(step.parent, tag=step.name))
+        assert same.value.what == error.what
+        return
+    assert facts(ckpt.open(step.parent, tag=step.name)) == expected
+    if sum(other.parent == step.parent for other in STEPS) == 1 and "axolotl" not in str(step):
+        assert facts(ckpt.open(step.parent)) == expected, "it is the run's only step"
+    around = step.parent.parent
+    if around.name == "outputs":  # with one run in it
+        assert facts(ckpt.open(around, tag=step.name)) == expected
+
+
+@pytest.mark.parametrize("step", STEPS, ids=NAMES)
+def test_every_command_takes_the_same(step: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(step.parent, run, ignore=lambda folder, _: {"truth"} if folder == str(step.parent) else set())
+    (tmp_path / "out").mkdir()
+    tag, place = ("--tag", step.name), run / step.name
+    assert outcome("hash", run, *tag) == outcome("hash", place)
+    assert outcome("convert", "auto", "full", run, *tag, "--dry-run", "-o", tmp_path / "out/full") == outcome(
+        "convert", "auto", "full", place, "--dry-run", "-o", tmp_path / "out/full"
+    )
+    shown = [run_ckpt("inspect", *words, "--json") for words in ((run, *tag), (place,))]
+    assert shown[0].code == shown[1].code
+    if shown[0].code == 0:
+        assert described(shown[0]) == described(shown[1])
+        assert run_ckpt("verify", run, place, "--tag-a", step.name, "-q").code == 0
+    checked = [run_ckpt("check", *words, "--json") for words in ((run, *tag), (place,))]
+    assert checked[0].code == checked[1].code
+    if checked[0].out:
+        for one, other in zip(*(json.loads(result.out)["checkpoints"] for result in checked), strict=True):
+            assert one | {"path": ""} == other | {"path": ""}
+    resumed = [run_ckpt("resume", *words, "--world-size", "3") for words in ((run, *tag), (place,))]
+    assert (resumed[0].code, resumed[0].out) == (resumed[1].code, resumed[1].out)
+
+
+def described(result: Result) -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(result.out)
+    content["notes"] = [note for note in content["notes"] if "taking " not in note and "there is also" not in note]
+    return content
+
+
+def test_the_hint_after_a_damaged_step_leads_to_a_training_checkpoint(tmp_path: Path) -> None:
+    """`checkpoint-N` of a LoRA run has the adapter beside the optimizer."""
+    run = tmp_path / "run"
+    for name in ("checkpoint-2", "checkpoint-4"):
+        shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora/checkpoint-2", run / name)
+    damaged = next((run / "checkpoint-4/global_step2").glob("*rank_1*optim_states.pt"))
+    content = bytearray(damaged.read_bytes())
+    content[400] ^= 1
+    damaged.write_bytes(content)
+    result = run_ckpt("convert", "auto", "zero3", run, "--world-size", "1", "-o", tmp_path / "out")
+    assert result.code == 4 and "--tag checkpoint-2 takes the checkpoint before checkpoint-4" in result.err
+    result = run_ckpt(
+        "convert", "auto", "zero3", run, "--world-size", "1", "-o", tmp_path / "out", "--tag", "checkpoint-2"
+    )
+    assert result.code == 0, result.err
+    assert set(ckpt.open(tmp_path / "out").optimizer_states) >= {"exp_avg", "exp_avg_sq", "step"}
+
+
+def test_a_model_beside_the_optimizer_is_not_what_a_step_is(tmp_path: Path) -> None:
+    """`pytorch_model.bin`, which HF Trainer saves there with save_safetensors=False; and the run's `latest`."""
+    run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
+    ckpt.plan(ckpt.open(run), "hf").run(tmp_path / "hf")
+    for step in ("checkpoint-1", "checkpoint-2"):
+        torch.save(load_file(tmp_path / "hf/model.safetensors"), run / step / "pytorch_model.bin")
+    assert ckpt.open(run).format == ckpt.open(run, tag="checkpoint-1").format == "zero2"
+    assert ckpt.open(run, "full").path == str(run / "checkpoint-2")
+    for step in ("1", "2"):  # DeepSpeed's own steps, under such names
+        shutil.rmtree(run / f"checkpoint-{step}")
+        shutil.copytree(FIXTURES / f"trainer-zero2/checkpoint-{step}/global_step{step}", run / f"checkpoint-{step}")
+    (run / "latest").write_text("checkpoint-1")
+    assert ckpt.open(run).path == str(run / "checkpoint-1"), "the record is a rollback that somebody wanted"
+    assert ckpt.resume(run) == str(run)
