@@ -29,9 +29,9 @@ from ckpt.base.version import __version__
 if TYPE_CHECKING:
     from ckpt.api import convert, diff, hash, mount, open, plan, verify
     from ckpt.base.errors import CkptError
-    from ckpt.cli.diagnosis import doctor
     from ckpt.commands.check.checking import check
     from ckpt.commands.clean.cleaning import clean
+    from ckpt.commands.doctor.diagnosis import doctor
     from ckpt.commands.estimate.estimating import estimate
     from ckpt.commands.formats.formats import formats
     from ckpt.commands.inspect.inspecting import inspect
@@ -55,7 +55,7 @@ _FROM = {
         "ckpt.base.errors": "CkptError",
         "ckpt.commands.check.checking": "check",
         "ckpt.commands.inspect.inspecting": "inspect",
-        "ckpt.cli.diagnosis": "doctor",
+        "ckpt.commands.doctor.diagnosis": "doctor",
         "ckpt.commands.estimate.estimating": "estimate",
         "ckpt.commands.push.pushing": "push",
         "ckpt.commands.merge_lora.merging": "merge_lora",

@@ -31,23 +31,6 @@ FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
 OTHERS = "How-to"
 COMMANDS = "Reference"
-#: The page that tells more about a command.
-GUIDES = {
-    "convert": "formats.md",
-    "resume": "resume.md",
-    "mount": "views.md",
-    "merge-lora": "merge-lora.md",
-    "push": "merge-lora.md",
-    "clean": "clean.md",
-    "inspect": "command-line.md",
-    "check": "check.md",
-    "verify": "verify.md",
-    "diff": "diff.md",
-    "hash": "verify.md",
-    "estimate": "estimate.md",
-    "formats": "formats.md",
-    "doctor": "doctor.md",
-}
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
 #: Line ends of Japanese text that are no spaces: between two of its letters, or beside its punctuation.
 _LINE_END = re.compile(
@@ -65,7 +48,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Add pages to the nav: those of the commands to Reference, and to How-to each one that is named nowhere."""
     assert config.nav is not None
     reference = next(section[COMMANDS] for section in config.nav if COMMANDS in section)
-    reference.append({"Each command": [{f"ckpt {name}": f"commands/{name}.md"} for name in GUIDES]})
+    reference.append({"Each command": [{f"ckpt {name}": f"commands/{name}.md"} for name in guides()]})
     named = set(re.findall(r"[\w/-]+\.md", str(config.nav)))
     docs = Path(config.docs_dir)
     for path in sorted(docs.rglob("*.md")):
@@ -78,7 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name in COPIED:
         files.append(File.generated(config, PAGES[name], content=(ROOT / name).read_text("utf-8")))
-    for name in GUIDES:
+    for name in guides():
         files.append(File.generated(config, f"commands/{name}.md", content=command_page(name)))
     return files
 
@@ -207,6 +190,13 @@ def examples() -> str:
     return "\n\n".join(shown)
 
 
+def guides() -> dict[str, str]:
+    """Return the page that tells more about each command."""
+    from ckpt.cli import registered
+
+    return {command.name: command.guide for command in registered.all_commands()}
+
+
 def command_page(name: str) -> str:
     """The help of a command as a page."""
     from ckpt.cli import app
@@ -214,7 +204,8 @@ def command_page(name: str) -> str:
     shown = io.StringIO()
     with contextlib.redirect_stdout(shown), contextlib.suppress(SystemExit):
         app([name, "--help"], prog_name="ckpt")
-    more = f"More about it: [{GUIDES[name].removesuffix('.md')}](../{GUIDES[name]}). [Exit codes](../exit-codes.md)."
+    guide = guides()[name]
+    more = f"More about it: [{guide.removesuffix('.md')}](../{guide}). [Exit codes](../exit-codes.md)."
     return f"# ckpt {name}\n\n```text\n{shown.getvalue().strip()}\n```\n\n{more}\n"
 
 

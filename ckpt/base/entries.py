@@ -53,7 +53,7 @@ def load(where: str) -> Any:
     try:
         return getattr(import_module(module), attribute)
     except (ImportError, AttributeError) as error:
-        if module.startswith("converters."):
+        if module.startswith(("converters.", "ckpt.")):
             raise
         raise UsageError(
             f"an installed package registers {where!r}, which cannot be imported",

@@ -11,8 +11,8 @@ import sys
 from typing import TextIO
 
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
-#: Commands whose work is what they write; what they print says where it is.
-_WRITING = (["convert"], ["merge-lora"], ["mount"], ["push"])
+#: True if the command's work is the files that it writes; then what it prints says only where they are.
+work_is_files = False
 
 
 class TerminatedError(KeyboardInterrupt):
@@ -97,7 +97,7 @@ def flush_output() -> str | None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         return None if isinstance(error, BrokenPipeError) else error.strerror
     closed = getattr(sys.stdout, "buffer", None)
-    if isinstance(closed, _Unfailing) and closed.is_used and sys.argv[1:2] not in _WRITING:
+    if isinstance(closed, _Unfailing) and closed.is_used and not work_is_files:
         return "it is closed"
     return None
 
@@ -112,7 +112,7 @@ def code_of_reader() -> int | None:
     if not any(event & select.POLLERR for _, event in asked.poll(0)):
         return None
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    return 0 if sys.argv[1:2] in _WRITING else READER_LEFT
+    return 0 if work_is_files else READER_LEFT
 
 
 def coloured(stream: TextIO) -> bool:

@@ -7,67 +7,26 @@ incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no
 A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
 slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
 
-May import: `ckpt.api`, `ckpt.base`, `ckpt.commands`, `ckpt.compare`, `ckpt.move`, `ckpt.pictures`, `ckpt.plan`,
-`ckpt.processes`, `ckpt.runs`, `ckpt.stores`, `ckpt.views`.
+May import: `ckpt.base`, `ckpt.commands`, `ckpt.move`, `ckpt.options`, `ckpt.plan`, `ckpt.processes`, `ckpt.stores`.
 """
 
 from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
-from typing import Annotated
+from collections.abc import Iterable
+from functools import cache
+from typing import Annotated, Any
 
 import typer
 
+from ckpt.base.errors import UsageError
 from ckpt.base.version import __version__
-from ckpt.cli import complete, quick
-from ckpt.cli.clean import clean
-from ckpt.cli.convert import convert
-from ckpt.cli.doctor import doctor
-from ckpt.cli.look import estimate_, formats, inspect
-from ckpt.cli.lora import merge_lora, push
-from ckpt.cli.mount import mount
-from ckpt.cli.options import Command, Commands, guarded, with_options
-from ckpt.cli.resume import resume
-from ckpt.cli.verify import check, diff, hash_, verify
+from ckpt.cli import quick, registered
+from ckpt.cli.parser import CommandGroup, add
+from ckpt.cli.usage import say_error
+from ckpt.options.command import Command
 from ckpt.processes.launch import silence_all_but_one
-
-app = typer.Typer(
-    name="ckpt",
-    cls=Commands,
-    help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
-    context_settings={
-        # options may be typed with underscores, as DeepSpeed's and Accelerate's users do
-        "token_normalize_func": lambda name: name.replace("_", "-"),
-        "help_option_names": ["-h", "--help"],
-    },
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-)
-#: The commands, by the sections of the help.
-COMMANDS: dict[str, dict[str, Callable[..., None]]] = {
-    "Convert and go on": {
-        "convert": with_options(convert),
-        "resume": with_options(resume),
-        "mount": with_options(mount),
-        "merge-lora": with_options(merge_lora),
-        "push": with_options(push),
-        "clean": clean,
-    },
-    "Look and compare": {
-        "inspect": with_options(inspect),
-        "check": check,
-        "verify": with_options(verify),
-        "diff": with_options(diff),
-        "hash": hash_,
-    },
-    "Know beforehand": {"estimate": with_options(estimate_), "formats": formats, "doctor": doctor},
-}
-for _section, _members in COMMANDS.items():
-    for _name, _command in _members.items():
-        app.command(_name, cls=Command, rich_help_panel=_section)(guarded(_command))
 
 
 def _print_version(wanted: bool) -> None:
@@ -76,7 +35,6 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _options(
     version: Annotated[
         bool, typer.Option("-V", "--version", callback=_print_version, is_eager=True, help="Print the version.")
@@ -85,11 +43,51 @@ def _options(
     pass
 
 
+def application(commands: Iterable[Command]) -> typer.Typer:
+    """Return the command line with `commands`."""
+    app = typer.Typer(
+        name="ckpt",
+        cls=CommandGroup,
+        help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
+        context_settings={
+            # options may be typed with underscores, as DeepSpeed's and Accelerate's users do
+            "token_normalize_func": lambda name: name.replace("_", "-"),
+            "help_option_names": ["-h", "--help"],
+        },
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for one in commands:
+        add(app, one)
+    return app
+
+
+@cache
+def _whole() -> typer.Typer:
+    return application(registered.all_commands())
+
+
+def __getattr__(name: str) -> Any:
+    """Return `app`, the command line with all commands: made when it is asked for, as it imports them all."""
+    if name == "app":
+        return _whole()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
-    if "convert" in sys.argv[1:2]:
+    typed = sys.argv[1:2]
+    if typed == ["convert"]:
         silence_all_but_one()
-    complete.offer_at_the_first_tab()
+    quick.offer_at_the_first_tab()
+    try:
+        is_known = typed and typed[0] in registered.places()
+        app = application([registered.command(typed[0])]) if is_known else _whole()
+    except UsageError as error:
+        say_error(error)
+        sys.exit(error.exit_code)
     quick.command(app)(prog_name="ckpt")  # for `python -m ckpt` too: shells complete the name of a command

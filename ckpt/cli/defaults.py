@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
-from ckpt.cli.examples import EXAMPLES
+from ckpt.cli import registered
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
 #: What a file, which may be somebody else's, does not set: where is written, what is replaced, what leaves the machine.
@@ -96,7 +96,7 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
         raise UsageError("this is not TOML", path=path, found=str(error)) from None
     if not isinstance(tables, dict):
         raise UsageError(f"[[{TABLE}]] is no table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default")
-    commands = [name for name in EXAMPLES if name != "ckpt"]
+    commands = [one.name for one in registered.all_commands()]
     for name, table in tables.items():
         if name not in commands or not isinstance(table, dict):
             meant = None if name in commands else did_you_mean(name, commands)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
-import sys
 from collections.abc import Callable
 from functools import partialmethod
 from pathlib import Path
@@ -14,15 +14,19 @@ import typer.core
 
 
 def command(app: typer.Typer) -> Callable[..., Any]:
-    """What runs `app`, built without the other commands where the one that was typed is known."""
-    known = {one.name or getattr(one.callback, "__name__", None): one for one in app.registered_commands}
-    if len(sys.argv) > 1 and (typed := known.get(sys.argv[1])):
-        others = [one for one in app.registered_commands if one is not typed]
-        app.registered_commands = [typed, *others[:1]]  # of one alone typer makes no group of commands
+    """Return what runs `app`."""
     for kind in (typer.core.TyperArgument, typer.core.TyperOption):
         if hasattr(kind, "get_runtime_param"):
             kind.get_runtime_param = partialmethod(_Param, kind.get_runtime_param)  # type: ignore[assignment,method-assign]
     return typer.main.get_command(app)
+
+
+def offer_at_the_first_tab() -> None:
+    """Mend typer's file for zsh: loaded at the first Tab it defines its function, and offers nothing until the next."""
+    with contextlib.suppress(ImportError, AttributeError, KeyError):  # another typer
+        from typer._completion_shared import _completion_scripts as scripts
+
+        scripts["zsh"] += '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then %(complete_func)s "$@"; fi\n'
 
 
 class _Param:

@@ -1,5 +1,5 @@
-"""The commands of `ckpt`: a folder for each, none of which knows another.
+"""The commands of `ckpt`: a folder for each, with its product and its declaration in `command.py`.
 
-May import: `ckpt.adapters`, `ckpt.api`, `ckpt.base`, `ckpt.compare`, `ckpt.containers`, `ckpt.move`, `ckpt.pictures`,
-`ckpt.plan`, `ckpt.processes`, `ckpt.runs`, `ckpt.state`, `ckpt.stores`, `ckpt.views`.
+May import: `ckpt.adapters`, `ckpt.api`, `ckpt.base`, `ckpt.compare`, `ckpt.containers`, `ckpt.move`, `ckpt.options`,
+`ckpt.pictures`, `ckpt.plan`, `ckpt.processes`, `ckpt.runs`, `ckpt.state`, `ckpt.stores`, `ckpt.views`.
 """

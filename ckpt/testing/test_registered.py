@@ -1,8 +1,11 @@
-"""The formats and stores of installed packages through the suites."""
+"""The formats, stores and commands of installed packages through the suites."""
 
 from __future__ import annotations
 
+from ckpt.base.entries import entries, load
+from ckpt.options.command import GROUP
 from ckpt.plan import registry
+from ckpt.testing.commands import CommandConformance
 from ckpt.testing.conformance import Conformance
 from ckpt.testing.stores import StoreConformance
 
@@ -13,3 +16,7 @@ class TestRegistered(Conformance):
 
 class TestRegisteredStores(StoreConformance):
     declarations = registry.store_declarations()
+
+
+class TestRegisteredCommands(CommandConformance):
+    commands = tuple(load(where) for where in entries(GROUP).values())

@@ -1,6 +1,6 @@
-"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/runs/plan_lines.py`, `formats.py`,
-`ckpt/commands/inspect/inspecting.py`, `ckpt/commands/estimate/estimating.py`, `ckpt/commands/merge_lora/merging.py`:
-the commands from Python.
+"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/runs/plan_lines.py`,
+`ckpt/commands/formats/formats.py`, `ckpt/commands/inspect/inspecting.py`, `ckpt/commands/estimate/estimating.py`,
+`ckpt/commands/merge_lora/merging.py`: the commands from Python.
 """
 
 from __future__ import annotations
@@ -48,14 +48,19 @@ def test_a_run_is_converted_and_verified_by_its_path(run: str, tmp_path: Path) -
 
 def test_no_result_is_true_or_false() -> None:
     """`if ckpt.verify(a, b): rmtree(a)` must not remove what differs.  Every class of results is asked."""
-    for module in ("check.checking", "resume.cleaning", "check.inspecting", "show.formats", "hub.push", "lora.effect"):
-        importlib.import_module(f"ckpt.{module}")
     for module in (
-        "lora.proving",
-        "estimate.estimating",
-        "verify.diff",
-        "verify.manifest",
-        "verify.transformers_loads",
+        "commands.check.checking",
+        "commands.clean.cleaning",
+        "commands.doctor.diagnosis",
+        "commands.estimate.estimating",
+        "commands.formats.formats",
+        "commands.inspect.inspecting",
+        "commands.merge_lora.effect",
+        "commands.merge_lora.proving",
+        "commands.push.push",
+        "compare.diff",
+        "compare.manifest",
+        "compare.transformers_loads",
     ):
         importlib.import_module(f"ckpt.{module}")
     classes, found = [Returned], set()

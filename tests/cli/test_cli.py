@@ -1,5 +1,6 @@
-"""`ckpt/cli/convert.py`, `look.py`, `verify.py`, `options.py`, `text.py`, `ckpt/api.py`: the command line as users type
-it: options, exit codes, stdout against stderr, and the Python API beside it.
+"""`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`, `ckpt/commands/verify/command.py`,
+`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: the command line as users type it: options, exit codes, stdout
+against stderr, and the Python API beside it.
 """
 
 from __future__ import annotations

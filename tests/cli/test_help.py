@@ -1,4 +1,4 @@
-"""`ckpt/cli/examples.py`, `complete.py`, `quick.py`, `options.py`: help, completion, hints for mistyped commands."""
+"""`ckpt/options/completion.py`, `ckpt/cli/quick.py`, `parser.py`: help, completion, hints for mistyped commands."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt.base.streams import coloured
-from ckpt.cli import app, complete
-from ckpt.cli.examples import EXAMPLES
+from ckpt.cli import registered
+from ckpt.cli.parser import EXAMPLES as OF_ALL
+from ckpt.options import completion as complete
 from ckpt.plan import registry
 from tests.support.commands import Result, process
 from tests.support.commands import ckpt as run_ckpt
@@ -25,7 +26,8 @@ from tests.support.golden import agrees
 from tests.support.places import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
-COMMANDS = [command.name or "" for command in app.registered_commands]
+COMMANDS = [command.name for command in registered.all_commands()]
+EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in registered.all_commands()}
 #: They take a server, FUSE or torch, and are run where there is one: these are parsed alone.
 PARSED = ("mount", "push", "merge-lora")
 
@@ -241,7 +243,7 @@ def test_on_a_terminal_the_target_is_asked_for(runs: Path, monkeypatch: pytest.M
 
     monkeypatch.chdir(runs)
     monkeypatch.setattr("typer.prompt", answer)
-    monkeypatch.setattr(import_module("ckpt.cli.convert"), "is_interactive", lambda: True)
+    monkeypatch.setattr(import_module("ckpt.commands.convert.command"), "is_interactive", lambda: True)
     result = run_ckpt("convert", "outputs", "--dry-run", "-o", "new")
     assert (result.code, asked) == (0, ["to which format?"]), result.err
     assert "would write" in result.out and "to new" in result.out

@@ -15,13 +15,13 @@ import pytest
 
 import ckpt as package
 from ckpt.base.words import in_python
-from ckpt.cli import COMMANDS
-from ckpt.cli.options import _options_of
+from ckpt.cli import registered
+from ckpt.cli.parser import _options_of
 from tests.support import advice, hints
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES, REPOSITORY
 
-NAMES = [name for members in COMMANDS.values() for name in members]
+NAMES = list(registered.places())
 
 
 def texts() -> Iterator[tuple[str, str]]:

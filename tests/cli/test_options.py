@@ -1,4 +1,4 @@
-"""`ckpt/cli/options.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names, read back
+"""`ckpt/cli/parser.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names, read back
 typed, refused where they do not belong.
 """
 

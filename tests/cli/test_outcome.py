@@ -1,4 +1,4 @@
-"""`ckpt/cli/text.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
+"""`ckpt/options/printing.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import ckpt
 from ckpt.base.text import Brief, counted, note_lines
-from ckpt.cli import text
+from ckpt.options import printing as text
 from ckpt.plan.loads import Loads
 from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt

@@ -1,5 +1,5 @@
-"""`ckpt/cli/convert.py`, `look.py`: the README shows what `ckpt` prints, and the options and formats that README and
-docs name exist.
+"""`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`: the README shows what `ckpt` prints, and the
+options and formats that README and docs name exist.
 """
 
 from __future__ import annotations

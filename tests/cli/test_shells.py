@@ -1,5 +1,5 @@
-"""`ckpt/cli/complete.py`: completion in bash, zsh and fish themselves: installed as users do, then a line is typed on a
-terminal, and Tab.
+"""`ckpt/options/completion.py`: completion in bash, zsh and fish themselves: installed as users do, then a line is
+typed on a terminal, and Tab.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ckpt/compare/training.py`, `beside.py`: `ckpt verify --run`: what two runs recorded beside their tensors."""
+"""`ckpt/compare/training.py`, `not_compared.py`: `ckpt verify --run`: what two runs recorded beside their tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ckpt/commands/doctor/facts.py`, `text.py`, `ckpt/cli/doctor.py`: what is installed here, and what works on a run."""
+"""`ckpt/commands/doctor/facts.py`, `text.py`, `ckpt/commands/doctor/command.py`: what is installed here, and what works
+on a run.
+"""
 
 from __future__ import annotations
 

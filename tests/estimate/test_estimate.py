@@ -1,6 +1,6 @@
-"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `parameters.py`, `text.py`,
-`converters/names/parameters.py`: `ckpt estimate`: parameter counts and activations against transformers', states
-against what real ranks hold.
+"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`,
+`ckpt/state/parameters.py`, `converters/names/parameters.py`: `ckpt estimate`: parameter counts and activations against
+transformers', states against what real ranks hold.
 """
 
 from __future__ import annotations

@@ -12,7 +12,16 @@ import ckpt
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Format
 
-ROOMS = ("commands/resume/resuming.py", "runs", "commands/inspect", "commands/check", "views", "state", "move", "containers")
+ROOMS = (
+    "commands/resume/resuming.py",
+    "runs",
+    "commands/inspect",
+    "commands/check",
+    "views",
+    "state",
+    "move",
+    "containers",
+)
 #: Formats by what they can do that most cannot.
 SAID: dict[str, tuple[Callable[[Format], bool], str]] = {
     "no optimizer": (lambda one: not one.carries_optimizer, "hf peft"),

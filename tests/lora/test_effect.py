@@ -1,4 +1,6 @@
-"""`ckpt/commands/merge_lora/effect.py`, `ckpt/cli/lora.py`: a merge says what it did to each layer that is targeted."""
+"""`ckpt/commands/merge_lora/effect.py`, `ckpt/commands/merge_lora/command.py`: a merge says what it did to each layer
+that is targeted.
+"""
 
 from __future__ import annotations
 

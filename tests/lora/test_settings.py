@@ -1,4 +1,4 @@
-"""`ckpt/adapters/peft_rules.py`, `adapter_entries.py`: settings of older and newer releases of PEFT."""
+"""`ckpt/adapters/peft_rules.py`, `entries.py`: settings of older and newer releases of PEFT."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `missing.py`, `centred.py`,
-`architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`, `model/splits.py`:
-names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals; logits of both.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `unsupported.py`,
+`centred.py`, `architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`,
+`model/splits.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals;
+logits of both.
 
 The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
 make, compares all names and shapes, and runs the same weights in both models.

@@ -1,4 +1,6 @@
-"""`converters/names/megatron/settings.py`, `run_settings.py`, `held.py`: no recorded setting passes in silence."""
+"""`converters/names/megatron/settings.py`, `run_settings.py`, `config_against_args.py`: no recorded setting passes in
+silence.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`ckpt/commands/clean/cleaning.py`, `copies.py`: what ckpt left around a run goes, and no checkpoint of the run."""
+"""`ckpt/commands/clean/cleaning.py`, `ckpt/commands/resume/copies.py`: what ckpt left around a run goes, and no
+checkpoint of the run.
+"""
 
 from __future__ import annotations
 

@@ -641,3 +641,12 @@ def test_errors_go_from_process_to_process() -> None:
     for error in (several, NotFoundError("not here", path="x", hint="look there")):
         other = pickle.loads(pickle.dumps(error))
         assert type(other) is type(error) and str(other) == str(error) and vars(other) == vars(error)
+
+
+def test_an_option_of_convert_is_proposed_as_its_command(tmp_path: Path) -> None:
+    """The hint named an option that resume has not."""
+    run = Path(shutil.copytree(FIXTURES / "quantized-zero2" / "bnb8", tmp_path / "outputs"))
+    with pytest.raises(LossError) as raised:
+        ckpt.resume(run, format="dcp", world_size=2)
+    for error in (run_ckpt("resume", run, "--format", "dcp", "--world-size", "2").err, str(raised.value)):
+        assert "hint: `ckpt convert zero2 dcp " in error and "--optimizer-dtype fp32` writes the values" in error

@@ -1,4 +1,5 @@
-"""`ckpt/pictures/pages.py`, `inspection.py`, `ckpt/cli/drawn.py`: what pages hold, and what they do in a real browser.
+"""`ckpt/pictures/pages.py`, `ckpt/commands/inspect/inspection.py`, `ckpt/options/drawings.py`: what pages hold, and
+what they do in a real browser.
 """
 
 from __future__ import annotations

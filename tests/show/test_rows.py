@@ -1,5 +1,6 @@
-"""`ckpt/commands/inspect/rows.py`, `sketch.py`, `canvas.py`, `svg.py`, `summary.py`: the picture of who holds what: its
-boxes against known layouts and against counting, and that nothing is left out.
+"""`ckpt/commands/inspect/rows.py`, `sketch.py`, `ckpt/pictures/canvas.py`, `ckpt/commands/inspect/svg.py`,
+`summary.py`: the picture of who holds what: its boxes against known layouts and against counting, and that nothing is
+left out.
 """
 
 from __future__ import annotations

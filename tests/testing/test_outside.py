@@ -1,4 +1,4 @@
-"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format and a store from packages outside.
+"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside.
 
 They are installed by pip in an environment of their own, used, and tested.
 
@@ -7,6 +7,7 @@ Tests `ckpt.plan.registry`, `ckpt.base.entries` and `ckpt.testing`.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -24,7 +25,7 @@ from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-EXAMPLE, STORE = (Path(__file__).parents[1] / f"example_{what}" for what in ("format", "store"))
+EXAMPLE, STORE, COMMAND = (Path(__file__).parents[1] / f"example_{what}" for what in ("format", "store", "command"))
 SAMPLE = EXAMPLE / "ckpt_mlx" / "sample"
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -37,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder / "venv"], check=True)
     site = Path(sysconfig.get_path("purelib", vars={"base": str(folder / "venv")}))
     (site / "others.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    for project in (REPOSITORY, EXAMPLE, STORE):
+    for project in (REPOSITORY, EXAMPLE, STORE, COMMAND):
         copy = folder / project.name
         ignored = (".*", "build", "fixtures", "*.egg-info", *(["tests"] if project is REPOSITORY else []))
         shutil.copytree(project, copy, ignore=shutil.ignore_patterns(*ignored))
@@ -63,7 +64,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return run
 
 
-@pytest.mark.parametrize("module", [EXAMPLE / "ckpt_mlx", STORE / "ckpt_sqlite"], ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "module", [EXAMPLE / "ckpt_mlx", STORE / "ckpt_sqlite", COMMAND / "ckpt_sizes"], ids=lambda path: path.name
+)
 def test_each_is_one_short_module(module: Path) -> None:
     assert [path.name for path in module.glob("*.py")] == ["__init__.py"]
     assert len((module / "__init__.py").read_text().splitlines()) < 150
@@ -78,6 +81,18 @@ def test_a_checkpoint_goes_into_the_store_and_back(run: Run, tmp_path: Path, mon
     assert "every bit of them" in run("ckpt", "verify", tmp_path / "two").stdout
     refused = run("ckpt", "convert", "zero3", "hf", "sqlite://nothing/here", "-o", tmp_path / "out", code=3)
     assert "Traceback" not in refused.stderr
+
+
+def test_a_command_from_outside_is_a_command(run: Run) -> None:
+    run_folder = REPOSITORY / "fixtures" / "toy-zero3"
+    found = json.loads(run("ckpt", "sizes", run_folder, "--json").stdout)
+    weights = json.loads(run("ckpt", "sizes", run_folder, "--json", "--role", "weight").stdout)
+    assert sum(found.values()) > sum(weights.values()) > 0
+    assert "sizes" in run("ckpt", "--help").stdout.split("\nLook and compare:\n")[1].split("\n\n")[0]
+    assert "did you mean sizes?" in run("ckpt", "sizez", code=2).stderr
+    refused = run("ckpt", "sizes", run_folder, "--config", "https://there.example/x", code=2)
+    assert "`ckpt sizes` takes no URL here" in refused.stderr
+    assert run("ckpt", "sizes", "nowhere", code=3).stderr.startswith("error: ")
 
 
 def test_it_is_listed_and_its_option_is_in_the_help(run: Run) -> None:

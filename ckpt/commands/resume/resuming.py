@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
+import shlex
 import shutil
 import socket
 import sys
@@ -185,7 +187,11 @@ def resume(
 
             def planned() -> api.Conversion:
                 checkpoint = source or api.open(*found.source, config=config)  # the very one, whatever is newer by now
-                return api.plan(checkpoint, found.format, found.layout)
+                try:
+                    return api.plan(checkpoint, found.format, found.layout)
+                except LossError as error:
+                    error.hint = _by_convert(error.hint, checkpoint, found.format)
+                    raise
 
             _convert(found, planned, path, say, group)
             group.gather(None)  # the first process has moved it to its place
@@ -194,6 +200,15 @@ def resume(
             say(f"resuming from {found.place}, {found.why}")
         _check_seen_by_all(found, group)
         return found.place
+
+
+def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
+    """Return a hint about an option that only `ckpt convert` has as the command with it."""
+    option = re.match(r"(--optimizer-dtype \w+) (.*)", hint or "")
+    if option is None:
+        return hint
+    command = shlex.join(["ckpt", "convert", source.format, format, source.path, *option[1].split()])
+    return f"`{command}` {option[2]}; resume from its output"
 
 
 def _has_saved(path: Path) -> bool:

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from ckpt.base.errors import CkptError, shown
-from ckpt.cli import options as opt
-from ckpt.cli.text import print_lines, terminal_width
+from ckpt.options import groups as opt
+from ckpt.options.command import BEFOREHAND, Command
+from ckpt.options.printing import print_lines, terminal_width
 
 
 def doctor(
@@ -21,7 +22,7 @@ def doctor(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Show what this installation and this machine have, and which commands work on a checkpoint."""
-    from ckpt.cli import diagnosis
+    from ckpt.commands.doctor import diagnosis
 
     def show(found: diagnosis.Diagnosis) -> None:
         if as_json:
@@ -39,3 +40,16 @@ def doctor(
         show(diagnosis.Diagnosis(facts))
         raise
     show(found)
+
+
+COMMAND = Command(
+    name="doctor",
+    section=BEFOREHAND,
+    function=doctor,
+    examples=(
+        ("ckpt doctor", "versions, extras, FUSE, free space, and a block for a bug report"),
+        ("ckpt doctor outputs", "which commands work on this run, and what stands in the way of the others"),
+    ),
+    guide="doctor.md",
+    place=3,
+)

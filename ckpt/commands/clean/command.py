@@ -10,8 +10,9 @@ from typing import Annotated
 import typer
 
 from ckpt.base.errors import shown
-from ckpt.cli import options as opt
-from ckpt.cli.text import print_lines, say
+from ckpt.options import groups as opt
+from ckpt.options.command import CONVERT, Command
+from ckpt.options.printing import print_lines, say
 
 
 def clean(
@@ -20,8 +21,8 @@ def clean(
     as_json: opt.JsonOption = False,
 ) -> None:
     """Remove what ckpt left around a run: staging folders, resume copies, replaced conversions. Asks first."""
-    from ckpt.cli.convert import is_interactive
     from ckpt.commands.clean.cleaning import clean as look
+    from ckpt.commands.convert.command import is_interactive
 
     found = look(path)
     if found.removable:
@@ -36,3 +37,16 @@ def clean(
         print_lines(found.lines())
     if found.removable and not found.removed:
         print("nothing was removed; use --yes to remove without being asked", file=sys.stderr)
+
+
+COMMAND = Command(
+    name="clean",
+    section=CONVERT,
+    function=clean,
+    examples=(
+        ("ckpt clean outputs", "list folders that are not needed any more, and ask before they are removed"),
+        ("ckpt clean outputs --yes --json", "the same in a script, without the question"),
+    ),
+    guide="clean.md",
+    place=6,
+)

@@ -1,4 +1,4 @@
-"""The options of the commands: those that several commands share, and those that formats declare for `convert`."""
+"""From declarations to a command line: help in sections, URLs, defaults, options of formats, and errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, is_dataclass
+from dataclasses import is_dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -23,235 +23,20 @@ from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.typed import short_dtype
-from ckpt.cli import complete, defaults
-from ckpt.cli.examples import EXAMPLES
+from ckpt.cli import defaults, registered
 from ckpt.cli.usage import say_error, saying_usage_errors
-from ckpt.plan.options import MAX_SIZE, Option, options_of
-
-DIFFERENT = 1
-
-#: The sections of the help texts, and the options in them, by name; of any other the section is Options.
-_SECTIONS = {
-    "What is read": "format tag config replica complete_from from_a from_b tag_a tag_b base accept_base adapter "
-    "expert_layout peft_version adapter_slot accept_setting model_only",
-    "What is written": "output to dtype dequantize optimizer_dtype max_shard_size world_size manifest names overwrite",
-    "How it is done": "max_memory workers check verify restart dry_run foreground cast exact rtol atol loads "
-    "every_byte values weights combination density seed",
-    "What is shown": "tensors tensor everything csv picture html only run",
-    "The Hub": "push repo_id private revision create_pr commit_message",
-    "The run": "strategy run_config ds_config batch_size seq_len dtype pure fused_cross_entropy eager_attention "
-    "activation_offload recompute_modules",
-    "GPUs": "gpus gpu_memory cp tp pp ep no_sequence_parallel",
-    "Optimizer": "optimizer master_dtype state_dtype offload_optimizer offload_param",
-    "LoRA": "lora_r lora_target_modules qlora",
-}
-_SECTION_OF = {name: title for title, names in reversed(_SECTIONS.items()) for name in names.split()}
+from ckpt.options.command import Command
+from ckpt.options.groups import SECTIONS
+from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
+#: Commands for the end of `ckpt --help`, each with its meaning.
+EXAMPLES = (
+    ("ckpt convert auto hf outputs", "the newest checkpoint of a run, for transformers and vLLM"),
+    ("ckpt inspect outputs --picture who-holds-what.svg", "what it holds, and which rank has which part"),
+)
 
 
-#: What options take, by their names.
-DType = Literal["keep", "fp32", "bf16", "fp16"]
-Only = Literal["weights", "optimizer", "all"]
-Names = Literal["hub", "own"]
-ExpertLayout = Literal["peft", "unsloth"]
-OptimizerDType = Literal["keep", "fp32"]
-
-#: What is given to be read may not be readable, which is no matter of usage: whoever opens it says so.
-PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
-]
-FormatOption = Annotated[
-    str, typer.Option(metavar="FORMAT", help="The format to read.", autocompletion=complete.sources)
-]
-TagOption = Annotated[
-    str | None,
-    typer.Option(
-        "--tag",
-        "--step",
-        metavar="TAG",
-        help="The step to take, by its folder's name or its number, instead of the one recorded as latest.",
-        autocompletion=complete.tags,
-    ),
-]
-ConfigOption = Annotated[
-    str | None,
-    typer.Option(metavar="CONFIG", help="The model's config and tokenizer: a folder, a config.json or a Hub id."),
-]
-ShardSizeOption = Annotated[str, typer.Option(metavar="SIZE", help="Largest size of one weight file.")]
-WorkersOption = Annotated[
-    int, typer.Option(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.")
-]
-IgnoreFileOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--ignore-file",
-        metavar="NAME",
-        help="Leave out this file next to the adapter, though it holds trained weights. Can be given several times.",
-    ),
-]
-ExpertLayoutOption = Annotated[
-    ExpertLayout | None,
-    typer.Option(
-        "--expert-layout",
-        help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
-    ),
-]
-AdapterSlotOption = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter-slot",
-        metavar="SLOT:RANK:ALPHA",
-        help="The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
-    ),
-]
-PeftVersionOption = Annotated[
-    str | None,
-    typer.Option(
-        "--peft-version",
-        metavar="RELEASE",
-        help="PEFT release that trained the adapter, such as 0.13, if its config records none.",
-    ),
-]
-AcceptEntryOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--accept-setting", metavar="NAME", help="Ignore this unknown entry of adapter_config.json. Repeatable."
-    ),
-]
-AcceptSettingOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--accept-setting",
-        metavar="NAME",
-        help="Ignore this recorded setting, though it changes the model and the target cannot hold it. Repeatable.",
-    ),
-]
-DequantizeOption = Annotated[
-    bool, typer.Option("--dequantize", help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).")
-]
-NamesOption = Annotated[
-    Names,
-    typer.Option(help="hub: only what the config's architecture saves. own: other names are written as they are."),
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print the result as JSON on stdout.")]
-QuietOption = Annotated[bool, typer.Option("-q", "--quiet", help="Print errors and warnings of loss only.")]
-VerboseOption = Annotated[bool, typer.Option("-v", "--verbose", help="Print every tensor or file.")]
-
-
-# Groups of options, which a command takes as one argument each (`with_options`).
-
-
-@dataclass(frozen=True)
-class ReadOptions:
-    """Options for the checkpoint that is read."""
-
-    format: FormatOption = "auto"
-    tag: TagOption = None
-    config: ConfigOption = None
-    accept_setting: AcceptSettingOption = None
-
-
-@dataclass(frozen=True)
-class Precision:
-    """The precision in which weights are written."""
-
-    dtype: Annotated[
-        DType,
-        typer.Option(help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters."),
-    ] = "keep"
-    dequantize: DequantizeOption = False
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The files into which a target is cut."""
-
-    max_shard_size: ShardSizeOption = "5GB"
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            "--gpus",
-            "--world-size",
-            min=1,
-            max=MAX_SIZE,
-            help="Ranks of a sharded target. [default: as many as the source has]",
-        ),
-    ] = None
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What is done with a plan, and what is printed of it."""
-
-    manifest: Annotated[
-        bool, typer.Option(help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.")
-    ] = True
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and write nothing.")] = False
-    as_json: JsonOption = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace a checkpoint at the output.")] = False
-    restart: Annotated[
-        bool,
-        typer.Option(
-            "--restart",
-            help="Clear what a stopped conversion has kept for this output, and begin anew. [default: go on with it; "
-            "in a store nothing is kept]",
-        ),
-    ] = False
-    verify: Annotated[
-        bool,
-        typer.Option(
-            "--verify", help="Read back what was written, and compare it with the source. Exit code 1: different."
-        ),
-    ] = False
-    quiet: QuietOption = False
-    verbose: VerboseOption = False
-
-
-@dataclass(frozen=True)
-class HubTarget:
-    """Where on the Hub a folder is pushed to."""
-
-    repo_id: Annotated[
-        str | None,
-        typer.Option(
-            "--repo-id",
-            metavar="ORG/NAME",
-            help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
-        ),
-    ] = None
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False
-    revision: Annotated[
-        str | None, typer.Option(metavar="BRANCH", help="The branch to push to, made where it is missing.")
-    ] = None
-    create_pr: Annotated[bool, typer.Option("--create-pr", help="Push as a pull request against main.")] = False
-    commit_message: Annotated[
-        str | None, typer.Option("--commit-message", metavar="TEXT", help="Commit message on the Hub.")
-    ] = None
-
-
-def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments of a command, with the options of its groups each by its own name."""
-    return {
-        name: value
-        for key, argument in arguments.items()
-        for name, value in (vars(argument) if is_dataclass(argument) else {key: argument}).items()
-    }
-
-
-#: Arguments that may be URLs, by the function of the command.
-_TAKES_URLS = {
-    "convert": ("source", "path", "output", "config", "complete_from"),
-    "resume": ("config",),
-    "mount": ("path", "config"),
-    "merge_lora": ("sources", "base", "config", "output"),
-    "push": ("path",),
-    "inspect": ("path", "config"),
-    "check": ("path",),
-    "hash_": ("path", "config"),
-    "verify": ("a", "b", "adapter", "config"),
-    "diff": ("a", "b", "config"),
-}
 _URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: What the environment and a table say for yes.
 _TRUE = ("1", "t", "true", "y", "yes", "on")
@@ -259,8 +44,8 @@ _TRUE = ("1", "t", "true", "y", "yes", "on")
 _TEXTS = ("commit_message", "tensor")
 
 
-def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace each URL in `arguments` by a local stand-in.  UsageError where the argument takes no URL."""
+def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Replace each URL in `arguments` by a local stand-in.  UsageError if the argument takes no URL."""
 
     def placed(value: Any, is_taken: bool) -> Any:
         if isinstance(value, list):
@@ -268,18 +53,17 @@ def _with_urls(command: str, arguments: dict[str, Any]) -> dict[str, Any]:
         if not isinstance(value, (str, Path)) or (scheme := scheme_of(value)) is None:
             return value
         if not is_taken:
-            said, url = f"`ckpt {command.strip('_').replace('_', '-')}` takes no URL here", str(value).partition(":")[2]
+            said, url = f"`ckpt {command.name}` takes no URL here", str(value).partition(":")[2]
             found = f"{scheme}://{url.lstrip('/')}"
             raise UsageError(said, found=found, hint="give a local path, or copy it there first")
         from ckpt.stores import standins
 
         return type(value)(standins.place(str(value)))
 
-    taken = _TAKES_URLS.get(command, ())
-    return {name: value if name in _TEXTS else placed(value, name in taken) for name, value in arguments.items()}
+    return {name: value if name in _TEXTS else placed(value, name in command.urls) for name, value in arguments.items()}
 
 
-def guarded(function: Function) -> Function:
+def guarded(function: Function, command: Command) -> Function:
     """Turn our errors into one message on stderr and their exit code; a user's mistake gets no traceback."""
 
     @functools.wraps(function)
@@ -288,14 +72,14 @@ def guarded(function: Function) -> Function:
 
         try:
             with translate_os_errors():
-                result = function(*args, **_with_urls(function.__name__, kwargs))
+                result = function(*args, **_with_urls(command, kwargs))
                 sys.stdout.flush()
                 return result
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
             with contextlib.suppress(CkptError, typer.Exit):  # the options themselves may be at fault
-                error.hint = error.hint and _for_command(error.hint, function.__name__.strip("_").replace("_", "-"))
+                error.hint = error.hint and _for_command(error.hint, command.name)
             say_error(error, *_commands(error), *getattr(error, "__notes__", ()))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt as interrupt:
@@ -332,12 +116,9 @@ def _for_command(hint: str, name: str) -> str:
 
 def _options_of(name: str) -> set[str]:
     """Return all options of a command, with those that formats declare."""
-    from ckpt.cli import COMMANDS
-
-    callback = next((members[name] for members in COMMANDS.values() if name in members), None)
-    if callback is None:
+    if name not in registered.places():
         return set()
-    params = _complete(name, inspect.unwrap(callback)).params
+    params = _alone(registered.command(name)).params
     return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 
@@ -354,6 +135,8 @@ def _commands(error: CkptError) -> list[str]:
 
 #: How the title of a section of options begins that formats declare; `ckpt convert --help` says what these mean.
 _OF_FORMATS = "Options of "
+#: Title of the options without a section.
+_OTHERS = "Options"
 #: What typer calls types, and what people read in their place.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
@@ -375,14 +158,16 @@ class _Help:
                 formatter.write_dl(records)
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
-        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *_SECTIONS, "Options")}
+        sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS)}
         for param in self.get_params(ctx):  # type: ignore[attr-defined]
             if (record := param.get_help_record(ctx)) is not None:
                 is_argument = param.param_type_name == "argument"
-                kind = "Arguments" if is_argument else _SECTION_OF.get(param.name, "Options")
                 name, _, taken = record[0].partition(" <")
                 name += "" if is_argument or not taken else f" {_TYPES.get(f'<{taken}', f'<{taken}')}"
-                sections.setdefault(getattr(param, "rich_help_panel", None) or kind, []).append((name, record[1]))
+                title = "Arguments" if is_argument else getattr(param, "rich_help_panel", None) or _OTHERS
+                sections.setdefault(title, []).append((name, record[1]))
+        last = [title for title in sections if title == _OTHERS or title.startswith(_OF_FORMATS)]
+        sections |= {title: sections.pop(title) for title in sorted(last, key=lambda title: title != _OTHERS)}
         if self.name != "convert":  # type: ignore[attr-defined]
             names = {
                 title.removeprefix(_OF_FORMATS): _few([name.partition(" ")[0] for name, _ in sections.pop(title)])
@@ -395,7 +180,7 @@ class _Help:
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         name = self.name  # type: ignore[attr-defined]
         with formatter.section(_bold("Examples")):
-            for command, meaning in EXAMPLES[name]:
+            for command, meaning in registered.command(name).examples if name in registered.places() else EXAMPLES:
                 formatter.write(f"{'':{formatter.current_indent}}{command}\n")
                 with formatter.indentation():
                     formatter.write_text(meaning)
@@ -409,11 +194,11 @@ def _bold(title: str) -> str:
     return typer.style(title, bold=True) if coloured(sys.stdout) else title
 
 
-class Command(_Help, TyperCommand):
+class TypedCommand(_Help, TyperCommand):
     """A command with its help in sections."""
 
 
-class Commands(_Help, TyperGroup):
+class CommandGroup(_Help, TyperGroup):
     """The commands.  Some get the options that formats declare when they are run, so that the others stay fast."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
@@ -445,8 +230,10 @@ class Commands(_Help, TyperGroup):
                 raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
-        if name in _WITH_FORMATS:
-            command = _complete(name, inspect.unwrap(command.callback))
+        declared = registered.command(name)
+        streams.work_is_files = declared.writes
+        if declared.with_format_options:
+            command = _alone(declared)
         _check_spelled_once(command.params, rest)
         found = defaults.of_command(name, command.params)
         found = {key: (short_dtype(one) or one) if key.endswith("dtype") else one for key, one in found.items()}
@@ -478,23 +265,19 @@ def _with_short_dtypes(args: Sequence[str]) -> list[str]:
     return words
 
 
-#: Commands that take the options of formats.
-_WITH_FORMATS = ("convert", "resume", "mount")
+def _alone(command: Command) -> Any:
+    """Return a command alone, with the options that formats declare if it takes them."""
+    from ckpt.plan import registry
 
-
-def _complete(name: str, function: Callable[..., Any]) -> Any:
-    """Return the command `name` alone, with the options that formats declare if it takes them."""
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    declared = _with_declared(function) if name in _WITH_FORMATS else with_options(function)
-    alone.command(name, cls=Command)(guarded(declared))
+    add(alone, command, registry.declared_options() if command.with_format_options else None)
     return typer.main.get_command(alone)
 
 
-@guarded
-def _with_declared(function: Callable[..., Any]) -> Callable[..., Any]:
-    from ckpt.plan import registry
-
-    return with_options(function, registry.declared_options())
+def add(app: typer.Typer, command: Command, owners: Mapping[type, Sequence[str]] | None = None) -> None:
+    """Add a command to `app`, with options that formats declare (`owners`: see `with_options`)."""
+    run = guarded(with_options(command.function, owners), command)
+    app.command(command.name, cls=TypedCommand, rich_help_panel=command.section)(run)
 
 
 def with_options(

@@ -1,21 +1,22 @@
-"""`ckpt merge-lora` and `ckpt push`."""
+"""`ckpt merge-lora`."""
 
 from __future__ import annotations
 
 import functools
-import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.cli import options as opt
-from ckpt.cli.axolotl import run_of
-from ckpt.cli.text import carry_out, say_notes, say_result, say_source
+from ckpt.commands.push.command import push_target, telling
+from ckpt.options import groups as opt
+from ckpt.options.axolotl import run_of
+from ckpt.options.command import CONVERT, Command
+from ckpt.options.printing import carry_out, say_notes, say_result, say_source
 
 if TYPE_CHECKING:
     from ckpt.commands.push.push import Push
@@ -28,7 +29,9 @@ class MergeOptions:
     base: Annotated[
         str | None,
         typer.Option(
-            metavar="MODEL", help="The model to merge into: any format, or a Hub id. [default: the one trained on]"
+            metavar="MODEL",
+            help="The model to merge into: any format, or a Hub id. [default: the one trained on]",
+            rich_help_panel=opt.READ,
         ),
     ] = None
     config: Annotated[
@@ -36,11 +39,17 @@ class MergeOptions:
         typer.Option(
             metavar="FOLDER",
             help="The folder with adapter_config.json, or the base's config.json, where it is not with the weights.",
+            rich_help_panel=opt.READ,
         ),
     ] = None
     tag: opt.TagOption = None
     accept_base: Annotated[
-        bool, typer.Option("--accept-base", help="Merge though the base is not the one that the adapter names.")
+        bool,
+        typer.Option(
+            "--accept-base",
+            help="Merge though the base is not the one that the adapter names.",
+            rich_help_panel=opt.READ,
+        ),
     ] = False
     expert_layout: opt.ExpertLayoutOption = None
     peft_version: opt.PeftVersionOption = None
@@ -55,26 +64,35 @@ class Combining:
 
     weights: Annotated[
         str | None,
-        typer.Option("--adapter-weights", metavar="W,...", help="Weights by which several adapters become one."),
+        typer.Option(
+            "--adapter-weights",
+            metavar="W,...",
+            help="Weights by which several adapters become one.",
+            rich_help_panel=opt.HOW,
+        ),
     ] = None
     combination: Annotated[
         str | None,
         typer.Option(
             metavar="NAME",
             help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it. [default: svd]",
+            rich_help_panel=opt.HOW,
         ),
     ] = None
-    density: Annotated[float | None, typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).")] = (
-        None
-    )
-    seed: Annotated[int | None, typer.Option(help="Random seed for dare.")] = None
+    density: Annotated[
+        float | None,
+        typer.Option(help="Fraction of weights kept (ties, dare, magnitude_prune).", rich_help_panel=opt.HOW),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Random seed for dare.", rich_help_panel=opt.HOW)] = None
 
 
 @dataclass(frozen=True)
 class Merged:
     """What the merged model is written as."""
 
-    dtype: Annotated[opt.DType, typer.Option(help="Precision of the base that is merged into.")] = "keep"
+    dtype: Annotated[
+        opt.DType, typer.Option(help="Precision of the base that is merged into.", rich_help_panel=opt.WRITTEN)
+    ] = "keep"
     dequantize: opt.DequantizeOption = False
     max_shard_size: opt.ShardSizeOption = "5GB"
     names: opt.NamesOption = "hub"
@@ -99,12 +117,20 @@ def merge_lora(
     parts: MergeOptions,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", help="The folder to write. [default: ADAPTER-merged, next to the run]"),
+        typer.Option(
+            "-o",
+            "--output",
+            help="The folder to write. [default: ADAPTER-merged, next to the run]",
+            rich_help_panel=opt.WRITTEN,
+        ),
     ] = None,
     combining: Combining,
     merged: Merged,
     workers: opt.WorkersOption = 0,
-    push: Annotated[bool, typer.Option("--push", help="Push the result to the Hub, and verify what arrived.")] = False,
+    push: Annotated[
+        bool,
+        typer.Option("--push", help="Push the result to the Hub, and verify what arrived.", rich_help_panel=opt.HUB),
+    ] = False,
     at_hub: opt.HubTarget,
     outcome: opt.Outcome,
 ) -> None:
@@ -126,7 +152,7 @@ def merge_lora(
     to = None
     if push:
         # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
-        to = _target(at_hub, merged.names, [opened[0].folder, Path(wanted[0])], "-merged")
+        to = push_target(at_hub, merged.names, [opened[0].folder, Path(wanted[0])], "-merged")
     conversion, found = planned(
         opened,
         base=base,
@@ -167,7 +193,7 @@ def merge_lora(
     if to is not None:
         from ckpt.commands.push.pushing import push_files
 
-        report["pushed"] = push_files(places.local(destination), to, None, **_telling(quiet)).to_json()
+        report["pushed"] = push_files(places.local(destination), to, None, **telling(quiet)).to_json()
     say_result(report, outcome)
     if to is not None and not outcome.as_json:
         print(printable(report["pushed"]["url"]))
@@ -197,43 +223,16 @@ def _merge_card(to: Push | None, facts: dict[str, str], base: str | None, folder
     return {CARD: card.encode()}
 
 
-def _target(at: opt.HubTarget, names: opt.Names, folders: list[Path], suffix: str = "") -> Push:
-    """Where to push, which is what the run of `folders` records with `suffix` behind it, unless it was said."""
-    from ckpt.commands.push.push import Push
-    from ckpt.commands.push.recorded import recorded_repo
-
-    repo_id = at.repo_id or recorded_repo(folders, suffix)
-    return Push(repo_id, at.private, at.revision, at.create_pr, at.commit_message, names == "own")
-
-
-def push(
-    *,
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
-    ],
-    at_hub: opt.HubTarget,
-    names: opt.NamesOption = "hub",
-    whole_run: Annotated[
-        bool, typer.Option("--whole-run", help="Push a run's optimizer, random states and steps, too.")
-    ] = False,
-    as_json: opt.JsonOption = False,
-    quiet: opt.QuietOption = False,
-) -> None:
-    """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
-    from ckpt.commands.push.pushing import push_model
-    from ckpt.stores import places
-
-    path = places.local(path)
-    to = replace(_target(at_hub, names, [path]), whole_run=whole_run)
-    pushed = push_model(path, to, ["ckpt", *sys.argv[1:]], note=say_notes, **_telling(quiet))
-    print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
-
-
-def _telling(quiet: bool) -> dict[str, Any]:
-    """How a push tells what it does: a line each on stderr, and the library's own bars on a terminal."""
-
-    def say(text: str) -> None:
-        if not quiet:
-            print(printable(text), file=sys.stderr)
-
-    return {"say": say, "progress": not quiet and sys.stderr.isatty()}
+COMMAND = Command(
+    name="merge-lora",
+    section=CONVERT,
+    function=merge_lora,
+    examples=(
+        ("ckpt merge-lora adapter --base model", "a model with the adapter in it, in adapter-merged"),
+        ("ckpt merge-lora adapter --base model -o merged --dtype bf16 --dry-run", "what it would write"),
+    ),
+    guide="merge-lora.md",
+    urls=("sources", "base", "config", "output"),
+    writes=True,
+    place=4,
+)

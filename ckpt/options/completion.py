@@ -15,14 +15,6 @@ from ckpt.base.errors import CkptError
 _MAX_OFFERED = 500
 
 
-def offer_at_the_first_tab() -> None:
-    """Mend typer's file for zsh: loaded at the first Tab it defines its function, and offers nothing until the next."""
-    with contextlib.suppress(ImportError, AttributeError, KeyError):  # another typer
-        from typer._completion_shared import _completion_scripts as scripts
-
-        scripts["zsh"] += '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then %(complete_func)s "$@"; fi\n'
-
-
 def sources(incomplete: str) -> list[str]:
     """Formats to read."""
     from ckpt.runs.opening import AUTO

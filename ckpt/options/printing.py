@@ -17,7 +17,8 @@ from ckpt.base.text import aligned, counted, note_lines
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion
-    from ckpt.cli.options import Outcome
+    from ckpt.base.returned import Returned
+    from ckpt.options.groups import Outcome, Sides
     from ckpt.plan.checkpoint import Checkpoint
 
 
@@ -135,3 +136,24 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
     framework = f" ({checkpoint.framework})" if checkpoint.framework else ""
     say(printable(f"{prefix}{checkpoint.path}: {checkpoint.format}{framework}{ranks}{step}"))
     say_notes(checkpoint.notes, verbose=verbose)
+
+
+def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple[Checkpoint, Checkpoint]:
+    """Both checkpoints, after saying what they are."""
+    from ckpt import api
+
+    one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config, accept_settings=sides.accept_setting)
+    other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config, accept_settings=sides.accept_setting)
+    say_source(one, "A: ", quiet=quiet, verbose=verbose)
+    say_source(other, "B: ", quiet=quiet, verbose=verbose)
+    return one, other
+
+
+def conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool) -> None:
+    """Print a report, as its `lines` or as JSON, and exit with its code."""
+    if as_json:
+        print(shown(json.dumps(report.to_json(), indent=2)))
+    elif not quiet:
+        print_lines(lines)
+    if report.exit_code:
+        raise typer.Exit(report.exit_code)

@@ -10,9 +10,10 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.base.errors import printable, shown
-from ckpt.cli import complete
-from ckpt.cli import options as opt
-from ckpt.cli.axolotl import run_and_config
+from ckpt.options import completion as complete
+from ckpt.options import groups as opt
+from ckpt.options.axolotl import run_and_config
+from ckpt.options.command import CONVERT, Command
 from ckpt.plan.options import MAX_SIZE
 
 
@@ -25,6 +26,7 @@ def resume(
             metavar="FORMAT",
             help="The format that is loaded. [default: accelerate's setting, or the source's]",
             autocompletion=complete.targets,
+            rich_help_panel=opt.READ,
         ),
     ] = None,
     world_size: Annotated[
@@ -35,14 +37,21 @@ def resume(
             min=1,
             max=MAX_SIZE,
             help="Ranks to go on with. [default: the launcher's, or the source's]",
+            rich_help_panel=opt.WRITTEN,
         ),
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: Annotated[opt.DType, typer.Option(help="Precision of weights, where it is converted.")] = "keep",
+    dtype: Annotated[
+        opt.DType, typer.Option(help="Precision of weights, where it is converted.", rich_help_panel=opt.WRITTEN)
+    ] = "keep",
     model_only: Annotated[
         bool,
-        typer.Option("--model-only", help="Go on from a model without an optimizer, where there is nothing else."),
+        typer.Option(
+            "--model-only",
+            help="Go on from a model without an optimizer, where there is nothing else.",
+            rich_help_panel=opt.READ,
+        ),
     ] = False,
     missing_ok: Annotated[
         bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
@@ -77,3 +86,18 @@ def resume(
         print(f"{shown(json.dumps({'path': found}))}\n", end="")
     elif found is not None:
         print(f"{printable(found)}\n", end="")  # in one piece: the other processes print it, too
+
+
+COMMAND = Command(
+    name="resume",
+    section=CONVERT,
+    function=resume,
+    examples=(
+        ("ckpt resume outputs", "the folder to go on from on the ranks that there are"),
+        ("ckpt resume outputs --format dcp --world-size 4", "to go on under FSDP on 4 ranks"),
+    ),
+    guide="resume.md",
+    urls=("config",),
+    with_format_options=True,
+    place=2,
+)

@@ -17,10 +17,11 @@ from ckpt.base.errors import CkptError, UsageError, printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
-from ckpt.cli import complete
-from ckpt.cli import options as opt
-from ckpt.cli.axolotl import run_and_config
-from ckpt.cli.text import carry_out, say_result, say_source
+from ckpt.options import completion as complete
+from ckpt.options import groups as opt
+from ckpt.options.axolotl import run_and_config
+from ckpt.options.command import CONVERT, Command
+from ckpt.options.printing import carry_out, say_result, say_source
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
 #: Options that may differ in several processes.
@@ -34,7 +35,10 @@ class Read:
     tag: opt.TagOption = None
     config: opt.ConfigOption = None
     replica: Annotated[
-        int | None, typer.Option(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.")
+        int | None,
+        typer.Option(
+            metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.", rich_help_panel=opt.READ
+        ),
     ] = None
     adapter_slot: opt.AdapterSlotOption = None
     accept_setting: opt.AcceptSettingOption = None
@@ -43,6 +47,7 @@ class Read:
         typer.Option(
             metavar="BASE",
             help="Take what the run lacks of its model (a frozen tower, multi-token prediction) from this model.",
+            rich_help_panel=opt.READ,
         ),
     ] = None
 
@@ -55,7 +60,13 @@ class Place:
         Path | None, typer.Argument(metavar="OUT", help="The folder to write, the same as -o.", readable=False)
     ] = None
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="The folder to write. [default: PATH-TO, next to the run]")
+        Path | None,
+        typer.Option(
+            "-o",
+            "--output",
+            help="The folder to write. [default: PATH-TO, next to the run]",
+            rich_help_panel=opt.WRITTEN,
+        ),
     ] = None
 
     @property
@@ -71,10 +82,17 @@ class Place:
 class Work:
     """How it is done."""
 
-    max_memory: Annotated[str, typer.Option(metavar="SIZE", help="Bound on all buffers together.")] = "512MB"
+    max_memory: Annotated[
+        str, typer.Option(metavar="SIZE", help="Bound on all buffers together.", rich_help_panel=opt.HOW)
+    ] = "512MB"
     workers: opt.WorkersOption = 0
     check: Annotated[
-        bool, typer.Option("--check", help="First compare all fp32 masters with the weights stored beside them.")
+        bool,
+        typer.Option(
+            "--check",
+            help="First compare all fp32 masters with the weights stored beside them.",
+            rich_help_panel=opt.HOW,
+        ),
     ] = False
     resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False  # what asked for what is done anyway now
 
@@ -100,14 +118,22 @@ def convert(
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(metavar="TO", help="The format to write, instead of TO.", autocompletion=complete.targets),
+        typer.Option(
+            metavar="TO",
+            help="The format to write, instead of TO.",
+            autocompletion=complete.targets,
+            rich_help_panel=opt.WRITTEN,
+        ),
     ] = None,
     place: Place,
     read: Read,
     precision: opt.Precision,
     optimizer_dtype: Annotated[
         opt.OptimizerDType,
-        typer.Option(help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes)."),
+        typer.Option(
+            help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes).",
+            rich_help_panel=opt.WRITTEN,
+        ),
     ] = "keep",
     sharding: opt.Sharding,
     work: Work,
@@ -264,3 +290,19 @@ def _in_order(words: list[str], place: str) -> str:
 def is_interactive() -> bool:
     """Whether there is somebody to be asked."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
+
+
+COMMAND = Command(
+    name="convert",
+    section=CONVERT,
+    function=convert,
+    examples=(
+        ("ckpt convert auto hf outputs --dtype bf16", "the newest checkpoint of a run, for transformers and vLLM"),
+        ("ckpt convert zero3 dcp outputs --world-size 4 --dry-run", "what FSDP would need to go on with it"),
+    ),
+    guide="formats.md",
+    urls=("source", "path", "output", "config", "complete_from"),
+    writes=True,
+    with_format_options=True,
+    place=1,
+)

@@ -11,9 +11,10 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.cli import complete
-from ckpt.cli import options as opt
-from ckpt.cli.text import say, say_source
+from ckpt.options import completion as complete
+from ckpt.options import groups as opt
+from ckpt.options.command import CONVERT, Command
+from ckpt.options.printing import say, say_source
 
 
 def mount(
@@ -30,7 +31,10 @@ def mount(
     precision: opt.Precision,
     sharding: opt.Sharding,
     foreground: Annotated[
-        bool, typer.Option("--foreground", help="Serve it from this process, until it is unmounted.")
+        bool,
+        typer.Option(
+            "--foreground", help="Serve it from this process, until it is unmounted.", rich_help_panel=opt.HOW
+        ),
     ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
@@ -69,3 +73,19 @@ def mount(
     if as_json:
         print(shown(json.dumps(conversion.to_json(str(view)), indent=2)), flush=True)
     mount_conversion(conversion, view, foreground=foreground)
+
+
+COMMAND = Command(
+    name="mount",
+    section=CONVERT,
+    function=mount,
+    examples=(
+        ("ckpt mount hf outputs view", "a run as a folder that from_pretrained reads"),
+        ("ckpt mount dcp outputs view --tag global_step2", "one step of it as torch's own format"),
+    ),
+    guide="views.md",
+    urls=("path", "config"),
+    writes=True,
+    with_format_options=True,
+    place=3,
+)

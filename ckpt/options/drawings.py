@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.base.errors import UsageError, printable
+from ckpt.options import groups as opt
 
 if TYPE_CHECKING:
     from ckpt.base.returned import Returned
@@ -23,9 +24,14 @@ class HeatMap:
     """The page of a comparison."""
 
     html: Annotated[
-        Path | None, typer.Option(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.")
+        Path | None,
+        typer.Option(
+            metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", rich_help_panel=opt.SHOWN
+        ),
     ] = None
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing page.")] = False
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing page.", rich_help_panel=opt.WRITTEN)
+    ] = False
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError where the page cannot be written."""
@@ -62,8 +68,8 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
 
 def write(path: Path, text: str, *, overwrite: bool, quiet: bool) -> None:
     """Write a picture or a page whose place has been checked, and say where it is unless `quiet`."""
-    from ckpt.cli.text import say
     from ckpt.move import files
+    from ckpt.options.printing import say
 
     files.write_file(path, text.encode(errors="surrogatepass"), overwrite=overwrite)
     if not quiet:

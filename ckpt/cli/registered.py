@@ -1,0 +1,46 @@
+"""The commands: those in the folders of `ckpt.commands`, and those that other packages register."""
+
+from __future__ import annotations
+
+from functools import cache
+from pkgutil import iter_modules
+
+from ckpt import commands
+from ckpt.base.entries import entries, load
+from ckpt.base.errors import UsageError
+from ckpt.options.command import GROUP, SECTIONS, Command
+
+
+@cache
+def places() -> dict[str, str]:
+    """Return the `module:object` of each command by its name.
+
+    Raises UsageError if another package registers a name that ckpt or a third package has.
+    """
+    names = sorted(module.name for module in iter_modules(commands.__path__))
+    own = {name.replace("_", "-"): f"ckpt.commands.{name}.command:COMMAND" for name in names}
+    others = entries(GROUP)
+    if taken := sorted(own.keys() & others.keys()):
+        raise UsageError(
+            f"an installed package registers the command {taken[0]!r}, which ckpt has itself",
+            found=others[taken[0]],
+            hint="uninstall that package, or update it",
+        )
+    return own | others
+
+
+@cache
+def command(name: str) -> Command:
+    """Return the declaration of a command; UsageError for one that cannot be imported or is not declared."""
+    found = load(places()[name])
+    if not isinstance(found, Command) or found.name != name:
+        what = f"the command {name!r} is not declared"
+        raise UsageError(what, expected=f"a `Command` of the name {name!r}", found=f"{places()[name]}: {found!r:.200}")
+    return found
+
+
+def all_commands() -> list[Command]:
+    """Return the declarations of all commands, in the order of the help."""
+    titles = [*SECTIONS, *sorted({command(name).section for name in places()} - {*SECTIONS})]
+    found = [command(name) for name in places()]
+    return sorted(found, key=lambda one: (titles.index(one.section), one.place, one.name))

@@ -1,0 +1,56 @@
+"""`ckpt check`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt.base.progress import progress
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.printing import conclude
+
+
+def check(
+    path: opt.PathArgument,
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    every_byte: Annotated[
+        bool,
+        typer.Option(
+            "--bytes", help="Read every byte, and compare the checksums that files have.", rich_help_panel=opt.HOW
+        ),
+    ] = False,
+    values: Annotated[
+        bool,
+        typer.Option(
+            "--values",
+            help="Read every value: find NaN, infinities, zeros and untrained tensors.",
+            rich_help_panel=opt.HOW,
+        ),
+    ] = False,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Say whether a checkpoint is whole, or each of a run's. Exit code 0: whole, 4: damaged or incomplete."""
+    from ckpt.commands.check import checking
+
+    total = checking.expected_bytes(path, tag) * (every_byte + values) if every_byte or values else 0
+    with progress(total, "check", quiet=quiet or not total) as meter:
+        report = checking.check(path, format, tag=tag, every_byte=every_byte, values=values, progress=meter)
+    conclude(report, report.lines(), as_json, quiet)
+
+
+COMMAND = Command(
+    name="check",
+    section=LOOK,
+    function=check,
+    examples=(
+        ("ckpt check outputs", "each checkpoint of a run: is it whole, and if not, what is missing"),
+        ("ckpt check outputs-hf --bytes", "with every byte read, and checksums compared where there are any"),
+    ),
+    guide="check.md",
+    urls=("path",),
+    place=2,
+)

@@ -1,0 +1,1 @@
+"""`ckpt diff`: what changed between two checkpoints."""

@@ -1,0 +1,60 @@
+"""`ckpt diff`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ckpt.base.progress import progress
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.drawings import HeatMap
+from ckpt.options.printing import conclude, open_sides, terminal_width
+
+
+def diff(
+    *,
+    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint before.", readable=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="The one after, of any format.", readable=False)],
+    sides: opt.Sides,
+    only: Annotated[opt.Only, typer.Option(help="Measure only these tensors.", rich_help_panel=opt.SHOWN)] = "all",
+    rtol: Annotated[
+        float | None,
+        typer.Option(
+            metavar="X", min=0, help="Allow each element to change by this part of itself.", rich_help_panel=opt.HOW
+        ),
+    ] = None,
+    atol: Annotated[
+        float | None,
+        typer.Option(metavar="X", min=0, help="Allow each element to change by this.", rich_help_panel=opt.HOW),
+    ] = None,
+    page: HeatMap,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Show what changed from A to B, by layer and tensor. Exit code 0, or 1 where --rtol or --atol is exceeded."""
+    from ckpt import api
+
+    one, other = open_sides(a, b, sides, quiet, verbose)
+    page.check(one, other)
+    with progress(0, "measure", quiet=quiet) as meter:
+        report = api.diff(one, other, only=only, rtol=rtol, atol=atol, progress=meter, expected=meter.expect)
+    page.write(report, quiet=quiet)
+    conclude(report, report.lines(verbose, terminal_width()), as_json, quiet)
+
+
+COMMAND = Command(
+    name="diff",
+    section=LOOK,
+    function=diff,
+    examples=(
+        ("ckpt diff outputs outputs-hf --only weights", "how far apart two checkpoints are, by layer and tensor"),
+        ("ckpt diff outputs outputs-hf --only weights --rtol 0.01", "exit code 1 where anything is further apart"),
+    ),
+    guide="diff.md",
+    urls=("a", "b", "config"),
+    place=4,
+)

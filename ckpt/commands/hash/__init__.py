@@ -1,0 +1,1 @@
+"""`ckpt hash`: digests of a checkpoint, whatever its format."""

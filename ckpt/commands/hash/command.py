@@ -1,0 +1,61 @@
+"""`ckpt hash`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from ckpt.base.progress import progress
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.printing import conclude, say_notes, say_source
+
+
+def hash_(
+    path: opt.PathArgument,
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    accept_setting: opt.AcceptSettingOption = None,
+    dtype: Annotated[
+        opt.DType,
+        typer.Option(
+            help="Precision in which weights count: their own, or as `convert` casts them.",
+            rich_help_panel="How it is done",
+        ),
+    ] = "keep",
+    tensors: Annotated[
+        bool, typer.Option("--tensors", help="Print the digest of every tensor too.", rich_help_panel=opt.SHOWN)
+    ] = False,
+    workers: Annotated[
+        int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.", rich_help_panel=opt.HOW)
+    ] = 0,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
+    from ckpt import api
+
+    checkpoint = api.open(path, format, tag=tag, config=config, accept_settings=accept_setting)
+    say_source(checkpoint, quiet=quiet)
+    with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
+        found = api.hash(checkpoint, dtype=dtype, workers=workers, progress=meter)
+    if not as_json:
+        say_notes(() if quiet else found.not_hashed)
+    conclude(found, found.lines(tensors or verbose), as_json, quiet=False)
+
+
+COMMAND = Command(
+    name="hash",
+    section=LOOK,
+    function=hash_,
+    examples=(
+        ("ckpt hash outputs", "a digest of weights, masters and optimizer each, whatever the format"),
+        ("ckpt hash outputs-hf --tensors", "and of every tensor"),
+    ),
+    guide="verify.md",
+    urls=("path", "config"),
+    place=5,
+)

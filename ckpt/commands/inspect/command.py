@@ -1,0 +1,172 @@
+"""`ckpt inspect`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
+from ckpt.options import completion as complete
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.drawings import check_place, write
+from ckpt.options.printing import print_lines, print_table, terminal_width
+
+if TYPE_CHECKING:
+    from ckpt.commands.check.checking import Checked
+    from ckpt.commands.inspect.inspecting import Inspection
+    from ckpt.plan.checkpoint import Checkpoint
+    from ckpt.plan.tiling import Damage
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The files that show a checkpoint."""
+
+    picture: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.svg",
+            help="Draw who holds what; exit code 4 if something is damaged.",
+            rich_help_panel=opt.SHOWN,
+        ),
+    ] = None
+    html: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="OUT.html",
+            help="Write a page to search and zoom; exit code as --picture.",
+            rich_help_panel=opt.SHOWN,
+        ),
+    ] = None
+    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.", rich_help_panel=opt.SHOWN)] = "all"
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an existing picture or page.", rich_help_panel=opt.WRITTEN)
+    ] = False
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise UsageError where what is asked for cannot be written."""
+        for place, suffix in ((self.picture, ".svg"), (self.html, ".html")):
+            if place is not None:
+                check_place(place, suffix, checkpoint)
+
+
+def inspect(
+    *,
+    path: opt.PathArgument,
+    format: opt.FormatOption = "auto",
+    tag: opt.TagOption = None,
+    config: opt.ConfigOption = None,
+    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.", rich_help_panel=opt.SHOWN)] = False,
+    tensor: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME",
+            help="List these tensors and where each of their parts lies; a pattern as '*.q_proj.weight'; repeatable.",
+            autocompletion=complete.tensors,
+            rich_help_panel=opt.SHOWN,
+        ),
+    ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Cut no list and no value short.", rich_help_panel=opt.SHOWN)
+    ] = False,
+    csv: Annotated[
+        bool, typer.Option("--csv", help="Print a table as CSV, a row for each tensor.", rich_help_panel=opt.SHOWN)
+    ] = False,
+    drawn: Drawn,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Show what a checkpoint holds, and with --picture or --html which ranks hold which parts of it."""
+    from ckpt.commands.inspect import inspecting, overview
+    from ckpt.move.listing import listed_once
+
+    if drawn.picture is None and drawn.html is None and (drawn.only != "all" or drawn.overwrite):
+        raise UsageError("--only and --overwrite go with --picture or --html")
+    if csv and as_json:
+        raise UsageError("--csv and --json are two forms of one table", hint="give one of them")
+    with listed_once():
+        try:
+            found = inspecting.inspect(
+                path, format, tag=tag, config=config, tensors=tensors, tensor=tensor or (), everything=everything
+            )
+        except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
+            if run := inspecting.run_of(path, tag, everything):
+                if as_json:
+                    print(shown(json.dumps(inspecting.run_json(run), indent=2)))
+                elif not quiet:
+                    _print_run(run)
+                sys.stdout.flush()
+            raise
+        damaged = _draw(found, drawn, quiet)
+        if csv:
+            print(shown(found.csv()), end="")
+        elif as_json:
+            print(shown(json.dumps(found.to_json(), indent=2)))
+        elif not quiet:
+            print_lines(found.facts(terminal_width()))
+            if found.run:
+                print()
+                _print_run(found.run)
+            if tensors:
+                print()
+                print_table(overview.HEADS, overview.rows(found.checkpoint), right=overview.RIGHT)
+            for one in found.parts():
+                print_lines(["", *one])
+        if damaged is not None:
+            sys.stdout.flush()
+            raise damaged
+
+
+def _print_run(run: Sequence[Checked]) -> None:
+    from ckpt.commands.check.checking import HEADS
+
+    print_table(HEADS, [one.row() for one in run], right=("step", "size"))
+
+
+def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
+    """Write the picture and the page that are asked for; the error is about what they show as damaged."""
+    asked.check(found.checkpoint)
+    damaged: Sequence[Damage] = ()
+    if asked.html is not None:
+        page, damaged = found.page(asked.only)
+        write(asked.html, page, overwrite=asked.overwrite, quiet=quiet)
+    if asked.picture is not None:
+        from ckpt.commands.inspect.rows import picture as picture_of
+        from ckpt.commands.inspect.svg import draw
+
+        drawn = picture_of(found.checkpoint, only=asked.only)
+        damaged = drawn.damaged
+        write(asked.picture, draw(drawn, found.checkpoint), overwrite=asked.overwrite, quiet=quiet)
+    if not damaged:
+        return None
+    first, count = damaged[0], len(damaged)
+    what = "a tensor do not cover it" if count == 1 else f"{count} tensors do not cover them"
+    return CorruptError(
+        f"the stored parts of {what} exactly once",
+        path=found.checkpoint.path,
+        fqn=first.fqn,
+        expected="fragments that tile every tensor",
+        found=f"{first.role}: {'; '.join(first.faults[:4])}",
+        hint=f"{asked.picture or asked.html} shows in red where",
+    )
+
+
+COMMAND = Command(
+    name="inspect",
+    section=LOOK,
+    function=inspect,
+    examples=(
+        ("ckpt inspect outputs --tensor '*.q_proj.weight'", "where the files hold every part of these tensors"),
+        ("ckpt inspect outputs --html outputs.html", "a page of all tensors, ranks and steps, to search and zoom"),
+    ),
+    guide="command-line.md",
+    urls=("path", "config"),
+    place=1,
+)

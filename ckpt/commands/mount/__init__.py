@@ -1,0 +1,1 @@
+"""`ckpt mount`: a checkpoint as a folder of another format."""

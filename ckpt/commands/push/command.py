@@ -1,0 +1,76 @@
+"""`ckpt push`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ckpt.base.errors import printable
+from ckpt.options import groups as opt
+from ckpt.options.command import CONVERT, Command
+from ckpt.options.printing import say_notes
+
+if TYPE_CHECKING:
+    from ckpt.commands.push.push import Push
+
+
+def push(
+    *,
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
+    ],
+    at_hub: opt.HubTarget,
+    names: opt.NamesOption = "hub",
+    whole_run: Annotated[
+        bool, typer.Option("--whole-run", help="Push a run's optimizer, random states and steps, too.")
+    ] = False,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+) -> None:
+    """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
+    from ckpt.commands.push.pushing import push_model
+    from ckpt.stores import places
+
+    path = places.local(path)
+    to = replace(push_target(at_hub, names, [path]), whole_run=whole_run)
+    pushed = push_model(path, to, ["ckpt", *sys.argv[1:]], note=say_notes, **telling(quiet))
+    print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
+
+
+def push_target(at: opt.HubTarget, names: opt.Names, folders: list[Path], suffix: str = "") -> Push:
+    """Where to push, which is what the run of `folders` records with `suffix` behind it, unless it was said."""
+    from ckpt.commands.push.push import Push
+    from ckpt.commands.push.recorded import recorded_repo
+
+    repo_id = at.repo_id or recorded_repo(folders, suffix)
+    return Push(repo_id, at.private, at.revision, at.create_pr, at.commit_message, names == "own")
+
+
+def telling(quiet: bool) -> dict[str, Any]:
+    """How a push tells what it does: a line each on stderr, and the library's own bars on a terminal."""
+
+    def say(text: str) -> None:
+        if not quiet:
+            print(printable(text), file=sys.stderr)
+
+    return {"say": say, "progress": not quiet and sys.stderr.isatty()}
+
+
+COMMAND = Command(
+    name="push",
+    section=CONVERT,
+    function=push,
+    examples=(
+        ("ckpt push outputs-hf --repo-id org/name --private", "to a repository of its own, made where it is missing"),
+        ("ckpt push outputs-hf --repo-id org/name --create-pr", "as a pull request"),
+    ),
+    guide="merge-lora.md",
+    urls=("path",),
+    writes=True,
+    place=5,
+)

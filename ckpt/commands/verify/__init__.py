@@ -1,0 +1,1 @@
+"""`ckpt verify`: are two checkpoints the same?"""

@@ -1,0 +1,194 @@
+"""`ckpt verify`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.base.errors import UsageError
+from ckpt.base.progress import progress
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.drawings import HeatMap
+from ckpt.options.printing import conclude, open_sides
+
+if TYPE_CHECKING:
+    pass
+
+
+@dataclass(frozen=True)
+class Claimed:
+    """What made B of A."""
+
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--adapter",
+            metavar="ADAPTER",
+            help="Whether B is A with this LoRA adapter merged into it, and nothing else; of several in their order.",
+            rich_help_panel=opt.READ,
+        ),
+    ] = None
+    expert_layout: opt.ExpertLayoutOption = None
+    peft_version: opt.PeftVersionOption = None
+    ignore_file: opt.IgnoreFileOption = None
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What is compared, and how."""
+
+    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.", rich_help_panel=opt.SHOWN)] = "all"
+    cast: Annotated[
+        bool,
+        typer.Option(
+            "--cast",
+            help="Where dtypes differ, round the wider to the narrower, then compare.",
+            rich_help_panel=opt.HOW,
+        ),
+    ] = False
+    exact: Annotated[
+        bool,
+        typer.Option(
+            "--exact", help="Round nothing: float32 masters differ from weights of 16 bits.", rich_help_panel=opt.HOW
+        ),
+    ] = False
+    run: Annotated[
+        bool,
+        typer.Option(
+            "--run",
+            help="Compare the training states instead of the tensors: schedule, scaler, random states, data position.",
+            rich_help_panel=opt.SHOWN,
+        ),
+    ] = False
+    loads: Annotated[
+        bool,
+        typer.Option(
+            "--loads",
+            help="Have transformers load A without data, and report what is wrong with it.",
+            rich_help_panel=opt.HOW,
+        ),
+    ] = False
+
+
+def verify(
+    *,
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
+    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
+    sides: opt.Sides,
+    how: Compared,
+    claimed: Claimed,
+    page: HeatMap,
+    as_json: opt.JsonOption = False,
+    quiet: opt.QuietOption = False,
+    verbose: opt.VerboseOption = False,
+) -> None:
+    """Compare two checkpoints bit by bit, or a folder with its manifest. Exit code 0: equal, 1: different."""
+    from ckpt import api
+    from ckpt.move.listing import listed_once
+
+    api.check_goes_together(a, b, **vars(how), **vars(sides))
+    if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_file:
+        others = {
+            "--only": how.only != "all",
+            "--cast": how.cast,
+            "--exact": how.exact,
+            "--run": how.run,
+            "--loads": how.loads,
+            "--html": bool(page.html),
+        }
+        _verify_merge(
+            a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
+        )
+        return
+    if page.html and (b is None or how.run):
+        raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
+    if b is None:
+        _verify_one(a, how.loads, as_json, quiet)
+        return
+    with listed_once():
+        one, other = open_sides(a, b, sides, quiet, verbose)
+        page.check(one, other)
+        with progress(0, "compare", quiet=quiet or how.run) as meter:
+            report = (
+                api.verify(one, other, run=True)
+                if how.run
+                else api.verify(
+                    one,
+                    other,
+                    only=how.only,
+                    cast=how.cast,
+                    exact=how.exact,
+                    measured=page.html is not None,
+                    progress=meter,
+                    expected=meter.expect,
+                )
+            )
+    page.write(report, quiet=quiet)
+    conclude(report, report.lines(verbose), as_json, quiet)
+
+
+def _verify_merge(
+    base: Path,
+    merged: Path | None,
+    sides: opt.Sides,
+    claimed: Claimed,
+    others: list[str],
+    as_json: bool,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    from ckpt.commands.merge_lora.proving import verify_merge
+
+    others += [
+        f"--{name.replace('_', '-')}" for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)
+    ]
+    if merged is None or not claimed.adapter or others:
+        raise UsageError(
+            "--adapter takes a base and a merged model, and compares all of both",
+            expected="ckpt verify BASE MERGED --adapter ADAPTER",
+            found=" ".join(others) or None,
+        )
+    with progress(0, "compare", quiet=quiet) as meter:
+        report = verify_merge(
+            base,
+            merged,
+            claimed.adapter,
+            expert_layout=claimed.expert_layout,
+            peft_version=claimed.peft_version,
+            accept_settings=sides.accept_setting,
+            ignore_files=claimed.ignore_file or (),
+            format=sides.from_b,
+            tag=sides.tag_b,
+            config=sides.config,
+            progress=meter,
+            expected=meter.expect,
+        )
+    conclude(report, report.lines(verbose), as_json, quiet)
+
+
+def _verify_one(path: Path, loads: bool, as_json: bool, quiet: bool) -> None:
+    from ckpt import api
+    from ckpt.compare import manifest
+    from ckpt.stores.places import local
+
+    with progress(0 if loads else manifest.expected_bytes(local(path)), "hash", quiet=quiet or loads) as meter:
+        report = api.verify(path, loads=True) if loads else api.verify(path, progress=meter)
+    conclude(report, report.lines(), as_json, quiet)
+
+
+COMMAND = Command(
+    name="verify",
+    section=LOOK,
+    function=verify,
+    examples=(
+        ("ckpt verify outputs outputs-hf --only weights --cast", "two checkpoints of any formats, bit by bit"),
+        ("ckpt verify outputs-hf", "a folder that ckpt wrote, with its manifest"),
+    ),
+    guide="verify.md",
+    urls=("a", "b", "adapter", "config"),
+    place=3,
+)

@@ -1,0 +1,54 @@
+"""`ckpt sizes`: how many bytes of each dtype a checkpoint holds.
+
+An example of a command from another package.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from dataclasses import dataclass
+from typing import Annotated
+
+import typer
+
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+from ckpt.options.printing import print_table, say_source
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Which tensors are counted."""
+
+    role: Annotated[
+        str | None, typer.Option(metavar="ROLE", help="Count only tensors of this role.", rich_help_panel=opt.SHOWN)
+    ] = None
+
+
+def sizes(*, path: opt.PathArgument, read: opt.ReadOptions, counted: Counted, as_json: opt.JsonOption = False) -> None:
+    """Show how many bytes of each dtype a checkpoint holds."""
+    import ckpt
+
+    checkpoint = ckpt.open(path, read.format, tag=read.tag, config=read.config, accept_settings=read.accept_setting)
+    found: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if counted.role in (None, tensor.role):
+            found[tensor.dtype.name] += tensor.nbytes
+    say_source(checkpoint)
+    if as_json:
+        print(json.dumps(found))
+    else:
+        print_table(("dtype", "bytes"), [(name, str(size)) for name, size in sorted(found.items())], right=("bytes",))
+
+
+COMMAND = Command(
+    name="sizes",
+    section=LOOK,
+    function=sizes,
+    examples=(
+        ("ckpt sizes outputs", "a table"),
+        ("ckpt sizes outputs --role weight --json", "the weights alone, for programs"),
+    ),
+    urls=("path",),
+)

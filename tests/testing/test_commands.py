@@ -1,0 +1,46 @@
+"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/registered.py`: the suite of commands on our own.
+
+The suite must also find what is wrong.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ckpt.cli import registered
+from ckpt.errors import UsageError
+from ckpt.testing import CommandConformance
+
+
+class TestOwnCommands(CommandConformance):
+    commands = registered.all_commands()
+
+
+@pytest.mark.parametrize(
+    ("test", "change"),
+    [
+        ("test_it_is_declared_in_plain_words", {"examples": ()}),
+        ("test_it_is_declared_in_plain_words", {"name": "Check"}),
+        ("test_only_parameters_take_urls", {"urls": ("nothing",)}),
+        ("test_its_help_fits_and_explains_every_option", {"examples": (("ckpt check a", "b"), ("ckpt check c", "d"))}),
+        ("test_it_is_listed_in_its_section", {"section": "Convert and go on"}),
+    ],
+)
+def test_a_wrong_declaration_fails(test: str, change: dict[str, object]) -> None:
+    wrong = replace(registered.command("check"), **change)  # type: ignore[arg-type]
+    with pytest.raises(AssertionError):
+        getattr(CommandConformance(), test)(wrong)
+
+
+def test_another_package_cannot_take_the_name_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "entries", lambda group: {"check": "other:COMMAND"})
+    with pytest.raises(UsageError, match="registers the command 'check', which ckpt has itself"):
+        registered.places.__wrapped__()
+
+
+def test_what_is_registered_must_be_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registered, "places", lambda: {"other": "ckpt.options.groups:SECTIONS"})
+    with pytest.raises(UsageError, match="the command 'other' is not declared"):
+        registered.command.__wrapped__("other")
