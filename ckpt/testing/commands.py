@@ -35,7 +35,7 @@ class CommandConformance:
         assert command.guide.endswith(".md")
 
     def test_only_parameters_take_urls(self, command: Command) -> None:
-        assert set(command.urls) <= _parameters(command)
+        assert set(command.urls) <= _names_taken(command)
 
     def test_its_help_fits_and_explains_every_option(self, command: Command) -> None:
         done = run(command.name, "--help")
@@ -65,7 +65,7 @@ def run(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-m", "ckpt", *words], capture_output=True, text=True, check=False)
 
 
-def _parameters(command: Command) -> set[str]:
+def _names_taken(command: Command) -> set[str]:
     """Return the names of a command's parameters and of the fields of its groups."""
     found: set[str] = set()
     for name, parameter in inspect.signature(command.function, eval_str=True).parameters.items():
