@@ -23,6 +23,6 @@ __all__ = ["Config", "UserError", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(name)
-    from train.loop import run  # brings torch, without which nodes are looked over (ckpt.training.preflight)
+    from train.loop import run  # brings torch, without which nodes are looked over (`ckpt preflight`)
 
     return run

@@ -135,7 +135,7 @@ class Config:
         choices=ON_SPIKE,
     )
     track: str = _option("none", "send metrics to a tracker too, besides metrics.jsonl", choices=TRACKERS)
-    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for ckpt.training.watch", metavar="S")
+    beat: float = _option(5.0, "seconds between two heartbeats of a rank, for ckpt watch", metavar="S")
 
     batch: int = _option(24, "sequences per optimizer step, over all ranks")
     accumulate: int = _option(1, "micro batches per optimizer step")

@@ -40,8 +40,6 @@ EXAMPLES = (
 _URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
 #: What the environment and a table say for yes.
 _TRUE = ("1", "t", "true", "y", "yes", "on")
-#: Those that are no places, whatever they look like.
-_TEXTS = ("commit_message", "tensor")
 
 
 def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -60,7 +58,10 @@ def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
 
         return type(value)(standins.place(str(value)))
 
-    return {name: value if name in _TEXTS else placed(value, name in command.urls) for name, value in arguments.items()}
+    return {
+        name: value if name in command.texts else placed(value, name in command.urls)
+        for name, value in arguments.items()
+    }
 
 
 def guarded(function: Function, command: Command) -> Function:
@@ -223,15 +224,15 @@ class CommandGroup(_Help, TyperGroup):
             before = args[args.index("", 1) - 1]
             where = before if before.startswith("-") else None
             raise UsageError("an argument is empty", found=where, hint="is a variable of the shell not set?")
-        for before, arg in pairwise(args):
-            url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in _TEXTS else None
-            if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
-                # `Path` would fold it into another key
-                raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
         declared = registered.command(name)
         streams.work_is_files = declared.writes
+        for before, arg in pairwise(args):
+            url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in declared.texts else None
+            if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
+                # `Path` would fold it into another key
+                raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         if declared.with_format_options:
             command = _alone(declared)
         _check_spelled_once(command.params, rest)

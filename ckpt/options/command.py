@@ -23,6 +23,7 @@ class Command:
         examples: Commands for the end of the help, each with its meaning.
         guide: Page of the documentation about it.
         urls: Parameters that may be URLs.
+        texts: Parameters that are no places, whatever they look like.
         writes: True if its work is the files that it writes, not the text that it prints.
         with_format_options: True if it takes the options that formats declare, in the parameter `options`.
         place: Place in its section; equal ones come in the order of their names.
@@ -34,6 +35,7 @@ class Command:
     examples: tuple[tuple[str, str], ...]
     guide: str = "command-line.md"
     urls: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()
     writes: bool = False
     with_format_options: bool = False
     place: int = 100

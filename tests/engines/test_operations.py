@@ -63,7 +63,7 @@ def _wait_for(condition: Any, process: subprocess.Popen[bytes], log: Path) -> No
 
 
 def _watch(run: Path, *options: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "ckpt.training.watch", str(run), "--every", "0.2", *options]
+    command = [sys.executable, "-m", "ckpt", "watch", str(run), "--every", "0.2", *options]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120)
     return done.returncode, done.stdout
 

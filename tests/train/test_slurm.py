@@ -145,7 +145,7 @@ def nodes_apart(tmp_path: Path) -> Path:
     script.write_text(
         f"cd {tmp_path}/$SLURMD_NODENAME\n"
         f"[ $SLURMD_NODENAME = n1 ] || {{ export PYTHONPATH={tmp_path}/odd:$PYTHONPATH; ulimit -f 100; }}\n"
-        'exec python -m ckpt.training.preflight "$@"\n'
+        'exec python -m ckpt preflight "$@"\n'
     )
     return script
 
@@ -162,7 +162,7 @@ def test_the_preflight_names_what_is_odd(cluster: Cluster, nodes_apart: Path, tm
 
 def test_the_preflight_names_a_node_that_cannot_be_reached(cluster: Cluster, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    command = f"srun python -m ckpt.training.preflight {tmp_path} --timeout 15"
+    command = f"srun python -m ckpt preflight {tmp_path} --timeout 15"
     with cluster.frozen("n2"):
         number = cluster.submit("-N2", f"--output={log}", "--wrap", command)
         cluster.wait(lambda: log.is_file() and "problems" in log.read_text(), "a verdict", 240)

@@ -1,4 +1,4 @@
-"""`ckpt/training/preflight.py`, docs/training.md: what the trainer, the preflight and the batch scripts take."""
+"""`ckpt/commands/preflight/nodes.py`, docs/training.md: what the trainer, the preflight and the batch scripts take."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 
 import pytest
 
-from ckpt.training import preflight
+from ckpt.commands.preflight import nodes
+from tests.support.commands import ckpt
 from tests.support.pages import commands, differences
 from tests.support.places import REPOSITORY
 from train import config
@@ -21,9 +22,9 @@ COMMANDS = re.findall(r"^    (?:\$ )?((?:python|sbatch|srun) .*)$", PAGE, re.MUL
 @pytest.mark.parametrize("line", COMMANDS)
 def test_a_command_is_understood(line: str) -> None:
     words = shlex.split(line)
-    if "ckpt.training.preflight" in words:
-        parsed = preflight._parser().parse_args(words[words.index("ckpt.training.preflight") + 1 :])
-        assert parsed.need_gb == 500
+    if "preflight" in words:
+        assert words[words.index("--need-gb") + 1] == "500"
+        assert ckpt("preflight", *words[words.index("preflight") + 1 :], "--help").code == 0
         return
     parser = config.Parser()
     config.add_options(parser)
@@ -44,7 +45,7 @@ def test_there_are_commands() -> None:
     assert len(COMMANDS) == 4
 
 
-def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a node that is not as the first one, and of one that is not heard of."""
     (shown,) = (command for command in commands(PAGE) if command.printed)
     deepspeed, data = {"deepspeed": "0.19.8"}, {"data in /shared/corpus": "51b7d1a80c44"}
@@ -53,11 +54,12 @@ def test_what_the_preflight_says(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     second = {"same": others, "problems": ["no space in /shared: No space left on device"]}
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
-    problems, heard = preflight.gather(["n1", "n3"], port, first, time.monotonic() + 0.1, 40)
-    monkeypatch.setattr(preflight, "look", lambda *_: first)
-    monkeypatch.setattr(preflight, "gather", lambda *_: (problems, heard | {"n2": second}))
+    problems, heard = nodes.gather(["n1", "n3"], port, first, time.monotonic() + 0.1, 40)
+    monkeypatch.setattr(nodes, "look", lambda *_: first)
+    monkeypatch.setattr(nodes, "gather", lambda *_: (problems, heard | {"n2": second}))
     words = shlex.split(shown.text)
-    asked = words[words.index("ckpt.training.preflight") + 1 :]
-    assert preflight.main([*asked, "--nodes", "n1,n2,n3", "--number", "0"]) == 1
-    different = differences(shown.printed or [], capsys.readouterr().err.replace(f"port {port}", "port 24017"))
+    asked = words[words.index("preflight") + 1 :]
+    done = ckpt("preflight", *asked, "--nodes", "n1,n2,n3", "--number", "0")
+    assert done.code == 1
+    different = differences(shown.printed or [], done.err.replace(f"port {port}", "port 24017"))
     assert not different, different

@@ -1,4 +1,4 @@
-"""`ckpt/training/plot.py`: the losses of runs over each other, from what trainers record."""
+"""`ckpt/commands/plot/curves.py`: the losses of runs over each other, from what trainers record."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.training.plot import Axes, Start, draw, furthest, losses_of, main, starts_of, ticks
+from ckpt.commands.plot.curves import Axes, Start, draw, furthest, losses_of, starts_of, ticks
+from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -58,20 +59,22 @@ def test_curves_have_the_places_of_their_losses(tmp_path: Path) -> None:
     assert [one.text for one in root.iter(f"{SVG}title")][1:] == ["resumed at step 2"]
 
 
-def test_it_says_how_far_apart_they_are(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_says_how_far_apart_they_are(tmp_path: Path) -> None:
     one = recorded(tmp_path / "one", (4, {1: 5.0, 2: 4.0, 3: 3.0}))
     two = recorded(tmp_path / "<two>", (4, {1: 5.0}), (2, {2: 4.0004, 3: 3.0, 4: 2.0}))
     assert furthest(losses_of(starts_of(one)), losses_of(starts_of(two))) == (3, 2, pytest.approx(1e-4))
-    assert main([str(one), str(two), str(one), "-o", str(tmp_path / "loss.svg")]) == 0
-    printed = capsys.readouterr().out.splitlines()
+    done = ckpt("plot", one, two, one, "-o", tmp_path / "loss.svg")
+    assert done.code == 0
+    printed = done.out.splitlines()
     assert printed[0] == f"{two}: 3 steps in common with {one}, furthest apart in step 2, by 1.0e-04 of the loss"
     assert printed[-1] == str(tmp_path / "loss.svg")
     ET.parse(tmp_path / "loss.svg")
 
 
-def test_a_folder_without_losses_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path), "-o", str(tmp_path / "loss.svg")]) == 3
-    assert "no losses are recorded here" in capsys.readouterr().err and not (tmp_path / "loss.svg").exists()
+def test_a_folder_without_losses_is_a_mistake(tmp_path: Path) -> None:
+    done = ckpt("plot", tmp_path, "-o", tmp_path / "loss.svg")
+    assert done.code == 3
+    assert "no losses are recorded here" in done.err and not (tmp_path / "loss.svg").exists()
 
 
 @pytest.mark.parametrize(("low", "high"), [(0.0, 1.0), (3.2, 5.4), (1, 60), (1, 2), (4.999, 5.0), (0, 123456)])

@@ -1,4 +1,6 @@
-"""`ckpt/training/watch.py` and `heartbeat.py`: processes that beat as ranks do, stopped, killed, stuck or failed."""
+"""`ckpt/commands/watch/watcher.py` and `ckpt/training/heartbeat.py`: processes that beat as ranks do, stopped, killed,
+stuck or failed.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from ckpt.training.watch import is_waiting, main_stack
+from ckpt.commands.watch.watcher import is_waiting, main_stack
 from tests.support.places import REPOSITORY
 
 #: A rank that beats, is in a "collective" or in its own code, and goes on when its standard input says so.
@@ -58,7 +60,7 @@ def start(ranks: list[subprocess.Popen[str]], run: Path, *places: str) -> None:
 
 
 def command_of_watch(run: Path, *options: str) -> list[str]:
-    return [sys.executable, "-m", "ckpt.training.watch", str(run), "--every", "0.1", *options]
+    return [sys.executable, "-m", "ckpt", "watch", str(run), "--every", "0.1", *options]
 
 
 def watch(run: Path, *options: str) -> tuple[int, str]:
@@ -150,7 +152,7 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:
     code, out = watch(tmp_path, "--silent", "0.2")
-    assert code == 3 and "hint: give the folder of --output" in out
+    assert code == 3 and "hint: give the folder that the trainer writes" in out
 
 
 def test_stacks_of_faulthandler() -> None:

@@ -41,6 +41,6 @@ def test_a_script_is_watched(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     first = json.loads((tmp_path / "spikes.jsonl").read_text().splitlines()[0])
     assert first["step"] == 26 and first["loss"] > first["limit"]
     assert "warning: the loss spiked in step 26: " in capsys.readouterr().err
-    command = [sys.executable, "-m", "ckpt.training.watch", str(tmp_path)]
+    command = [sys.executable, "-m", "ckpt", "watch", str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout

@@ -168,5 +168,6 @@ COMMAND = Command(
     ),
     guide="command-line.md",
     urls=("path", "config"),
+    texts=("tensor",),
     place=1,
 )

@@ -233,6 +233,7 @@ COMMAND = Command(
     ),
     guide="merge-lora.md",
     urls=("sources", "base", "config", "output"),
+    texts=("commit_message",),
     writes=True,
     place=4,
 )

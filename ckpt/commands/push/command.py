@@ -71,6 +71,7 @@ COMMAND = Command(
     ),
     guide="merge-lora.md",
     urls=("path",),
+    texts=("commit_message",),
     writes=True,
     place=5,
 )

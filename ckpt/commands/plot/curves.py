@@ -1,4 +1,4 @@
-"""`python -m ckpt.training.plot RUN [RUN...]` draws the losses of runs, and says how far apart they are.
+"""The losses of runs as a picture, and how far apart they are.
 
 A run is the folder of `python -m train` (its metrics.jsonl) or of a script of HF Trainer (the trainer_state.json of its
 newest checkpoint). A run that was resumed is one curve, with a mark where each start began; steps that were done twice
@@ -7,7 +7,6 @@ are drawn twice. The picture is an SVG, and no library draws it.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -56,7 +55,7 @@ def starts_of(run: Path) -> list[Start]:
         found[-1].losses[step] = loss
         before = step
     if not found:
-        hint = "they are in metrics.jsonl, or HF Trainer's trainer_state.json"
+        hint = "give the folder of a run, with metrics.jsonl or HF Trainer's trainer_state.json"
         raise NotFoundError("no losses are recorded here", path=run, hint=hint)
     return found
 
@@ -164,31 +163,3 @@ def ticks(low: float, high: float) -> Iterator[float]:
     while number * step <= high:
         yield number * step
         number += 1
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m ckpt.training.plot", description="Draw the losses of runs over each other."
-    )
-    parser.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="a run's folder; others are held against the first"
-    )
-    parser.add_argument("-o", "--output", type=Path, default=Path("loss.svg"), help="the SVG to write (%(default)s)")
-    options = parser.parse_args(words)
-    try:
-        runs = {str(run): starts_of(run) for run in options.runs}
-    except (OSError, ValueError, KeyError, NotFoundError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return NotFoundError.exit_code
-    options.output.write_text(draw(runs))
-    (first, starts), *others = runs.items()
-    for name, other in others:
-        number, step, apart = furthest(losses_of(starts), losses_of(other))
-        where = f", furthest apart in step {step}, by {apart:.1e} of the loss" if apart else ""
-        print(f"{name}: {number} steps in common with {first}{where or ', every loss the same'}")
-    print(options.output)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

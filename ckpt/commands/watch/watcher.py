@@ -1,15 +1,12 @@
-"""`python -m ckpt.training.watch RUN` names the rank that died or stalled, with its stack, and ends with the run.
+"""The rank of a run that died or stalled, with its stack.
 
 A rank is dead when its process is gone, frozen when it beats no more (a stopped process, a machine that is down), and
 stuck when it beats but has been in the same step and phase for too long. All ranks of a run are stuck when one is;
 the one named is not in a collective while others wait there, or is behind them.
-
-Exit codes: 0 the run is done, 1 a rank died or stalled, 2 a mistake on the command line, 3 nobody has beaten there.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
@@ -25,6 +22,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
@@ -204,55 +202,32 @@ def call(webhook: str, run: Path, findings: list[Finding]) -> None:
         print(f"watch: the webhook was not reached: {error}", file=sys.stderr)
 
 
-def _say(text: str) -> None:
-    """Prints, unless whoever read it has seen enough (`| head`): the exit code tells the rest."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+def watch(run: Path, silent: float, stuck: float, every: float, report: Callable[[list[Finding]], None]) -> Watcher:
+    """Watch a run until its ranks are done or `report` was called with what is wrong.
 
+    Args:
+        run: The run's folder.
+        silent: Seconds without a beat before a rank is frozen.
+        stuck: Seconds in one step and phase before a run is stuck.
+        every: Seconds between two looks.
+        report: Called with the ranks that died or stalled.
 
-def main() -> int:
-    """Watches one run."""
-    parser = argparse.ArgumentParser(
-        prog="python -m ckpt.training.watch",
-        description="Names the rank of a run that died or stalled, with its stack.",
-    )
-    parser.add_argument("run", type=Path, metavar="RUN", help="the run's --output")
-    parser.add_argument(
-        "--silent",
-        type=float,
-        default=30,
-        metavar="S",
-        help="seconds without a beat before a rank counts as frozen (30)",
-    )
-    parser.add_argument(
-        "--stuck",
-        type=float,
-        default=600,
-        metavar="S",
-        help="seconds in one step and phase before a run is stuck (600)",
-    )
-    parser.add_argument("--every", type=float, default=2, metavar="S", help="seconds between two looks (2)")
-    parser.add_argument("--webhook", metavar="URL", help="post what was found there, as JSON")
-    options = parser.parse_args()
-    watcher = Watcher(options.run, options.silent, options.stuck)
+    Raises:
+        NotFoundError: No rank has beaten within `silent` seconds.
+    """
+    watcher = Watcher(run, silent, stuck)
     begin = time.monotonic()
     while True:
         watcher.look()
         if watcher.finished:
-            _say(f"{options.run}: all {len(watcher.ranks)} ranks are done")
-            return 0
+            return watcher
         if findings := watcher.findings():
-            if options.webhook:  # first: the terminal may be gone
-                call(options.webhook, options.run, findings)
-            _say("\n".join(map(str, findings)))
-            return 1
-        if not watcher.ranks and time.monotonic() - begin > options.silent:
-            print(f"watch: no heartbeat in {watcher.folder}\nhint: give the folder of --output", file=sys.stderr)
-            return 3
-        time.sleep(options.every)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            report(findings)
+            return watcher
+        if not watcher.ranks and time.monotonic() - begin > silent:
+            raise NotFoundError(
+                "no heartbeat of a rank",
+                path=watcher.folder,
+                hint="give the folder that the trainer writes, with `heartbeats` in it",
+            )
+        time.sleep(every)

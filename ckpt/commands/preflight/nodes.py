@@ -12,7 +12,6 @@ does not import.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import hashlib
 import json
@@ -22,33 +21,51 @@ import random
 import shutil
 import socket
 import subprocess
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from ckpt.base.errors import NotFoundError
 
 PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "megatron-core", "peft", "numpy", "ckpt-toolkit")
 _PIECE = 1 << 20
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """What is wrong, a line for each node and matter, on the first node's stderr; 0 where nothing is, else 1."""
-    options = _parser().parse_args(words)
-    names = options.nodes.split(",") if options.nodes else _nodes_of_the_job()
-    deadline = time.monotonic() + options.timeout
-    facts = look(options.folder, options.data, options.need_gb)
-    if options.number:
-        return _tell(names[options.number], (names[0], options.port), facts, deadline)
-    problems, heard = gather(names, options.port, facts, deadline, options.timeout)
-    problems += compare(heard)
-    for line in problems:
-        print(f"preflight: {line}", file=sys.stderr)
-    print(f"preflight: {len(names)} nodes, {len(problems)} problems", file=sys.stderr)
-    return 1 if problems else 0
+@dataclass(frozen=True)
+class Job:
+    """The nodes of a job, and what each of them looks at.
+
+    `number` is this node's place in `names`; all meet at `port` of the first.  Without `names` they are those of
+    Slurm's step.
+    """
+
+    folder: Path
+    data: Sequence[Path] = ()
+    need_gb: float = 1
+    timeout: float = 40
+    names: Sequence[str] = ()
+    number: int = 0
+    port: int = 29400
+
+
+def preflight(job: Job) -> tuple[int, list[str]] | None:
+    """Return the number of nodes and what is wrong, on the first node; None on another, whose look it was told.
+
+    Raises NotFoundError on another node that cannot reach the first.
+    """
+    names = job.names or _nodes_of_the_job()
+    deadline = time.monotonic() + job.timeout
+    facts = look(job.folder, job.data, job.need_gb)
+    if job.number:
+        _tell(names[job.number], (names[0], job.port), facts, deadline)
+        return None
+    problems, heard = gather(names, job.port, facts, deadline, job.timeout)
+    return len(names), problems + compare(heard)
 
 
 def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
@@ -122,8 +139,8 @@ def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
     return lines
 
 
-def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: float) -> int:
-    """On another node: tells the first one what is here, and waits until it has tried the way back."""
+def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: float) -> None:
+    """On another node: tell the first one what is here, and wait until it has tried the way back."""
     error: Exception = TimeoutError()
     with socket.create_server(("", 0)) as listener:
         told = {"node": node, "port": listener.getsockname()[1], "facts": facts}
@@ -131,12 +148,13 @@ def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: fl
             try:
                 with socket.create_connection(first, timeout=left) as connection:
                     connection.sendall(json.dumps(told).encode() + b"\n")
-                    return 0 if connection.recv(16) else 1
+                    if connection.recv(16):
+                        return
+                    raise NotFoundError(f"{node}: the first node has left", path=None, found=first[0])
             except OSError as raised:  # the first node may not be there yet
                 error = raised
                 time.sleep(0.2)
-    print(f"preflight: {node}: cannot reach {first[0]} at port {first[1]}: {error}", file=sys.stderr)
-    return 1
+    raise NotFoundError(f"{node}: cannot reach {first[0]} at port {first[1]}", found=str(error))
 
 
 def _reach(node: str, port: int) -> str:
@@ -186,19 +204,3 @@ def _gpus() -> int:
 def _driver() -> str:
     file = Path("/proc/driver/nvidia/version")
     return file.read_text().splitlines()[0] if file.is_file() else "none"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m ckpt.training.preflight", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="where checkpoints will be written")
-    parser.add_argument("--data", type=Path, nargs="*", default=(), help="files or folders of the dataset")
-    parser.add_argument("--need-gb", type=float, default=1, help="free space needed in GB (%(default)s)")
-    parser.add_argument("--timeout", type=float, default=40, help="seconds to wait for all nodes (%(default)s)")
-    parser.add_argument("--nodes", help="names of all nodes with commas between them; by default those of Slurm's step")
-    parser.add_argument("--number", type=int, default=int(os.environ.get("SLURM_NODEID", "0")), help="this node's")
-    parser.add_argument("--port", type=int, default=int(os.environ.get("MASTER_PORT", "29400")), help="(%(default)s)")
-    return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,1 @@
+"""`ckpt plot`: the losses of runs over each other."""

@@ -1,0 +1,59 @@
+"""`ckpt plot`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from ckpt.base.errors import CorruptError, shown
+from ckpt.options import groups as opt
+from ckpt.options.command import LOOK, Command
+
+
+def plot(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN", help="The folders of runs; others are compared with the first.", readable=False),
+    ],
+    output: Annotated[
+        Path,
+        typer.Option("-o", "--output", metavar="OUT.svg", help="The picture to write.", rich_help_panel=opt.WRITTEN),
+    ] = Path("loss.svg"),
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Draw the losses of runs over each other, and say how far apart they are."""
+    from ckpt.commands.plot.curves import draw, furthest, losses_of, starts_of
+
+    drawn = {}
+    for run in runs:
+        try:
+            drawn[str(run)] = starts_of(run)
+        except (ValueError, KeyError) as error:
+            raise CorruptError("the record of losses cannot be read", path=run, found=str(error)) from error
+    output.write_text(draw(drawn))
+    (first, starts), *others = drawn.items()
+    compared: list[dict[str, Any]] = []
+    for name, other in others:
+        number, step, apart = furthest(losses_of(starts), losses_of(other))
+        compared.append({"run": name, "with": first, "steps": number, "step": step, "apart": apart})
+        where = f", furthest apart in step {step}, by {apart:.1e} of the loss" if apart else ", every loss the same"
+        if not as_json:
+            print(f"{name}: {number} steps in common with {first}{where}")
+    print(shown(json.dumps({"picture": str(output), "compared": compared})) if as_json else output)
+
+
+COMMAND = Command(
+    name="plot",
+    section=LOOK,
+    function=plot,
+    examples=(
+        ("ckpt plot outputs", "the losses of a run, with a mark where it was resumed"),
+        ("ckpt plot outputs others -o both.svg", "two runs over each other"),
+    ),
+    guide="pages.md",
+    writes=True,
+    place=6,
+)

@@ -1,0 +1,1 @@
+"""`ckpt preflight`: are the nodes of a job alike?"""

@@ -1,0 +1,1 @@
+"""`ckpt watch`: the rank of a run that died or stalled."""

@@ -1,0 +1,73 @@
+"""`ckpt watch`."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ckpt.options import groups as opt
+from ckpt.options.command import CONVERT, Command
+
+if TYPE_CHECKING:
+    from ckpt.commands.watch.watcher import Finding
+
+_SECONDS = "S"
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's --output.", readable=False)],
+    silent: Annotated[
+        float, typer.Option(metavar=_SECONDS, help="Seconds without a beat before a rank is frozen.")
+    ] = 30,
+    stuck: Annotated[
+        float, typer.Option(metavar=_SECONDS, help="Seconds in one step and phase before a run is stuck.")
+    ] = 600,
+    every: Annotated[float, typer.Option(metavar=_SECONDS, help="Seconds between two looks.")] = 2,
+    webhook: Annotated[str | None, typer.Option(metavar="URL", help="Post what was found there, as JSON.")] = None,
+    as_json: opt.JsonOption = False,
+) -> None:
+    """Name the rank of a training that died or stalled, with its stack. Exit code 0: all ended, 1: one did not."""
+    from ckpt.commands.watch import watcher
+
+    wrong: list[Finding] = []
+
+    def report(findings: list[Finding]) -> None:
+        wrong.extend(findings)
+        if webhook:  # first: the terminal may be gone
+            watcher.call(webhook, run, findings)
+
+    watched = watcher.watch(run, silent, stuck, every, report)
+    if as_json:
+        _say(json.dumps({"run": str(run), "ranks": len(watched.ranks), "findings": [asdict(one) for one in wrong]}))
+    else:
+        _say("\n".join(map(str, wrong)) or f"{run}: all {len(watched.ranks)} ranks are done")
+    if wrong:
+        raise typer.Exit(1)
+
+
+def _say(text: str) -> None:
+    """Print, unless the reader has seen enough (`| head`): the exit code tells the rest."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+
+
+COMMAND = Command(
+    name="watch",
+    section=CONVERT,
+    function=watch,
+    examples=(
+        ("ckpt watch outputs", "until the training ends, or a rank dies or stalls"),
+        ("ckpt watch outputs --webhook https://chat.example.org/hooks/1", "and tell a chat about it"),
+    ),
+    guide="operations.md",
+    texts=("webhook",),
+    place=7,
+)
