@@ -274,14 +274,23 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
         names.sort(key=lambda name: _without_digits(name) != _without_digits(tag))
         if models := models_of(_step_named(path, None)).values():
             hint = how_to_choose(models, with_tag=True)
-        elif names:
-            hint = " or ".join(f"--tag {shlex.quote(name)}" for name in names[:8])
+        elif offered := list(islice((name for name in names if _opens(path, format, name)), 8)):
+            hint = " or ".join(f"--tag {shlex.quote(name)}" for name in offered)
         elif inside := _checkpoints_inside(path, format):
             hint = "give one of the checkpoints here, without --tag: " + ", ".join(inside[:8])
     if hint is None and (deeper := _checkpoint_deeper(path)):
         hint = f"give the folder of one checkpoint, such as {deeper}"
     contents = None if others or not path.is_dir() else _contents(path)
     return NotFoundError(f"no {wanted} here", path=path, found=contents, hint=hint)
+
+
+def _opens(path: Path, format: str, tag: str) -> bool:
+    """Return True if the step `tag` of a run can be opened."""
+    formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
+    try:
+        return _opened(path, formats, tag, None) is not None
+    except CkptError:
+        return False
 
 
 def _step_named(path: Path, tag: str | None) -> Path:

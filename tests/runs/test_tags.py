@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 import ckpt
 from ckpt import api
-from ckpt.errors import CkptError
+from ckpt.errors import CkptError, NotFoundError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.steps import ANY_STEP
 from tests.support.commands import Result
@@ -136,3 +136,19 @@ def test_a_model_beside_the_optimizer_is_not_what_a_step_is(tmp_path: Path) -> N
     (run / "latest").write_text("checkpoint-1")
     assert ckpt.open(run).path == str(run / "checkpoint-1"), "the record is a rollback that somebody wanted"
     assert ckpt.resume(run) == str(run)
+
+
+def test_offered_tags_can_be_opened(fixtures: Path, tmp_path: Path) -> None:
+    """A step's folder without a checkpoint in it has the name of a step, and no command takes it."""
+    shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "checkpoint-1")
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2/notes.txt").write_text("mine")
+    for tag in ("checkpoint-2", "checkpoint-9"):
+        with pytest.raises(NotFoundError, match=f"with the tag '{tag}'") as caught:
+            ckpt.open(tmp_path, tag=tag)
+        assert caught.value.hint == "--tag checkpoint-1"
+    ckpt.open(tmp_path, tag="checkpoint-1")
+    shutil.rmtree(tmp_path / "checkpoint-1")
+    with pytest.raises(NotFoundError) as caught:
+        ckpt.open(tmp_path, tag="checkpoint-2")
+    assert caught.value.hint is None
