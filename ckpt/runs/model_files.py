@@ -18,8 +18,8 @@ from ckpt.base.sizes import show_size
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import read_json, read_object
 from ckpt.move.listing import names_in
-from ckpt.move.source import read_file
 from ckpt.plan.dtypes import DType
+from ckpt.runs.file_checks import carried_content
 from ckpt.runs.sentence_modules import settings
 
 CONFIG = "config.json"
@@ -117,7 +117,7 @@ def _content(folder: Path, name: str) -> bytes:
             raise CorruptError(
                 "the file is too large to be carried along", path=path, expected=f"at most {show_size(_MAX_FILE)}"
             )
-        return read_file(path)
+        return carried_content(path, folder)
 
 
 def _plain_files(folder: Path) -> Iterator[str]:

@@ -16,10 +16,10 @@ from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
 from ckpt.move.listing import names_in
-from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
+from ckpt.runs.file_checks import carried_content
 from ckpt.runs.left_out import run_files_left_out
 from ckpt.runs.model_files import (
     CONFIG,
@@ -212,9 +212,9 @@ def _span(ranks: list[int]) -> str:
 
 
 def content_of(folder: Path, name: str) -> bytes:
-    """A small file of `folder`; LossError for a large one."""
+    """Return a small, whole file of `folder`; raise LossError for a large one, CorruptError for a damaged one."""
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:
             raise LossError("a file of the run is too large to be carried along", path=path, expected="<= 64 MiB")
-        return read_file(path)
+        return carried_content(path, folder)

@@ -276,12 +276,8 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
         raise NotFoundError("this torch file holds no state dict", path=path, found=type(root).__name__)
-    if (bundles := _bundles_in(root)) and (key := _bundle_of(tag, bundles)) is not None:
-        left = [str(other) for other in root if other != key]
-        reading.notes += [f"not carried are the others in {name}: {', '.join(left)}"] if left else []
-        root, tag = root[key], str(tag)[len(key) + 1 :] or None
-    elif len(bundles) > 1:
-        raise several_models(bundles, path)
+    root, tag = _unbundled(reading, name, root, tag, path)
+    bundles = _bundles_in(root)
     others = _models_in(root)
     named = [key for key in _MODEL_KEYS if key in others]
     key = tag if tag in others else named[0] if named else None
@@ -305,7 +301,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     reading.notes += [
         f"{other!r} looks like another model, and is training state (--tag {other} takes it)"
-        for other in others
+        for other in (*others, *bundles)
         if other not in (key, tag) and other in rest and tag not in others
     ]
     optimizer = next((key for key in _OPTIMIZER_KEYS if _only(rest.get(key)) is not None), None)
@@ -325,15 +321,67 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
 
 def _models_in(root: Mapping[str, Any]) -> list[str]:
     """Return the keys of state dicts in a bundle; of several, names with dots tell models from statistics."""
-    found = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in k]
+    found = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in str(k)]
     return [k for k in found if k in _MODEL_KEYS or any("." in name for name in root[k])] or found
 
 
+def _unbundled(
+    reading: _Reading, name: str, root: Mapping[str, Any], tag: str | None, path: str
+) -> tuple[Mapping[str, Any], str | None]:
+    """Return the bundle with the model to take, and the rest of the tag.
+
+    If a dict without a model has a single bundle, the entries next to the bundle are its training state.
+    """
+    while (bundles := _bundles_in(root)) and tag not in _models_in(root):
+        beside: Mapping[str, Any] = {}
+        key = _bundle_of(tag, bundles)
+        if key is not None:
+            tag = str(tag)[len(key) + 1 :] or None
+        elif _has_own_model(root):
+            break
+        elif len(bundles) > 1:
+            raise several_models(bundles, path)
+        elif _has_named_model(root[bundles[0]]):
+            key = bundles[0]
+            beside = {other: value for other, value in root.items() if other != key and other not in root[key]}
+            reading.notes.append(f"the model is taken from {key!r}, the only one with a model in {name}")
+        else:
+            break
+        left = [str(other) for other in root if other != key and other not in beside]
+        reading.notes += [f"not carried are the others in {name}: {', '.join(left)}"] if left else []
+        root = {**beside, **root[key]}
+    return root, tag
+
+
 def _bundles_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of bundles in a bundle without a model of its own, such as `actor` and `critic`."""
-    if is_state_dict(root) or _models_in(root):
-        return []
-    return [k for k, v in root.items() if isinstance(k, str) and isinstance(v, Mapping) and _models_in(v)]
+    """Return the keys of bundles with a model, such as `actor` and `critic`, or `ema` next to a model.
+
+    Next to a model, other dicts of tensors are statistics.
+    """
+    is_bundle = _has_named_model if _has_own_model(root) else _has_model
+    return [
+        key
+        for key, value in root.items()
+        if isinstance(key, str) and "rng" not in key and key not in _OPTIMIZER_KEYS and is_bundle(value)
+    ]
+
+
+def _has_own_model(root: Mapping[str, Any]) -> bool:
+    return is_state_dict(root) or bool(_models_in(root))
+
+
+def _has_model(value: Any) -> bool:
+    return isinstance(value, Mapping) and not is_optimizer(value) and bool(_models_in(value) or _has_named_model(value))
+
+
+def _has_named_model(value: Any) -> bool:
+    """Return True if a dict holds, at any depth, a state dict with a model's key or with dots in its names."""
+    if not isinstance(value, Mapping) or is_state_dict(value) or is_optimizer(value):
+        return False
+    models = _models_in(value)
+    return any(key in _MODEL_KEYS or any("." in name for name in value[key]) for key in models) or any(
+        _has_named_model(inner) for key, inner in value.items() if key not in _OPTIMIZER_KEYS
+    )
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:

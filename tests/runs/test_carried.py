@@ -1,4 +1,4 @@
-"""`ckpt/runs/trainer_files.py`: config and tokenizer beside what is written, whatever the target."""
+"""`ckpt/runs/trainer_files.py`, `file_checks.py`: config and tokenizer beside what is written, whatever the target."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import ckpt
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.dtypes import FLOAT32, DType
+from tests.support.commands import ckpt as process
 
 #: An adapter's folder has no model's config, and HF Trainer's own is of a run with its optimizer.
 TARGETS = [name for name in registry.names() if registry.get(name).writes and name not in ("peft", "trainer")]
@@ -68,3 +69,39 @@ def test_a_run_that_keeps_masters_alone_says_in_what_it_computes(fixtures: Path,
     again = ckpt.open(tmp_path / "one")
     assert not list(again.with_role("master"))
     assert config_of(again, target, None, tmp_path / "two")["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("name", ["rng_state.pth", "scheduler.pt", "training_args.bin", "generation_config.json"])
+@pytest.mark.parametrize("size", [0, 100])
+def test_damaged_files_of_a_run_are_refused(name: str, size: int, fixtures: Path, tmp_path: Path) -> None:
+    """No command tells you to train from a step whose files `ckpt check` calls damaged."""
+    step = Path(shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "run/checkpoint-2"))
+    file = step / name
+    file.chmod(0o644)
+    convert = ("convert", "auto", "dcp", tmp_path / "run", "--world-size", 3, "-o", tmp_path / "out")
+    with file.open("r+b") as content:
+        content.truncate(size)
+    commands = [convert, ("check", tmp_path / "run")]
+    if name != "generation_config.json":  # Trainer does not load it
+        commands.append(("resume", tmp_path / "run"))
+    for words in commands:
+        done = process(*words)
+        said = done.out + done.err
+        assert done.code == 4 and name in said and "to go on" not in said and "as it is" not in said, said
+    if name != "scheduler.pt":  # the step's own reader reads the schedule
+        assert f"to convert without {name}, move it out of {step}" in process(*convert).err
+        file.unlink()
+        assert "to go on with HF Trainer" in process(*convert).err
+
+
+def test_damaged_random_states_of_accelerate_are_refused(fixtures: Path, tmp_path: Path) -> None:
+    step = Path(shutil.copytree(fixtures / "trainer-plain/checkpoint-2", tmp_path / "run/checkpoint-2"))
+    states = step / "random_states_0.pkl"
+    torch.save({"step": 2}, states)
+    convert = ("convert", "auto", "dcp", tmp_path / "run", "--world-size", 1, "-o", tmp_path / "out", "--overwrite")
+    assert process(*convert).code == 0 and process("check", tmp_path / "run").code == 0
+    states.write_bytes(b"\x80\x04}q\x00.")  # another program's pickle
+    assert process(*convert).code == 0 and process("check", tmp_path / "run").code == 0
+    for content in (b"", b"PK\x03\x04"):
+        states.write_bytes(content)
+        assert process(*convert).code == 4 and process("check", tmp_path / "run").code == 4

@@ -22,20 +22,16 @@ from ckpt.base.errors import (
     CorruptError,
     HalfError,
     IncompleteError,
-    NotFoundError,
     StorageError,
-    UnsafeError,
     UsageError,
     printable,
 )
 from ckpt.containers.dcp.metadata import Places, read_metadata
-from ckpt.containers.safetensors import read_header
-from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX, parse_index
-from ckpt.move.files import confined
-from ckpt.move.json_files import MAX_JSON, parse_json, read_json
+from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
+from ckpt.runs.file_checks import TORCH_SUFFIXES, ZIP, check_file, is_unread
 
 #: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
@@ -52,15 +48,11 @@ LACKING = "lacking"
 
 #: What errors say of files that are not all there.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: And of zip archives that contradict themselves, and of links out of the folder.
-_NEVER_LEFT = ("no data was read", "symlink")
-_TORCH = (".pt", ".pth", ".bin", ".ckpt")
 _SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
 #: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
 _MAX_FILES = 200_000
 _BLOCK = 1 << 22
-_ZIP = b"PK\x03\x04"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +98,7 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
         by_folder.setdefault(path.parent, set()).add(path.name)
         if str(path) not in sound:
             try:
-                _check_file(path, root)
+                check_file(path, root)
             except CkptError as error:
                 yield _left(error, root, path) or problem_of(error, root, path)
     for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
@@ -126,11 +118,8 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
-    """Report a file that was not looked into: another kind of pickle, or one of objects in a sound zip archive."""
-    is_pickle = isinstance(error, NotFoundError | UnsafeError) and path.suffix in _TORCH
-    if not is_pickle or any(words in error.what for words in _NEVER_LEFT):
-        return None
-    return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}")
+    """Report a file that was not read: another kind of pickle, or one of objects in a sound zip archive."""
+    return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}") if is_unread(error, path) else None
 
 
 def _kind_of_problem(error: CkptError) -> str:
@@ -145,25 +134,6 @@ def _kind_of_problem(error: CkptError) -> str:
 def relative(path: Path, root: Path) -> str:
     """A path as the user knows it: below `root`, or by its name alone."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
-
-
-def _check_file(path: Path, root: Path) -> None:
-    """Raise CorruptError where a file is not whole, as far as its kind is told by its name and its first bytes.
-
-    Raises NotFoundError or UnsafeError for a pickle that is not looked into, UnsafeError for a link out of `root`.
-    """
-    if path != root and path.suffix in (".safetensors", ".json", *_TORCH):
-        confined(root, str(path.relative_to(root)))
-    if path.suffix == ".safetensors":
-        read_header(path)
-    elif path.suffix == ".json":
-        limit = MAX_INDEX if path.name.endswith(".index.json") else MAX_JSON
-        content = read_file(path, limit + 1)
-        if not content:
-            raise IncompleteError("the file is empty", path=path, expected="JSON")
-        parse_json(content, path, max_bytes=limit)
-    elif path.suffix in _TORCH:
-        torchfile.read(path)
 
 
 # -- sets of files ---------------------------------------------------------------------------------------------
@@ -228,7 +198,7 @@ def read_all(
             size = path.stat().st_size
             if path.suffix == ".distcp":
                 _read_items(path, places(path.parent), count)
-            elif path.suffix in _TORCH and read_file(path, 4) == _ZIP:
+            elif path.suffix in TORCH_SUFFIXES and read_file(path, 4) == ZIP:
                 with open_stream(path) as file:
                     _compare(file, path, count)
             else:
@@ -248,7 +218,7 @@ def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
             file.seek(offset)
-            if file.read(4) != _ZIP:  # the items of safetensors have one offset, and no checksums
+            if file.read(4) != ZIP:  # the items of safetensors have one offset, and no checksums
                 file.seek(0)
                 _read_on(file, count)
                 return

@@ -42,6 +42,7 @@ from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequ
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import not_read
+from ckpt.runs.file_checks import check_carried
 from ckpt.runs.halves import check_holds_model
 from ckpt.runs.models import models_of, name_of, others_of_save, save_around
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
@@ -479,9 +480,14 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError where a part of a tensor is nowhere: torch's DCP would leave what is in memory there."""
+    """Raise CorruptError for a missing part of a tensor, and for a damaged file of the run next to the checkpoint.
+
+    torch's DCP would leave the values in memory in place of a missing part.
+    """
     from ckpt.plan.planner import check_source  # it takes numpy
 
+    for file in run_files(checkpoint):
+        check_carried(file, file.parent)
     for tensor in checkpoint.tensors.values():
         check_source(tensor)
 

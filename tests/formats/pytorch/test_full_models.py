@@ -88,3 +88,38 @@ def test_bundles_of_a_model_and_an_optimizer_are_asked_about(tmp_path: Path) -> 
 def test_one_bundle_is_not_asked_about(tmp_path: Path) -> None:
     folder = saved({"model": model(1), "extra": {"model": model(2)}}, tmp_path / "save")
     assert float(taken(folder, "model", tmp_path / "out")) == 1
+
+
+@pytest.mark.parametrize("inner", [{"model": model(2)}, {"decay": 0.9, "shadow": {"module": model(2)}}])
+def test_an_average_in_a_bundle_of_its_own_is_named(inner: dict[str, Any], tmp_path: Path) -> None:
+    own = {"model": model(1), "optimizer": optimizer(1), "train": {"stats": {"mean": torch.ones(3)}}, "step": 4}
+    assert not api.open(saved(own, tmp_path / "own")).notes
+    for number, state in enumerate(({**own, "ema": inner}, {**model(1), "ema": inner})):
+        folder = saved(state, tmp_path / f"save-{number}")
+        assert any("'ema' looks like another model" in note for note in api.open(folder).notes)
+        assert taken(folder, "ema", tmp_path / f"ema-{number}") == 2
+        assert "model" not in state or taken(folder, "model", tmp_path / f"model-{number}") == 1
+
+
+def test_the_only_bundle_is_taken_with_what_is_next_to_it(tmp_path: Path) -> None:
+    for number, state in enumerate(
+        (
+            {"actor": {"model": model(1), "optimizer": optimizer(1)}, "epoch": 3, "step": 7},
+            {"actor": {"model": model(1)}, "optimizer": optimizer(1), "epoch": 3, "step": 7},
+            {"outer": {"actor": {"net": model(1)}, "epoch": 3}, "optimizer": optimizer(1), "step": 7},
+        )
+    ):
+        folder = saved(state, tmp_path / f"save-{number}")
+        found = api.open(folder)
+        assert [fqn for fqn, role in found.tensors if role == "weight"] == ["w.weight"] and found.optimizer_states
+        assert found.state.step == 7 and "epoch" in found.state.entries(), found.state
+        assert not any("not carried" in note for note in found.notes)
+        assert ckpt("convert", "auto", "hf", folder, "-o", tmp_path / f"out-{number}").code == 0
+    both = saved({"actor": {"model": model(1), "step": 7}, "step": 9}, tmp_path / "both")
+    assert api.open(both).state.step == 7
+    assert any("not carried are the others in model.pt: step" in note for note in api.open(both).notes)
+
+
+def test_statistics_in_a_dict_are_no_model(tmp_path: Path) -> None:
+    folder = saved({"metrics": {"running": {"mean": torch.ones(3)}}, "epoch": 3}, tmp_path / "save")
+    assert ckpt("inspect", folder).code == 3

@@ -1,0 +1,76 @@
+"""Check that one file of a run is whole, from its name, its size and its headers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError, UnsafeError
+from ckpt.containers.safetensors import read_header
+from ckpt.containers.torchfile import read as torchfile
+from ckpt.containers.weights import MAX_INDEX
+from ckpt.move.files import confined
+from ckpt.move.json_files import MAX_JSON, parse_json
+from ckpt.move.source import read_file
+
+TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
+#: Signature of a zip archive.
+ZIP = b"PK\x03\x04"
+
+#: Errors of pickles that always are damage: of zip archives that contradict themselves, and of links out of the folder.
+_ALWAYS_DAMAGE = ("no data was read", "symlink")
+
+
+def check_file(path: Path, root: Path) -> None:
+    """Raise CorruptError if a file is not whole, as far as its name and its first bytes tell.
+
+    Raise NotFoundError or UnsafeError for a pickle that is not read, and UnsafeError for a link out of `root`.
+    """
+    is_torch = is_torch_file(path)
+    if path != root and (is_torch or path.suffix in (".safetensors", ".json")):
+        confined(root, str(path.relative_to(root)))
+    if path.suffix == ".safetensors":
+        read_header(path)
+    elif path.suffix == ".json":
+        limit = MAX_INDEX if path.name.endswith(".index.json") else MAX_JSON
+        content = read_file(path, limit + 1)
+        if not content:
+            raise IncompleteError("the file is empty", path=path, expected="JSON")
+        parse_json(content, path, max_bytes=limit)
+    elif is_torch:
+        torchfile.read(path)
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return True for the suffixes of torch's files, and for `.pkl` if torch.save wrote it or it is empty.
+
+    Accelerate saves random states with torch.save, and other programs pickle into files of this suffix.
+    """
+    if path.suffix != ".pkl":
+        return path.suffix in TORCH_SUFFIXES
+    head = read_file(path, 4)
+    return head == ZIP or not head.strip(b"\0")
+
+
+def is_unread(error: CkptError, path: Path) -> bool:
+    """Return True if `check_file` did not read a file, and found nothing wrong: other pickles, and sound archives."""
+    is_pickle = isinstance(error, NotFoundError | UnsafeError) and is_torch_file(path)
+    return is_pickle and not any(words in error.what for words in _ALWAYS_DAMAGE)
+
+
+def check_carried(path: Path, root: Path) -> None:
+    """Raise CorruptError for the damage that `ckpt check` reports of a file next to a checkpoint."""
+    try:
+        check_file(path, root)
+    except CkptError as error:
+        if not is_unread(error, path):
+            raise
+
+
+def carried_content(path: Path, root: Path) -> bytes:
+    """Return the content of a file that a conversion copies; raise CorruptError if it is not whole."""
+    try:
+        check_carried(path, root)
+    except CorruptError as error:
+        error.hint = error.hint or f"to convert without {path.name}, move it out of {path.parent}"
+        raise
+    return read_file(path)
