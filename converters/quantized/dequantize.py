@@ -39,7 +39,8 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     stored = StoredWeights(checkpoint, tensors, quantization, dtype or model_dtype(config))
     weights = [weight for find in _finders(checkpoint) for weight in find(stored)]
-    gone = {part for weight in weights for part in (*weight.parts, *weight.unused)}
+    unused = sorted({*quantized_weights(checkpoint).attention_scales, *(n for one in weights for n in one.unused)})
+    gone = {*unused, *(part for weight in weights for part in weight.parts)}
     kept = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in gone}
     _check_plain(checkpoint, kept)
     computed = dict(checkpoint.computed)
@@ -52,7 +53,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
         tensors={**kept, **plain},
         computed=computed,
         config=checkpoint.config and {name: value for name, value in config.items() if name != "quantization_config"},
-        notes=(*checkpoint.notes, *_dequantized_notes(weights)),
+        notes=(*checkpoint.notes, *_dequantized_notes(weights, unused)),
     )
 
 
@@ -105,10 +106,9 @@ def _path(weight: Weight, number: int) -> str:
     return f"dequantized:{weight.fqn}:{number}"
 
 
-def _dequantized_notes(weights: list[Weight]) -> list[str]:
+def _dequantized_notes(weights: list[Weight], unused: list[str]) -> list[str]:
     counts = Counter((weight.method, weight.dtype.name) for weight in weights)
     notes = [f"{counted(count, 'weight')} dequantized from {of} to {dtype}" for (of, dtype), count in counts.items()]
-    unused = sorted(fqn for weight in weights for fqn in weight.unused)
     if unused:
-        notes.append(f"left out: {len(unused)} scales of activations, {unused[0]} for one")
+        notes.append(f"left out: {counted(len(unused), 'scale')} of activations, {unused[0]} for one")
     return notes or ["nothing is quantized here, so nothing is dequantized"]

@@ -511,3 +511,31 @@ def test_dequantize_refuses_the_nan_of_mxfp4(tmp_path: Path) -> None:
     with pytest.raises(CorruptError) as caught:
         api.dequantized(api.open(tmp_path))["x.w"][...]
     assert caught.value.fqn == "x.w_scales" and "[1, 3, 0]" in str(caught.value.found)
+
+
+@pytest.mark.parametrize("module", ["k_scale", "k_proj.k_scale", "attn.k_scale", "kv_scale", "k_zero_point"])
+def test_scales_of_a_kv_cache_are_carried(module: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """vLLM, compressed-tensors and modelopt put them next to quantized weights, and no weight needs them."""
+    folder, name = tmp_path / "model", f"model.layers.1.self_attn.{module}"
+    shutil.copytree(folders("fp8 block"), folder)
+    stored = {**load_file(folder / "model.safetensors"), name: torch.full((1,), 0.5)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    checked = ckpt("check", folder)
+    assert (
+        checked.code == 0 and "every part of every tensor is there" in checked.out and "do not have" not in checked.out
+    )
+    done = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
+    assert done.code == 0 and load_file(tmp_path / "out/model.safetensors")[name].item() == 0.5, done.err
+    done = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "plain", "--dequantize", "-v")
+    assert done.code == 0 and f"left out: 1 scale of activations, {name} for one" in done.err, done.err
+    assert name not in load_file(tmp_path / "plain/model.safetensors")
+
+
+def test_scales_of_a_kv_cache_are_unknown_to_a_plain_model(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    folder, name = tmp_path / "model", "model.layers.1.self_attn.k_scale"
+    shutil.copytree(folders("fp8 block").parent / "plain", folder)
+    stored = {**load_file(folder / "model.safetensors"), name: torch.full((1,), 0.5)}
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    assert name in ckpt("check", folder).out
+    done = ckpt("convert", "auto", "hf", folder, "-o", tmp_path / "out")
+    assert done.code == 6 and name in done.err

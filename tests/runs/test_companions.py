@@ -189,12 +189,12 @@ def test_a_small_file_that_is_a_link_out_of_the_folder(
 @pytest.mark.parametrize("depth", [101, 480, 900, 200_000])
 @pytest.mark.parametrize(
     ("name", "codes"),
-    [("config.json", (4, 4, 4)), ("trainer_state.json", (4, 4, 4)), ("generation_config.json", (0, 4, 0))],
+    [("config.json", (4, 4, 4)), ("trainer_state.json", (4, 4, 4)), ("generation_config.json", (0, 4, 4))],
 )
 def test_json_that_is_nested_too_deeply(
     fixtures: Path, tmp_path: Path, name: str, codes: tuple[int, ...], depth: int
 ) -> None:
-    """What walks it could recurse too deeply: it is refused as it is read.  What is carried as it is, is not read."""
+    """What walks it could recurse too deeply: it is refused as it is read, and as it is copied."""
     run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
     content = json.loads((run / "checkpoint-2" / name).read_text())
     deep = '{"a":' * depth + "1" + "}" * depth

@@ -135,11 +135,24 @@ class QuantizedWeights:
         """Names of all parts, packed values too."""
         return frozenset(name for parts in self.owners.values() for name in parts.values())
 
+    @cached_property
+    def attention_scales(self) -> frozenset[str]:
+        """Names of scales of a quantized KV cache and of attention's inputs, which no weight needs.
+
+        vLLM and compressed-tensors name them `self_attn.k_scale`, and modelopt `k_proj.k_scale`.
+        """
+        if self.quantization is None:
+            return frozenset()
+        return frozenset(n for n in self.tensors.keys() - self.expected.keys() if _ATTENTION.search(n))
+
     def in_place(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return `shapes` with plain weights in place of their parts; UNKNOWN_SHAPE if nothing tells a shape."""
+        """Return `shapes` with plain weights in place of their parts, and without scales of attention.
+
+        The shape is UNKNOWN_SHAPE if nothing tells it.
+        """
         if not self.quantization:
             return dict(shapes)
-        found = {name: shape for name, shape in shapes.items() if name not in self.parts}
+        found = {name: shape for name, shape in shapes.items() if name not in self.parts | self.attention_scales}
         for owner, parts in self.owners.items():
             if any(map(self._is_packed, parts.values())):
                 found[owner] = self._shape_of(owner, parts)
