@@ -41,6 +41,9 @@ for command in commands:
 
 def test_a_command_reads_latest_once_and_lists_each_folder_once(fixtures: Path, tmp_path: Path) -> None:
     run, other = str(fixtures / "toy-zero3"), str(fixtures / "toy-zero2")
+    adapter, base = (
+        str(fixtures / name) for name in ("trl-lora-zero3/outputs/qwen3-lora", "trl-zero3/outputs/qwen3-sft")
+    )
     once, both = {"toy-zero3/latest": 1}, {"toy-zero3/latest": 1, "toy-zero2/latest": 1}
     commands = {
         ("inspect", run): once,
@@ -48,6 +51,9 @@ def test_a_command_reads_latest_once_and_lists_each_folder_once(fixtures: Path, 
         ("verify", run, other): both,
         ("check", run): once,
         ("resume", run): once,
+        ("merge-lora", adapter, "--base", base, "--accept-base", "-o", str(tmp_path / "merged")): {
+            f"{base[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1
+        },
     }
     given = json.dumps([str(fixtures), [list(command) for command in commands]])
     ended = subprocess.run([sys.executable, "-c", _COUNT, given], capture_output=True, text=True, check=True)

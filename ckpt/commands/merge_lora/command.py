@@ -137,6 +137,7 @@ def merge_lora(
     """Merge a LoRA adapter into its base model without loading the model."""
     from ckpt.commands.merge_lora.find import open_adapter
     from ckpt.commands.merge_lora.merging import planned
+    from ckpt.move.listing import listed_once
     from ckpt.runs.output_place import default_output
     from ckpt.stores import places
 
@@ -146,26 +147,28 @@ def merge_lora(
     destination = output or default_output(Path(wanted[0]), "merged")
     names = ("config", "tag", "expert_layout", "peft_version", "adapter_slot")
     asked = {"accept_settings": parts.accept_setting, **{name: getattr(parts, name) for name in names}}
-    opened = [open_adapter(where, base=base, **asked) for where in wanted]
-    if not push and at_hub != opt.HubTarget():
-        raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
-    to = None
-    if push:
-        # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
-        to = push_target(at_hub, merged.names, [opened[0].folder, Path(wanted[0])], "-merged")
-    conversion, found = planned(
-        opened,
-        base=base,
-        config=parts.config,
-        accept_base=parts.accept_base,
-        adapter_weights=None if combining.weights is None else parse_weights(combining.weights),
-        combination=combining.combination,
-        density=combining.density,
-        seed=combining.seed,
-        **vars(merged),
-        workers=workers,
-        ignored=parts.ignore_file or (),
-    )
+    with listed_once():
+        opened = [open_adapter(where, base=base, **asked) for where in wanted]
+        if not push and at_hub != opt.HubTarget():
+            raise UsageError("--repo-id, --private, --revision, --create-pr and --commit-message go with --push")
+        to = None
+        if push:
+            # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
+            to = push_target(at_hub, merged.names, [opened[0].folder, Path(wanted[0])], "-merged")
+        conversion, found = planned(
+            opened,
+            base=base,
+            config=parts.config,
+            accept_base=parts.accept_base,
+            adapter_weights=None if combining.weights is None else parse_weights(combining.weights),
+            combination=combining.combination,
+            density=combining.density,
+            seed=combining.seed,
+            **vars(merged),
+            workers=workers,
+            ignored=parts.ignore_file or (),
+        )
+        conversion.to_json()  # it lists the folders that were listed to open the base
     if to is not None and not outcome.dry_run:
         from ckpt.commands.push.push import check_room
 

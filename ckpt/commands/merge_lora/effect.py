@@ -187,9 +187,10 @@ class Merge(api.Conversion):
     noted: Noted = field(default_factory=lambda: Noted(0))
     adapters: tuple[Checkpoint, ...] = ()
 
-    def to_json(self, destination: str | None = None) -> dict[str, Any]:
-        """Return the report of the conversion, with the unread files of the adapters' folders."""
-        report = super().to_json(destination)
+    @cached_property
+    def _report(self) -> dict[str, Any]:
+        """The report of the conversion, with the unread files of the adapters' folders."""
+        report = super()._report
         found = [one.to_json() for adapter in self.adapters for one in unread(adapter)]
         return {**report, "not_read": [*report["not_read"], *found]}
 
