@@ -994,7 +994,9 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
         sides[this] = under_saved_names(run, {fqn for fqn, _ in saved.tensors})
         frozen = len({fqn for fqn, _ in run.tensors}) - len({fqn for fqn, _ in sides[this].tensors})
         if frozen:
-            notes.append(f"the base model in {'AB'[this]}, {frozen} tensors, is not compared: {'AB'[other]} has none")
+            notes.append(
+                f"the base model in {'AB'[this]}, {counted(frozen, 'tensor')}, is not compared: {'AB'[other]} has none"
+            )
     return sides[0], sides[1], notes
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ckpt.base.errors import CorruptError
+from ckpt.base.text import counted
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
@@ -78,7 +79,8 @@ class Difference:
     num_nan: int
 
     def __str__(self) -> str:
-        text = f"{self.num_different} of {self.numel} elements differ, first {list(self.index)}: {self.a} and {self.b}"
+        of = counted(self.numel, "element")
+        text = f"{self.num_different} of {of} differ, first {list(self.index)}: {self.a} and {self.b}"
         if self.largest is not None:
             text += f"; largest difference {self.largest}"
         if self.num_nan:
@@ -244,8 +246,8 @@ def check_covered(covered: int, shape: Shape) -> None:
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts of a tensor do not cover it once",
-            expected=f"{prod(shape)} elements of shape {list(shape)}",
-            found=f"{covered} elements that both sides have in common",
+            expected=f"{counted(prod(shape), 'element')} of shape {list(shape)}",
+            found=f"{counted(covered, 'element')} that both sides have in common",
         )
 
 

@@ -119,7 +119,8 @@ class ManifestCheck(Returned):
         if self.unknown:
             yield f"note: not in the manifest: {printable(', '.join(self.unknown))}"
         if self.good:
-            yield f"as the manifest says: {counted(self.num_files, 'file')}, {self.num_bytes} bytes, every bit of them"
+            size = f"{counted(self.num_files, 'file')}, {counted(self.num_bytes, 'byte')}"
+            yield f"as the manifest says: {size}, every bit of them"
         else:
             yield f"not as the manifest says: {counted(len(self.problems), 'problem')}"
 
@@ -156,7 +157,7 @@ def check(folder: Path, progress: Progress | None = None, *, elements: bool = Tr
         if not is_there:
             problems.append(f"{name}: the file is missing")
         elif path.stat().st_size != entry["bytes"]:
-            problems.append(f"{name}: {path.stat().st_size} bytes instead of {entry['bytes']}")
+            problems.append(f"{name}: {counted(path.stat().st_size, 'byte')} instead of {entry['bytes']}")
         else:
             pieces = {(offset, length): digest for offset, length, digest in entry["pieces"]}
             present[name] = FileDigest(entry["bytes"], pieces, entry["rest"])

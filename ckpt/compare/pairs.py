@@ -627,7 +627,7 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
     for text, count in list(found.items())[:_SHOWN]:
         yield f"hyperparameter {text}, for {counted(count, 'parameter')}"
     if len(found) > _SHOWN:
-        yield f"{len(found) - _SHOWN} more hyperparameters differ"
+        yield f"{counted(len(found) - _SHOWN, 'more hyperparameter')} differ"
 
 
 def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:

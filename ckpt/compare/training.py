@@ -73,7 +73,7 @@ class RunReport(Returned):
         return not self.differences and self.num_equal > 0
 
     def __repr__(self) -> str:
-        outcome = "equal" if self.equal else f"{len(self.differences)} differences"
+        outcome = "equal" if self.equal else f"{counted(len(self.differences), 'difference')}"
         return f"<{shown(self.a.path)} and {shown(self.b.path)}: training states, {outcome}>"
 
     @property
@@ -189,10 +189,10 @@ def _comparable(value: Any, reader: Reader) -> Any:
         content = value.data if value.objects is None else repr(value.objects).encode()
         return f"{value.dtype} {list(value.shape)} {xxh3_64(content).hexdigest()}"
     if isinstance(value, bytes | bytearray):
-        return f"{len(value)} bytes {xxh3_64(bytes(value)).hexdigest()}"
+        return f"{counted(len(value), 'byte')} {xxh3_64(bytes(value)).hexdigest()}"
     if isinstance(value, list | tuple | set | frozenset):
         members = sorted(map(repr, value)) if isinstance(value, set | frozenset) else list(map(repr, value))
-        return f"{len(value)} values {xxh3_64(repr(members).encode()).hexdigest()}"
+        return f"{counted(len(value), 'value')} {xxh3_64(repr(members).encode()).hexdigest()}"
     if isinstance(value, DType):
         return value.name
     if isinstance(value, float) and math.isnan(value):

@@ -143,7 +143,7 @@ def _tokenizer_problems(tokenizer: Any, size: int | None) -> Iterator[str]:
     if len(tokenizer) <= len(tokenizer.all_special_tokens):
         yield "tokenizer: it has no vocabulary; is a file of it missing?"
     if size is not None and len(tokenizer) > size:
-        yield f"tokenizer: it has {len(tokenizer)} tokens, the embedding {size} rows"
+        yield f"tokenizer: it has {counted(len(tokenizer), 'token')}, the embedding {counted(size, 'row')}"
     for message in _ids(tokenizer, size):
         yield f"tokenizer: {message}"
     if tokenizer.chat_template:

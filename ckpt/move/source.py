@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ckpt.base.errors import CorruptError, NotFoundError, StorageError
+from ckpt.base.text import counted
 from ckpt.plan.tensors import ZEROS
 
 #: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
@@ -199,8 +200,8 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
         raise CorruptError(
             "the file ends too early",
             path=path,
-            expected=f"{offset + length} bytes or more",
-            found=f"{offset + len(data)} bytes",
+            expected=f"{counted(offset + length, 'byte')} or more",
+            found=f"{counted(offset + len(data), 'byte')}",
         )
     return data
 

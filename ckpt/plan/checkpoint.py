@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
+from ckpt.base.text import counted
 from ckpt.plan.dtypes import DType
 from ckpt.plan.loads import Loads
 from ckpt.plan.options import OF_FILES
@@ -175,7 +176,7 @@ class SourceFile:
         return cls(path, info.st_size, info.st_mtime_ns, info.st_ino, info.st_ctime_ns)
 
     def facts(self) -> str:
-        return f"{self.size} bytes, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
+        return f"{counted(self.size, 'byte')}, mtime {self.mtime_ns} ns, ctime {self.ctime_ns} ns, inode {self.inode}"
 
     def check_unchanged(self) -> None:
         try:
@@ -330,7 +331,10 @@ class Checkpoint:
         They have the bits that the library computes.
         """
         counts = Counter(self.quantized.methods.values())
-        notes = [f"{count} optimizer states dequantized from {method} to float32" for method, count in counts.items()]
+        notes = [
+            f"{counted(count, 'optimizer state')} dequantized from {method} to float32"
+            for method, count in counts.items()
+        ]
         return replace(self, quantized=QuantizedStates(), notes=(*self.notes, *notes))
 
 

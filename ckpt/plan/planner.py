@@ -12,6 +12,7 @@ from itertools import pairwise
 from math import prod
 
 from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key, Slot, Target, TargetFile
 from ckpt.plan.dtypes import CASTABLE, FLOAT64, DType
 from ckpt.plan.spans import Rows, Spans
@@ -201,8 +202,8 @@ class _Found:
                     "nothing fills a part of the target",
                     path=file.name,
                     fqn=tensor.fqn,
-                    expected=f"{slot.extent.numel} elements",
-                    found=f"{filled} elements",
+                    expected=f"{counted(slot.extent.numel, 'element')}",
+                    found=f"{counted(filled, 'element')}",
                 )
 
     def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
@@ -346,7 +347,7 @@ def _check_file_cover(file: TargetFile) -> None:
     spans.sort()
     overlapping = any(stop > start for (_, stop), (start, _) in pairwise(spans))
     if covered != file.size or overlapping or outside or (spans and not 0 <= spans[0][0] <= spans[-1][1] <= file.size):
-        raise AssertionError(f"{file.name}: literals and slots cover {covered} of {file.size} bytes")
+        raise AssertionError(f"{file.name}: literals and slots cover {covered} of {counted(file.size, 'byte')}")
 
 
 def _prove_nothing_is_lost(

@@ -191,7 +191,7 @@ def _attempt(store: Any, rank: int, size: int) -> str:
     missing, name, end = set(range(1, size)), f"ckpt/{mine}", time.monotonic() + _JOINING.total_seconds()
     while missing := {other for other in missing if not store.check([f"{name}/{other}"])}:
         if time.monotonic() > end:
-            raise RuntimeError(f"of {size} ranks did not come: {', '.join(map(str, sorted(missing)[:8]))}")
+            raise RuntimeError(f"of {counted(size, 'rank')} did not come: {', '.join(map(str, sorted(missing)[:8]))}")
         for other in (other for other in missing if store.check([f"ckpt/joins/{other}"])):
             store.set(f"ckpt/answer/{store.get(f'ckpt/joins/{other}').decode()}", name)
         time.sleep(0.01)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ckpt.base.text import counted
+
 
 @dataclass
 class Unread:
@@ -21,4 +23,4 @@ class Unread:
 
 
 def listed(fqns: Sequence[str]) -> str:
-    return fqns[0] if len(fqns) == 1 else f"{len(fqns)} parameters ({fqns[0]}, ...)"
+    return fqns[0] if len(fqns) == 1 else f"{counted(len(fqns), 'parameter')} ({fqns[0]}, ...)"

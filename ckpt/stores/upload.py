@@ -261,8 +261,10 @@ class _Sending:
         there = {entry.key.removeprefix(self._below): entry.size for entry in listed}
         for name, size in self._sent.items():
             if there.get(name) != size:
-                found = f"{there[name]} bytes" if name in there else "none"
-                raise StorageError("an object did not arrive", path=name, expected=f"{size} bytes", found=found)
+                found = f"{counted(there[name], 'byte')}" if name in there else "none"
+                raise StorageError(
+                    "an object did not arrive", path=name, expected=f"{counted(size, 'byte')}", found=found
+                )
 
     def close(self) -> None:
         """End the threads after the part in hand."""

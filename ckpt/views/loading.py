@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ckpt.base.errors import LossError, NotFoundError, UsageError, shown
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, MODEL_ROLES, TRANSFORMERS, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import CAST_SOURCES, choose
@@ -62,7 +63,7 @@ def load_into(
         raise LossError(
             "the checkpoint and the model do not have the same tensors",
             path=checkpoint.path,
-            expected=f"{len(wanted)} tensors; not in the checkpoint: {_some(missing)}",
+            expected=f"{counted(len(wanted), 'tensor')}; not in the checkpoint: {_some(missing)}",
             found=f"not in the model: {_some(extra)}",
             hint="strict=False fills what both have" if len(missing) < len(wanted) else "is it the same model?",
         )

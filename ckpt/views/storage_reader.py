@@ -24,6 +24,7 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, StorageError, UsageError, shown
+from ckpt.base.text import counted
 from ckpt.compare.compare import Reader, check_replicas
 from ckpt.compare.sample import sample_digest
 from ckpt.containers.dcp.write import SourceTensor
@@ -371,7 +372,7 @@ class _RankReading:
             check_source(found)
             self._checked.add(found.key)
             if asked in FLOATS and asked != found.dtype and asked.itemsize <= found.dtype.itemsize:
-                kind = "parameters" if is_parameter else f"states {role}"
+                kind = "parameter" if is_parameter else f"{role} state"
                 if not is_parameter or found.dtype != FLOAT32:  # the weight is what its float32 master rounds to
                     self._casts.setdefault((kind, found.dtype, asked), set()).add(key)
         return found
@@ -379,7 +380,7 @@ class _RankReading:
     def casts(self) -> Iterator[str]:
         """What was rounded though no framework does that by itself."""
         for (kind, stored, asked), keys in self._casts.items():
-            yield f"{len(keys)} {kind} are stored in {stored} and asked for in {asked}: they were rounded"
+            yield f"{counted(len(keys), kind)} rounded: stored in {stored}, and asked for in {asked}"
 
     def _read(self, tensor: Tensor, box: Box, target: torch.Tensor, asked: DType) -> None:
         is_direct = target.device.type == "cpu" and target.is_contiguous() and asked == tensor.dtype

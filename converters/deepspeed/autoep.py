@@ -21,12 +21,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import WEIGHT, Key
 from ckpt.plan.tensors import Box, Fragment, Pieces, Shape, Tensor
 from converters.deepspeed.autotp import cut_of
-from converters.deepspeed.experts import Files, check_files, counted, entries_of, is_in_rows
+from converters.deepspeed.experts import Files, check_files, entries_of, is_in_rows, read_experts
 from converters.deepspeed.folder import experts_unsupported
 from converters.deepspeed.keys import AUTOEP
 from converters.deepspeed.sharing import Cut, Sharing
@@ -60,7 +61,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
     IncompleteError where an expert's file is missing, CorruptError where one holds something else.
     """
     if not model.content.get(AUTOEP):
-        return counted(files, model, sources)
+        return read_experts(files, model, sources)
     sharing = recorded(model)
     _, wanted = check_files(files, model)
     fragments: dict[str, list[Fragment]] = {fqn: [] for fqn in sharing.cuts}
@@ -197,7 +198,7 @@ def sharers_under_stage3(
         raise CorruptError(
             "expert parallel ranks are not those that share experts",
             path=inners[0].path,
-            expected=f"{sharing.num_ranks} groups of ranks in sub-group {number}",
+            expected=f"{counted(sharing.num_ranks, 'group')} of ranks in sub-group {number}",
             found="; ".join(f"{sorted(one)}: ranks {list(ranks)}" for one, ranks in by_expert_rank.items()),
         )
     if sharing.num_ranks > 1:

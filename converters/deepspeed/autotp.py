@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
-from ckpt.base.text import Brief
+from ckpt.base.text import Brief, counted
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
@@ -218,7 +218,7 @@ def _boxes(
             "the pieces of a parameter do not make up a rank's part of it",
             path=file.path,
             fqn=fqn,
-            expected=f"{prod(shard)} elements",
-            found=f"{at} elements",
+            expected=f"{counted(prod(shard), 'element')}",
+            found=f"{counted(at, 'element')}",
         )
     return tuple(found)

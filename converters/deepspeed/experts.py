@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError
+from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Key
@@ -27,7 +28,7 @@ from converters.deepspeed.sharing import Sharing, numbered
 Files = Mapping[tuple[int, int], str]
 
 
-def counted(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
+def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
     """The experts in the `files` of a step's folder, by their numbers, and the tensors of these files.
 
     Raises IncompleteError where an expert's file is missing, CorruptError where one holds something else.
@@ -74,16 +75,16 @@ def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[
         raise CorruptError(
             "a file of an expert that the model does not have: left over from another run",
             path=files[extra[0]],
-            expected=f"{', '.join(map(str, recorded))} experts in {len(recorded)} layers",
+            expected=f"{', '.join(map(str, recorded))} experts in {counted(len(recorded), 'layer')}",
             hint="move it away if it does not belong to this run",
         )
     if missing := [one for one in wanted if one not in files]:
         raise IncompleteError(
             "files of experts are missing",
             path=Path(model.path).parent,
-            expected=f"{len(wanted)} files, among them "
+            expected=f"{counted(len(wanted), 'file')}, among them "
             + "layer_{}_expert_{}_mp_rank_00_model_states.pt".format(*missing[0]),
-            found=f"{len(wanted) - len(missing)} files",
+            found=counted(len(wanted) - len(missing), "file"),
         )
     return recorded, wanted
 

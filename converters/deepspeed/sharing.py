@@ -5,7 +5,7 @@ One class for all who share, and five ways to know it:
     autotp.recorded          tensor parallel ranks, as AutoTP recorded them
     neox.known_by_name       tensor parallel ranks of GPT-NeoX, which records nothing
     autoep.recorded          expert parallel ranks of AutoEP, as it recorded them
-    experts.counted          expert parallel ranks of DeepSpeed's MoE layers, by the number of experts
+    experts.read_experts     expert parallel ranks of DeepSpeed's MoE layers, by the number of experts
     Sharing(path)            nothing is shared
 
 Which data parallel ranks have the same experts, and flat buffers of them, follows from deepspeed 0.19.8, utils/
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ckpt.base.errors import CorruptError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import Key
 from ckpt.plan.tensors import Box, Shape, Source, Tensor, whole
 from converters.deepspeed.folder import experts_unsupported
@@ -178,8 +179,8 @@ class Sharing:
         matches = [EXPERT.fullmatch(fqn) for fqn in fqns]
         if not self.counts or not all(matches) or world_size % count:
             raise NotFoundError(
-                f"a parameter group partitioned over {count} of {world_size} ranks is not supported, unless it is "
-                "DeepSpeed-MoE's, of experts alone",
+                f"a parameter group partitioned over {count} of {counted(world_size, 'rank')} is not supported, "
+                "unless it is DeepSpeed-MoE's, of experts alone",
                 path=self.path,
             )
         num_ranks = world_size // count
@@ -194,7 +195,7 @@ class Sharing:
                     "a rank has experts that the layer does not have",
                     path=self.path,
                     fqn=layer,
-                    expected=f"{known} experts on {num_ranks} expert parallel ranks",
+                    expected=f"{counted(known, 'expert')} on {num_ranks} expert parallel ranks",
                     found=f"experts {', '.join(map(str, sorted(numbers)))} on rank 0",
                 )
 

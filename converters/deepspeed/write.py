@@ -115,8 +115,8 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
         yield Brief(f"weights of {counted(len(left), 'parameter')} are not stored: ZeRO-3 rounds the masters")
     if stage == 3 and model.frozen and not model.is_deepspeed and not any(True for _ in checkpoint.with_role(BUFFER)):
         yield (
-            f"{len(model.frozen)} tensors that the optimizer does not own are taken for frozen parameters: the source "
-            "does not tell them from buffers, and ZeRO-3 loads neither as the other"
+            f"the optimizer does not own {counted(len(model.frozen), 'tensor')}, taken for frozen parameters: the "
+            "source does not tell them from buffers, and ZeRO-3 loads neither as the other"
         )
     yield from batch_notes(config, num_ranks)
 
@@ -133,7 +133,8 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
     """Whether the recorded batch fits the number of data parallel ranks."""
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
-        yield f"ds_config: train_batch_size {batch} does not divide by {num_ranks} ranks; resume with one that does"
+        ranks = counted(num_ranks, "rank")
+        yield f"ds_config: train_batch_size {batch} does not divide by {ranks}; resume with one that does"
 
 
 # -- file names and the parts of files that stages share ---------------------------------------------------------------

@@ -230,8 +230,8 @@ def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: st
             f"{kind} files of more ranks than the run had: left over from an earlier, larger run",
             path=path,
             rank=", ".join(map(str, extra[:_SHOWN])),
-            expected=f"{world_size} ranks",
-            found=f"{len(files)} files",
+            expected=f"{counted(world_size, 'rank')}",
+            found=f"{counted(len(files), 'file')}",
             hint="move them away if they do not belong to this run",
         )
 
@@ -440,7 +440,10 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
     path = folder / f"{name}.tensor.swp"
     if "/" in name or not path.is_file():
         raise CorruptError(
-            "a buffer that was offloaded to NVMe is missing", path=path, rank=inner.rank, expected=f"{length} elements"
+            "a buffer that was offloaded to NVMe is missing",
+            path=path,
+            rank=inner.rank,
+            expected=f"{counted(length, 'element')}",
         )
     file = reading.sources.add(path)
     if file.size < length * extent.dtype.itemsize:
@@ -448,8 +451,8 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
             "a file of offloaded elements is too short",
             path=path,
             rank=inner.rank,
-            expected=f"{length * extent.dtype.itemsize} bytes",
-            found=f"{file.size} bytes",
+            expected=f"{counted(length * extent.dtype.itemsize, 'byte')}",
+            found=f"{counted(file.size, 'byte')}",
         )
     return Extent.contiguous(str(path), 0, extent.dtype, (length,))
 

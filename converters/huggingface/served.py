@@ -26,6 +26,7 @@ from ckpt.adapters import names
 from ckpt.adapters.config import AdapterConfig
 from ckpt.adapters.names import PREFIX, parse_name
 from ckpt.base.errors import CorruptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.containers.safetensors import Planned, build_header
 from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.precision import Choice
@@ -230,7 +231,9 @@ def _parameters(
         fqn = f"{experts}.{name}"
         rank, layout = config.rank_of(fqn), config.expert_layout(fqn)
         if rows != columns or rows % rank:
-            raise _odd_factors(config, fqn, f"{rank} ranks for each expert in both factors", f"{rows} and {columns}")
+            raise _odd_factors(
+                config, fqn, f"{counted(rank, 'rank')} for each expert in both factors", f"{rows} and {columns}"
+            )
         if layout is None and rank > 1 and rows > rank:
             raise UsageError(
                 "nothing records how Unsloth packed this adapter of experts",
@@ -334,7 +337,7 @@ def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str 
                 "vLLM loads adapters of all layers of all experts, or of none",
                 path=config.path,
                 fqn=f"{experts}.{expert}.{leaf}",
-                expected=f"adapters of {', '.join(sorted(leaves))} in {num} experts",
+                expected=f"adapters of {', '.join(sorted(leaves))} in {counted(num, 'expert')}",
                 found="none of this one",
                 hint="`ckpt merge-lora` merges it into the base, which every server loads",
             )

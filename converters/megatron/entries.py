@@ -85,7 +85,7 @@ def to_write(
         if name in ("args", "grad_scaler", EXTRA, *own) or name in per_rank:
             continue
         if name == FP8:
-            dropped.append(f"FP8 state of {len(value)} modules: its scales begin anew")
+            dropped.append(f"FP8 state of {counted(len(value), 'module')}: its scales begin anew")
         elif name in state.per_rank:
             advice = f"; {without_random}" if name == RANDOM else ""
             dropped.append(f"{name} of {counted(len(value), 'rank')}: the layout is another one{advice}")

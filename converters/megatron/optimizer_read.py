@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.base.text import counted
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.tensors import Extent
@@ -230,7 +231,9 @@ class _RankOptimizers:
         buffers = by_buffer((one.vp, one.local.stored.dtype, one) for one in trained)
         stored = gathered(state, path=path)
         if list(stored) != list(range(len(buffers))):
-            raise self._misfit("the state", f"{len(buffers)} buffers", f"{len(stored)} buffers", path)
+            raise self._misfit(
+                "the state", f"{counted(len(buffers), 'buffer')}", f"{counted(len(stored), 'buffer')}", path
+            )
         for (vp, _, members), flat in zip(buffers, stored.values(), strict=True):
             self._read_buffer(path, vp, members, flat)
 
@@ -243,8 +246,8 @@ class _RankOptimizers:
         sizes = list(bucket_sizes(self.reading.args, self.file.rank.pp, vp, everything))
         buffer = find_buffer(numels, [one.local.shared for one in members], sizes, length)
         if buffer is None:
-            expected = f"{sum(numels)} elements and gaps between parameters"
-            raise self._misfit("a buffer", expected, f"{length} elements", path)
+            expected = f"{counted(sum(numels), 'element')} and gaps between parameters"
+            raise self._misfit("a buffer", expected, f"{counted(length, 'element')}", path)
         for name, elements in flat.items():
             for one, start, numel in zip(members, buffer.starts, numels, strict=True):
                 extent = elements.flat(start, start + numel)

@@ -264,7 +264,7 @@ def _recorded_grid(reading: MegatronReading, names: Sequence[str]) -> Grid:
         raise CorruptError(
             "the folders of ranks are not those of the recorded layout",
             path=reading.folder,
-            expected=f"{expected} numbers in each name: {_describe(grid)}",
+            expected=f"{counted(expected, 'number')} in each name: {_describe(grid)}",
             found=", ".join(names[:4]),
         )
     return grid
@@ -282,15 +282,15 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
             "the folder of a rank is missing: it has a part of every tensor",
             path=reading.folder / missing[0],
             rank=", ".join(missing[:8]),
-            expected=f"{len(expected)} folders for {_describe(reading.grid)}",
-            found=f"{len(names)} folders",
+            expected=f"{counted(len(expected), 'folder')} for {_describe(reading.grid)}",
+            found=f"{counted(len(names), 'folder')}",
         )
     if left_over:
         raise CorruptError(
             "folders of ranks that the recorded layout does not have",
             path=reading.folder / left_over[0],
-            expected=f"{len(expected)} folders for {_describe(reading.grid)}",
-            found=f"{len(names)} folders",
+            expected=f"{counted(len(expected), 'folder')} for {_describe(reading.grid)}",
+            found=f"{counted(len(names), 'folder')}",
             hint="move those away that are left from a larger run",
         )
 

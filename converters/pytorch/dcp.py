@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, LossError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.dcp.metadata import Metadata, Path_, read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.shards import read_shards
@@ -182,7 +183,7 @@ class _DcpReading:
                 "files of safetensors are missing",
                 path=folder,
                 expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, of some rank",
-                found=f"{len(names)} files, of {max(counts) - len(missing)} of {max(counts)} numbers",
+                found=f"{counted(len(names), 'file')}, {max(counts) - len(missing)} of {max(counts)}",
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
@@ -317,8 +318,8 @@ class _DcpReading:
             )
         if spread:
             self.notes.append(
-                f"{len(spread)} tensors that belong neither to the model nor to its optimizer are spread over ranks "
-                f"and not carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
+                f"{counted(len(spread), 'tensor')} that belong neither to the model nor to its optimizer are spread "
+                f"over ranks and not carried: {', '.join(spread[:3])}{', ...' if len(spread) > 3 else ''}"
             )
         return {name: value for name, value in items.items() if value is not _LEFT}
 

@@ -200,7 +200,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
         raise CorruptError(
             "files of runs with different numbers of ranks in one folder",
             path=folder,
-            found=", ".join(f"{count} ranks: {name}" for count, name in sorted(stated.items())),
+            found=", ".join(f"{counted(count, 'rank')}: {name}" for count, name in sorted(stated.items())),
             hint="move those away that do not belong to this run",
         )
     world_size = next(iter(stated), len(found["model"]))
@@ -212,7 +212,7 @@ def _check_ranks(folder: Path, found: Mapping[str, Mapping[int, str]], stated: d
                 f"files of ranks are missing: each has a part of every tensor ({kind})",
                 path=folder,
                 rank=", ".join(map(str, missing[:16])),
-                expected=f"{max(world_size, len(ranks) + len(missing))} files",
+                expected=f"{counted(max(world_size, len(ranks) + len(missing)), 'file')}",
                 found=f"{counted(len(ranks), 'file')}, such as {Path(next(iter(ranks.values()))).name}",
             )
 
@@ -321,7 +321,7 @@ def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequenc
     (`_StridedShard`, with the number of cuts before), so it comes after those.
     """
     if len(placements) != len(mesh):
-        raise ValueError(f"{len(placements)} placements on a mesh of {len(mesh)} axes")
+        raise ValueError(f"{counted(len(placements), 'placement')} on a mesh of {len(mesh)} axes")
     offsets, sizes = [0] * len(shape), list(shape)
     late: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
@@ -344,7 +344,9 @@ def _check_split_factor(placement: Record, inner: Sequence[Record], sizes: Seque
     dim, factor = placement.attributes["dim"], placement.attributes["split_factor"]
     cuts = prod(n for p, n in zip(inner, sizes, strict=True) if p.name != "Replicate" and p.attributes["dim"] == dim)
     if factor != cuts:
-        raise NotFoundError(f"a tensor is cut in an order that is not known: split factor {factor} after {cuts} cuts")
+        raise NotFoundError(
+            f"a tensor is cut in an order that is not known: split factor {factor} after {counted(cuts, 'cut')}"
+        )
 
 
 def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int) -> None:

@@ -121,7 +121,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
     if not states.groups:
         yield "no optimizer's files: the source records no param groups (verl: load_contents without optimizer)"
     if len(states.groups) > 1:
-        yield f"{len(states.groups)} param groups, as the source has them; verl's own optimizer has one"
+        yield f"{counted(len(states.groups), 'param group')}, as the source has them; verl's own optimizer has one"
     if checkpoint.facts_of(TorchFacts).dtensor is None:
         yield "device meshes are pickled in the form of torch 2.13, which older versions do not load"
 

@@ -21,6 +21,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.sources import RankFile, structure
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.assemble import assemble
@@ -135,8 +136,8 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
             "files of ranks are missing: each has a part of every flat parameter",
             path=files[-1].path,
             fqn=name,
-            expected=f"{length} elements",
-            found=f"{at} on {len(files)} ranks",
+            expected=f"{counted(length, 'element')}",
+            found=f"{at} on {counted(len(files), 'rank')}",
         )
     return found, length
 
@@ -145,7 +146,7 @@ def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file:
     """The parameters of a flat one, if the ranks that know some agree; NotFoundError if no unit has its `length`."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
-        raise _unknown(file, f"which parameters are in {name}, {length} elements")
+        raise _unknown(file, f"which parameters are in {name}, {counted(length, 'element')}")
     if any(unit != fitting[0] for unit in fitting):
         raise CorruptError(
             "the optimizer and the config name the parameters of a flat one in different orders",
@@ -175,7 +176,7 @@ def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -
             "what ranks have of a parameter does not make it up",
             path=own[0][0].path,
             fqn=fqn,
-            expected=f"{prod(shape)} elements, of {list(shape)}",
-            found=f"{numel} elements on {len(own)} ranks",
+            expected=f"{counted(prod(shape), 'element')}, of {list(shape)}",
+            found=f"{counted(numel, 'element')} on {counted(len(own), 'rank')}",
         )
     return assemble(fqn, WEIGHT, in_turn(shape, own))

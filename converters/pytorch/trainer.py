@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
@@ -266,7 +267,7 @@ def trainer_groups(
         return [ParamGroup(fqns, groups[0].options) for fqns in decayed], [note]
     raise LossError(
         "HF Trainer numbers parameters by two groups, with weight decay and without, and the source has others",
-        expected=", ".join(f"{len(fqns)} parameters" for fqns in decayed),
-        found=", ".join(f"{len(group.fqns)} parameters" for group in groups),
+        expected=", ".join(f"{counted(len(fqns), 'parameter')}" for fqns in decayed),
+        found=", ".join(f"{counted(len(group.fqns), 'parameter')}" for group in groups),
         hint="the formats full and dcp hold them by name",
     )

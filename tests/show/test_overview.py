@@ -201,9 +201,9 @@ class Untouchable:
         (Untouchable(), "<Untouchable>"),
         ({Untouchable(): Untouchable()}, {"<Untouchable>": "<Untouchable>"}),
         (Record("torch.optim", "Adam", (1, 2)), "<torch.optim.Adam>"),
-        ({1: {2: {3: {4: {5: 6}}}}}, {"1": {"2": {"3": {"4": "<1 entries>"}}}}),
+        ({1: {2: {3: {4: {5: 6}}}}}, {"1": {"2": {"3": {"4": "<1 entry>"}}}}),
         ({"\x1b": 1}, {"\\x1b": 1}),
-        ([[[[[1]]]]], [[[["<1 values>"]]]]),
+        ([[[[[1]]]]], [[[["<1 value>"]]]]),
         (dict.fromkeys(range(100)), dict.fromkeys(map(str, range(16))) | {"...": "84 more"}),
     ],
 )

@@ -149,7 +149,7 @@ def test_a_rank_that_failed_is_named_and_ranks_that_are_done_end_the_watch(
     ranks[1].wait()
     start(ranks, tmp_path / "again", "waits")
     ranks[2].communicate("go on\n", timeout=60)
-    assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all 1 ranks are done\n")
+    assert watch(tmp_path / "again") == (0, f"{tmp_path / 'again'}: all done, 1 rank\n")
 
 
 def test_a_folder_without_heartbeats(tmp_path: Path) -> None:

@@ -242,7 +242,7 @@ def test_another_shape_and_another_kind_of_dtype() -> None:
 def test_states_that_are_rounded_are_said() -> None:
     state = {"optimizer": {"state": {"gain": {"exp_avg": torch.zeros(3, dtype=torch.bfloat16)}}}}
     _, said = warned(load, state, DCP)
-    assert any("1 states exp_avg are stored in float32 and asked for in bfloat16" in line for line in said)
+    assert any("1 exp_avg state rounded: stored in float32, and asked for in bfloat16" in line for line in said)
 
 
 def asked_groups(*members: list[str]) -> dict[str, Any]:

@@ -441,7 +441,7 @@ def _findings(
     damage = [one for one in found if one.is_damage]
     problems += [Problem(DAMAGED, one.where, one.what) for one in damage[:_MAX_SHOWN]]
     if (more := len(damage) - _MAX_SHOWN) > 0:
-        problems.append(Problem(DAMAGED, f"{more} further tensors", "NaN, infinite or contradicting values"))
+        problems.append(Problem(DAMAGED, f"{counted(more, 'further tensor')}", "NaN, infinite or contradicting values"))
     return found
 
 
@@ -508,7 +508,9 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
     for one in found[:_MAX_SHOWN]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
     if len(found) > _MAX_SHOWN:
-        yield Problem(DAMAGED, f"{len(found) - _MAX_SHOWN} further tensors", "their parts do not make them up")
+        yield Problem(
+            DAMAGED, f"{counted(len(found) - _MAX_SHOWN, 'further tensor')}", "their parts do not make them up"
+        )
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -536,7 +538,9 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
     for fault in weights.faults[:_MAX_SHOWN]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
     if (more := len(weights.faults) - _MAX_SHOWN) > 0:
-        yield Problem(DAMAGED, f"{more} further parts of quantized weights", "missing, unexpected or misshapen")
+        yield Problem(
+            DAMAGED, f"{counted(more, 'further part')} of quantized weights", "missing, unexpected or misshapen"
+        )
     if weights.unproved:
         yield Problem(UNPROVED, "quantized weights", weights.unproved)
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from ckpt.base.text import counted
 from ckpt.commands.check.finding import (
     CONSTANT,
     CONTRADICTION,
@@ -89,7 +90,7 @@ def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
     ):
         if first is not None:
             firsts.append(_index(first, one.shape))
-            said.append(f"{count} of {prod(one.shape)} values are {name}, the first at {list(firsts[-1])}")
+            said.append(f"{count} of {counted(prod(one.shape), 'value')} are {name}, the first at {list(firsts[-1])}")
     is_mask = not one.nans and _MASK.search(fqn) is not None
     return ValueFinding(NOT_FINITE, fqn, role, "; ".join(said), one.nans + one.infinities, firsts[0], not is_mask)
 
@@ -123,13 +124,21 @@ def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[ValueFinding]:
         if is_wrong.any():
             first = _index(int(np.argmax(is_wrong)), tensor.shape)
             count = int(is_wrong.sum())
-            yield ValueFinding(SCALE, name, tensor.role, f"{count} scales are zero or negative", count, first)
+            yield ValueFinding(
+                SCALE,
+                name,
+                tensor.role,
+                f"{counted(count, 'scale')} {'is' if count == 1 else 'are'} zero or negative",
+                count,
+                first,
+            )
     for name, limit in weights.indices.items():
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         index = _all_bits(checkpoint, tensor).view(np.int32)
         if (is_wrong := (index < 0) | (index >= limit)).any():
             first, count = _index(int(np.argmax(is_wrong)), tensor.shape), int(is_wrong.sum())
-            what = f"{count} of {tensor.numel} group numbers are not in 0 to {limit - 1}, the first at {list(first)}"
+            numbers = counted(tensor.numel, "group number")
+            what = f"{count} of {numbers} are not in 0 to {limit - 1}, the first at {list(first)}"
             yield ValueFinding(CONTRADICTION, name, tensor.role, what, count, first, is_damage=True)
     for name, shape in weights.recorded_shapes.items():
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]

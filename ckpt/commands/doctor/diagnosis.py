@@ -13,6 +13,7 @@ from typing import Any
 from ckpt import api
 from ckpt.base.errors import LossError, UsageError, shown
 from ckpt.base.returned import Returned
+from ckpt.base.text import counted
 from ckpt.base.typed import typed
 from ckpt.commands.doctor import facts as known
 from ckpt.commands.doctor import text
@@ -38,7 +39,7 @@ class Diagnosis(Returned):
 
     def __repr__(self) -> str:
         works = sum(one.problem is None for one in self.commands)
-        return f"<ckpt {self.facts.version}: {works} of {len(self.commands)} commands work>"
+        return f"<ckpt {self.facts.version}: {works} of {counted(len(self.commands), 'command')} work>"
 
     def lines(self, width: int | None = None) -> Iterator[str]:
         """Yield what the command prints, in tables of at most `width` columns."""

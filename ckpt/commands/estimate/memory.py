@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 from math import ceil, lcm, prod
 
 from ckpt.base.errors import UsageError
+from ckpt.base.text import counted
 from ckpt.commands.estimate import activations
 from ckpt.commands.estimate.activations import Activations
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1, ZERO2, ZERO3, Setup, placed
@@ -122,7 +123,7 @@ def megatron(
     if setup.gpus % (tp * pp * setup.context_parallel) or setup.gpus % (ep * pp):
         raise UsageError(
             "the GPUs do not divide among the parallel axes",
-            found=f"{setup.gpus} GPUs, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
+            found=f"{counted(setup.gpus, 'GPU')}, tp {tp}, pp {pp}, cp {setup.context_parallel}, ep {ep}",
         )
     found = []
     for number, stage in enumerate(stages):

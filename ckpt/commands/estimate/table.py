@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.adapters.names import BASE, is_adapter, parse_name
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
+from ckpt.base.text import counted
 from ckpt.commands.estimate.memory import Memory, estimate, megatron, multiple
 from ckpt.commands.estimate.setup import (
     DDP,
@@ -154,9 +155,8 @@ def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
         subject = _of_config(where, config)
         if num_elements(subject.model.parameters) == stored:
             return replace(subject, notes=(*notes, *subject.notes))
-        note = (
-            f"the checkpoint holds {stored:,} elements, and its config tells of another number; the checkpoint's count"
-        )
+        elements = counted(stored, "element", ",")
+        note = f"the checkpoint holds {elements}, and its config tells of another number; the checkpoint's count"
     else:
         note = "there is no config.json: activations are not known, and not counted"
     model = Model(checkpoint.format, tuple(found.values()), (), 0, 0)
@@ -350,4 +350,4 @@ def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequ
             most, found = middle, better
         else:
             least = middle
-    return f"on {most} GPUs: {found}"
+    return f"on {counted(most, 'GPU')}: {found}"

@@ -54,9 +54,11 @@ def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
     facts = (
         f"{counted(setup.gpus, 'GPU')} of {show_size(sizing.gpu_memory)}, {setup.dtype} ({precision}), "
-        f"{setup.optimizer}, micro batch {setup.batch} x {setup.length} tokens{_choices(sizing)}"
+        f"{setup.optimizer}, micro batch {setup.batch} x {counted(setup.length, 'token')}{_choices(sizing)}"
     )
-    return f"{sizing.subject.path}: {model.name}, {num_elements(model.parameters):,} parameters", _wrap(facts)
+    return f"{sizing.subject.path}: {model.name}, {counted(num_elements(model.parameters), 'parameter', ',')}", _wrap(
+        facts
+    )
 
 
 def bars(sizing: Sizing) -> list[Bar]:
@@ -159,7 +161,7 @@ def _sizing_notes(sizing: Sizing) -> Iterator[str]:
     if any(row.options.get("qlora") for row in sizing.rows):
         rest = sum(parameter.numel for parameter in model.parameters if parameter.kind != LINEAR)
         yield (
-            f"qlora: {rest:,} parameters are not quantized and stay in {setup.dtype}; "
+            f"qlora: {counted(rest, 'parameter', ',')} are not quantized and stay in {setup.dtype}; "
             "PEFT's prepare_model_for_kbit_training makes them float32"
         )
     for row in sizing.rows:

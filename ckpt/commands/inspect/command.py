@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
+from ckpt.base.text import counted
 from ckpt.options import completion as complete
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -147,7 +148,7 @@ def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
     if not damaged:
         return None
     first, count = damaged[0], len(damaged)
-    what = "a tensor do not cover it" if count == 1 else f"{count} tensors do not cover them"
+    what = "a tensor do not cover it" if count == 1 else f"{counted(count, 'tensor')} do not cover them"
     return CorruptError(
         f"the stored parts of {what} exactly once",
         path=found.checkpoint.path,

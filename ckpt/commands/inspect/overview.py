@@ -202,7 +202,8 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
     """Notes that quantized states are smaller in the files than the plain values that are shown here."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
-        yield f"{count} optimizer states are stored quantized by {method}; here they are the values computed of them"
+        states = f"{counted(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
+        yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
@@ -324,7 +325,7 @@ def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[
     if len(nbytes) <= _FEW_RANKS or everything:
         return [f"rank {rank}: {show_size(count)} of tensors" for rank, count in nbytes.items()]
     sizes = f"{show_size(nbytes[least])} of tensors (rank {least}) to {show_size(nbytes[most])} (rank {most})"
-    return [f"{sizes} on {len(nbytes)} ranks ..."]
+    return [f"{sizes} on {counted(len(nbytes), 'rank')} ..."]
 
 
 def _role_text(role: str, entry: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
+from ckpt.base.text import counted
 from ckpt.commands.inspect.overview import ranks_text
 from ckpt.commands.inspect.sketch import Holder, Kind, Patch, Sketch, Sketcher
 from ckpt.plan import registry
@@ -113,7 +114,7 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
     """Names a fragment's holder: its rank, or its file; one name for all files if there are too many."""
     first = (_first_place(tensor) for tensor in tensors)
     files = {path for path, rank in first if rank is None}
-    common = f"{len(files)} files" if len(files) > _MAX_FILES else None
+    common = f"{counted(len(files), 'file')}" if len(files) > _MAX_FILES else None
 
     def name(fragment: Fragment) -> Holder:
         if fragment.rank is not None:
@@ -294,6 +295,6 @@ def _coarse(sketch: Sketch) -> Sketch:
         holders = tuple(dict.fromkeys(holder for group in groups for holder in group))
         kind: Kind = "held" if len(groups) == 1 else "several"
         patches.append(Patch(kind, x / width, y / height, (x + 1) / width, (y + 1) / height, holders))
-    remark = f"{len(held)} slices, too many to draw apart"
+    remark = f"{counted(len(held), 'slice')}, too many to draw apart"
     merged = tuple(_joined([*patches, *marks[:_MAX_PATCHES]]))
     return replace(sketch, patches=merged, bands=height, remarks=(*sketch.remarks, remark))

@@ -79,7 +79,9 @@ def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: s
     canvas.line(text + ".", "g", 18)
     if picture.rows_left_out:
         rest = picture.num_tensors - drawn
-        canvas.line(f"Not drawn: {counted(rest, 'tensor', ',')} in {picture.rows_left_out} further rows.", "b r", 18)
+        canvas.line(
+            f"Not drawn: {counted(rest, 'tensor', ',')} in {counted(picture.rows_left_out, 'further row')}.", "b r", 18
+        )
     canvas.y += 10
     _draw_parts(canvas, picture.rows, by_part=by_part)
     holders = list(picture.holders)

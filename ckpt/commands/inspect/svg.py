@@ -147,7 +147,7 @@ def _labels(row: Row) -> Iterator[tuple[str, str]]:
     """What stands beside a bar, and its style."""
     sketch, count = row.sketch, len(row.fqns)
     if row.is_grid:
-        yield f"{count:,} tensors side by side", "b"
+        yield f"{counted(count, 'tensor', ',')} side by side", "b"
         yield f"→ {one_line(sketch.across, 60)}", "g"
     elif count > 1:
         yield f"× {count:,} alike", "b"

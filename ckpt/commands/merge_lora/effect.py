@@ -103,7 +103,8 @@ class Effects:
                 f"rounded away in {one.dtype}"
             )
         if len(self.lost) > _SHOWN:
-            yield f"and {len(self.lost) - _SHOWN} more targets that were not changed, though their factors are not zero"
+            more = counted(len(self.lost) - _SHOWN, "more target")
+            yield f"and {more} without a change, although the factors are not zero"
         if self.targets and not self.num_changed:
             yield "nothing was changed: every target has the weights of the base"
 

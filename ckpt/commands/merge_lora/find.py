@@ -14,7 +14,7 @@ from ckpt.adapters import names, peft_rules
 from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
-from ckpt.base.text import HUB_ID, Brief
+from ckpt.base.text import HUB_ID, Brief, counted
 from ckpt.move.files import translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
@@ -225,7 +225,7 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
             "the adapter was saved without its partitions: its tensors are empty",
             path=place,
             fqn=fqn,
-            found=f"{count} of {of} tensors of shape [0]",
+            found=f"{count} of {counted(of, 'tensor')} of shape [0]",
             hint="the sharded checkpoint that it was saved from still has them; give that",
         )
     if checkpoint is None:

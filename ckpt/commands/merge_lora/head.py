@@ -12,6 +12,7 @@ from typing import Any
 from ckpt.adapters import names
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.commands.merge_lora.find import Adapter
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
@@ -97,7 +98,7 @@ def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> TrainedBase:
             f"the adapter was trained on {cls.name}, and a part of this model is in neither the adapter nor the base",
             path=adapter.path,
             fqn=missing[0],
-            expected=f"{len(shapes)} tensors, as {cls.name} has",
+            expected=f"{counted(len(shapes), 'tensor')}, as {cls.name} has",
             found=f"{len(missing)} missing: {_first_of(missing)}",
             hint=f"transformers drew it at random for training: give the {cls.name} that was trained on with --base",
         )

@@ -634,7 +634,7 @@ class _Merge:
         index = _token_index(adapter.config, module)
         num, dim = self.shapes[owner]
         if rows.shape != (len(index), dim):
-            raise _misfit(adapter, rows.fqn, f"{len(index)} rows of {dim}", f"shape {list(rows.shape)}")
+            raise _misfit(adapter, rows.fqn, f"{counted(len(index), 'row')} of {dim}", f"shape {list(rows.shape)}")
         if outside := [i for i in index if not 0 <= i < num]:
             raise _misfit(adapter, rows.fqn, f"tokens below {num}, as {owner} has rows", f"token {outside[0]}")
         # rounded once, from whatever dtype they are stored in
@@ -772,7 +772,10 @@ class _Merge:
         targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
         if len(targeted) != len(wrappers):
             raise _misfit(
-                adapter, wrappers[0][names.A].fqn, f"{len(targeted)} adapted parameters", f"{len(wrappers)} adapters"
+                adapter,
+                wrappers[0][names.A].fqn,
+                f"{counted(len(targeted), 'adapted parameter')}",
+                f"{counted(len(wrappers), 'adapter')}",
             )
         fits = partial(self._fits, adapter)
         fitting = [order for order in permutations(targeted) if all(map(fits, order, wrappers))]
@@ -986,7 +989,7 @@ class _Merge:
         yield from tied.notes(self.noted.divided, as_peft=self.as_peft)
         if self.resized:
             rows = next(iter(self.resized.values()))
-            yield f"the vocabulary has {rows} rows, as in training, and {self._vocabulary} in the base"
+            yield f"the vocabulary has {counted(rows, 'row')}, as in training, and {self._vocabulary} in the base"
 
 
 def _are_true(every: Iterable[Callable[[], bool]]) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ckpt.base.errors import CorruptError, shown
+from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 
@@ -41,7 +42,7 @@ def plot(
         compared.append({"run": name, "with": first, "steps": number, "step": step, "apart": apart})
         where = f", furthest apart in step {step}, by {apart:.1e} of the loss" if apart else ", every loss the same"
         if not as_json:
-            print(f"{name}: {number} steps in common with {first}{where}")
+            print(f"{name}: {counted(number, 'step')} in common with {first}{where}")
     print(shown(json.dumps({"picture": str(output), "compared": compared})) if as_json else output)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated
 import typer
 
 from ckpt.base.errors import printable, shown
+from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
 
@@ -54,7 +55,7 @@ def preflight(
     if as_json:
         print(shown(json.dumps({"nodes": count, "problems": problems})))
     else:
-        for line in [*problems, f"{count} nodes, {len(problems)} problems"]:
+        for line in [*problems, f"{counted(count, 'node')}, {counted(len(problems), 'problem')}"]:
             print(printable(f"preflight: {line}"), file=sys.stderr)
     if problems:
         raise typer.Exit(1)

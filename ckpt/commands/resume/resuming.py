@@ -399,7 +399,7 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
     models = list(models_of(save).values())
     others = "".join(f", then {one}" for one in models[1:])
     raise LossError(
-        f"resume can't convert a save of {len(models)} models",
+        f"resume can't convert a save of {counted(len(models), 'model')}",
         path=save,
         expected="a save that fits as it is",
         found=misfit,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 
@@ -46,7 +47,7 @@ def watch(
     if as_json:
         _say(json.dumps({"run": str(run), "ranks": len(watched.ranks), "findings": [asdict(one) for one in wrong]}))
     else:
-        _say("\n".join(map(str, wrong)) or f"{run}: all {len(watched.ranks)} ranks are done")
+        _say("\n".join(map(str, wrong)) or f"{run}: all done, {counted(len(watched.ranks), 'rank')}")
     if wrong:
         raise typer.Exit(1)
 

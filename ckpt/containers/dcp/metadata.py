@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundError
+from ckpt.base.text import counted
 from ckpt.containers.dcp.runs import Columns, IrregularError, Runs
 from ckpt.containers.torchfile.unpickle import load_pickle
 from ckpt.containers.torchfile.values import Record
@@ -343,7 +344,7 @@ class _Parser:
         if type(name) is not str or type(offset) is not int or type(length) is not int:
             self.fault("the place of an item is damaged", key)
         if not (0 <= offset < 1 << 63 and 0 <= length < 1 << 63):
-            self.fault("the place of an item makes no sense", key, found=f"{length} bytes at {offset}")
+            self.fault("the place of an item makes no sense", key, found=f"{counted(length, 'byte')} at {offset}")
         path = self.files.get(name)
         if path is None:
             path = self.files[name] = str(confined(self.folder, name))
@@ -370,7 +371,12 @@ class _Parser:
             offsets = self._numbers(chunk.get("offsets"), key, "a chunk's offsets")
             sizes = self._numbers(chunk.get("sizes"), key, "a chunk's sizes")
             if not len(offsets) == len(sizes) == len(shape):
-                self.fault("a chunk has other dims than its tensor", key, f"{len(shape)} dims", f"{len(sizes)} dims")
+                self.fault(
+                    "a chunk has other dims than its tensor",
+                    key,
+                    f"{counted(len(shape), 'dim')}",
+                    f"{counted(len(sizes), 'dim')}",
+                )
             if 0 in shape and 0 not in sizes:  # the plan proves all other tensors, but this one has nothing to prove
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
             if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
@@ -397,8 +403,8 @@ class _Parser:
                 self.fault(
                     "a chunk is larger than the item that holds it",
                     key,
-                    expected=f"{box.numel} elements of {dtype} for {box}",
-                    found=f"an item of {self.places.lengths[row]} bytes in {self.places.paths[row]}",
+                    expected=f"{counted(box.numel, 'element')} of {dtype} for {box}",
+                    found=f"an item of {counted(self.places.lengths[row], 'byte')} in {self.places.paths[row]}",
                 )
         return TensorEntry(key, dtype, shape, chunks)
 

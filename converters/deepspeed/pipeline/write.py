@@ -250,9 +250,11 @@ def _data_parallel_size(checkpoint: Checkpoint, grid: Grid, layout: Layout) -> i
     num_ranks = layout.world_size or checkpoint.world_size or slices
     if num_ranks % slices:
         raise UsageError(
-            f"{num_ranks} ranks do not divide into this layout",
+            f"{counted(num_ranks, 'rank')} do not divide into this layout",
             expected=f"a multiple of TP x PP, {slices}",
-            found=f"--world-size {num_ranks}" if layout.world_size else f"{num_ranks} ranks, as the source has",
+            found=f"--world-size {num_ranks}"
+            if layout.world_size
+            else f"{counted(num_ranks, 'rank')}, as the source has",
             hint="--world-size says how many there are",
         )
     return num_ranks // slices

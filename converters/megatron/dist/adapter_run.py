@@ -110,7 +110,7 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, slot: AdapterSlot | None = 
             path=folder,
             fqn=others[0],
             expected=f"the factors of an adapter alone, as {trainer.name} saves them without modules_to_save",
-            found=f"{len(others)} other tensors",
+            found=f"{counted(len(others), 'other tensor')}",
         )
     path = trainer.config_of(folder)
     if not path.is_file():
@@ -386,7 +386,7 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
             "the adapter was saved by another number of tensor parallel ranks than its run's config says",
             path=run.path,
             fqn=tensor.fqn,
-            expected=f"{expected[0]} parts of rows, of {counted(tp_of(name, run), 'rank')}",
+            expected=f"{counted(expected[0], 'part')} of rows, of {counted(tp_of(name, run), 'rank')}",
             found=counted(len(cuts), "part"),
         )
     return len(cuts)
@@ -399,7 +399,7 @@ def _halves(fqn: str, rows: int, size: int) -> RowRuns:
             "the rows of the factor do not divide among the tensor parallel ranks",
             fqn=fqn,
             expected=f"a multiple of {2 * size}",
-            found=f"{rows} rows",
+            found=f"{counted(rows, 'row')}",
         )
     half = rows // (2 * size)
     return tuple(

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError
+from ckpt.base.text import counted
 from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.containers.dcp.nested import nest
 from ckpt.containers.dcp.tensors import FoundTensor
@@ -101,7 +102,7 @@ def _read_optimizer(
             raise LossError(
                 "parameters were frozen, and no file records which: states have numbers alone",
                 path=reading.folder,
-                expected=f"states of all {len(ones)} parameters",
+                expected=f"states of all {counted(len(ones), 'parameter')}",
                 found=f"those of {len(ids)}",
                 hint="save it with --ckpt-format torch_dist, whose states have names",
             )
@@ -109,8 +110,8 @@ def _read_optimizer(
             raise CorruptError(
                 "a param group of the optimizer does not fit the model's parameters",
                 path=reading.folder,
-                expected=f"{len(ones)} parameters, {len(halves)} masters",
-                found=f"{len(ids) if isinstance(ids, list) else ids} parameters, {len(held)} masters",
+                expected=f"{counted(len(ones), 'parameter')}, {counted(len(halves), 'master')}",
+                found=f"{len(ids) if isinstance(ids, list) else ids} parameters, {counted(len(held), 'master')}",
             )
         for name, master in zip(halves, held, strict=False):
             _note(reading, found, names[name], MASTER, master, shapes[name])

@@ -153,8 +153,8 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         raise CorruptError(
             "the embedding has fewer rows than the vocabulary of the config",
             fqn=EMBEDDING,
-            expected=f"at least {sizes.dims['v']} rows",
-            found=f"{padded} rows",
+            expected=f"at least {counted(sizes.dims['v'], 'row')}",
+            found=f"{counted(padded, 'row')}",
             hint="does the config belong to this checkpoint?",
         )
     embedding, output = table.hub_name(EMBEDDING), table.hub_name(OUTPUT)
@@ -165,11 +165,8 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
     notes += (*shifting_notes(centred), *_block_notes(checkpoint))
     if padded > sizes.dims["v"]:
-        notes.append(
-            Brief(
-                f"the vocabulary's padding is left out: {padded - sizes.dims['v']} of {padded} rows, which no token has"
-            )
-        )
+        rows = f"{padded - sizes.dims['v']} of {counted(padded, 'row')}"
+        notes.append(Brief(f"the vocabulary's padding is left out: {rows}, which no token has"))
     ties = {output: embedding, **table.second_names} if sizes.tied else {}
     state = replace(named.state, param_groups=tuple(map(_with_peak, _with_experts(named.state.param_groups))))
     if (sequences := sequences_seen(state)) is not None:
@@ -227,7 +224,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         raise UsageError(
             "--make-vocab-size-divisible-by needs the size of the vocabulary, which nothing here tells",
             fqn=EMBEDDING,
-            found=f"{stored} rows, padding included",
+            found=f"{counted(stored, 'row')}, padding included",
             hint="give the model's config.json with --config",
         )
     if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
@@ -241,7 +238,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
             "the vocabulary's rows do not divide among the tensor parallel ranks",
             fqn=EMBEDDING,
             expected=f"a multiple of {new_tp}",
-            found=f"{stored} rows, of which {vocabulary or 'an unknown number'} are the vocabulary",
+            found=f"{counted(stored, 'row')}, of which {vocabulary or 'an unknown number'} are the vocabulary",
             hint=None if vocabulary else "give the model's config.json with --config",
         )
     args = {**args, "padded_vocab_size": padded} | ({"make_vocab_size_divisible_by": asked} if asked else {})
@@ -250,7 +247,9 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
         return replace(checkpoint, state=state)
     assert vocabulary is not None
     named = translate(checkpoint, _repadding(shapes, vocabulary, padded), MEGATRON)
-    note = f"the vocabulary of {vocabulary} is padded to {padded} rows instead of {stored}, as tp {new_tp} asks"
+    note = (
+        f"the vocabulary of {vocabulary} is padded to {counted(padded, 'row')} instead of {stored}, as tp {new_tp} asks"
+    )
     if stored > vocabulary:
         note += f"; rows {vocabulary}:{stored} of the source, which no token has, are left out"
     return replace(named, state=replace(named.state, args=args), ties=checkpoint.ties, notes=(*checkpoint.notes, note))
@@ -501,4 +500,8 @@ def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
 def _padding_notes(vocabulary: int, padded: int) -> list[str]:
     if padded == vocabulary:
         return []
-    return [Brief(f"the vocabulary of {vocabulary} is padded to {padded} rows: rows from {vocabulary} on are zero")]
+    return [
+        Brief(
+            f"the vocabulary of {vocabulary} is padded to {counted(padded, 'row')}: rows from {vocabulary} on are zero"
+        )
+    ]

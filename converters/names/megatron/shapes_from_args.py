@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError
+from ckpt.base.text import counted
 from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import GATED_ARGS
@@ -81,7 +82,7 @@ def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: 
             f"the checkpoint lacks tensors of the model that {who} tells of",
             path=path,
             fqn=", ".join(missing[:3]) + (", ..." if len(missing) > 3 else ""),
-            expected=f"{len(expected)} tensors",
+            expected=f"{counted(len(expected), 'tensor')}",
             found=f"{len(expected) - len(missing)} of them",
             hint=f"does {who} belong to this checkpoint?",
         )

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any
 
 from ckpt.base.errors import CkptError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import BUFFER, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Shape, Tensor, whole
 from ckpt.runs.model_files import CONFIG
@@ -308,7 +309,7 @@ class QuantizedWeights:
             match, tensor = STATE.fullmatch(name), self.tensors[name]
             try:
                 if match is None or tensor.nbytes > MAX_STATE:
-                    raise StateError(f"at most {MAX_STATE} bytes", tensor.nbytes)
+                    raise StateError(f"at most {counted(MAX_STATE, 'byte')}", tensor.nbytes)
                 found[owner] = parse_state(self.read(name), match["kind"])
             except StateError as error:
                 found[owner] = error
@@ -331,14 +332,15 @@ class QuantizedWeights:
         if wanted is not None and sorted(wanted) != sorted(state.shape):  # the weight of a Conv1D is turned over
             yield Fault(name, f"records a weight of {list(state.shape)}, and the architecture's is {list(wanted)}")
         if packed is not None and packed.nbytes != state.num_bytes:
-            what = f"{packed.nbytes} bytes instead of {state.num_bytes}, for the recorded shape {list(state.shape)}"
+            size = counted(packed.nbytes, "byte")
+            what = f"{size} instead of {state.num_bytes}, for the recorded shape {list(state.shape)}"
             yield Fault(packed.fqn, what)
         for end, count in state.counts.items():
             part = parts.get(_PLAIN + end)
             if part is None:
                 yield Fault(owner + end, f"missing: {name} records that there is one", is_missing=True)
             elif (numel := self.tensors[part].numel) != count:
-                yield Fault(part, f"{numel} elements instead of {count}, as {name} records")
+                yield Fault(part, f"{counted(numel, 'element')} instead of {count}, as {name} records")
         for template in parts:
             if template.startswith(f"{_PLAIN}.nested_") and template.removeprefix(_PLAIN) not in state.counts:
                 yield Fault(parts[template], f"unexpected: {name} records no nested quantization")
@@ -377,7 +379,9 @@ class QuantizedWeights:
         if packed is not None and scheme.bits and (shape := self.expected.get(owner)):
             plain, size = shape, -(-prod(shape) * scheme.bits // 8)
             if packed.nbytes != size:
-                yield Fault(packed.fqn, f"{packed.nbytes} bytes instead of {size}, for a weight of {list(shape)}")
+                yield Fault(
+                    packed.fqn, f"{counted(packed.nbytes, 'byte')} instead of {size}, for a weight of {list(shape)}"
+                )
         if scheme.bits:
             yield from self._state_faults(owner, parts)
         for template, part in scheme.parts.items():
@@ -418,7 +422,9 @@ class QuantizedWeights:
                         name = template.format(w=owner, m=f"{module}." if module else "")
                         what = f"dtype {found}" if usual and found else "missing" if usual else "unexpected"
                         has = f"have it as {usual}" if usual else "have none"
-                        yield Fault(name, f"{what}: {count} of {len(siblings)} weights like it {has}", found is None)
+                        yield Fault(
+                            name, f"{what}: {count} of {counted(len(siblings), 'weight')} like it {has}", found is None
+                        )
 
     def _unexpected(self) -> Iterator[Fault]:
         """Yield tensors next to a quantized weight that only another method has."""
@@ -470,7 +476,7 @@ class QuantizedWeights:
                 for word, count in counts.items():
                     is_usual = count < len(siblings) <= 2 * count and word not in modules[module]
                     if is_usual and _WORDS.search("." + word):
-                        what = f"missing: {count} of {len(siblings)} modules like it have one"
+                        what = f"missing: {count} of {counted(len(siblings), 'module')} like it have one"
                         yield Fault(f"{module}.{word}", what, is_missing=True)
 
 

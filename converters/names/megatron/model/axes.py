@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CorruptError, LossError, UsageError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import AXES
 
 # -- parallel axes -------------------------------------------------------------------------------------------
@@ -104,7 +105,7 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
     """The experts of expert parallel rank `ep`, by their numbers in the whole model."""
     if num_experts % grid.ep:
-        what = f"{num_experts} experts do not divide among {grid.ep} expert parallel ranks"
+        what = f"{counted(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
         raise UsageError(what, hint="another --ep")
     count = num_experts // grid.ep
     return range(ep * count, (ep + 1) * count)
@@ -200,8 +201,9 @@ class Stages:
                 shares = None
             reached = layers.stop
         if shares is None or reached != self.num_layers:
+            stages = f"{counted(self.pp, 'pipeline stage')} of {counted(self.vpp, 'chunk')}"
             raise UsageError(
-                f"{self.num_layers} layers cannot be dealt to {self.pp} pipeline stages of {self.vpp} chunks",
+                f"{counted(self.num_layers, 'layer')} cannot be dealt to {stages}",
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
                 found=self._as_asked(),
                 hint="another --pp, or the layers of the first and the last stage",
@@ -308,7 +310,9 @@ def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
     for pattern in (r"\(([^)]+)\)\*(\d+)", r"(.)\*(\d+)"):
         length = sum(len(m[1]) * int(m[2][:9]) for m in re.finditer(pattern, text))
         if length > _MAX_LAYERS:
-            raise UsageError("the pipeline layout is too long", expected=f"at most {_MAX_LAYERS} elements", found=data)
+            raise UsageError(
+                "the pipeline layout is too long", expected=f"at most {counted(_MAX_LAYERS, 'element')}", found=data
+            )
         text = re.sub(pattern, lambda m: m[1] * int(m[2]), text)
     unknown = set(text) - set(_LAYER_TYPES) - {"|"}
     if unknown:
