@@ -5,7 +5,9 @@ silence.
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from dataclasses import MISSING, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,14 @@ from megatron.core.transformer.transformer_config import MLATransformerConfig, T
 
 from ckpt import api
 from ckpt.errors import CorruptError, LossError
-from ckpt.plan.checkpoint import MEGATRON, Checkpoint, TrainingState
+from ckpt.plan.checkpoint import MEGATRON, WEIGHT, Checkpoint, TrainingState
+from ckpt.plan.dtypes import BFLOAT16
+from ckpt.plan.tensors import Extent, Tensor, Whole
 from converters.names.families.rows import Sizes
 from converters.names.megatron.config_against_args import refuse_another_models
 from converters.names.megatron.run_settings import names_in
 from converters.names.megatron.settings import CHANGES, COMPARED, changing, is_off, is_run_setting, unknown_and_off
+from converters.names.megatron.shapes_from_args import told
 from converters.names.megatron.table import Table
 from tests.names.test_megatron import config_of, table_of
 from tests.support.commands import ckpt
@@ -48,10 +53,10 @@ BY_OTHERS: dict[str, dict[str, Any]] = {
     "window_attn_skip_freq": {"window_size": (3, 0)},
     "moe_router_group_topk": {"moe_router_num_groups": 4},
     "moe_router_num_groups": {"moe_router_group_topk": 1},
-    **{name: {"multi_latent_attention": True} for name in LATENT.split()},
 }
 #: Names under which messages have a field.
 SAID = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
+SAID |= dict.fromkeys(("rope_type", "mscale", "mscale_all_dim"), "rotary_scaling_factor")
 
 
 #: Values that change something, of fields whose other values may not.
@@ -70,16 +75,36 @@ VALUES: dict[str, list[Any]] = {
 }
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
+YARN |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
+#: Entries of configs beside those of the architecture alone, by a name of such a model.
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "deepseek_v3 with YaRN": ("deepseek_v3", {"rope_parameters": YARN}),
+    "gpt_neox in parallel": ("gpt_neox", {"use_parallel_residual": True}),
+    "llama scaled": ("llama", {"rope_parameters": LLAMA3}),
+}
+
+
+@cache
+def model_of(model: str) -> tuple[Table, Sizes]:
+    """Return the table and the sizes of an architecture, or of one of `CONFIGS`."""
+    architecture, more = CONFIGS.get(model, (model, {}))
+    table = table_of(architecture)
+    return table, table.family.sizes(config_of(architecture, **more))
+
+
 def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes]:
     """Return a run of an architecture with the arguments of its config, and with more."""
-    table = table_of(architecture)
-    sizes = table.family.sizes(config_of(architecture))
+    table, sizes = model_of(architecture)
     state = TrainingState(args={**table.args(sizes), **recorded})
     return Checkpoint("run", "megatron", {}, (), namespace=MEGATRON, state=state), table, sizes
 
 
-#: Sizes of layers with a state, and an architecture that has them.
-STATES = {
+#: Models with fields that mean nothing to others.
+MODELS = {
+    **dict.fromkeys(LATENT.split(), "deepseek_v3 with YaRN"),
     **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "nemotron_h"),
     **dict.fromkeys(
         (
@@ -138,11 +163,63 @@ def test_no_field_with_another_value_passes_in_silence() -> None:
         if value is None:  # a flag that is on by default
             continue
         more = BY_OTHERS.get(name, {})
-        said = refusal(STATES.get(name, "qwen3_moe"), **{**more, name: value})
+        said = refusal(MODELS.get(name, "qwen3_moe"), **{**more, name: value})
         assert said, (name, value)
         assert SAID.get(name, name) in said or any(one in said for one in more), said
         compared += 1
     assert compared > 45
+
+
+#: Arguments with which a name in `COMPARED` means something: a model, and what it records besides.
+WITH: dict[str, tuple[str, dict[str, Any]]] = {
+    "num_key_value_heads": (
+        "llama",
+        {"num_query_groups": None, "group_query_attention": None, "num_key_value_heads": 1},
+    ),
+    "num_moe_experts": ("qwen3_moe", {"num_experts": None, "num_moe_experts": 5}),
+    "rope_theta": ("llama", {"rotary_base": None, "rope_theta": 10000}),
+    "rope_scaling": ("llama", {"rope_scaling": {"rope_type": "default"}}),
+    "untie_embeddings_and_output_weights": ("llama", {"padded_vocab_size": 259}),
+    "yarn": ("gpt_oss", {"rotary_scaling_factor": None, "yarn": {"rotary_scaling_factor": 32.0}}),
+}
+#: Each name in `COMPARED` matters to at least one of these models.
+DEPENDING = ["llama", "qwen3_moe", *CONFIGS, "gpt_oss", "nemotron_h", "qwen3_next", "qwen2_5_vl", "qwen2_moe"]
+DEPENDING += ["qwen3_vl", "gpt2", "megatron-bert"]
+
+
+def outcome(model: str, recorded: dict[str, Any]) -> Any:
+    """Return what a run with these settings ends in: its refusal or notes, and the tensors that it should have."""
+    run, table, sizes = run_of(model, **recorded)
+    try:
+        said: Any = refuse_another_models(run, table, sizes)
+    except (CorruptError, LossError) as error:
+        said = str(error)
+    return said, told(run.state.args or {})
+
+
+def changed(value: Any) -> list[Any]:
+    if isinstance(value, bool):
+        return [not value]
+    if isinstance(value, int | float):
+        return [value + 3]
+    if isinstance(value, dict):
+        return [dict.fromkeys(value, "another")]
+    return [True, 7, 0.25, [1, 0], "another"]
+
+
+def depending(name: str) -> Iterator[str]:
+    for model in [WITH[name][0]] if name in WITH else DEPENDING:
+        recorded = WITH.get(name, (model, {}))[1]
+        args = run_of(model, **recorded)[0].state.args or {}
+        before = outcome(model, recorded)
+        assert isinstance(before[0], list), before
+        if any(outcome(model, {**recorded, name: value}) != before for value in changed(args.get(name))):
+            yield model
+
+
+@pytest.mark.parametrize("name", sorted(COMPARED))
+def test_each_compared_setting_changes_the_outcome_for_some_model(name: str) -> None:
+    assert next(depending(name), None)
 
 
 @pytest.mark.parametrize("value", [3, 0.5, True, "on", [1], {"a": 1}])
@@ -194,12 +271,70 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
         ("llama", {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rope_scaling dynamic"),
         ("llama", {"rope_scaling": {"rope_type": "longrope"}}, "rope_scaling longrope"),
         ("llama", {"rope_scaling": {"rope_type": "default"}}, None),
+        ("llama", {"mtp_num_layers": 2}, "mtp_num_layers 2"),
+        ("llama", {"mtp_num_layers": 0}, None),
+        ("llama", {"gpt_j_residual": True}, "gpt_j_residual True"),
+        ("llama", {"use_parallel_residual": True}, "use_parallel_residual True"),
+        ("llama", {"gpt_j_residual": False}, None),
+        ("gpt_neox", {}, None),
+        ("gpt_neox", {"gpt_j_residual": True}, "use_parallel_residual False"),
+        ("gpt_neox in parallel", {}, None),
+        ("gpt_neox in parallel", {"gpt_j_residual": None}, None),  # in files of GPT-NeoX only the config decides
+        ("gpt_neox in parallel", {"gpt_j_residual": False}, "gpt_j_residual False"),
+        ("qwen3_moe", {"num_experts": None, "num_moe_experts": 99}, "num_experts 99"),
+        ("qwen3_moe", {"num_experts": None, "num_moe_experts": 5}, None),
+        ("llama", {"num_query_groups": None, "group_query_attention": None, "num_key_value_heads": 7}, "groups 7"),
+        ("llama", {"num_query_groups": None, "group_query_attention": None, "num_key_value_heads": 1}, None),
+        ("qwen2_5_vl", {"mrope_section": 7}, "mrope_section 7"),
+        ("qwen2_5_vl", {"mrope_section": (2, 1, 1)}, None),
+        ("nemotron_h", {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M*|-E"}, None),
+        ("nemotron_h", {"hybrid_override_pattern": None, "hybrid_layer_pattern": "M*EM"}, "hybrid_layer_pattern M*EM"),
+        ("nemotron_h", {"hybrid_layer_pattern": "M*-E/M"}, "hybrid_layer_pattern M*-E/M"),
+        ("llama", {"hybrid_override_pattern": "M*"}, "hybrid_override_pattern M*"),
+        ("llama", {"softmax_scale": 6**-0.5}, None),
+        ("llama", {"softmax_scale": 0.25}, "softmax_scale 0.25"),
+        ("deepseek_v3 with YaRN", {}, None),
+        ("deepseek_v3 with YaRN", {"rope_type": "rope"}, "rotary_scaling_factor"),
         ("llama", {"tensorboard_dir": "logs", "wandb_exp_name": "x", "train_iters": 5, "lr": 1e-4, "seed": 1}, None),
     ],
 )
 def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, Any], refused: str | None) -> None:
     said = refusal(architecture, **recorded)
     assert (said is None) if refused is None else (said is not None and refused in said), said
+
+
+def test_a_run_of_megatron_is_not_taken_for_a_parallel_residual() -> None:
+    checkpoint, table, sizes = run_of("gpt_neox in parallel")
+    args = {name: value for name, value in (checkpoint.state.args or {}).items() if name != "gpt_j_residual"}
+    run = replace(checkpoint, state=replace(checkpoint.state, args=args))
+    with pytest.raises(CorruptError, match="no gpt_j_residual, as the run recorded it"):
+        refuse_another_models(run, table, sizes)
+    refuse_another_models(replace(run, accepted=frozenset({"gpt_j_residual"})), table, sizes)
+
+
+@pytest.mark.parametrize(
+    ("found", "recorded", "passes"),
+    [
+        (2, {"mtp_num_layers": 2}, True),
+        (1, {"mtp_num_layers": 2}, False),
+        (1, {"mtp_num_layers": 2, "mtp_use_repeated_layer": True}, True),
+        (0, {"mtp_num_layers": 1, "mtp_use_repeated_layer": True}, False),
+    ],
+)
+def test_recorded_layers_of_multi_token_prediction_are_there(
+    found: int, recorded: dict[str, Any], passes: bool
+) -> None:
+    checkpoint, table, sizes = run_of("llama", **recorded)
+    names = [f"mtp.layers.{number}.{module}.weight" for number in range(found) for module in ("enorm", "hnorm")]
+    source = Whole(Extent.contiguous("model.bin", 0, BFLOAT16, (1,)))
+    tensors = {(name, WEIGHT): Tensor(name, WEIGHT, BFLOAT16, (1,), source) for name in names}
+    run = replace(checkpoint, tensors=tensors)
+    try:
+        refuse_another_models(run, table, sizes)
+    except (CorruptError, LossError) as error:
+        assert ("multi-token prediction" in str(error)) is not passes  # a repeated layer has no place in a config
+    else:
+        assert passes
 
 
 @pytest.mark.parametrize("together", [True, False])

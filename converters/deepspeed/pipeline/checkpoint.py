@@ -87,8 +87,10 @@ def _entries(
         "pipeline_model_parallel_size": reading.folder.pp,
         "untie_embeddings_and_output_weights": not reading.layers.tied,
     }
-    if reading.layers.neox and config and config.get("model_type") == "gpt_neox":
-        items["args"] |= parallel_residual(Config(config))
+    if reading.layers.neox:  # a recorded residual is compared with the config's
+        is_known = (config or {}).get("model_type") == "gpt_neox"
+        residual = parallel_residual(Config(config or {})) if is_known else {}
+        items["args"] = {"gpt_j_residual": None} | residual | items["args"]
     of_slices = {
         name: {file.rank: file.content[name] for file in slices if file.content.get(name) is not None}
         for name in OF_SLICES

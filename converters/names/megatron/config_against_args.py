@@ -13,6 +13,7 @@ from math import isclose
 from typing import Any
 
 from ckpt.base.errors import CkptError, CorruptError
+from ckpt.base.text import counted
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
@@ -22,7 +23,15 @@ from converters.names.megatron.settings import changing, notes_on_unknown
 from converters.names.megatron.settings import unexpressed as unexpressed_settings
 from converters.names.megatron.table import Table
 
-_ALWAYS = ("num_layers", "hidden_size", "num_attention_heads", "normalization", "norm_epsilon", "swiglu")
+_ALWAYS = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "normalization",
+    "norm_epsilon",
+    "swiglu",
+    "bert_binary_head",
+)
 _OF_ATTENTION = ("kv_channels",)
 _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function")
@@ -47,6 +56,10 @@ _CONSTANT: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
 }
+#: GPT-NeoX's names for a parallel residual: in its arguments, and in a config.json.
+_PARALLEL = ("gpt_j_residual", "use_parallel_residual")
+#: The letters of a hybrid model's layers, under the newer and the older name.
+_PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 #: A stand-in for a size that the config does not state.
 _PLACEHOLDER = 1 << 19
 #: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
@@ -89,8 +102,13 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             unexpressed[name] = theirs
         else:
             raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    _check_predicted(checkpoint, recorded)
+    if not accepted.intersection(_PARALLEL):
+        _check_residual(checkpoint, recorded, expected)
     blocks = checkpoint.facts_of(MegatronFacts).blocks
     undone = {name for name, size in ((ROUTED_BLOCK, blocks.routed), (SHARED_BLOCK, blocks.shared)) if size}
+    if _is_default_scale(recorded.get("softmax_scale"), expected):
+        undone.add("softmax_scale")
     unexpressed |= changing(recorded, expected, undone)
     if unexpressed:
         raise unexpressed_settings(unexpressed, checkpoint.path)
@@ -110,6 +128,52 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     if ignored := sorted(accepted & args.keys()):
         notes.append(f"ignored as asked (--accept-setting): {', '.join(ignored)}")
     return [*notes, *notes_on_unknown(recorded)]
+
+
+def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> None:
+    """Raise CorruptError if layers of multi-token prediction are missing or unexpected."""
+    count = recorded.get("mtp_num_layers")
+    if not count:
+        return
+    found = {name.split(".")[2] for name in checkpoint.shapes if name.startswith("mtp.layers.")}
+    if len(found) != (1 if recorded.get("mtp_use_repeated_layer") else count):
+        raise CorruptError(
+            "the checkpoint does not have the layers of multi-token prediction that the run recorded",
+            path=checkpoint.path,
+            expected=f"mtp_num_layers {count}",
+            found=counted(len(found), "layer") + " of multi-token prediction",
+            hint="is the checkpoint complete? --accept-setting mtp_num_layers ignores the setting",
+        )
+
+
+def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise CorruptError if either the run or the config has a parallel residual, and the other has none.
+
+    Megatron has none, so it records none. Readers of GPT-NeoX's files record None if only the config decides.
+    """
+    known = [recorded[name] for name in _PARALLEL if name in recorded]
+    theirs, ours = any(known), bool(expected.get(_PARALLEL[0]))
+    if theirs == ours or not _is_complete(expected) or (known and all(one is None for one in known)):
+        return
+    name = next((name for name in _PARALLEL if name in recorded), None)
+    raise _another(
+        checkpoint,
+        f"{name} {recorded[name]}" if name else f"no {_PARALLEL[0]}",
+        f"{_PARALLEL[1]} {ours}",
+    )
+
+
+def _is_default_scale(scale: Any, expected: Mapping[str, Any]) -> bool:
+    """Return True if a recorded scale of attention is the one that megatron-core has by default."""
+    size = expected.get("kv_channels")
+    if expected.get("multi_latent_attention") or type(size) is not int or not isinstance(scale, int | float):
+        return False
+    return isclose(scale, size**-0.5, rel_tol=1e-6)
+
+
+def _is_complete(expected: Mapping[str, Any]) -> bool:
+    """Return True if the arguments follow from the whole config, not from its sizes alone."""
+    return "normalization" in expected
 
 
 def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
@@ -168,6 +232,12 @@ def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
     """A run's arguments, those that Megatron-LM has renamed under both names."""
     if args.get("rotary_base") is None and "rope_theta" in args:  # Megatron-DeepSpeed
         args = {**args, "rotary_base": args["rope_theta"]}
+    if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config
+        args = {**args, "num_experts": args["num_moe_experts"]}
+    groups = args.get("num_key_value_heads")
+    if args.get("num_query_groups") is None and groups is not None:  # Megatron-DeepSpeed, and configs of the Hub
+        is_grouped = groups != args.get("num_attention_heads")
+        args = {**args, "num_query_groups": groups, "group_query_attention": is_grouped}
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
 
 
@@ -275,10 +345,11 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
         if not name.startswith("moe_") or all(one.get("num_experts") for one in both):
             put(name, partial(_stated, name, usual))
     if all(_positions(one) == "mrope" for one in both):
-        put("mrope_section", lambda args: list(args.get("mrope_section") or ()))
+        put("mrope_section", _sections)
         put("mrope_interleaved", lambda args: bool(args.get("mrope_interleaved")))
     if all(one.get("multi_latent_attention") for one in both):
-        put("rotary_scaling_factor", _latent_scaling)
+        if "rotary_scaling_factor" in recorded or recorded.get("rope_type") not in (None, "yarn"):
+            found["rotary_scaling_factor"] = (_latent_scaling(recorded), _latent_scaling(expected))
         if all(_latent_scaling(one) for one in both):
             for name in _OF_LATENT_YARN:
                 put(name, partial(_stated, name, None))
@@ -287,6 +358,12 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
             put(name, partial(_stated, name, usual))
     if all(one.get("num_experts") for one in both):
         put("moe_router_num_groups", _groups)
+    if _is_complete(expected):
+        put("share_embeddings_and_output_weights", _is_tied)
+        if recorded.get("is_hybrid_model"):  # megatron-core's config of older hybrid models may have False
+            put("is_hybrid_model", lambda args: bool(args.get("is_hybrid_model")))
+        for name in filter(recorded.get, _PATTERNS):
+            put(name, partial(_pattern, name))
     put("activation_func_clamp_value", lambda args: args.get("activation_func_clamp_value"))
     return found
 
@@ -320,10 +397,32 @@ def _unrotated(often: Any, layers: int) -> Any:
     return [often is not None and often > 0 and number % often == 0 for number in range(1, layers + 1)]
 
 
-def _latent_scaling(args: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """YaRN's factor and its two scales of latent attention, which has YaRN where no `rope_type` says otherwise."""
-    factor = args.get("rotary_scaling_factor")
-    if args.get("rope_type") == "rope" or factor in (None, 1):
+def _is_tied(args: Mapping[str, Any]) -> bool:
+    untied = args.get("untie_embeddings_and_output_weights")
+    return bool(args.get("share_embeddings_and_output_weights", not untied))
+
+
+def _sections(args: Mapping[str, Any]) -> Any:
+    """Return the frequencies of each axis as a list, or another value unchanged."""
+    found = args.get("mrope_section") or ()
+    return list(found) if isinstance(found, list | tuple) else found
+
+
+def _pattern(name: str, args: Mapping[str, Any]) -> Any:
+    """Return a hybrid model's letters under either name, without the separators of pipeline stages."""
+    found = args.get(name) or next((args[other] for other in _PATTERNS if args.get(other)), None)
+    return found.replace("|", "") if isinstance(found, str) else found
+
+
+def _latent_scaling(args: Mapping[str, Any]) -> Any:
+    """Return the factor and the two scales of YaRN, or None without YaRN, or an unknown `rope_type`.
+
+    Latent attention has YaRN by default.
+    """
+    kind, factor = args.get("rope_type"), args.get("rotary_scaling_factor")
+    if kind not in (None, "rope", "yarn"):
+        return kind
+    if kind == "rope" or factor in (None, 1):
         return None
     return factor, args.get("mscale") or 1.0, args.get("mscale_all_dim") or 0.0
 

@@ -20,7 +20,7 @@ from ckpt.base.text import counted
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
-#: Settings that are compared with the config (`held`), or that the shapes and names of tensors decide.
+#: Settings that are compared with the config (`config_against_args`), or that the shapes and names of tensors decide.
 COMPARED = names_in(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
@@ -37,7 +37,8 @@ COMPARED = names_in(
     multi_latent_attention q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim
     experimental_attention_variant linear_attention_freq linear_conv_kernel_dim linear_key_head_dim
     linear_value_head_dim linear_num_key_heads linear_num_value_heads
-    is_hybrid_model hybrid_override_pattern mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
+    is_hybrid_model hybrid_override_pattern hybrid_layer_pattern
+    mamba_state_dim mamba_head_dim mamba_num_groups mamba_num_heads
     num_experts num_moe_experts moe_ffn_hidden_size moe_layer_freq moe_shared_expert_intermediate_size
     moe_shared_expert_gate moe_router_topk moe_router_pre_softmax moe_router_score_function
     moe_router_topk_scaling_factor moe_router_num_groups moe_router_group_topk moe_router_enable_expert_bias
@@ -78,7 +79,6 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "heterogeneous_layers_config_encoded_json": (),
     "hybrid_attention_ratio": (),
     "hybrid_mlp_ratio": (),
-    "hybrid_layer_pattern": (),
     "hybrid_stack_spec": (),
     "custom_model_provider_path": (),  # of slime and miles: code that builds another model
     "spec": (),

@@ -233,7 +233,7 @@ def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any],
     ("fields", "code", "said"),
     [
         ({"softmax_type": "off-by-one"}, 6, "softmax_type off-by-one"),
-        ({"softmax_scale": 0.5}, 6, "softmax_scale 0.5"),
+        ({"softmax_scale": 0.25}, 6, "softmax_scale 0.25"),
         ({"activation_func": {"_target_": "my.module.act"}}, 6, "activation_func my.module.act"),
         ({"attn_logit_softcapping": 50.0}, 6, "attn_logit_softcapping 50.0 (unknown to ckpt)"),
         ({"window_size": [3, 0]}, 4, "window_size 3"),
