@@ -18,7 +18,7 @@ import torch
 from transformers import Qwen3Config, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import ckpt
-from tests.support.environments import environment
+from tests.cli.environments import environment
 from tests.support.pages import commands
 from tests.support.places import REPOSITORY
 

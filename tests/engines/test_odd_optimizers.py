@@ -12,8 +12,8 @@ import torch
 
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
+from tests.engines.odd_optimizers import KINDS, STEPS
 from tests.support.engines import fork_once
-from tests.support.odd_optimizers import KINDS, STEPS
 
 pytestmark = pytest.mark.slow
 
@@ -27,7 +27,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each engine held as it saved, and what the one of other ranks holds after it has loaded."""
     folder = tmp_path_factory.mktemp("odd")
     for what, ranks in RANKS.items():
-        starts = [(ranks, "tests.support.odd_optimizers", [what, str(folder)])]
+        starts = [(ranks, "tests.engines.odd_optimizers", [what, str(folder)])]
         fork_once(folder, starts, ["deepspeed"])
         for name, kind in KINDS.items() if what == "save" else ():
             plan = api.plan(api.open(folder / name), f"zero{kind.stage}", Layout(world_size=RANKS["load"]))

@@ -92,7 +92,7 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
     file = folder / "jobs.jsonl"
     lines = [json.dumps({"name": name, "plant": plant, "config": config}) for name, plant, config in jobs]
     file.write_text("\n".join(lines))
-    fork([(2, "tests.support.operations_worker", [str(file)])], ["transformers.models.gpt2.modeling_gpt2"])
+    fork([(2, "tests.engines.operations_worker", [str(file)])], ["transformers.models.gpt2.modeling_gpt2"])
     return dict(json.loads((folder / "results.json").read_text()))
 
 

@@ -133,7 +133,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (2, ["save", "2", str(folder / "run"), str(folder / "accelerate")]),
         (3, ["load", "3", str(folder / "run"), str(folder / "accelerate converted")]),
     ]
-    worker = "tests.support.resuming_scripts"
+    worker = "tests.engines.resuming_scripts"
     fork([(ranks, worker, words) for ranks, words in starts], ["train.engines.zero", "trl", "datasets", *RESUMING])
     return folder
 

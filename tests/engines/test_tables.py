@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
+from tests.engines.megatron_ranks import RANKS
 from tests.names.test_megatron import ARCHITECTURES, CASES
 from tests.support.engines import fork
-from tests.support.megatron_ranks import RANKS
 from tests.support.tiny_sizes import even_sizes
 
 pytestmark = pytest.mark.slow
@@ -25,7 +25,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
     """What ranks found of each architecture."""
     folder = tmp_path_factory.mktemp("tables")
     cases = [(name, even_sizes(name, CASES[name][1])) for name in ARCHITECTURES]
-    worker = "tests.support.megatron_ranks"
+    worker = "tests.engines.megatron_ranks"
     fork([(RANKS, worker, [str(folder), json.dumps(cases)])], ["tests.support.megatron_imports"])
     return dict(json.loads((folder / "outcomes.json").read_text()))
 

@@ -10,12 +10,12 @@ import torch
 
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
+from tests.engines.torch_muon import WRAPPERS
 from tests.support.engines import fork
-from tests.support.torch_muon import WRAPPERS
 
 pytestmark = pytest.mark.slow
 
-MODULE = "tests.support.torch_muon"
+MODULE = "tests.engines.torch_muon"
 
 
 @pytest.fixture(scope="module")

@@ -636,7 +636,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
     for options in MEGATRON_RUNS:
         job = {"strategy": "megatron", "output": str(folder / title("megatron", options)), "batch": 8}
         jobs.append(common | job | options)
-    launch(jobs, RANKS, folder, "tests.support.held_memory")
+    launch(jobs, RANKS, folder, "tests.estimate.held_memory")
     found = {}
     for job in jobs:
         report = json.loads((Path(job["output"]) / "memory.json").read_text())

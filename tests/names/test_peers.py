@@ -1,5 +1,5 @@
 """`converters/names/megatron/table.py`, `rows.py`, `vision.py`: names of the tables against those in the mapping
-tables of megatron-bridge 0.3.1 and 0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/support/peer_names.py`
+tables of megatron-bridge 0.3.1 and 0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/names/peer_names.py`
 read from their sources.
 """
 
@@ -15,8 +15,8 @@ from ckpt.plan.checkpoint import HUB, MEGATRON, Layout
 from ckpt.state.naming import to_namespace
 from converters.names.megatron.relation import table_of
 from converters.names.megatron.rows import EVERY, MegatronRow, parse
+from tests.names.peer_names import RECORD
 from tests.names.test_megatron import config_of, described, hub_of
-from tests.support.peer_names import RECORD
 
 PEERS: Mapping[str, Mapping[str, list[tuple[str, list[str]]]]] = json.loads(RECORD.read_text())
 #: What is around the language model in mcore-bridge's models; `mbridge` has one such module under a name of its own.

@@ -17,9 +17,9 @@ from ckpt.errors import UsageError
 from ckpt.move.parts import Share, deal
 from ckpt.plan.checkpoint import Layout, TargetFile
 from ckpt.processes.group import Alone, check_alike
+from tests.processes.group_worker import SIZE
 from tests.support.commands import contents
 from tests.support.engines import forked
-from tests.support.group_worker import SIZE
 from tests.support.places import REPOSITORY
 
 RANKS = 3
@@ -31,7 +31,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("group")
     source = REPOSITORY / "fixtures" / "toy-zero3"
     ckpt.plan(ckpt.open(source), "zero3", Layout(world_size=SIZE)).run(folder / "alone")
-    command = forked([(RANKS, "tests.support.group_worker", [str(source), str(folder)])], ["ckpt.api"])
+    command = forked([(RANKS, "tests.processes.group_worker", [str(source), str(folder)])], ["ckpt.api"])
     # Those that are left do not wait for the one that died, which takes them five minutes where nothing tells them.
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240)
     assert done.returncode and "exit code 9" in done.stderr, done.stderr[-3000:]  # the one that is to die

@@ -31,8 +31,8 @@ from ckpt.commands.inspect.sketch import Sketcher
 from ckpt.plan.checkpoint import WEIGHT, Checkpoint
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Tensor, Whole
-from tests.support import browser as browsers
-from tests.support import large_runs
+from tests.show import browser as browsers
+from tests.show import large_runs
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.places import FIXTURES, REPOSITORY
 

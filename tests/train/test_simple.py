@@ -17,7 +17,7 @@ SCRIPT = REPOSITORY / "train" / "simple.py"
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "zero1", "zero2", "zero3")
 BEFORE, AFTER = 4, 2  # ranks: hsdp and tp-fsdp have grids of 2 by 2, and of 2 by 1
 PAIRS = [(one, other) for one in STRATEGIES for other in STRATEGIES]
-PRELOAD = [*DEEPSPEED, "tests.support.deepspeed_op", *RESUMING]
+PRELOAD = [*DEEPSPEED, "tests.train.deepspeed_op", *RESUMING]
 TITLE = f"train/simple.py in fp32, 2 steps on {BEFORE} ranks and 2 on {AFTER}: loss, of the unbroken run"
 #: The chain of all strategies in one folder, as it is run by default: in bf16.
 CHAIN = [("zero3", 4), ("fsdp2", 3), ("hsdp", 2), ("tp-fsdp", 4), ("zero1", 2), ("ddp", 1), ("fsdp1", 3), ("zero2", 2)]

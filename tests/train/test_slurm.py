@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_the_nodes_that_came_back(
 def test_the_trainer_to_copy_goes_on_with_fewer_nodes(cluster: Cluster, tmp_path: Path) -> None:
     """By srun alone, and in another engine."""
     asked = ["--gpus-per-node=0", f"--output={tmp_path / 'log'}"]
-    uncompiled = path_with(cluster, tmp_path, "python", f'exec {sys.executable} -m tests.support.uncompiled "$@"')
+    uncompiled = path_with(cluster, tmp_path, "python", f'exec {sys.executable} -m tests.train.uncompiled "$@"')
     for nodes, strategy, steps, path in (("2", "zero2", "2", uncompiled), ("1", "fsdp2", "4", cluster.env["PATH"])):
         words = [strategy, "--output", tmp_path / "run", "--steps", steps]
         number = cluster.submit(f"--nodes={nodes}", *asked, SIMPLE, *words, RANKS_PER_NODE="1", PATH=path)

@@ -374,7 +374,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory, hub_folder: Path) -> dict[s
         | {"output": str(folder / name)}
         for name, job in jobs.items()
     ]
-    launch(lines, 4, folder, "tests.support.storage_reading")
+    launch(lines, 4, folder, "tests.views.storage_reading")
     return {
         name: (json.loads((folder / name / "read.json").read_text()), Truth.load(folder / name / "truth.safetensors"))
         for name in jobs

@@ -16,8 +16,8 @@ from ckpt import api
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.deepspeed.facts import DeepSpeedFacts
+from tests.formats.deepspeed.expert_runs import RUNS
 from tests.support.engines import fork_once, raw
-from tests.support.expert_runs import RUNS
 
 STEP = "global_step2"
 #: ep_size and ranks.
@@ -28,7 +28,7 @@ TARGETS = ((2, 4), (4, 4), (1, 4), (2, 2), (1, 2), (1, 1))
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What each engine held as it saved, and what those of other ranks held as they had loaded."""
     folder = tmp_path_factory.mktemp("experts")
-    worker = "tests.support.expert_runs"
+    worker = "tests.formats.deepspeed.expert_runs"
     fork_once(folder, [(4, worker, ["save", str(folder)])], ["deepspeed"])
     for name in RUNS:
         for size, ranks in TARGETS:

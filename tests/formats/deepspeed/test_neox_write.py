@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.errors import LossError
 from ckpt.plan.checkpoint import Layout
+from tests.formats.deepspeed.neox_pipeline import INPUT, ROLES
 from tests.support import commands
 from tests.support.engines import fork_once, raw
-from tests.support.neox_pipeline import INPUT, ROLES
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
@@ -105,7 +105,7 @@ def held(model: Any, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> 
         for stages in (1, 2):
             run, out = folder / f"{name}-{stages}", folder / f"{name}-{stages}-held"
             ckpt.plan(ckpt.open(source.folder), FORMAT, Layout(pp=stages, world_size=stages)).run(run)
-            starts.append((stages, "tests.support.neox_pipeline", [json.dumps(SIZES), str(run), str(out)]))
+            starts.append((stages, "tests.formats.deepspeed.neox_pipeline", [json.dumps(SIZES), str(run), str(out)]))
     fork_once(folder, starts, ["deepspeed"])
     return {
         (name, stages): [torch.load(folder / f"{name}-{stages}-held" / f"{rank}.pt") for rank in range(stages)]

@@ -19,7 +19,7 @@ CLASS = "MegatronBertForPreTraining"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("encoders")
-    fork([(1, "tests.support.megatron_encoders", [str(folder)])], ["tests.support.megatron_imports"])
+    fork([(1, "tests.formats.megatron.megatron_encoders", [str(folder)])], ["tests.support.megatron_imports"])
     return folder
 
 

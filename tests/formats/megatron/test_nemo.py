@@ -20,8 +20,8 @@ from ckpt.containers.dcp.metadata import read_metadata
 from ckpt.errors import LossError, NotFoundError, UsageError
 from ckpt.plan.checkpoint import WEIGHT
 from converters.names.megatron.model.spelling import split_layer
+from tests.formats.megatron.dcp_keys import rename_keys
 from tests.support import commands
-from tests.support.dcp_keys import rename_keys
 from tests.support.describing import content
 from tests.support.engines import raw
 from tests.support.places import FIXTURES

@@ -1,6 +1,6 @@
 """Run under `tests.support.forked`: conversions that three ranks carry out together, and what goes wrong in one.
 
-    python -m tests.support.forked ckpt.api '[[3, "tests.support.group_worker", ["SOURCE", "FOLDER"]]]'
+    python -m tests.support.forked ckpt.api '[[3, "tests.processes.group_worker", ["SOURCE", "FOLDER"]]]'
 
 Each rank writes `FOLDER/RANK.json`: by scenario, the bytes that were there already, or the error.
 """

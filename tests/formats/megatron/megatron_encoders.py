@@ -1,4 +1,6 @@
-"""megatron-core's BertModel and T5Model in both of its formats: `python -m tests.support.megatron_encoders FOLDER`.
+"""megatron-core's BertModel and T5Model in both of its formats.
+
+Run `python -m tests.formats.megatron.megatron_encoders FOLDER`.
 
 Also runs T5Model with biases by relative position, and writes what it says to `FOLDER/relative`.
 """

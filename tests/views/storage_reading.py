@@ -1,6 +1,6 @@
 """Run under torchrun: for each line of a file, `dcp.load` fills FSDP2 by `ckpt.StorageReader`, and torch gathers it.
 
-    torchrun --nproc-per-node 4 -m tests.support.storage_reading jobs.jsonl
+    torchrun --nproc-per-node 4 -m tests.views.storage_reading jobs.jsonl
 
 A line has `path`, the checkpoint; `output`, where the truth goes, as `output/truth.safetensors`, and beside it
 `read.json`, what each rank read and what it holds, in bytes; `config`, the folder of a transformers model's config, or

@@ -1,4 +1,4 @@
-"""A script in a process whose DeepSpeed builds nothing: `python -m tests.support.uncompiled SCRIPT ...`.
+"""A script in a process whose DeepSpeed builds nothing: `python -m tests.train.uncompiled SCRIPT ...`.
 
 It would take minutes of a compiler, for another way to add up on one machine.
 """

@@ -1,6 +1,6 @@
 """DeepSpeed's pipeline engine around layers that have GPT-NeoX's names, order and parallel residual.
 
-    python -m tests.support.neox_pipeline SIZES FOLDER OUTPUT      on as many ranks as there are stages
+    python -m tests.formats.deepspeed.neox_pipeline SIZES FOLDER OUTPUT      on as many ranks as there are stages
 
 SIZES is JSON, for `train.engines.pipeline_layers.Sizes`.  FOLDER goes to the engine's `load_checkpoint`, with the
 arguments that GPT-NeoX gives, for weights alone where there are no others; OUTPUT/RANK.pt gets the stage's state dict,

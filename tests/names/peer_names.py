@@ -1,4 +1,4 @@
-"""The names in the mapping tables of published peers: `python -m tests.support.peer_names FOLDER`.
+"""The names in the mapping tables of published peers: `python -m tests.names.peer_names FOLDER`.
 
 FOLDER holds the unpacked wheels, as `megatron_bridge-0.3.1`, whose sources are read and never run.
 Writes `tests/names/peer_names.json`: for each peer and architecture, pairs of Megatron's name and the Hub's names, with

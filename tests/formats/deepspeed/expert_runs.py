@@ -1,6 +1,6 @@
 """DeepSpeed's engine around the MoE layers of `fixtures/make_experts.py`, at several `ep_size`.
 
-    python -m tests.support.expert_runs save|load FOLDER      on each rank
+    python -m tests.formats.deepspeed.expert_runs save|load FOLDER      on each rank
 
 `save` trains each of `RUNS` at ep_size 2 for two steps, saves it as FOLDER/NAME and takes a third; `load` gives each
 FOLDER/NAME-ep-E-on-N, N being the number of ranks, to the engine's `load_checkpoint` and takes the third step, too.
