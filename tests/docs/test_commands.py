@@ -56,14 +56,21 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "journeys/verify-in-ci": {"": RUN},
     "operations": {"": {"trainer-zero2": "outputs"}},
     "out-of-memory": {"": RUN},
-    "pages": {"": {"trainer-zero2": "outputs"}},
+    "pages": {
+        "": {"trainer-zero2": "outputs"},
+        "Losses over each other": {
+            "trl-zero3/outputs/qwen3-sft": "unbroken",
+            "trl-fsdp2/outputs/llama-sft": "resumed",
+        },
+    },
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},
     "verify": {"": RUN},
 }
-#: Sections whose commands tests/engines/test_trainer_recipe.py and tests/train/test_demo.py run.
-ELSEWHERE = {("hf-trainer-resume", "Tried"), ("resume", "From 2 ranks to 3")}
+#: Sections whose commands tests/engines/test_trainer_recipe.py, tests/train/test_demo.py and tests/training/test_watch.py
+#: run.
+ELSEWHERE = {("hf-trainer-resume", "Tried"), ("resume", "From 2 ranks to 3"), ("operations", "")}
 #: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
 COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",
