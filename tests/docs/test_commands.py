@@ -68,8 +68,8 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},
     "verify": {"": RUN},
 }
-#: Sections whose commands tests/engines/test_trainer_recipe.py, tests/train/test_demo.py and tests/training/test_watch.py
-#: run.
+#: Sections whose commands tests/engines/test_trainer_recipe.py, tests/train/test_demo.py and
+#: tests/training/test_watch.py run.
 ELSEWHERE = {("hf-trainer-resume", "Tried"), ("resume", "From 2 ranks to 3"), ("operations", "")}
 #: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
 COMPARED = {
