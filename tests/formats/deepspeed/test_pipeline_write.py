@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.errors import CkptError, LossError, UsageError
+from ckpt.errors import CkptError, CorruptError, LossError, UsageError
 from ckpt.plan.checkpoint import WEIGHT, Layout
 from converters.deepspeed.pipeline.write import balanced
 from tests.support import commands, megatron_runs
@@ -298,6 +298,10 @@ def test_names_of_gpt_neox_are_kept(tmp_path: Path) -> None:
     assert (again / "model.safetensors").read_bytes() == (hub / "model.safetensors").read_bytes()
     written = write(run, tmp_path / "out", Layout(pp=4))
     assert {key: content(tensor) for key, tensor in ckpt.open(written).tensors.items()} == expected
+    for path in (run / TAG).glob("mp_rank_*"):
+        edit(path, lambda saved: saved["args"].update(gpt_j_residual=True))
+    with pytest.raises(CorruptError, match="gpt_j_residual True, as the run recorded it"):
+        write(run, tmp_path / "another", Layout(), "hf")
     layer = torch.load(written / TAG / "layer_03-model_00-model_states.pt")
     original = torch.load(run / TAG / "layer_03-model_00-model_states.pt")
     assert list(layer) == list(original) and torch.equal(layer["attention.rotary_emb.inv_freq"], torch.ones(2))
