@@ -153,13 +153,20 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
     )
 
 
+#: Modules of Tinker's adapters whose factors are those of all experts of a layer.
+_OF_EXPERTS = re.compile(r"\.experts\.w\d$")
+
+
 def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
-    """Return the rank of each adapted layer by its factors, for an adapter of PEFT's type `kind`."""
+    """Return the rank of each adapted layer by its factors, for an adapter of PEFT's type `kind`.
+
+    Factors of all experts in one tensor, [experts, rank, in], as Tinker's, tell it in their second dim.
+    """
     found = {}
     for fqn, shape in checkpoint.shapes.items():
         name = parse_name(fqn)
         if name.kind in (A, EMBEDDING_A):
-            found[name.module] = shape[0]
+            found[name.module] = shape[-2 if _OF_EXPERTS.search(name.module) and len(shape) == 3 else 0]
         elif kind in ("LOHA", "LOKR") and fqn.startswith(PREFIX) and len(shape) > 1:
             module, _, factor = fqn.removeprefix(PREFIX).rpartition(".")
             if factor in ("hada_w1_b", "lokr_w1_b", "lokr_w2_b"):

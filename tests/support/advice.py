@@ -118,7 +118,7 @@ KINDS = (
             r"\bconvert (?:to hf first|each model with the same options)\b",
             r"\b(?:the format|formats?) `?[\w-]+",
             r"^hf, full and dcp hold\b|\bname the one that is meant\b|\bthe first argument, as in\b",
-            r"\bgive that folder$|^give \S+\.svg$",
+            r"\bgive that folder$|^give \S+\.(?:svg|html)$",
             r"^for example ckpt convert\b|^ckpt convert \S+ \S+|^\d+GB or\b|^-o$",
             r"\bchoose another place\b|\blocal path is given as it is\b|^fewer workers\b|, writes elsewhere$",
             r"^check the path; a model of the Hub is given as ORG/NAME$",

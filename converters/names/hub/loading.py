@@ -60,8 +60,14 @@ def accepted(loads: Loads, config: Mapping[str, Any]) -> Loads:
     if not can_be_asked():
         why = f"config.json has {unknown[0]}: {config.get(unknown[0])!r}, and transformers is not installed to try it"
         return Loads(None, loads.call, why)
-    if why := refusal(config, loads.call.partition(".")[0]):
-        return Loads(False, loads.call, f"transformers does not accept config.json: {why}")
+    cls = loads.call.partition(".")[0]
+    refused = refusal(config, cls)
+    if refused is None:
+        return Loads(
+            None, loads.call, f"config.json has {unknown[0]}: {config.get(unknown[0])!r}, and transformers has no {cls}"
+        )
+    if refused:
+        return Loads(False, loads.call, f"transformers does not accept config.json: {refused}")
     return loads
 
 

@@ -55,8 +55,8 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     return Saved(type(model).__name__, required, optional, (*DERIVED, *ignored), model.base_model_prefix)
 
 
-def refusal(config: Mapping[str, Any], cls: str) -> str:
-    """Return why transformers does not build its class `cls` from the config; "" if it does.
+def refusal(config: Mapping[str, Any], cls: str) -> str | None:
+    """Return why transformers does not build its class `cls` from the config; "" if it does, None without the class.
 
     Call it only if `can_be_asked`.
     """
@@ -66,7 +66,9 @@ def refusal(config: Mapping[str, Any], cls: str) -> str:
     from converters.names.transformers.relation import check_counts, floats
 
     plain = {key: value for key, value in config.items() if key != "quantization_config"}
-    model = getattr(transformers, cls)
+    model = getattr(transformers, cls, None)
+    if model is None:
+        return None
     try:
         check_counts(plain)
         with torch.device("meta"):
