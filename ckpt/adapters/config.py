@@ -12,6 +12,7 @@ from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
+from ckpt.adapters import names
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
@@ -63,6 +64,7 @@ NOT_MERGED = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"),
     *("PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
 )
+_NAMED = (*KINDS, *NOT_MERGED)
 #: Entries of a config that mean the same in all kinds.
 _OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
 #: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
@@ -167,8 +169,18 @@ class AdapterConfig:
     @property
     def is_of_peft(self) -> bool:
         """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
-        is_variant = any(map(self.raw.get, OF_PEFT)) or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
-        return self.kind != LORA or is_variant
+        is_variant = any(self.raw.get(key) is not None for key in OF_PEFT)
+        return self.kind != LORA or is_variant or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
+
+    @property
+    def optional_tensors(self) -> dict[str, tuple[str, bool]]:
+        """The entry that turns on a kind of tensor beside a layer's factors, by that kind, and if it is on."""
+        return {
+            names.MAGNITUDE: ("use_dora", self.use_dora),
+            names.BIAS: ("lora_bias", bool(self.raw.get("lora_bias"))),
+            names.DIAGONAL: ("kasa_config", self.raw.get("kasa_config") is not None),
+            names.SAMPLER: ("monteclora_config", self.raw.get("monteclora_config") is not None),
+        }
 
     @property
     def init_changes_base(self) -> bool:
@@ -309,6 +321,13 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
     if not isinstance(kind, str):
         raise CorruptError(
             "peft_type of the adapter's config is missing or wrong", path=path, expected="LORA, or another", found=kind
+        )
+    if kind not in _NAMED and (meant := kind.strip().upper()) in _NAMED:
+        raise CorruptError(
+            "peft_type of the adapter's config is misspelled, so PEFT does not load it",
+            path=path,
+            expected=repr(meant),
+            found=repr(kind),
         )
     if kind in NOT_MERGED:
         raise _unmerged_kind(kind, path)

@@ -14,7 +14,7 @@ In memory every tensor of an adapter carries the adapter's name, in files it doe
 from __future__ import annotations
 
 import re
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,10 @@ PREFIX = "base_model.model."
 
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE, TOKENS, SAVED, BASE = "lora_magnitude_vector", "trainable_tokens_delta", "modules_to_save", "base"
-SAMPLER = "lora_monteclora_sampler"
+SAMPLER, DIAGONAL = "lora_monteclora_sampler", "lora_diag"
+#: Factors of a layer that has a tensor of this kind beside them, if the config turns the kind on.  PEFT itself merges
+#: the other kinds, and finds a tensor that is missing.
+_REACHED = {MAGNITUDE: (A, EMBEDDING_A), BIAS: (B,)}
 
 _NAME = r"(?:\.(?P<name>[^.]+))?"
 _KINDS = (
@@ -174,24 +177,34 @@ def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
     return found
 
 
-def check_factors(module: str, parts: Container[str], use_dora: bool | None, path: str) -> None:
-    """Raise CorruptError if a layer's tensors, of the kinds `parts`, lack one or contradict `use_dora`.
+def check_factors(
+    module: str,
+    parts: Collection[str],
+    entries: Mapping[str, tuple[str, bool]],
+    path: str,
+    *,
+    has_other_layers: bool = False,
+) -> None:
+    """Raise CorruptError if a layer's tensors, of the kinds `parts`, lack one or contradict the config.
 
-    `use_dora` is None if the layer's tensors do not tell.
+    `entries` has the entry of the config for each kind of tensor that an entry turns on, and says if it is on.  With
+    `has_other_layers`, the layer may be one that the entry does not reach.
     """
     for one, other in ((A, B), (EMBEDDING_A, EMBEDDING_B), (BIAS, B)):
         missing = other if one in parts else one
         if (one in parts) != (other in parts) and missing != BIAS:
             raise CorruptError("the adapter lacks one of a layer's factors", path=path, fqn=f"{module}.{missing}")
-    is_adapted = A in parts or EMBEDDING_A in parts
-    if use_dora is not None and is_adapted and (MAGNITUDE in parts) != use_dora:
-        raise CorruptError(
-            "the adapter's config and its weights do not agree on DoRA",
-            path=path,
-            fqn=module,
-            expected=f"use_dora: {use_dora}",
-            found="a magnitude vector" if MAGNITUDE in parts else "no magnitude vector",
-        )
+    for kind, (entry, is_on) in entries.items():
+        has_kind = any(part.startswith(kind) for part in parts)
+        wants_kind = is_on and not has_other_layers and any(part in parts for part in _REACHED.get(kind, ()))
+        if (has_kind and not is_on) or (wants_kind and not has_kind):
+            raise CorruptError(
+                f"the adapter's config and its weights do not agree on {entry}",
+                path=path,
+                fqn=module,
+                expected=f"a {kind} tensor, as {entry} is on" if is_on else f"no {kind} tensor, as {entry} is off",
+                found=f"a {kind} tensor" if has_kind else "none",
+            )
 
 
 def is_foreign(fqn: str) -> bool:

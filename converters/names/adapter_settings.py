@@ -55,7 +55,9 @@ def _check_tensors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
     for name in (adapter.parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         modules[name.adapter, name.module].add(name.kind)
     for (_, module), parts in modules.items():
-        adapter.check_factors(module, parts, None if config.target_parameters else config.use_dora, checkpoint.path)
+        adapter.check_factors(
+            module, parts, config.optional_tensors, checkpoint.path, has_other_layers=bool(config.target_parameters)
+        )
     if config.token_indices is not None and not any(adapter.TOKENS in parts for parts in modules.values()):
         raise CorruptError(
             "the rows of trained tokens are missing from the adapter",

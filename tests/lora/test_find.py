@@ -106,7 +106,7 @@ def test_what_is_not_merged_is_refused_by_name(
         ({"r": 0}, "r of the adapter's config is wrong"),
         ({"alpha_pattern": {"q_proj": "x"}}, "alpha_pattern of the adapter's config"),
         ({"rank_pattern": {"(": 3}}, "no regular expression"),
-        ({"use_dora": True}, "do not agree on DoRA"),
+        ({"use_dora": True}, "do not agree on use_dora"),
     ],
 )
 def test_a_wrong_config_is_found(linear: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:

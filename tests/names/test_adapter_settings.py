@@ -65,7 +65,7 @@ BROKEN: list[dict[str, Any]] = [
     *({"bias": value} for value in ("nope", ["all"])),
     *({"rank_pattern": value} for value in ([], {"up": "3"}, {"up": None}, {"(": 3}, {"up": 4})),
     *({"alpha_pattern": value} for value in ("x", {"up": "4"}, {"up": None})),
-    *({"peft_type": value} for value in (None, 3)),
+    *({"peft_type": value} for value in (None, 3, "lora", "Ia3 ", "prefix_tuning")),
     *({"target_parameters": "x"}, {"modules_to_save": [3]}),
     *({"trainable_token_indices": value} for value in ("x", {"embed": [1]}, {"embed": "x"})),
 ]
@@ -117,7 +117,7 @@ def test_adapter_that_lacks_a_magnitude_or_trained_tokens_is_damaged(tmp_path: P
     get_peft_model(Layers(), LoraConfig(target_modules=["up", "down"], **options)).save_pretrained(tmp_path / "whole")
     assert toolkit.check(tmp_path / "whole").whole
     for part, what in (
-        ("magnitude", "do not agree on DoRA"),
+        ("magnitude", "do not agree on use_dora"),
         ("trainable_tokens", "rows of trained tokens are missing"),
     ):
         broken = edited(tmp_path / "whole", tmp_path / part)
@@ -126,3 +126,22 @@ def test_adapter_that_lacks_a_magnitude_or_trained_tokens_is_damaged(tmp_path: P
         save_file(kept, broken / "adapter_model.safetensors")
         checked = ckpt("check", broken)
         assert checked.code == CorruptError.exit_code and what in checked.out, checked.out
+
+
+@pytest.mark.parametrize(
+    ("trained", "entry"),
+    [("lora_bias", "lora_bias"), ("use_dora", "use_dora"), ("kasa_config", "kasa_config"), (None, "lora_bias")],
+)
+def test_a_config_that_contradicts_the_tensors_is_damage(trained: str | None, entry: str, tmp_path: Path) -> None:
+    from peft import LoraConfig, get_peft_model
+    from peft.tuners.lora.config import KasaConfig
+
+    on: Any = KasaConfig() if entry == "kasa_config" else True
+    config = LoraConfig(r=2, target_modules=["up", "down"], **{trained: on} if trained else {})
+    get_peft_model(Layers(), config).save_pretrained(tmp_path / "whole")
+    assert toolkit.check(tmp_path / "whole").whole
+    changed = edited(tmp_path / "whole", tmp_path / "changed", **{entry: None if trained else on})
+    checked = ckpt("check", changed)
+    assert checked.code == CorruptError.exit_code and f"do not agree on {entry}" in checked.out, checked.out
+    with pytest.raises(CorruptError, match=f"do not agree on {entry}"):
+        open_adapter(str(changed))

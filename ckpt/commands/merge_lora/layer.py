@@ -59,7 +59,8 @@ def merge_layer(
         warnings.simplefilter("ignore")
         try:
             made: Any = PeftConfig.from_peft_type(**_settings(config, module))
-            if lacking := [key for key in OF_PEFT if config.raw.get(key) and not getattr(made, key, None)]:
+            recorded = [key for key in OF_PEFT if config.raw.get(key) is not None]
+            if lacking := [key for key in recorded if getattr(made, key, None) is None]:
                 raise UsageError(
                     "the installed PEFT does not know this kind of adapter", path=config.path, found=", ".join(lacking)
                 )

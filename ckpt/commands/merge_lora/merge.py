@@ -1030,8 +1030,9 @@ def _without_wrappers(module: str) -> str:
 
 
 def _check_complete(adapter: Adapter, module: str, parts: Collection[str]) -> None:
-    use_dora = None if adapter.config.target_parameters else adapter.config.use_dora
-    names.check_factors(module, parts, use_dora, adapter.path)
+    config = adapter.config
+    others = bool(config.target_parameters)
+    names.check_factors(module, parts, config.optional_tensors, adapter.path, has_other_layers=others)
 
 
 def _check_shape(adapter: Adapter, factor: Factor, expected: Shape) -> None:
