@@ -1064,7 +1064,7 @@ class TestAgainstMegatronCore:
     ("options", "said"),
     [
         (("--ep", "2"), ("a model without experts has no expert parallel ranks", "found: ep 2")),
-        (("--pp", "3"), ("2 layers cannot be dealt to 3 pipeline stages of 1 chunks",)),
+        (("--pp", "3"), ("2 layers cannot be dealt to 3 pipeline stages of 1 chunk",)),
         (
             ("--pp", "2", "--decoder-first-pipeline-num-layers", "7", "--account-for-loss-in-pipeline-split"),
             ("2 layers cannot be dealt to 2", "found: 7 in the first, the loss counted"),
