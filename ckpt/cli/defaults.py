@@ -96,10 +96,11 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
         raise UsageError("this is not TOML", path=path, found=str(error)) from None
     if not isinstance(tables, dict):
         raise UsageError(f"[[{TABLE}]] is no table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default")
-    commands = [one.name for one in registered.all_commands()]
+    known = registered.places()
     for name, table in tables.items():
-        if name not in commands or not isinstance(table, dict):
-            meant = None if name in commands else did_you_mean(name, commands)
+        if name not in known or not isinstance(table, dict):
+            commands = [one.name for one in registered.all_commands()]  # in the order of the help
+            meant = None if name in known else did_you_mean(name, commands)
             hint = meant or f"options stand in a table of their command, [{TABLE}.convert]"
             expected = f"tables of commands: {', '.join(commands)}"
             what = f"[{TABLE}] has no {name!r}"
