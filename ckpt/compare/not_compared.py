@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ckpt.base.text import counted, one_line
-from ckpt.compare.model_files import differing_files, first_names
+from ckpt.compare.other_files import differing_files, first_names
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
 from ckpt.runs.not_read import STATE, not_read

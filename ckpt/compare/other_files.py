@@ -75,10 +75,15 @@ def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
     return {name: read_file(path) for name, path in places.items() if path.is_file()} | found
 
 
+def is_of_training(checkpoint: Checkpoint) -> bool:
+    """Return True for a training checkpoint, which has ranks, a step or an optimizer, unlike a model's folder."""
+    state = checkpoint.state
+    return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
+
+
 def _is_model_folder(side: Checkpoint) -> bool:
     """Return True for a folder with a model, unless it belongs to a training run."""
-    is_run = side.world_size or side.state.step is not None or side.optimizer_states
-    return not is_run and Path(side.path).is_dir()
+    return not is_of_training(side) and Path(side.path).is_dir()
 
 
 def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:

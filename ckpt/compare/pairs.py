@@ -21,6 +21,7 @@ from ckpt.base.text import counted, one_line
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.not_compared import WHY, tensors_beside
+from ckpt.compare.other_files import is_of_training
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
@@ -209,7 +210,7 @@ def verify(
     meanwhile.
     """
     judge = partial(
-        _compare_tensors, cast=cast, exact=exact, trained=(_is_of_training(a), _is_of_training(b)), measured=measured
+        _compare_tensors, cast=cast, exact=exact, trained=(is_of_training(a), is_of_training(b)), measured=measured
     )
     return Report(a, b, *walk(a, b, only, judge, progress, expected))
 
@@ -237,12 +238,6 @@ def walk(
         if only != "weights":
             notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
     return tuple(results), tuple(not_compared), num_bytes, tuple(notes)
-
-
-def _is_of_training(checkpoint: Checkpoint) -> bool:
-    """Return True for a training checkpoint, which has ranks, a step or an optimizer, unlike a model's folder."""
-    state = checkpoint.state
-    return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
 
 
 def _check_holds(checkpoint: Checkpoint, only: Only) -> None:

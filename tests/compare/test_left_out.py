@@ -1,4 +1,4 @@
-"""`ckpt/compare/pairs.py`, `digest.py`, `model_files.py`: `verify` and `hash` name what they do not compare, both tell
+"""`ckpt/compare/pairs.py`, `digest.py`, `other_files.py`: `verify` and `hash` name what they do not compare, both tell
 numbers apart, and errors are no result.
 """
 
