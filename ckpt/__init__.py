@@ -1,6 +1,6 @@
 """Checkpoint conversion and sharded-state toolkit.
 
-    ckpt.convert("outputs", "hf", "outputs-hf")           # each command is a function, which takes paths and URLs
+    ckpt.convert("outputs", "hf", "outputs-hf")           # commands are functions, which take paths and URLs
     ckpt.verify("outputs", "outputs-hf").equal
     ckpt.diff("base", "outputs-hf").layers                # what changed, by layer
     ckpt.inspect("outputs")                               # what it returns is shown as the command shows it

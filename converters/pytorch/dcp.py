@@ -179,11 +179,12 @@ class _DcpReading:
         """
         ranks, numbers, counts = zip(*(map(int, SHARD.findall(name)[0]) for name in names), strict=True)
         if missing := sorted({*range(1, max(counts) + 1)} - {*numbers}):
+            left = f"{max(counts) - len(missing)} of {counted(max(counts), 'number')}"
             raise IncompleteError(
                 "files of safetensors are missing",
                 path=folder,
                 expected=f"shard-...-model-{missing[0]:05d}-of-{max(counts):05d}.safetensors, of some rank",
-                found=f"{counted(len(names), 'file')}, {max(counts) - len(missing)} of {max(counts)}",
+                found=f"{counted(len(names), 'file')}, {left}",
             )
         for tensor in read_shards(folder, names):
             source = self.data.source(tensor.dtype, tensor.shape, tensor.placed)
