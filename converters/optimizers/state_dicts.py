@@ -24,6 +24,7 @@ from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Shape
 from ckpt.state.numbered import names_by_shapes
 from ckpt.state.wrapped import clean_names
+from converters.optimizers.shapes import per_element
 from converters.quantized.states import Quantized, understood
 
 STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
@@ -86,8 +87,29 @@ class Optimizer:
         elif proof is not None:
             shapes = [[_shape(self.states.get(key, {})) for key in group.fqns] for group in self.groups]
             found = self._single_parameters(shapes, proof) or names_by_shapes(proof, shapes)
+            found = found or names_by_shapes(proof, self._without_misfits(shapes, proof))
         fqns = [fqn for names in found or () for fqn in names]
         return None if found is None or len(fqns) != len(members) else dict(zip(members, fqns, strict=True))
+
+    def _without_misfits(
+        self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
+    ) -> list[list[Shape | None]]:
+        """Replace a damaged shape, one that no parameter has, with None, so that an error can name its parameter.
+
+        Shapes of most parameters stay, unless states have no elements.
+        """
+        known = set(parameters.values())
+        odd = {
+            key
+            for key, values in self.states.items()
+            if any(shape not in known for shape in per_element(values).values())
+        }
+        empty = {key for key in odd if all(prod(shape) == 0 for shape in per_element(self.states[key]).values())}
+        dropped = odd if 2 * len(odd - empty) < len(self.members) else set[Any]()
+        return [
+            [None if key in dropped else shape for key, shape in zip(group.fqns, own, strict=True)]
+            for group, own in zip(self.groups, shapes, strict=True)
+        ]
 
     def _single_parameters(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]

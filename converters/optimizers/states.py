@@ -14,6 +14,7 @@ from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
 from ckpt.state.unread import Unread
+from converters.optimizers.shapes import check_shape, per_element
 from converters.quantized.states import (
     NESTED,
     Quantized,
@@ -58,6 +59,9 @@ class OptimizerStates:
         """Add all states of a parameter of `shape`; `path` is their file, for messages."""
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
+        for name, found in per_element(states).items():
+            if name not in hidden:
+                check_shape(fqn, name, found, shape, path)
         for name, value in understood(states).items():
             if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
                 # What FSDP cannot gather is that of the rank which wrote the file.

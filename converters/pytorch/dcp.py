@@ -40,6 +40,7 @@ from ckpt.plan.checkpoint import (
     Target,
     TrainingState,
 )
+from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 from ckpt.runs.model_files import read_config
 from ckpt.runs.steps import enclosing_folders, trainer_step
@@ -47,6 +48,7 @@ from ckpt.runs.trainer_files import run_companions, trainer_folder
 from converters.names.options import NameOptions
 from converters.names.transformers.ties import tied_names
 from converters.optimizers.ranks import check_same
+from converters.optimizers.shapes import check_shape, must_fit
 from converters.optimizers.state_dicts import GROUPS
 from converters.optimizers.states import OptimizerStates
 from converters.pytorch.facts import TorchFacts
@@ -298,6 +300,12 @@ class _DcpReading:
                 states.add(fqn, weight.shape if weight else (), values, self.metadata)
             else:
                 odd.setdefault(fqn, {})[name] = value
+        objects = {fqn for (fqn, _), value in found.states.items() if not isinstance(value, Leaf | int | float)}
+        for (fqn, name), tensor in states.tensors.items():
+            weight = tensors.get((fqn, WEIGHT))
+            is_plain = (fqn, name) not in states.quantized and fqn not in objects and tensor.dtype in CAST_SOURCES
+            if weight is not None and is_plain and must_fit(name, tensor.shape):
+                check_shape(fqn, name, tensor.shape, weight.shape, self.metadata)
         tensors |= states.tensors
         _check_steps(said)
         return odd

@@ -15,7 +15,8 @@ from ckpt.plan.checkpoint import WEIGHT, Key, TrainingState
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Tensor
 from converters.names.transformers.ties import declared_ties
-from converters.optimizers.state_dicts import read_optimizer
+from converters.optimizers.shapes import check_has_elements
+from converters.optimizers.state_dicts import read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 
 _UNPROVED = (
@@ -55,6 +56,7 @@ class Reading:
         proof = None if order is None else {fqn: shapes[fqn] for fqn in order if fqn in floating}
         optimizer = read_optimizer(content, path, proof=proof)
         if optimizer is None:
+            check_has_elements(take_apart(content, path).states, shapes, path)
             self.notes.append(_UNPROVED.format(Path(path).name))
             return False
         optimizer.check_known({*shapes, *ties}, path)

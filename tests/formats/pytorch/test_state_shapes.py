@@ -1,0 +1,157 @@
+"""`converters/optimizers/shapes.py`: states that do not have the shape of their parameter, and states that need not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.commands import ckpt
+from tests.support.dcp_folders import save
+
+States = dict[int, dict[str, Any]]
+
+
+def one_short(states: States) -> None:
+    states[0]["exp_avg"] = states[0]["exp_avg"].flatten()[:-1].clone()
+
+
+def all_of_one_short(states: States) -> None:
+    """Damage every state of a parameter, so that none of them tells its shape."""
+    for name in ("exp_avg", "exp_avg_sq"):
+        states[1][name] = states[1][name].flatten()[:-1].clone()
+
+
+def one_long(states: States) -> None:
+    states[2]["exp_avg_sq"] = torch.cat([states[2]["exp_avg_sq"].flatten(), torch.ones(1)])
+
+
+def flat(states: States) -> None:
+    states[0]["exp_avg"] = states[0]["exp_avg"].flatten()
+
+
+def all_empty(states: States) -> None:
+    for own in states.values():
+        own |= {"exp_avg": torch.zeros(0), "exp_avg_sq": torch.zeros(0)}
+
+
+def some_empty(states: States) -> None:
+    for own in list(states.values())[::2]:
+        own |= {"exp_avg": torch.zeros(0), "exp_avg_sq": torch.zeros(0)}
+
+
+def trainer(fixtures: Path, run: Path, damage: Callable[[States], None]) -> Path:
+    shutil.copytree(fixtures / "trainer-plain", run)
+    path = run / "checkpoint-2" / "optimizer.pt"
+    saved = torch.load(path, weights_only=False)
+    damage(saved["state"])
+    torch.save(saved, path)
+    return run
+
+
+@pytest.mark.parametrize("damage", [one_short, all_of_one_short, one_long, flat, all_empty, some_empty])
+def test_a_numbered_state_of_another_shape_is_damage(
+    damage: Callable[[States], None], fixtures: Path, tmp_path: Path
+) -> None:
+    run = trainer(fixtures, tmp_path / "run", damage)
+    checked = ckpt("check", run)
+    assert checked.code == 4 and "does not have the shape of its parameter" in checked.out, checked.out
+    assert "tensor model." in checked.out or "tensor lm_head" in checked.out, checked.out
+    for command in (("resume", run), ("convert", "auto", "full", run, "-o", tmp_path / "out")):
+        assert ckpt(*command).code == 4, command
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_can_still_be_taken_alone(fixtures: Path, tmp_path: Path) -> None:
+    run = trainer(fixtures, tmp_path / "run", all_empty)
+    assert ckpt("convert", "hf", "hf", run / "checkpoint-2", "-o", tmp_path / "out").code == 0
+
+
+def full(content: dict[str, Any], folder: Path) -> Path:
+    folder.mkdir()
+    torch.save(content, folder / "model.pt")
+    return folder / "model.pt"
+
+
+def training(kind: str, **options: Any) -> dict[str, Any]:
+    model = torch.nn.Linear(6, 4)
+    optimizer = getattr(torch.optim, kind)(model.named_parameters(), **options)
+    for _ in range(2):
+        model(torch.ones(1, 6)).sum().backward()
+        optimizer.step()
+    named = {"weight": 0, "bias": 1}
+    saved = optimizer.state_dict()
+    states = {name: saved["state"][number] for name, number in named.items() if number in saved["state"]}
+    groups = [{**saved["param_groups"][0], "params": list(named)}]
+    return {"model": model.state_dict(), "optimizer": {"state": states, "param_groups": groups}, "step": 2}
+
+
+EITHER = pytest.mark.parametrize("write", [full, save])
+
+
+@EITHER
+@pytest.mark.parametrize("shape", [(23,), (24,), (6, 4), (0,)])
+def test_a_named_state_of_another_shape_is_damage(
+    shape: tuple[int, ...], write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
+) -> None:
+    content = training("AdamW")
+    assert ckpt("check", write(content, tmp_path / "healthy")).code == 0
+    content["optimizer"]["state"]["weight"]["exp_avg_sq"] = torch.zeros(shape)
+    checked = ckpt("check", write(content, tmp_path / "damaged"))
+    assert checked.code == 4 and "exp_avg_sq does not have the shape of its parameter" in checked.out, checked.out
+
+
+@EITHER
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("AdamW", {"amsgrad": True}),
+        ("SGD", {"lr": 0.1, "momentum": 0.9}),
+        ("Adafactor", {}),
+        ("Adagrad", {}),
+        ("Adamax", {}),
+        ("RMSprop", {"centered": True, "momentum": 0.9}),
+        ("Rprop", {}),
+        ("ASGD", {}),
+        ("Adadelta", {}),
+        ("NAdam", {}),
+    ],
+)
+def test_states_of_torchs_own_optimizers_are_whole(
+    kind: str, options: dict[str, Any], write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
+) -> None:
+    checked = ckpt("check", write(training(kind, **options), tmp_path / "save"))
+    assert checked.code == 0, checked.out
+
+
+@EITHER
+@pytest.mark.parametrize(
+    "states",
+    [
+        {"exp_avg": torch.zeros(4, 6), "exp_avg_sq": torch.ones(())},
+        {"m": torch.zeros(2, 12), "vmean": torch.ones(2, 1)},
+        {"exp_avg": torch.zeros(4, 6), "exp_avg_sq_row": torch.ones(4), "exp_avg_sq_col": torch.ones(6)},
+        {"exp_avg": torch.zeros(12, dtype=torch.uint8), "exp_avg_scale": torch.ones(1)},
+    ],
+    ids=["NovoGrad", "Adam-mini", "Adafactor", "packed codes"],
+)
+def test_states_of_other_kinds_are_no_damage(
+    states: dict[str, Any], write: Callable[[dict[str, Any], Path], Path], tmp_path: Path
+) -> None:
+    content = training("AdamW")
+    content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **states}
+    checked = ckpt("check", write(content, tmp_path / "save"))
+    assert "shape of its parameter" not in checked.out and checked.code == 0, checked.out
+
+
+def test_a_parameter_that_is_trained_in_a_projection_is_no_damage(tmp_path: Path) -> None:
+    """GaLore keeps the moments of the projected gradient next to the projection."""
+    content = training("AdamW")
+    own = {"exp_avg": torch.zeros(2, 6), "exp_avg_sq": torch.zeros(2, 6), "projector": {"ortho": torch.ones(4, 2)}}
+    content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **own}
+    checked = ckpt("check", full(content, tmp_path / "save"))
+    assert "shape of its parameter" not in checked.out and checked.code == 0, checked.out
