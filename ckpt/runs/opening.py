@@ -169,14 +169,19 @@ def of_two_saves(checkpoint: Checkpoint) -> str:
     so that its optimizer may have taken fewer.
     """
     state = checkpoint.state
-    taken = max(state.scalars.get("step", {}).values(), default=None)
+    taken = _taken(checkpoint)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.step is None or taken is None:
+    if state.step is None or taken < 0:
         return ""
     is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
     if not is_more and (state.zero_stage is None or taken == state.step - skipped):
         return ""
     return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
+
+
+def _taken(checkpoint: Checkpoint) -> float:
+    """Return how many steps the optimizer has taken; -1 if it counts none."""
+    return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 
 
 def rank_copies_note(tensors: Iterable[Tensor]) -> str:
@@ -199,8 +204,15 @@ def _neighbour(path: Path) -> str | None:
 
 
 def can_resume(checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint has a model and its optimizer."""
-    return has_optimizer(checkpoint) and holds_model(checkpoint)
+    """Return True if a checkpoint has a model and its optimizer.
+
+    Raise IncompleteError if the optimizer is of a later step: an optimizer that began anew has taken fewer.
+    """
+    if not (has_optimizer(checkpoint) and holds_model(checkpoint)):
+        return False
+    if (what := of_two_saves(checkpoint)) and _taken(checkpoint) > (checkpoint.state.step or 0):
+        raise IncompleteError(what, path=checkpoint.path)
+    return True
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

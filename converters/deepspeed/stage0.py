@@ -232,10 +232,6 @@ def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: Optimizer
         source = replace(tensor.source, rank=rank) if isinstance(tensor.source, Whole) else tensor.source
         own.tensors[fqn, role] = replace(tensor, source=source, native=held.tensors[fqn, WEIGHT].dtype)
         if tensor.shape != shapes[fqn]:
-            if role == MASTER:
-                expected, found = (str(list(shape)) for shape in (shapes[fqn], tensor.shape))
-                what = "a master does not have the shape of its parameter"
-                raise CorruptError(what, path=held.file.path, fqn=fqn, expected=expected, found=found)
             states.unread.add(role, "it is not of the parameter's shape", [fqn])
             del own.tensors[fqn, role]
     return own.tensors

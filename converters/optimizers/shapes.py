@@ -14,13 +14,17 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import counted
 from ckpt.containers.torchfile.values import Record, StoredTensor
+from ckpt.plan.checkpoint import MASTER
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 from converters.quantized.states import understood
 
 #: States with a value for each element of the parameter, in every known optimizer that does not keep a single number.
 PER_ELEMENT = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf", "momentum_buffer", "square_avg", "grad_avg")
+    {
+        *(MASTER, "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_avg_diff", "exp_inf"),
+        *("momentum_buffer", "square_avg", "grad_avg"),
+    }
 )
 
 

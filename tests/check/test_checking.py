@@ -485,6 +485,29 @@ def test_an_optimizer_of_a_later_save_than_trainers_own_state(fixtures: Path, tm
         assert (said in result.out) == (code != 0)
 
 
+def test_an_optimizer_of_a_later_save_is_not_resumed(fixtures: Path, tmp_path: Path) -> None:
+    """An older whole step is taken instead; an optimizer that has taken fewer steps began anew."""
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    state = json.loads((run / "checkpoint-2/trainer_state.json").read_text())
+    later = Path(shutil.copytree(run / "checkpoint-2", run / "checkpoint-3"))
+    (later / "trainer_state.json").write_text(json.dumps(state | {"global_step": 3}))
+    assert run_ckpt("resume", run).out.strip() == str(later)
+    saved = torch.load(later / "optimizer.pt", weights_only=False)
+    for values in saved["state"].values():
+        values["step"] = torch.tensor(7.0)
+    torch.save(saved, later / "optimizer.pt")
+    result = run_ckpt("resume", run)
+    assert result.code == 0 and result.out.strip() == str(run / "checkpoint-2"), result
+    assert "checkpoint-3 is skipped" in result.err and "the optimizer has taken 7" in result.err
+    alone = run_ckpt("resume", later)
+    assert alone.code == 4 and "the model is of step 3, and the optimizer has taken 7" in alone.err
+    zero = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "zero"))
+    for file in (zero / "checkpoint-2/global_step2").glob("*optim_states.pt"):
+        shutil.copy(file, zero / "checkpoint-1/global_step1")
+    assert run_ckpt("resume", zero).code == 0
+    assert run_ckpt("resume", zero / "checkpoint-1").code == 4
+
+
 def test_lightnings_record_next_to_its_dcp_files_is_known(fixtures: Path, tmp_path: Path) -> None:
     """`meta.pt` holds loops and callbacks; a conversion says that it stays behind."""
     step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "epoch=1-step=2.ckpt"))

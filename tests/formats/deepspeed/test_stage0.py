@@ -123,9 +123,9 @@ def test_states_of_a_parameter_in_no_group_are_no_silent_loss(fixtures: Path, tm
 @pytest.mark.parametrize(
     ("role", "count", "what"),
     [
-        (MASTER, 0, "a master does not have the shape"),
+        (MASTER, 0, "master does not have the shape"),
         (MASTER, 1, "master is a single number"),
-        (MASTER, 2, "a master does not have the shape"),
+        (MASTER, 2, "master does not have the shape"),
         ("exp_avg", 1, "exp_avg is a single number"),
     ],
 )
