@@ -42,6 +42,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
+from ckpt.plan.tiling import faults_of
 from ckpt.runs.model_files import read_config
 from ckpt.runs.steps import enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions, trainer_folder
@@ -304,7 +305,9 @@ class _DcpReading:
         for (fqn, name), tensor in states.tensors.items():
             weight = tensors.get((fqn, WEIGHT))
             is_plain = (fqn, name) not in states.quantized and fqn not in objects and tensor.dtype in CAST_SOURCES
-            if weight is not None and is_plain and must_fit(name, tensor.shape):
+            if weight is None or tensor.shape == weight.shape or any(faults_of(weight)):
+                continue  # A damaged weight is reported with its own fault.
+            if is_plain and must_fit(name, tensor.shape):
                 check_shape(fqn, name, tensor.shape, weight.shape, self.metadata)
         tensors |= states.tensors
         _check_steps(said)
