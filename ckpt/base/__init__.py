@@ -1,4 +1,4 @@
-"""What every other room uses: errors, words for people, sizes, streams, entry points, the version, progress bars.
+"""Foundations for every other room: errors, text, sizes, streams, entry points, the version, progress bars.
 
 May import: nothing of ckpt.
 """

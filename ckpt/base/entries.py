@@ -1,4 +1,4 @@
-"""Entry points: what other installed packages register with ckpt, and how it is found quickly."""
+"""Entry points that other installed packages register with ckpt."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ckpt.base.errors import UsageError
 
 @cache
 def entries(group: str) -> dict[str, str]:
-    """What other packages register in an entry-point group: `module:object` by name.
+    """Return the entry points of `group`: `module:object` by name.
 
-    Raises UsageError where two of them register something different under one name.
+    Raise UsageError if two packages register different objects under one name.
     """
     if not _others_register():
         return {}
@@ -36,7 +36,10 @@ def entries(group: str) -> dict[str, str]:
 
 @cache
 def _others_register() -> bool:
-    """Whether an installed package may register: `importlib.metadata` takes longer to say so than most runs plan."""
+    """Return True if an installed package may register.
+
+    `importlib.metadata` takes longer than planning most commands.
+    """
     for folder in sys.path:
         if os.path.isfile(folder):  # a zip file
             return True
@@ -48,7 +51,7 @@ def _others_register() -> bool:
 
 
 def load(where: str) -> Any:
-    """The object at `module:object`.  Raises UsageError where a package registers what cannot be imported."""
+    """Return the object at `module:object`. Raise UsageError if another package's entry cannot be imported."""
     module, _, attribute = where.partition(":")
     try:
         return getattr(import_module(module), attribute)

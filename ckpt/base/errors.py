@@ -1,20 +1,20 @@
 """One exception class per exit code.
 
     CkptError
-    |- UsageError       2  the command cannot mean what it says
+    |- UsageError       2  wrong arguments or options
     |  `- SeveralRunsError  the folder of several runs was given
-    |- NotFoundError    3  nothing there, or nothing that is recognised
+    |- NotFoundError    3  a missing path, or a format ckpt doesn't know
     |- CorruptError     4  a checkpoint that is damaged or contradicts itself
-    |  |- SourceGoneError  a file of it has gone while it was being read
-    |  `- IncompleteError  one that was not written to its end: files are missing, empty or cut off
+    |  |- SourceGoneError  a source file disappeared during the read
+    |  `- IncompleteError  an unfinished save: files are missing, empty or cut off
     |- UnsafeError      5  content that would run code or reach outside its folder
     |- LossError        6  going on would lose information
     |  |- HalfError        optimizer states without their model
     |  `- SeveralModelsError  one state dict with several models
     `- StorageError     7  the disk: no space, no permission, an I/O error
 
-Exit code 1 is no error: `ckpt verify` found a difference.  70 is an error of ckpt itself,
-130 Ctrl-C, 141 SIGPIPE, 143 SIGTERM.
+Exit code 1 is no error: `ckpt verify` found a difference. Code 70 is an error in ckpt itself, 130 is Ctrl-C, 141
+SIGPIPE, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from typing import Any
 
 from ckpt.base.words import in_python
 
-#: Beginnings of paths that are shown as others: those of files that stand for what is in a store, as its URL.
+#: URL shown in messages for each local path prefix of a store's cached files.
 SHOWN: dict[str, str] = {}
 
 
-#: A user and a password in a URL.
+#: User and password in a URL.
 _PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
-#: Characters of a hint.  Its commands repeat paths, of at most 4,096 characters, and must not be cut.
+#: Maximum length of a hint. A hint's commands repeat paths (up to 4,096 characters each) and must not be cut.
 _MAX_HINT = 20_000
 
 
 class CkptError(Exception):
-    """What went wrong, where, what was expected and found, and what to do about it.
+    """An error with its place, the expected and found values, and a hint.
 
-    `where` is a file, optionally with a rank and an fqn; all of them may be absent.  `code` names the kind of error for
-    programs and does not change from release to release; docs/errors.md lists them.
+    `path` is a file, optionally with `rank` and `fqn`. Programs can rely on `code`: it stays the same in every release,
+    and docs/errors.md lists all codes.
     """
 
     exit_code = 1
@@ -69,11 +69,11 @@ class CkptError(Exception):
         self.hint = hint
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Pickle the known parts, whatever the class's arguments are: processes send each other their errors."""
+        """Pickle every attribute whatever the constructor takes, so that processes can send each other errors."""
         return _restored, (type(self), self.args), self.__dict__
 
     def facts(self) -> dict[str, str]:
-        """The parts that are known, in the order in which they are shown."""
+        """Return the known facts, in display order."""
         parts = {
             "file": self.path,
             "rank": self.rank,
@@ -84,18 +84,18 @@ class CkptError(Exception):
         return {name: printable(str(value)) for name, value in parts.items() if value is not None}
 
     def to_json(self) -> dict[str, Any]:
-        """The error as `--json` prints it; what is not known is null."""
+        """Return the error for `--json`, with null for each unknown fact."""
         facts, hint = self.facts(), None if self.hint is None else printable(self.hint, _MAX_HINT)
         parts = {name: facts.get(name) for name in ("expected", "found")}
         where = {name: facts.get(name) for name in ("file", "rank", "tensor")}
         return json_error(self.code, printable(self.what), self.exit_code, where=where, **parts, hint=hint)
 
     def __str__(self) -> str:
-        """The message as Python has it, `world_size` and not `--world-size`."""
+        """Return the message with Python's keywords: `world_size`, not `--world-size`."""
         return self._text(in_python)
 
     def on_command_line(self) -> str:
-        """The message as the command line has it."""
+        """Return the message with the command line's options."""
         return self._text(str)
 
     def _text(self, said: Callable[[str], str]) -> str:
@@ -107,7 +107,7 @@ class CkptError(Exception):
 
 
 def json_error(code: str, what: str, exit: int, **parts: Any) -> dict[str, Any]:
-    """What `--json` prints of an error: always with these names, in this order."""
+    """Return the JSON form of an error, always with the same keys in the same order."""
     nothing = {"where": {"file": None, "rank": None, "tensor": None}, "expected": None, "found": None, "hint": None}
     return {"code": code, "what": what, **nothing, **parts, "exit": exit}
 
@@ -124,7 +124,7 @@ class UsageError(CkptError):
 
 
 class SeveralRunsError(UsageError):
-    """A folder holds several run folders, `runs`, sorted by name; the user has to name one."""
+    """Several run folders in one folder. `runs` lists them by name; the user has to pick one."""
 
     code = "several-runs"
 
@@ -145,19 +145,19 @@ class CorruptError(CkptError):
 
 
 class SourceGoneError(CorruptError):
-    """A file of the source has gone while it was being read; it may be back soon, as one of a network's folder is."""
+    """A source file disappeared during the read. It may come back, for example on a network disk."""
 
     code = "source-gone"
 
 
 class IncompleteError(CorruptError):
-    """What a run that is still writing leaves, or one that was killed; its run may have an older checkpoint."""
+    """A checkpoint that is still being written, or whose run was killed. An older one may exist."""
 
     code = "incomplete"
 
 
 class NeverWholeError(IncompleteError):
-    """The trainer never saved a whole training state; a whole model or adapter lies beside what it saved of one."""
+    """The trainer saves no complete training state. A complete model or adapter lies in the same folder."""
 
     code = "never-whole"
 
@@ -173,13 +173,13 @@ class LossError(CkptError):
 
 
 class HalfError(LossError):
-    """A folder or file holds only optimizer states, without the model of the same save."""
+    """Optimizer states without the model of the same save."""
 
     code = "half"
 
 
 class SeveralModelsError(LossError):
-    """A state dict holds several models; the user has to name one of `tags`."""
+    """Several models in one state dict. The user has to pick one of `tags`."""
 
     def __init__(self, what: str, *, tags: Sequence[str] = (), **facts: Any) -> None:
         super().__init__(what, **facts)
@@ -192,10 +192,9 @@ class StorageError(CkptError):
 
 
 def printable(text: str, limit: int = 400) -> str:
-    """`text` with control characters escaped and its length bounded.
+    """Return `text` with escaped control characters and at most `limit` characters.
 
-    Names come from files that somebody else wrote: they must not move the cursor, colour the terminal
-    or fill the screen.
+    Names come from other people's files. They must not move the cursor, colour the terminal or fill the screen.
     """
     text = shown(text)
     if len(text) > limit:
@@ -204,7 +203,7 @@ def printable(text: str, limit: int = 400) -> str:
 
 
 def shown(text: str) -> str:
-    """`text` with URLs for the files that stand for what is in a store, and without the passwords in URLs."""
+    """Return `text` with URLs in place of cached store paths, and without passwords in URLs."""
     for path, url in SHOWN.items():
         text = text.replace(path, url)
     return _PASSWORD.sub("://***@", text) if "@" in text else text

@@ -1,4 +1,4 @@
-"""Memory that this process may still take."""
+"""Free memory."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SYSTEM = Path("/proc/meminfo")
 
 
 def available_memory() -> int | None:
-    """Return the bytes that the system and this process's cgroup still give, or None if neither tells."""
+    """Return the bytes still free in the system and this process's cgroup, or None if both are unknown."""
     found = re.search(r"^MemAvailable: +(\d+) kB$", _contents(_SYSTEM), re.MULTILINE)
     limits = [int(found[1]) * 1024] if found else []
     most, used = (_contents(_GROUP / name).strip() for name in ("memory.max", "memory.current"))

@@ -1,4 +1,4 @@
-"""How far a command is: one bar on a terminal, elsewhere a line every ten seconds."""
+"""Progress: a bar on a terminal, otherwise a line every ten seconds."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from typing import Any
 from ckpt.base.sizes import show_size
 
 _EVERY = 10.0  # seconds between lines
-_DELAY = 0.5  # seconds without a bar: what ends before that, as most mistakes do, has none
+_DELAY = 0.5  # seconds before the bar appears, so that short commands and most errors show no bar
 
 
 class Meter:
-    """How far the bytes of a phase are.  Call it with those done since the last call; it shows nothing if `quiet`.
+    """Progress of one phase. Call it with the number of bytes done since the last call. Shows nothing if `quiet`.
 
-    A phase whose bytes are not known, a `total` of 0, is measured in time.
+    It shows elapsed time if the number of bytes is unknown (`total` is 0).
     """
 
     def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
@@ -34,16 +34,16 @@ class Meter:
         self._done += count
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Another phase begins."""
+        """Start another phase."""
         self._phase, self._start, self._done = name, time.monotonic(), 0
         self.expect(total)
 
     def expect(self, total: int) -> None:
-        """The bytes of this phase are known now."""
+        """Set the number of bytes in this phase."""
         self._total = total
 
     def say(self, line: str) -> None:
-        """Print a line on stderr, above the bar where there is one."""
+        """Print a line on stderr, above the bar if there is one."""
         with self._lock:
             if self._bar is None:
                 print(line, file=sys.stderr)
@@ -58,7 +58,7 @@ class Meter:
                 self._bar = None
 
     def line(self) -> str:
-        """The line to show now: phase, bytes, rate and remaining time; or the time since the phase began."""
+        """Return the line to show: phase, bytes, rate and remaining time, or only the elapsed time."""
         seconds = max(time.monotonic() - self._start, 1e-3)
         if not self._total or not self._done:
             return f"{self._phase}: {seconds:.0f} s"
@@ -94,5 +94,5 @@ class Meter:
 
 
 def progress(total: int, phase: str, *, quiet: bool) -> contextlib.closing[Meter]:
-    """A meter of `total` bytes on stderr; of time where that is 0."""
+    """Return a meter for `total` bytes on stderr. It shows elapsed time if `total` is 0."""
     return contextlib.closing(Meter(total, phase, quiet=quiet))

@@ -9,9 +9,10 @@ from ckpt.base.text import preformatted
 
 
 class Returned:
-    """A result: printed, it is what the command prints, and `to_json()` what it prints with `--json`.
+    """A command's result. `str()` is the command's output, `to_json()` its `--json` output.
 
-    It has no truth value, or `if ckpt.verify(a, b): remove(a)` would always remove.  `verdict` names what to ask for.
+    It has no truth value, because `if ckpt.verify(a, b): remove(a)` would always remove. `verdict` names the attribute
+    to test instead.
     """
 
     __slots__ = ()
@@ -22,15 +23,15 @@ class Returned:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the command: 0 where all is well."""
+        """Exit code of the command, 0 on success."""
         return 0
 
     def lines(self) -> Iterable[str]:
-        """The text that the command prints, a line each."""
+        """Return the printed lines."""
         raise NotImplementedError
 
     def to_json(self) -> Any:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         raise NotImplementedError
 
     def __str__(self) -> str:

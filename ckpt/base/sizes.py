@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Byte counts with units."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _UNITS = {"B": 1} | {
 
 
 def parse_size(text: str | int) -> int:
-    """Return the bytes of `5GB`, `512MiB`, `1.5 GB` or `100B`, in decimal units unless there is an `i`, or an int."""
+    """Return the bytes in `5GB`, `1.5 GB` or `100B` (decimal), `512MiB` (binary), or a positive int."""
     if isinstance(text, int) and text > 0:
         return text
     text = str(text)
@@ -31,7 +31,7 @@ def parse_size(text: str | int) -> int:
 
 
 def show_size(count: int) -> str:
-    """A byte count in decimal units, as disks and `ls --si` show it."""
+    """Return a byte count in decimal units, like `ls --si`."""
     value, unit = float(count), "B"
     for unit in ("B", "kB", "MB", "GB", "TB"):
         if round(value, 1) < 1000 or unit == "TB":

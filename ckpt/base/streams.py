@@ -1,4 +1,4 @@
-"""Standard streams that are closed or full: the work is done all the same, and no message lands in a file."""
+"""Standard streams that may be closed or full. Commands still finish, and no message lands in an output file."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import sys
 from typing import TextIO
 
 INTERRUPTED, READER_LEFT, TERMINATED = 130, 141, 143
-#: True if the command's work is the files that it writes; then what it prints says only where they are.
+#: True if the command writes files as its result, and stdout only says where they are.
 work_is_files = False
 
 
 class TerminatedError(KeyboardInterrupt):
-    """SIGTERM, which ends a command as Ctrl-C does."""
+    """SIGTERM. It ends a command like Ctrl-C."""
 
 
-#: Whether a default of the user's sets `--json`; the command line, which can only set it, too, is looked at itself.
+#: True if the user's defaults turn on `--json`. The flag itself is read from the command line.
 json_by_default = False
 
 
 def asks_for_json() -> bool:
-    """Whether the command was given `--json`: errors are one JSON object then, on the last line of stderr."""
+    """Return True if `--json` is on. Errors are then one JSON object, the last line of stderr."""
     return json_by_default or "--json" in sys.argv[1:]
 
 
 def say_ended(interrupt: KeyboardInterrupt) -> int:
-    """Say what ended a command so; its exit code."""
+    """Print why a command was interrupted, and return its exit code."""
     is_terminated = isinstance(interrupt, TerminatedError)
     code, name = (TERMINATED, "terminated") if is_terminated else (INTERRUPTED, "interrupted")
     what = " ".join(map(str, interrupt.args)) or "interrupted; the destination is as it was"
     notes = getattr(interrupt, "__notes__", ())
     if asks_for_json():
-        from ckpt.base.errors import json_error  # not before: this may be said while it is imported
+        from ckpt.base.errors import json_error  # imported late: an interrupt may come during this import
 
         print(json.dumps(json_error(name, what, code, hint="; ".join(notes) or None)), file=sys.stderr)
     else:
@@ -44,7 +44,7 @@ def say_ended(interrupt: KeyboardInterrupt) -> int:
 
 
 class _Unfailing(io.RawIOBase):
-    """A descriptor to which writing never fails: what it does not take is lost."""
+    """A descriptor that never fails: bytes it cannot write are lost."""
 
     is_used = False
 
@@ -71,12 +71,12 @@ class _Unfailing(io.RawIOBase):
 
 
 def prepare() -> None:
-    """Open what is closed, so that no file is opened in its place, and let messages end nothing.  Call first of all."""
+    """Reopen closed streams and make stderr unfailing. Call it first, or a file may take a closed stream's number."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, this one
     if sys.stdout is None:
         sys.stdout = io.TextIOWrapper(_Unfailing(1), "utf-8", "backslashreplace")
     encoding = getattr(sys.stderr, "encoding", None) or "utf-8"
@@ -90,7 +90,7 @@ def prepare() -> None:
 
 
 def flush_output() -> str | None:
-    """Flush stdout; what was wrong, where what was printed could not be written.  A reader that left is no fault."""
+    """Flush stdout. Return the reason if the output could not be written, None on success or if the reader left."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -103,9 +103,9 @@ def flush_output() -> str | None:
 
 
 def code_of_reader() -> int | None:
-    """The exit code where whoever read our output has left: that of SIGPIPE; None where it is not so.
+    """Return the exit code if the reader of our output has left (SIGPIPE), otherwise None.
 
-    It is 0 for a command whose work is what it writes, as that is done before it is printed.
+    The code is 0 if the command's result is its files, because they are complete before anything is printed.
     """
     asked = select.poll()
     asked.register(1, 0)
@@ -116,12 +116,12 @@ def code_of_reader() -> int | None:
 
 
 def coloured(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that takes colours: not where `NO_COLOR` is set (https://no-color.org)."""
+    """Return True if a stream is a colour terminal and `NO_COLOR` is not set (https://no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def width_of(stream: TextIO) -> int | None:
-    """Return the columns of a terminal, or None for a file or a pipe, which get whole lines."""
+    """Return the width of a terminal, or None for a file or a pipe: they get unfolded lines."""
     if not stream.isatty():
         return None
     import shutil
@@ -130,7 +130,7 @@ def width_of(stream: TextIO) -> int | None:
 
 
 def folded(line: str, stream: TextIO | None = None) -> str:
-    """Return `line` folded between words to the width of `stream` (stderr unless given), if that is a terminal."""
+    """Return `line`, folded at spaces if `stream` (default: stderr) is a narrower terminal."""
     width = width_of(stream or sys.stderr)
     if width is None or len(line) <= width:
         return line

@@ -1,4 +1,4 @@
-"""Words for people: counts, URLs, near misses of names, tables in lines."""
+"""Text helpers: counts, URLs, suggestions, tables."""
 
 from __future__ import annotations
 
@@ -10,24 +10,24 @@ from itertools import zip_longest
 
 from ckpt.base.errors import printable
 
-#: A repository of the Hub.
+#: Repository id on the Hub.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-#: Least width of a folded column of a table.
+#: Minimum width of a folded table column.
 _MIN_COLUMN = 12
 
-#: A URL, also as what `Path` makes of one.
+#: URL scheme. `Path` turns `s3://` into `s3:/`.
 _URL = re.compile(r"([a-z][a-z0-9+.-]+):/")
 
 
 def scheme_of(where: object) -> str | None:
-    """`s3` of `s3://bucket/run`, and of the `s3:/bucket/run` that `Path` makes of it; None where this is no URL."""
+    """Return `s3` for `s3://bucket/run` or Path's `s3:/bucket/run`, and None if there is no scheme."""
     found = _URL.match(str(where))
     return found[1] if found else None
 
 
 class Brief(str):
-    """A sentence with a short form, which is printed unless the user asks for details; empty: only with details."""
+    """A sentence with a short form, printed unless the user asks for details. If it is empty, nothing is printed."""
 
     short: str
 
@@ -38,14 +38,14 @@ class Brief(str):
 
 
 def in_short(sentences: Iterable[str], verbose: bool = False) -> list[str]:
-    """Return the short forms of `sentences`, or all of them in full if `verbose`."""
+    """Return the short forms of `sentences`, or the full sentences if `verbose`."""
     if verbose:
         return list(sentences)
     return [short for one in sentences if (short := getattr(one, "short", one))]
 
 
 def note_lines(notes: Iterable[str], verbose: bool = False) -> list[str]:
-    """Return a line for each note if `verbose`, otherwise one line with the short forms of all."""
+    """Return one line per note if `verbose`, otherwise one line with all short forms."""
     shown = [printable(note) for note in in_short(notes, verbose)]
     if verbose or len(shown) < 2:
         return [f"note: {note}" for note in shown]
@@ -53,12 +53,12 @@ def note_lines(notes: Iterable[str], verbose: bool = False) -> list[str]:
 
 
 def one_line(text: str, limit: int = 400) -> str:
-    """`text` bounded and with every control character escaped, line ends too."""
+    """Return `text` bounded, with control characters and line ends escaped."""
     return printable(text, limit).replace("\n", "\\n")
 
 
 def counted(number: int, what: str, spec: str = "") -> str:
-    """Return `number` and the noun `what`, in the plural unless it is one: 2 ranks, 3 copies, 4 processes."""
+    """Return `number` and the noun `what`, in the plural unless `number` is 1: 2 ranks, 3 copies, 4 processes."""
     if number != 1:
         ends_in_y = what.endswith("y") and what[-2:-1] not in "aeiou"
         what = f"{what[:-1]}ies" if ends_in_y else f"{what}es" if what.endswith("s") else f"{what}s"
@@ -66,7 +66,7 @@ def counted(number: int, what: str, spec: str = "") -> str:
 
 
 def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
-    """A hint that names the entry of `known` that is closest to what was typed; None if none is close."""
+    """Return a hint with the closest names in `known`, or None if none is close."""
     spelled = {name.lower(): name for name in known}
     near = [spelled[name] for name in difflib.get_close_matches(typed.lower(), spelled, 2)]
     return f"did you mean {' or '.join(near)}?" if near else None
@@ -75,9 +75,9 @@ def did_you_mean(typed: str, known: Sequence[str]) -> str | None:
 def aligned(
     heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = (), *, width: int | None = None
 ) -> Iterator[str]:
-    """Yield a table in lines, with the columns called `right` to the right.
+    """Yield the lines of a table. Columns in `right` are right-aligned.
 
-    If it has more than `width` columns, its longest cells are folded between words.
+    If the table is wider than `width`, the widest columns are folded at spaces.
     """
     every = [heads, *rows]
     widths = [max(len(row[column]) for row in every) for column in range(len(heads))]
@@ -91,14 +91,14 @@ def aligned(
 
 
 def fold(text: str, width: int, indent: str = "") -> list[str]:
-    """Return `text` in lines of at most `width` columns, folded between words, or within a word that is longer."""
+    """Return `text` folded at spaces into lines of at most `width`. Longer words are split."""
     if len(text) <= width:
         return [text]
     return textwrap.wrap(text, width, subsequent_indent=indent, break_on_hyphens=False) or [text]
 
 
 def preformatted(text: str) -> str:
-    """`text` as HTML that a notebook shows as it stands."""
-    from html import escape  # its table of entities would be read at every start
+    """Return `text` as preformatted HTML for a notebook."""
+    from html import escape  # imported late: its table of entities is slow to load
 
     return f"<pre>{escape(text)}</pre>"

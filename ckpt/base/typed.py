@@ -1,4 +1,4 @@
-"""Arguments of public functions, held against their annotations: a mistake is told where it was made."""
+"""Type checks for the arguments of public functions, so that a mistake fails at the call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
 
-#: What torch and other programs call the dtypes that options name.
+#: Short names of dtypes in options.
 _DTYPES = {
     **{name: name for name in ("fp32", "fp16", "bf16")},
     "float32": "fp32",
@@ -26,13 +26,13 @@ R = TypeVar("R")
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Let `function` raise UsageError for an argument that its annotation does not allow, or that it does not have."""
+    """Make `function` raise UsageError for an unknown argument or a value its annotation forbids."""
     signature = inspect.signature(function)
     known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD and name != "self"]
     takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
     names = ChainMap(
         inspect.unwrap(function).__globals__, vars(builtins), defaultdict(lambda: Any)
-    )  # any, where it is only typed
+    )  # Any for names imported only for type checking
     hints = functools.cache(lambda: get_type_hints(function, localns=names))
 
     @functools.wraps(function)
@@ -62,12 +62,12 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def short_dtype(value: object) -> str | None:
-    """Return `bf16` for `bfloat16`, `torch.bfloat16` or the object itself; None for anything but a dtype."""
+    """Return `bf16` for `bfloat16`, `torch.bfloat16` or the dtype object, and None for anything else."""
     return _DTYPES.get(str(value).removeprefix("torch."))
 
 
 def _choices(hint: Any) -> list[str]:
-    """Return the strings that an annotation allows."""
+    """Return the strings an annotation allows."""
     if get_origin(hint) in (Union, UnionType):
         return [choice for one in get_args(hint) for choice in _choices(one)]
     return [one for one in get_args(hint) if isinstance(one, str)] if get_origin(hint) is Literal else []

@@ -1,4 +1,4 @@
-"""The version of this package, for the layers below it too: that of its tag, which a build writes beside it."""
+"""The package version. A build writes the git tag's version into `_version.py`."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ from importlib import import_module
 
 try:
     __version__: str = import_module("ckpt.base._version").__version__
-except ImportError:  # run from a folder that was never installed
+except ImportError:  # run from a folder that is not installed
     __version__ = "0.0+unknown"

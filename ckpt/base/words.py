@@ -1,10 +1,10 @@
-"""Messages name options as the command line has them; this says them as Python has them."""
+"""Python spellings for command-line options in messages."""
 
 from __future__ import annotations
 
 import re
 
-#: Options without a value, and options with one. `tests/api/test_functions.py` compares them with the commands.
+#: Flags, and options with a value. `tests/api/test_functions.py` compares both with the commands.
 _FLAGS = (
     "accept-base account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split activation-offload all "
     "as-peft bytes cast check create-pr dequantize eager-attention exact flat-optimizer fused-cross-entropy loads "
@@ -20,7 +20,7 @@ _OPTIONS = (
     "repo-id revision rtol run-config seed seq-len server state-dtype step step-a step-b step-folder strategy tag "
     "tag-a tag-b tensor to tp transformer-impl vpp workers world-size"
 )
-#: Options whose parameter has another name.
+#: Options with a different parameter name.
 _OTHERWISE = {
     "accept-setting": "accept_settings",
     "all": "everything",
@@ -32,7 +32,7 @@ _OTHERWISE = {
 }
 #: Parameters that take a list.
 _LISTS = ("accept-setting", "ignore-file")
-#: Options with any value, and words after them that are no value.
+#: Options with free text, and words that can't be their value.
 _FREE = "accept-setting ignore-file step step-a step-b tag tag-a tag-b"
 _WORDS = "and|ignores?|is|leaves?|merges|names|of|or|says|takes?|which"
 _VALUE = r"\d+:\w+:[\w.]+|own|hub|peft|unsloth|keep|fp32|bf16|fp16|weights|torch_dist|torch|[\w.-]*\d[\w.-]*"
@@ -46,12 +46,12 @@ _NAMED = re.compile(
     rf"|--(?P<name>{_OPTIONS.replace(' ', '|')})(?![\w-])(?: (?P<value>{_VALUE}|{_TO_FILL_IN})(?![\w-]))?)"
 )
 _TWO_LISTS = re.compile(r"(\w+)=\[([^]]*)\] \1=\[")
-#: Marks of another program's options in the words before an option.
+#: Words before an option that mark another program's option.
 _OTHER_PROGRAM = re.compile(r"(?:\bMegatron-(?:LM|Bridge)\b|\bcontainer: |\bmegatron-core\b)[^;]*$")
 
 
 def in_python(text: str) -> str:
-    """Return `text` with options as keywords: `--dequantize` is `dequantize=True`, and `--tp 2` is `tp=2`."""
+    """Return `text` with keywords in place of options: `dequantize=True` for `--dequantize`, `tp=2` for `--tp 2`."""
     said = _NAMED.sub(_keyword, text)
     while (joined := _TWO_LISTS.sub(r"\1=[\2, ", said)) != said:
         said = joined
