@@ -1,6 +1,6 @@
-"""The containers that formats share, as bytes: torch's zip and pickle, safetensors, PyTorch DCP.
+"""Containers shared by several formats: torch's zip and pickle, safetensors, PyTorch DCP.
 
-No model, no optimizer and no framework is known here.
+They read and write bytes, and know no model, optimizer or framework.
 
 May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """

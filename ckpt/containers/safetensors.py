@@ -1,12 +1,11 @@
-"""The safetensors container: a strict reader of its header, and the header that its own writer would write.
+"""The safetensors container: a strict header parser, and a writer of the official library's header.
 
-Format: https://github.com/huggingface/safetensors (README, `safetensors/src/tensor.rs`, 0.8.0).  Eight bytes
-hold the length N of the header, little endian; N bytes of JSON follow, then the tensors' bytes without a gap.
- The header maps each name to dtype, shape and `data_offsets` (relative to the header's end); `__metadata__`
- maps strings to strings.
+Format: https://github.com/huggingface/safetensors (README, `safetensors/src/tensor.rs`, 0.8.0). Eight bytes hold the
+header's length N, little endian. N bytes of JSON follow, then the tensors' bytes without gaps. The header maps each
+name to dtype, shape and `data_offsets` (relative to the header's end). `__metadata__` maps strings to strings.
 
-The header is read entry by entry, so that a hostile one fails at its first fault instead of becoming
-gigabytes of Python objects.  No tensor data is read.
+The header is parsed entry by entry, so that a hostile one fails at its first fault instead of becoming gigabytes of
+Python objects. No tensor data is read.
 """
 
 from __future__ import annotations
@@ -29,26 +28,26 @@ from ckpt.move.source import opened, read_up_to
 from ckpt.plan.dtypes import BY_TAG, DType
 from ckpt.plan.tensors import Shape
 
-#: The bound that the safetensors project itself sets on the header.
+#: The safetensors library's own limit for a header.
 MAX_HEADER = 100_000_000
-#: Bounds on what a header may make us keep; far above any model's.
+#: Limits for memory use, far above any model's needs.
 MAX_TENSORS = 200_000
 MAX_METADATA = 100_000
 MAX_DIMS = 64
 MAX_ESCAPES = 10_000_000
 
-#: The order in which the safetensors writer lays dtypes out: the widest first, so that each is aligned.
+#: Dtype order in files by the safetensors library: widest first, so that all are aligned.
 WRITE_ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
 _RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
 
-#: Tags of the format for which torch has no dtype.
+#: Safetensors dtypes missing in torch.
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
-_PACKED = "F4"  # two elements in a byte: the header counts elements, torch counts bytes
+_PACKED = "F4"  # two elements per byte: the header counts elements, torch counts bytes
 
-# possessive where Python knows it (3.11): an unclosed string of 100 MB is then given up without backtracking
+# Possessive if Python supports it (3.11): an unclosed string of 100 MB then fails without backtracking.
 _ANY = rb"*+" if sys.version_info >= (3, 11) else rb"*"
 _PLAIN = rb'[^"\\\x00-\x1f]' + _ANY
 _STRING = rb'"(' + _PLAIN + rb"(?:\\." + _PLAIN + rb")" + _ANY + rb')"'
@@ -57,7 +56,7 @@ _FIELD = re.compile(
     rb'[ \t\r\n]*"(dtype|shape|data_offsets)"[ \t\r\n]*:[ \t\r\n]*'
     rb'(?:"(\w{1,32})"|\[([^\[\]{}":]{0,2048})\])[ \t\r\n]*([,}])'
 )
-#: An entry as safetensors itself writes it, in one step; numbers of 18 digits do not overflow.
+#: One entry in the safetensors library's own spelling, in one match. Numbers of 18 digits do not overflow.
 _USUAL = re.compile(
     rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
     rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
@@ -70,7 +69,7 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 
 
 class HeaderEntry(NamedTuple):
-    """One tensor of a file: its shape as torch counts, and where its bytes begin and end in the file."""
+    """One tensor: its shape in torch's count, and its byte range in the file."""
 
     name: str
     dtype: DType
@@ -81,14 +80,14 @@ class HeaderEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """What a safetensors file says of itself."""
+    """Parsed header of a safetensors file."""
 
     entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
 
 
 def read_header(path: str | os.PathLike[str]) -> Header:
-    """The header of a safetensors file.  Raises CorruptError where a rule of the format is broken."""
+    """Return the header of a safetensors file. Raise CorruptError if it breaks a rule of the format."""
     name = os.fspath(path)
     try:
         with opened(name) as descriptor:
@@ -118,10 +117,10 @@ def _header_length(first: bytes, size: int, path: str) -> int:
 
 
 def parse_header(text: bytes, size: int, path: str) -> Header:
-    """The header whose JSON is `text`, of a file of `size` bytes."""
+    """Parse the JSON `text` of a header, from a file of `size` bytes."""
     if text.count(b"\\") > MAX_ESCAPES:
         raise CorruptError("the header has too many escapes", path=path, expected=f"at most {MAX_ESCAPES}")
-    if text.count(b'"data_offsets"') > MAX_TENSORS:  # in a name or a value its quotes would be escaped
+    if text.count(b'"data_offsets"') > MAX_TENSORS:  # inside a name or value, the quotes would be escaped
         raise CorruptError("the header lists too many tensors", path=path, expected=f"at most {MAX_TENSORS}")
     base = 8 + len(text)
     entries: dict[str, HeaderEntry] = {}
@@ -141,7 +140,7 @@ def parse_header(text: bytes, size: int, path: str) -> Header:
 
 @dataclass(slots=True)
 class _Entries:
-    """The header's members, read one after the other; `at` is the place that has been reached."""
+    """Parser of the header's members. `at` is the current position."""
 
     text: bytes
     base: int
@@ -168,7 +167,7 @@ class _Entries:
                 raise self.fault("the header is not JSON of the safetensors kind: a name was expected")
             name = self.string(key[1])
             self.at = key.end()
-            if name == "__metadata__" and self.text.startswith(b"null", self.at):  # as MLX writes it
+            if name == "__metadata__" and self.text.startswith(b"null", self.at):  # MLX writes null
                 self.at += len(b"null")
             elif key[2] is None:
                 raise self.fault("the header's value for this name is not an object", name)
@@ -188,7 +187,7 @@ class _Entries:
             if b"\\" not in raw:
                 return raw.decode("utf-8")
             text: str = json.loads(b'"' + raw + b'"')
-            text.encode("utf-8")  # a lone surrogate, written as an escape, is no text
+            text.encode("utf-8")  # an escaped lone surrogate is not valid text
         except ValueError:
             raise self.fault("a string of the header is not UTF-8") from None
         return text
@@ -215,7 +214,7 @@ class _Entries:
                 return found
 
     def fields(self, name: str) -> tuple[bytes, Shape, int, int]:
-        """Tag, shape, start and stop of the entry at hand."""
+        """Return the current entry's tag, shape, start and stop."""
         tag: bytes | None = None
         lists: dict[bytes, tuple[int, ...]] = {}
         while True:
@@ -273,13 +272,13 @@ class _Entries:
         return tuple(values)
 
 
-@lru_cache(4096)  # of the many tensors of a model few have a shape of their own
+@lru_cache(4096)  # few tensors of a model have a unique shape
 def _usual_shape(raw: bytes) -> Shape:
     return tuple(map(int, raw.split(b","))) if raw else ()
 
 
 def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Shape]:
-    """Dtype and shape as torch counts them."""
+    """Return dtype and shape in torch's count."""
     if tag in _WITHOUT_TORCH:
         raise LossError(f"torch has no dtype for safetensors' {tag}", path=path, fqn=name)
     dtype = BY_TAG.get(tag)
@@ -298,9 +297,9 @@ def _torch_view(tag: str, shape: Shape, name: str, path: str) -> tuple[DType, Sh
 
 
 def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: str) -> None:
-    """The tensors' bytes fill the file from the header's end to its own, without hole or overlap."""
+    """Check that the tensors fill the file from the header to the end, without holes or overlaps."""
     reached = base
-    for entry in sorted(entries, key=itemgetter(3, 4)):  # start and stop
+    for entry in sorted(entries, key=itemgetter(3, 4)):  # by start and stop
         if entry.start != reached:
             raise CorruptError(
                 "the tensors leave a hole in the file" if entry.start > reached else "two tensors overlap in the file",
@@ -321,7 +320,7 @@ def _check_offsets(entries: Iterable[HeaderEntry], base: int, size: int, path: s
 
 
 class Planned(NamedTuple):
-    """A tensor that is to be written: name, dtype and shape as torch counts."""
+    """A tensor to write: name, dtype, and shape in torch's count."""
 
     name: str
     dtype: DType
@@ -333,7 +332,7 @@ class Planned(NamedTuple):
 
 
 def _is_text(name: str) -> bool:
-    """False for lone surrogates, which a pickle can hold and UTF-8 cannot."""
+    """Return False for lone surrogates: a pickle can hold them, UTF-8 cannot."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -342,10 +341,10 @@ def _is_text(name: str) -> bool:
 
 
 def build_header(tensors: Iterable[Planned], metadata: Mapping[str, str]) -> tuple[bytes, list[tuple[Planned, int]]]:
-    """The first bytes of a file that holds `tensors`, and each of them with its offset in the file.
+    """Return the header of a file with `tensors`, and each tensor with its offset in the file.
 
-    Byte for byte what `safetensors.torch.save_file` writes (0.8.0; one metadata key, whose order that writer
-    leaves open when there are several: sorted here).
+    The bytes equal `safetensors.torch.save_file` (0.8.0) with one metadata key. That writer's order of several keys is
+    random; here they are sorted.
     """
     ordered = sorted(tensors, key=lambda t: (_RANK[_tag(t)], t.name))
     members: dict[str, object] = {}

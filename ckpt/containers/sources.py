@@ -1,8 +1,7 @@
-"""The files that a checkpoint is described from: each is stated before it is parsed, and remembered.
+"""Source files of a checkpoint: each is stated before it is parsed, and remembered.
 
-A format's reader asks here for the object in a torch file, and hands `Sources.files` on in its `Checkpoint`, so that a
-file that is replaced meanwhile is noticed.  What a damaged or hostile file makes of the reader's own expectations
-(an entry that is missing, of another type, too short) is told as what it is by `structure`.
+A format's reader loads torch files here and passes `Sources.files` on in its `Checkpoint`, so that a file replaced in
+the meantime is noticed. `structure` turns errors from damaged or hostile content into CorruptError.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile
 
-#: Ranks that a message lists at most.
+#: Maximum number of ranks in a message.
 _SHOWN = 16
-#: Bytes of a storage that is large enough to tell two ranks apart, and of one that are looked at.
+#: Minimum size of a storage for telling two ranks apart, and the number of its bytes to look at.
 _TELLING, _LOOKED_AT = 64, 1 << 20
-#: The folder in a zip that was saved as a stream, which has no name.
+#: Folder name inside a zip that was saved to a stream without a name.
 _STREAM = "archive"
 _DIGITS = re.compile(r"\d+")
 
 
 @dataclass(frozen=True)
 class RankFile:
-    """What one rank wrote into one file."""
+    """Content of one rank's file."""
 
     path: str
     rank: int
@@ -43,11 +42,11 @@ class RankFile:
 
     @property
     def where(self) -> dict[str, Any]:
-        """What an error says of it."""
+        """Location for error messages."""
         return {"path": self.path, "rank": self.rank}
 
     def need(self, key: str) -> Any:
-        """An entry; CorruptError where there is none."""
+        """Return an entry. Raise CorruptError if it is missing."""
         if key not in self.content:
             raise CorruptError("an entry is missing", **self.where, expected=repr(key))
         return self.content[key]
@@ -55,7 +54,7 @@ class RankFile:
 
 @dataclass
 class Sources:
-    """The files that have been read so far, by path, and pickles that many ranks may have written alike."""
+    """Files read so far, by path, and a cache of pickles: many ranks may write the same one."""
 
     by_path: dict[str, SourceFile] = field(default_factory=dict)
     alike: Pickles = field(default_factory=Pickles, repr=False)
@@ -67,20 +66,20 @@ class Sources:
         return tuple(self.by_path.values())
 
     def add(self, path: str | Path) -> SourceFile:
-        """Remember a file as it is now; NotFoundError or StorageError where it cannot be stated."""
+        """Remember a file's current state. Raise NotFoundError or StorageError if it cannot be stated."""
         with translate_os_errors(path):
             return self.by_path.setdefault(str(path), SourceFile.stat(str(path)))
 
     def root(self, path: str | Path, *, is_named: bool = False) -> Any:
-        """The object in a torch file, which is remembered.  Raises what `torchfile.read` raises.
+        """Remember a torch file and return its object. Raise the errors of `torchfile.read`.
 
-        `is_named`: by its whole name it is told from files beside it that hold other things of the same kind.
+        `is_named`: files of the same kind in this folder differ in their whole name, not only in their numbers.
         """
         return self._read(path, None, None, is_named).root
 
     def of_rank(self, path: str | Path, rank: int, what: str) -> RankFile:
-        """The dict that a rank wrote; CorruptError, saying that this is no `what`, where it is something else."""
-        root = self._read(path, rank, self.alike).root  # which other ranks may have written, too
+        """Return the dict written by a rank. Raise CorruptError, with the noun `what`, for any other object."""
+        root = self._read(path, rank, self.alike).root  # other ranks may have written the same pickle
         if not isinstance(root, Mapping):
             found = type(root).__name__
             raise CorruptError(f"this is no {what}", path=path, rank=rank, expected="a dict", found=found)
@@ -99,11 +98,11 @@ class Sources:
         return file
 
     def check_distinct(self, files: Iterable[tuple[int, str]], writers: Mapping[str, object] | None = None) -> None:
-        """CorruptError where one of `files`, by rank, is a copy of another, by the checksums of all that is in them.
+        """Raise CorruptError if one of `files` (with their ranks) is a copy of another.
 
-        For files that each have a part of their own.  Equal elements alone are no damage: they are noted where the
-        files record different writers, by the names that they were saved under or by `writers`.  Files that are one
-        value throughout, zeros say, are not even noted.
+        Compare checksums of all tensors. Each file must hold its own part of the data. Equal elements are only noted if
+        the files record different writers, in the folder name of the zip or in `writers`. Files with one constant
+        value, such as zeros, get no note.
         """
         first: dict[int, tuple[int, str]] = {}
         for rank, path in files:
@@ -132,9 +131,9 @@ class Sources:
 
 @dataclass(frozen=True, slots=True)
 class _StorageSummary:
-    """The storages of a torch file: `sums` is a hash of their sizes and checksums; and the place of the largest.
+    """Storages of a torch file: a hash of all sizes and checksums, and the position of the largest.
 
-    `folder` is the name that the file was saved under.
+    `folder` is the file name at the time of saving.
     """
 
     sums: int
@@ -144,19 +143,19 @@ class _StorageSummary:
 
     @property
     def writer(self) -> str | None:
-        """What tells who wrote the file, if anything does: the name that it was saved under."""
+        """File name at the time of saving. It identifies the writer, unless the file was saved to a stream."""
         return None if self.folder == _STREAM else self.folder
 
 
 def is_constant(path: str, offset: int, size: int, width: int) -> bool:
-    """Whether bytes of a file, as far as they are looked at, are one value of `width` bytes throughout."""
+    """Return True if the range repeats one value of `width` bytes. Only its first MiB is read."""
     with opened(path) as descriptor:
         data = read_at(descriptor, path, offset, min(size, _LOOKED_AT) // width * width)
     return data == data[:width] * (len(data) // width)
 
 
 def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: bool) -> None:
-    """CorruptError where a torch file was saved under the name of another rank, layer or shard than the one it has."""
+    """Raise CorruptError if a torch file was saved under the name of another rank, layer or shard."""
     name = path.name.rpartition(".")[0] or path.name
     if folder in (None, name, _STREAM):
         return
@@ -175,9 +174,9 @@ def _check_saved_as(path: Path, rank: int | None, folder: str | None, is_named: 
 
 @contextlib.contextmanager
 def structure(what: str, path: str | Path, found: Callable[[], str] = str, **where: Any) -> Iterator[None]:
-    """CorruptError `what` for the errors that code raises when what it takes apart is built in an unknown way.
+    """Raise CorruptError `what` if the code inside meets an unexpected structure.
 
-    `found` gives what is known of the file by then; `where` is the error's rank, fqn and expectation.
+    `found` describes the file so far. `where` holds the error's rank, fqn and expected value.
     """
     try:
         yield
@@ -188,7 +187,7 @@ def structure(what: str, path: str | Path, found: Callable[[], str] = str, **whe
 def check_all_there(
     what: str, found: Collection[Any], expected: int | Sequence[Any], path: Path, example: str = ""
 ) -> None:
-    """IncompleteError that names the ranks of `expected` (or of their number, from a file) that `found` lacks."""
+    """Raise IncompleteError with the ranks of `expected` missing from `found`. A number stands for ranks 0 to n - 1."""
     count, expected = (expected, range(expected)) if isinstance(expected, int) else (len(expected), expected)
     missing = list(islice((rank for rank in expected if rank not in found), _SHOWN + 1))
     if missing:

@@ -1,9 +1,9 @@
-"""Folders of safetensors files that hold whole tensors, with or without an index of which file has which.
+"""Folders of safetensors files with whole tensors, optionally with an index from tensor to file.
 
-Files of torch's with an index are of the same kind: what concerns the index and its shards serves both.
+Index and shard functions also serve torch files with an index.
 
-Files are filled and numbered as huggingface_hub does it (`serialization/_base.py`); the index is transformers'
-`model.safetensors.index.json`, which MLX writes as well.
+Files are filled and numbered like huggingface_hub's (`serialization/_base.py`). The index is transformers'
+`model.safetensors.index.json`; MLX writes it too.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 _T = TypeVar("_T")
 
-#: transformers' names for a model's only file, and for the index of shards.
+#: transformers' names for a single model file, and for the index of shards.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: The bound on the size of an index.
+#: Maximum size of an index in bytes.
 MAX_INDEX = 128 << 20
 
 
 @dataclass(frozen=True)
 class Index:
-    """`model.safetensors.index.json`: the file of each tensor, and what it says of their size."""
+    """`model.safetensors.index.json`: the file of each tensor, and their recorded total size."""
 
     name: str
     weight_map: Mapping[str, str]
     total_size: object
 
     def size_notes(self, total: int) -> list[str]:
-        """A wrong total_size is worth a note only: older tools counted elements, or tied tensors twice."""
+        """Return a note if total_size is wrong. It is no error: older tools counted elements, or tied tensors twice."""
         if self.total_size is None or self.total_size == total:
             return []
         return [f"{self.name}: total_size says {self.total_size!r} bytes, the tensors have {total}"]
@@ -51,7 +51,10 @@ class Index:
 def parse_index(
     index: Any, path: Path, what: str = "safetensors", suffixes: tuple[str, ...] = (".safetensors",)
 ) -> Index:
-    """The index whose JSON is `index`; CorruptError or UnsafeError where it names no files of its folder."""
+    """Parse the JSON of an index.
+
+    Raise CorruptError if the index is malformed, UnsafeError if it names a file outside its folder.
+    """
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(weight_map, dict) or not weight_map:
         raise CorruptError("the index has no weight_map", path=path)
@@ -70,9 +73,9 @@ def parse_index(
 def read_weights(
     folder: Path, names: Iterable[str], weight_map: Mapping[str, str] | None, sources: Sources
 ) -> dict[Key, Tensor]:
-    """The tensors of safetensors files in `folder`, which `sources` remember; all have the role `weight`.
+    """Return the tensors of safetensors files in `folder`, with the role `weight`, and add the files to `sources`.
 
-    CorruptError for a missing file, for a tensor that stands twice, and for one that is not where `weight_map` says.
+    Raise CorruptError for a missing file, a duplicate tensor, or a tensor in another file than `weight_map` says.
     """
     tensors: dict[Key, Tensor] = {}
     for name in names:
@@ -88,7 +91,7 @@ def read_weights(
 
 
 def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptError:
-    """The error of a file that is not there, with some of the tensors that it should have."""
+    """Return the error for a missing file, with some of the tensors it should hold."""
     lost = [fqn for fqn, name in (weight_map or {}).items() if name == file.name]
     return CorruptError(
         "a file of weights is missing",
@@ -103,8 +106,8 @@ def missing_file(file: Path, weight_map: Mapping[str, str] | None) -> CorruptErr
 def _collect(
     tensors: dict[Key, Tensor], header: Header, path: str, name: str, weight_map: Mapping[str, str] | None
 ) -> None:
-    """Add a file's tensors, each of which must be there for the first time and where the index says."""
-    # torch's writer of whole tensors records offsets, too: zeros. Only with an index is each in one file alone.
+    """Add a file's tensors. Each must be new, and in the file the index gives."""
+    # torch writes zero offsets for whole tensors too. But only an index shows that each tensor is in one file.
     if DCP_KEY in header.metadata and (weight_map is None or any(map(any, saved_offsets(header, path).values()))):
         raise NotFoundError(
             "this file holds pieces of tensors (PyTorch's distributed checkpoint), not a model's weights",
@@ -130,9 +133,10 @@ def _collect(
 def weight_files(
     chosen: Mapping[str, Choice], stem: str, metadata: Mapping[str, str], max_size: int | None = None
 ) -> tuple[list[TargetFile], dict[str, str]]:
-    """Files with the chosen tensors, of at most `max_size` bytes of data or one tensor, and each tensor's file by name.
+    """Return files of at most `max_size` bytes of data, and the file name of each tensor.
 
-    They are filled in the order given, as huggingface_hub does, and called `stem`, numbered where there are several.
+    A larger tensor gets its own file. Files are filled in the given order, like huggingface_hub's. A single file is
+    named `stem`; several are numbered.
     """
     planned = {name: Planned(name, choice.dtype, choice.tensor.shape) for name, choice in chosen.items()}
     packed = shards(planned.values(), lambda one: one.nbytes, max_size)
@@ -149,7 +153,7 @@ def weight_files(
 
 
 def model_weights(chosen: Mapping[str, Choice], max_size: int, **totals: int) -> list[TargetFile]:
-    """`model.safetensors` as transformers writes it, or shards and an index with `totals` beside their size."""
+    """Return transformers' `model.safetensors`, or shards and an index with the total size and `totals`."""
     files, weight_map = weight_files(chosen, "model", {"format": "pt"}, max_size)
     if len(files) == 1:
         return files
@@ -163,7 +167,7 @@ def index_file(name: str, weight_map: Mapping[str, str], **totals: int) -> Targe
 
 
 def shards(tensors: Iterable[_T], size: Callable[[_T], int], max_size: int | None) -> list[list[_T]]:
-    """Tensors by the file that they are dealt to, in their order: what is larger than `max_size` has one of its own."""
+    """Group tensors into shards, in their order. A tensor larger than `max_size` gets its own shard."""
     result: list[list[_T]] = []
     current: list[_T] = []
     filled = 0

@@ -1,13 +1,14 @@
-"""The items of a DCP checkpoint's data files: where each tensor's elements are, and what the plain values are.
+"""Items in a DCP checkpoint's data files: the position of each tensor's elements, and the plain values.
 
-Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a row of items without padding between
-them, each written by `torch.save` on its own: a tensor, or any other value.  With `SerializationFormat.SAFETENSORS` a
-file has values, and behind them all tensors as a file of safetensors, at whose start the metadata places each.
+Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding.
+Each item is a tensor or another value, written by its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file
+has the values first, then one safetensors file with all tensors. The metadata places each tensor at the start of that
+safetensors file.
 
-A checkpoint has as many tensor items as it has tensors times ranks, so the way to the elements must be short.  Items of
-tensors of one dtype and shape that one version of torch wrote are alike but for the elements, checksums and an id made
-of these.  The first of a kind is read by `ckpt.containers.torchfile.read`, which proves its container; the next ones
-are compared with it byte by byte outside these places, and read in full only where they differ.
+A checkpoint has one item per tensor and rank, so finding the elements must be fast. Items with one dtype, shape and
+torch version differ only in the elements, their checksums and an id derived from them. `ckpt.containers.torchfile.read`
+reads the first such item and checks its container. Later items are compared with it byte by byte outside these places,
+and read in full only if they differ.
 """
 
 from __future__ import annotations
@@ -33,42 +34,42 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: What differs between items that are otherwise alike: checksums behind records and in the directory, and the id.
+#: Varying bytes of otherwise equal items: checksums after records and in the directory, and the id.
 _VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
-_SMALL = 8 << 10  # bytes of an item that is read at once
-_AHEAD = 64 << 10  # bytes that are read with an item that stands right behind the one before
+_SMALL = 8 << 10  # bytes of an item read in one call
+_AHEAD = 64 << 10  # bytes read ahead for an item directly after the last one
 _MAX_TAIL = 4 << 10
-_MAX_ALIKE = 8  # kinds of items that are kept per dtype and shape
-_MAX_SHARED = 16 << 10  # bytes of an item whose value is kept for items of the same bytes
-_TELLING = slice(64, 192)  # bytes of these, where the pickle stands, by which they are looked for
+_MAX_ALIKE = 8  # cached forms per dtype and shape
+_MAX_SHARED = 16 << 10  # maximum size of an item with a cached value
+_TELLING = slice(64, 192)  # bytes inside the pickle, used as the cache key
 _UNKNOWN = None, None
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """The form of an item that was read in full: the bytes before and behind its elements, and which never vary."""
+    """Form of an item: the bytes before and after its elements, and the ones that never vary."""
 
     head_size: int
     tail_size: int
     same: Callable[[bytes], Any]
     parts: Any
-    extent: Extent  # its offset counts from the start of the item
+    extent: Extent  # offset relative to the item's start
 
     def fits(self, item: bytes) -> bool:
         return bool(self.same(item) == self.parts)
 
 
 class Items:
-    """Reads items of one file after another: quickest by their offsets.  Use as a context manager."""
+    """Reader of items, one file after the other, fastest in offset order. Use it as a context manager."""
 
     def __init__(self) -> None:
         self.files: dict[str, SourceFile] = {}
         self._path = ""
         self._fd = -1
-        self._reached = -1  # the end of what was read last
+        self._reached = -1  # end of the last read
         self._ahead: tuple[int, bytes] = 0, b""
         self._kinds: dict[tuple[int, DType, Shape], list[_Kind]] = {}
-        self._values: dict[bytes, tuple[bytes, Any]] = {}  # by their pickles: whole items, and what they are
+        self._values: dict[bytes, tuple[bytes, Any]] = {}  # by pickle bytes: item and value
         self._shards: dict[tuple[str, int], dict[str, tuple[Shape, st.HeaderEntry]]] = {}
 
     def __enter__(self) -> Items:
@@ -83,7 +84,7 @@ class Items:
         self._fd, self._path, self._reached, self._ahead = -1, "", -1, (0, b"")
 
     def open(self, path: str, key: str, box: Box | None) -> int:
-        """Open the file to read items from, and return its size; `key` and `box` are those of its first item."""
+        """Open the file and return its size. `key` and `box` describe its first item, for errors."""
         self._close()
         if path not in self.files:
             self.files[path] = _stat(path, key, box)
@@ -91,7 +92,7 @@ class Items:
         return self.files[path].size
 
     def _read(self, offset: int, length: int) -> bytes:
-        """Same as `read_up_to`, but many small items that follow each other take one call."""
+        """Read like `read_up_to`, with one call for many small consecutive items."""
         start, data = self._ahead
         if offset < start or offset + length > start + len(data):
             if offset != self._reached:
@@ -103,9 +104,9 @@ class Items:
         return data[offset - start : offset - start + length]
 
     def elements(self, offset: int, length: int, key: str, box: Box, dtype: DType) -> Extent | Record:
-        """Where the elements of a tensor's chunk are; a record of a tensor subclass that wraps others.
+        """Return the extent of a tensor's chunk, or the record of a tensor subclass that wraps others.
 
-        CorruptError where the item is neither.
+        Raise CorruptError for any other item.
         """
         known = self._kinds.setdefault((length, dtype, box.sizes), [])
         for kind in known:
@@ -129,11 +130,11 @@ class Items:
         return stored.extent
 
     def is_shard(self, offset: int) -> bool:
-        """Whether a file of safetensors, of which `elements` has just found a tensor, begins there."""
+        """Return True if a safetensors file begins at `offset`. Call it after `elements` found a tensor there."""
         return (self._path, offset) in self._shards
 
     def _in_shard(self, offset: int, key: str, box: Box, dtype: DType) -> Extent | None:
-        """The elements of a chunk in the safetensors file that begins at `offset`; None if no file begins there."""
+        """Return a chunk's extent in the safetensors file at `offset`, or None if no such file begins there."""
         where = self._path, offset
         if where not in self._shards:
             head = read_up_to(self._fd, offset, 9)
@@ -163,7 +164,7 @@ class Items:
         return kind.fits(b"".join(ends))
 
     def _kind(self, place: ItemPlace, found: torchfile.TorchFile, extent: Extent) -> _Kind | None:
-        """The form that items like this one have; None if it has no elements of its own, or is unusual."""
+        """Return the form of this item, or None if it has no own elements or is unusual."""
         records = [record for name, record in found.records.items() if name.startswith("data/")]
         if found.container != "zip" or len(records) != 1 or records[0].offset != extent.offset:
             return None
@@ -180,14 +181,14 @@ class Items:
         return _Kind(len(head), tail_size, same, same(head + tail), moved)
 
     def number(self, extent: Extent) -> int | float | bool:
-        """The one element of a chunk that `elements` has just found."""
+        """Return the scalar in a chunk that `elements` just found."""
         data = self._read(extent.offset, extent.dtype.itemsize)
         if len(data) != extent.dtype.itemsize:
             raise CorruptError("the file ends inside a tensor", path=extent.path)
         return scalar_from_bytes(data, extent.dtype)
 
     def value(self, offset: int, length: int, key: str) -> Any:
-        """The value of an item that is not a tensor.  Equal values are one object, so callers must not change it."""
+        """Return the value of an item that is not a tensor. Equal values are one shared object: do not change it."""
         item = self._read(offset, length) if length <= _MAX_SHARED else b""
         known, value = self._values.get(item[_TELLING], _UNKNOWN)
         if known == item:
@@ -231,7 +232,7 @@ def _for(box: Box | None) -> str:
 
 @contextlib.contextmanager
 def _about(key: str, box: Box | None, place: ItemPlace) -> Iterator[None]:
-    """Add to an error about an item which tensor and which box it holds."""
+    """Add the tensor and box of an item to its error."""
     where = f"item of {counted(place.length, 'byte')} at {place.offset}{_for(box)}"
     try:
         yield
@@ -261,7 +262,7 @@ def _other(path: str, key: str, box: Box, dtype: DType, found: str) -> CorruptEr
 
 
 def _between(tail: bytes) -> Iterator[slice]:
-    """The parts of `tail` that do not vary, from the end of an item."""
+    """Yield the constant parts of `tail`, relative to the item's end."""
     reached, size = 0, len(tail)
     for match in _VARYING.finditer(tail):
         group = match.lastindex or 0

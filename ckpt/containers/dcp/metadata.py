@@ -1,18 +1,18 @@
-"""DCP's `.metadata`: which tensors there are, of which chunks, and which bytes of which file hold each.
+"""DCP's `.metadata`: the tensors, their chunks, and each chunk's place in the data files.
 
-Facts from torch's `distributed/checkpoint/metadata.py` and `filesystem.py`, of 2.1, 2.3 and 2.13.  The file is a plain
-pickle of a `Metadata` object:
+Facts from torch's `distributed/checkpoint/metadata.py` and `filesystem.py` (2.1, 2.3 and 2.13). The file is a plain
+pickle with a `Metadata` object:
 
     state_dict_metadata   key -> TensorStorageMetadata(properties, size, chunks) or BytesStorageMetadata
-    planner_data          key -> the path of the value in the nested state dict, a tuple of names and list indices;
-                          None or missing where the state dict was not flattened
+    planner_data          key -> the value's path in the nested state dict, a tuple with names and list indices;
+                          None or missing if the state dict was not flattened
     storage_data          MetadataIndex(fqn, offset, index) -> _StorageInfo(relative_path, offset, length); the index is
-                          a hint only, and the offset None for what is no tensor
-    storage_meta          since 2.3: where it was saved, and a random id
+                          only a hint, and the offset is None for plain values
+    storage_meta          since 2.3: the original path, and a random id
     version               since 2.9
 
-`_StorageInfo.transform_descriptors` (since 2.7) is there only where a stream was transformed (compressed).  Without
-collectives (since 2.9) each rank writes a `__{rank}.metadata` of what it alone has saved.
+`_StorageInfo.transform_descriptors` (since 2.7) exists only if a stream was transformed (for example compressed). If
+saved without collectives (since 2.9), each rank writes a `__{rank}.metadata` with only its own part.
 """
 
 from __future__ import annotations
@@ -41,24 +41,24 @@ if TYPE_CHECKING:
 
 METADATA = ".metadata"
 PER_RANK = re.compile(r"__(\d+)\.metadata")
-#: A data file: the rank that wrote it, and the number among its files.
+#: Data file name: the writer's rank, and a file number.
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
 #: Where a value stands in the nested state dict: names, and indices of lists.
 Path_ = tuple[str | int, ...]
 
-#: The description of a tensor: dtype, shape, its chunks' boxes, and the least size of each chunk's item in bytes.
+#: A tensor's dtype and shape, its chunks' boxes, and the minimum size of each chunk's item in bytes.
 _Described = tuple[DType, Shape, dict[Box, float]]
 
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
 _TENSOR = "TensorStorageMetadata"
-_MANY = 50_000  # keys from which on numpy is worth its import
+_MANY = 50_000  # minimum number of keys for numpy to be worth its import
 
 
 class ItemPlace(NamedTuple):
-    """An item, which is a torch file of its own: `length` bytes at `offset` of the file `path`."""
+    """One item, a complete torch file: `length` bytes at `offset` in the file `path`."""
 
     path: str
     offset: int
@@ -67,7 +67,7 @@ class ItemPlace(NamedTuple):
 
 @dataclass(slots=True)
 class Places:
-    """The places of items, as columns of numbers: there may be millions of items, and each is a row."""
+    """Places of items, stored as columns because there may be millions. Each row is one item."""
 
     paths: list[str] = field(default_factory=list)
     offsets: list[int] = field(default_factory=list)
@@ -83,7 +83,7 @@ class Places:
         return self
 
     def by_file(self) -> Iterator[tuple[str, list[int]]]:
-        """Each file in turn, and the rows of its items by their offsets."""
+        """Yield each file with its items' rows, in offset order."""
         found: dict[str, list[int]] = {}
         for row, path in enumerate(self.paths):
             found.setdefault(path, []).append(row)
@@ -94,7 +94,7 @@ class Places:
 
 @dataclass(slots=True)
 class TensorEntry:
-    """A tensor, and the rows of its chunks, those without elements left out; `replicas` are further copies of these."""
+    """A tensor and the rows of its non-empty chunks. `replicas` are further copies of chunks."""
 
     key: str
     dtype: DType
@@ -105,11 +105,11 @@ class TensorEntry:
 
 @dataclass(slots=True)
 class Metadata:
-    """What one or several metadata files say, of the values and tensors of a state dict, which have numbers from 0 on.
+    """Content of one or several metadata files. Values and tensors are numbered from 0.
 
-    Of each, `keys` has its key, `steps` its path, and `rows` that of its item, -1 for a tensor; `entries` are the
-    tensors.  Items of `places` that are of none of these have no elements.  `order` has all numbers as the state dict
-    has them, where that is known; `is_nested` says that paths are recorded.
+    For each number, `keys` holds its key, `steps` its path, and `rows` its item's row (-1 for a tensor). `entries`
+    holds the tensors. Other items in `places` are empty. `order` lists all numbers in state dict order if known.
+    `is_nested` is True if paths are recorded.
     """
 
     path: str
@@ -122,15 +122,15 @@ class Metadata:
     places: Places
 
     def chunks(self, number: int) -> dict[Box, ItemPlace]:
-        """Where the chunks of a tensor are."""
+        """Return the place of each chunk."""
         return {box: self.places[row] for box, row in self.entries[number].chunks.items()}
 
     def paths(self) -> Iterator[tuple[int, str, Path_]]:
-        """The number, key and path of each tensor and value, in the order of the state dict."""
+        """Yield number, key and path for each tensor and value, in state dict order."""
         return ((number, self.keys[number], self.steps[number]) for number in self.order)
 
     def owners(self) -> tuple[list[int | None], list[Box | None], set[int]]:
-        """Per row: the number of the item's owner, None for one without elements; tensors' boxes; the replicas."""
+        """Return each row's owner (None for an empty item), each row's box (None for a value), and all replica rows."""
         numbers: list[int | None] = [None] * len(self.places.paths)
         boxes: list[Box | None] = [None] * len(numbers)
         replicas = set()
@@ -147,12 +147,12 @@ class Metadata:
 
 
 def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.Metadata",)) -> Metadata:
-    """The metadata of a checkpoint's folder: its `.metadata`, or what its ranks have written each for itself.
+    """Return the metadata in a checkpoint folder: its `.metadata`, or the ranks' merged files.
 
-    `classes` are those that the metadata may be of.
+    `classes` lists the allowed classes for the metadata object.
 
-    Raises UnsafeError for a pickle that names what it should not and for paths that lead out of the folder,
-    CorruptError for one that contradicts itself, NotFoundError for what is not supported.
+    Raise UnsafeError if the pickle names a forbidden object or a path leaves the folder, CorruptError if the metadata
+    contradicts itself, NotFoundError if a feature is not supported.
     """
     path = folder / METADATA
     if path.exists():
@@ -175,7 +175,7 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
 
 
 def per_rank_names(folder: Path) -> list[str]:
-    """Names of the metadata files of single ranks, by rank."""
+    """Return the names of the per-rank metadata files, by rank."""
     found = [(int(match[1]), name) for name in names_in(folder) if (match := PER_RANK.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
@@ -185,14 +185,14 @@ def _read_metadata(folder: Path, name: str, classes: tuple[str, ...]) -> Metadat
     runs = Runs()
     try:
         return _Parser(folder, path).parse(runs.load(path), classes, runs)
-    except (IrregularError, CkptError):  # the machine alone reads all there is, and says what is wrong and where
+    except (IrregularError, CkptError):  # the slow reader reads everything, and reports errors with their position
         return _Parser(folder, path).parse(load_pickle(path), classes, Runs())
 
 
 def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
-    """Add the entries of another rank's metadata to `first`, whose keys have the numbers `numbers`.
+    """Add another rank's entries to `first`. `numbers` maps keys to numbers in `first`.
 
-    The same chunk again is a replica; of plain values the first rank's stay.
+    A repeated chunk is a replica. For plain values, the first rank's value wins.
     """
     before = len(first.places.paths)
     first.places += other.places
@@ -214,7 +214,7 @@ def _merge(first: Metadata, numbers: dict[str, int], other: Metadata) -> None:
 
 
 def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, key: str) -> None:
-    """Add the chunks of another rank; CorruptError if its entry is another tensor, or no tensor."""
+    """Add another rank's chunks. Raise CorruptError if its entry is a different tensor, or no tensor."""
     said = [f"{entry.dtype} of shape {list(entry.shape)}" if entry else "no tensor" for entry in (mine, other)]
     if said[0] != said[1]:
         raise CorruptError(
@@ -227,20 +227,20 @@ def _add_chunks(mine: TensorEntry | None, other: TensorEntry | None, path: str, 
 
 
 class _Parser:
-    """Turns the pickled objects into `Metadata`, and trusts none of them."""
+    """Converter from untrusted pickled objects to `Metadata`."""
 
     def __init__(self, folder: Path, path: str) -> None:
         self.folder = folder
         self.path = path
         self.files: dict[str, str] = {}
         self.places = Places()
-        self.known: dict[int, _Described] = {}  # by the id of the record
+        self.known: dict[int, _Described] = {}  # by record id
 
     def fault(self, what: str, key: str | None = None, expected: object = None, found: object = None) -> NoReturn:
         raise CorruptError(what, path=self.path, fqn=key, expected=expected, found=found)
 
     def parse(self, root: Any, classes: tuple[str, ...], runs: Runs) -> Metadata:
-        """What `root` says.  IrregularError where what is in `runs` is not as it must be."""
+        """Return the metadata in `root`. Raise IrregularError if `runs` holds unexpected content."""
         if not isinstance(root, Record) or root.typename not in classes:
             kind = root.typename if isinstance(root, Record) else type(root).__name__
             if kind.startswith("megatron."):
@@ -253,7 +253,7 @@ class _Parser:
         if odd := {*map(type, keys)} - {str}:
             self.fault("a key of the metadata is no text", found=odd.pop().__name__)
         numbers = _Numbers(keys)
-        ids = [*map(id, descriptions)]  # equal ones are mostly one object
+        ids = [*map(id, descriptions)]  # equal descriptions are mostly one object
         kinds = {name: _kind_of_object(what) for name, what in dict(zip(ids, descriptions, strict=True)).items()}
         if strange := set(kinds.values()) - {_TENSOR, "BytesStorageMetadata"}:
             key, kind = next((key, kinds[name]) for key, name in zip(keys, ids, strict=True) if kinds[name] in strange)
@@ -278,7 +278,7 @@ class _Parser:
     # -- storage -------------------------------------------------------------------------------------------------
 
     def _rows(self, stored: Any, runs: Runs, numbers: _Numbers) -> tuple[list[int], dict[tuple[int, Shape], int]]:
-        """The row of each item: of values by their numbers, of chunks by those of their tensors and their offsets."""
+        """Return each value's item row by number, and each chunk's row by tensor number and offsets."""
         if not isinstance(stored, Mapping):
             self.fault("the metadata does not say where anything is stored", expected="storage_data")
         self._take_places(runs)
@@ -319,7 +319,7 @@ class _Parser:
         return rows, chunks
 
     def _take_places(self, runs: Runs) -> None:
-        """Take the places that are columns.  IrregularError where one of them is not as `_add` has them."""
+        """Take the places stored in columns. Raise IrregularError if `_add` would reject one."""
         if not runs.fqns:
             return
         wheres = dict(zip(map(id, runs.wheres), runs.wheres, strict=True))
@@ -353,7 +353,7 @@ class _Parser:
     # -- tensors -------------------------------------------------------------------------------------------------
 
     def _described(self, key: str, what: Record) -> _Described:
-        """The dtype and shape of a tensor, its chunks, and how many bytes the item of each has at least."""
+        """Return a tensor's dtype, shape and chunks, with the minimum size of each chunk's item in bytes."""
         if id(what) in self.known:
             return self.known[id(what)]
         properties = what.get("properties")
@@ -377,11 +377,12 @@ class _Parser:
                     f"{counted(len(shape), 'dim')}",
                     f"{counted(len(sizes), 'dim')}",
                 )
-            if 0 in shape and 0 not in sizes:  # the plan proves all other tensors, but this one has nothing to prove
+            if 0 in shape and 0 not in sizes:  # the plan checks all other tensors; an empty one needs no check
                 self.fault("a tensor without elements has a chunk with some", key, f"{list(shape)}", f"{list(sizes)}")
-            if 0 in sizes:  # a rank without a part of its own: FSDP2 records one, at the end
+            if 0 in sizes:  # an empty part: FSDP2 records one at the end
                 continue
-            # An optimizer's states of 8 or 4 bits pose as fp32.  Listed twice (replicas before torch 2.2): one item.
+            # Optimizer states with 8 or 4 bits claim to be fp32. A chunk listed twice (replicas before torch 2.2) is
+            # one item.
             boxes[Box(offsets, sizes)] = prod(sizes) * (0.5 if dtype.floating else dtype.itemsize)
         if len({box.offsets for box in boxes}) < len(boxes):
             self.fault("two chunks of a tensor begin at the same element", key)
@@ -424,9 +425,10 @@ class _Parser:
     def _paths(
         self, recorded: Columns | None, keys: Sequence[str], numbers: _Numbers
     ) -> tuple[list[Path_] | None, list[int]]:
-        """Every key's path, or None if no paths are recorded and all keys are at the top; and the recorded order.
+        """Return each key's path and the recorded order.
 
-        A key is its path's steps with dots between them (torch 2.13, `distributed/checkpoint/_nested_dict.py`).
+        Without recorded paths, return None: all keys are at the top. A key is its path's steps joined with dots (torch
+        2.13, `distributed/checkpoint/_nested_dict.py`).
         """
         found: list[Any] = [None] * len(keys)
         order: list[int] = []
@@ -458,10 +460,10 @@ class _Parser:
 
 
 class _Numbers:
-    """The positions of many texts in a list; for a million, sorting takes a quarter of the time of a dict."""
+    """Index from text to position in a list. For a million texts, sorting takes a quarter of a dict's time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
-        """IrregularError where one is there twice."""
+        """Raise IrregularError for a duplicate key."""
         self.keys = keys
         self._known: dict[str, int] | None = None
         if len(keys) >= _MANY:
@@ -470,13 +472,13 @@ class _Numbers:
             hashes = _hashes(keys)
             self._order = np.argsort(hashes)
             self._hashes = hashes[self._order]
-        if len(keys) < _MANY or (self._hashes[1:] == self._hashes[:-1]).any():  # by chance, perhaps
+        if len(keys) < _MANY or (self._hashes[1:] == self._hashes[:-1]).any():  # perhaps a hash collision
             self._known = dict(zip(keys, range(len(keys)), strict=True))
             if len(self._known) < len(keys):
                 raise IrregularError
 
     def of(self, texts: Sequence[str]) -> list[int]:
-        """The number of each text; -1 where it is not in the list."""
+        """Return each text's number, or -1 if it is not in the list."""
         if self._known is not None:
             return [self._known.get(text, -1) for text in texts]
         import numpy as np
@@ -498,7 +500,7 @@ def _hashes(texts: Sequence[str]) -> NDArray[np.int64]:
 
 
 def _columns(found: Any) -> Columns | None:
-    """The items of a dict; None for any other object."""
+    """Return a dict's items, or None for any other object."""
     if isinstance(found, Mapping):
         return Columns([*found], [*found.values()])
     return found if isinstance(found, Columns) else None
@@ -509,11 +511,11 @@ def _kind_of_object(what: Any) -> str:
 
 
 def _spell(paths: Columns) -> bool:
-    """Whether all paths consist of names only, as nearly always, and spell their keys."""
+    """Return True if every path has only names and spells its key, the usual case."""
     try:
         are_alike = (
             {*map(type, paths.values)} == {tuple} and all(paths.values) and max(map(len, paths.values)) <= _MAX_DEPTH
         )
         return are_alike and all(map(eq, map(".".join, paths.values), paths.keys))
-    except TypeError:  # an index of a list
+    except TypeError:  # a list index
         return False

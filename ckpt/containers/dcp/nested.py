@@ -1,4 +1,4 @@
-"""The nested state dict that a DCP checkpoint was saved from, of its values and their paths.
+"""Nested state dict of a DCP checkpoint, rebuilt from its values and their paths.
 
 The inverse of `ckpt.containers.dcp.write.flatten`.
 """
@@ -11,20 +11,20 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.containers.dcp.metadata import Path_
 
-#: What a list with gaps may be expanded to.
+#: Maximum length of a list with gaps.
 _LONGEST_LIST = 1 << 20
 
 
 def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]:
-    """The nested state dict of these values, as torch's `unflatten_state_dict` makes it.
+    """Return the nested state dict of these values, like torch's `unflatten_state_dict`.
 
-    `path` is the file, for messages.  CorruptError where two values have the same place.
+    `path` is the file, for messages. Raise CorruptError if two values have the same path.
     """
     root: dict[str | int, Any] = {}
     node = root
     above: Path_ = ()
     for steps, value in leaves:
-        if steps[:-1] != above:  # those of one node mostly follow each other
+        if steps[:-1] != above:  # leaves of one node mostly follow each other
             node, above = root, steps[:-1]
             for step in above:
                 inner = node.setdefault(step, _Node())
@@ -38,7 +38,7 @@ def nest(leaves: Iterable[tuple[Path_, Any]], path: str) -> dict[str | int, Any]
 
 
 class _Node(dict[str | int, Any]):
-    """A dict or list that is being put together, unlike one that is itself a value."""
+    """A dict or list under construction. Its type tells it from dict values."""
 
 
 def _conflict(steps: Path_, path: str) -> CorruptError:
@@ -46,7 +46,7 @@ def _conflict(steps: Path_, path: str) -> CorruptError:
 
 
 def _with_lists(value: Any) -> Any:
-    """Dicts whose names are indices as lists; a missing element (an empty dict, which DCP drops) is None."""
+    """Turn dicts with index keys into lists. A missing element is None: DCP drops empty dicts."""
     if type(value) is not _Node:
         return value
     is_inner = _Node in set(map(type, value.values()))

@@ -1,15 +1,13 @@
-"""The regular runs of a DCP `.metadata`: item behind item of one form, which regular expressions read at once.
+"""Fast reader for a DCP `.metadata`: regular expressions match long runs of equal-looking items.
 
-A pickle is a program, and of a million items it is one of fifty million steps.  But Python writes the same steps for
-every item of a dict, with other names and numbers in them, and refers to what is alike by its number in the memo.  So
-while `Machine` runs the pickle, it hands every run of items over to `Runs`, which takes as many as are of the known
-forms and gives back the rest: the first items of a kind, in which its class is named, and whatever else there may be.
-What is taken of `state_dict_metadata` and `planner_data` goes where the machine would have put it; equal descriptions
-become one object, which the machine has made of the first.  Places differ from item to item and become columns.
+Running a pickle with a million items takes fifty million steps. Python writes the same steps for every item in a dict,
+with other names and numbers, and refers to repeated values by memo number. So `Machine` runs the pickle and offers
+every run to `Runs`. `Runs` takes the items with a known form and leaves the rest: the first item of each kind (it names
+the class) and anything unusual. Items in `state_dict_metadata` and `planner_data` go where the machine would put them.
+Equal descriptions share the object that the machine built for the first. Places differ per item and become columns.
 
-Whoever reads a file this way must read it again without where this raises anything: positions in messages are not
-those in the file, and `IrregularError` says only that a pickle is unlike what Python writes.  Forms are those of
-protocols 4 and 5.
+If anything here raises an error, read the file again without `Runs`: positions in messages would be wrong, and
+`IrregularError` only says that Python did not write this pickle. The forms are from protocols 4 and 5.
 """
 
 from __future__ import annotations
@@ -39,18 +37,18 @@ _STEP = rb"(?:%b|%b|K.)" % (_TEXT, _REF)
 _SIZE = rb"%b(?:\)|%b{1,3}[\x85-\x87]\x94|\(%b{1,64}t\x94)\x85\x94R\x94" % (_REF, _NUMBER, _NUMBER)
 _TOKEN = rb"(?:%b|%b|%b|[]N\x88\x89)}(Rbut\x81\x85-\x87\x94])" % (_TEXT, _REF, _NUMBER)
 _NEW, _REFS = b"\x8c", (b"h", b"j")
-#: How many of something each row has, or all of them.
+#: Number per row, or one number for all rows.
 _Counts = Sequence[int] | int
 
 _MAX_STEPS = 6
-_MAX_USUAL = 40  # descriptions that have come twice are looked for as they are: that takes a tenth of the time
+_MAX_USUAL = 40  # descriptions matched literally after two occurrences, in a tenth of the time
 _LONGEST_USUAL = 1000
-_MAX_MISSED = 100  # runs that have none of the forms, before no more are looked at: each look is of limited length
+_MAX_MISSED = 100  # failed runs until no more are tried; each try has a bounded length
 _PLACE = (
     rb"%(index)b\)\x81\x94\}\x94\(%(fqn)b(?P<key>%(key)b)%(hint)b(?:N|%(number)b)(?:%(at)b(?P<where>%(size)b))?ub"
     rb"%(info)b\)\x81\x94\}\x94\(%(file)b(?P<path>%(key)b)%(start)b(?P<offset>%(number)b)%(size_)b(?P<length>%(number)b)ub"
 )
-#: The references in a place, and what each is to.
+#: Meaning of each reference in a place.
 _NAMED = {
     b"index": "MetadataIndex",
     b"fqn": "fqn",
@@ -72,10 +70,10 @@ def _place_form(refs: Mapping[bytes, bytes]) -> re.Pattern[bytes]:
 
 
 _TOKENS = _form(_TOKEN)
-#: A description of a tensor ends with the list of its chunks; that of another value is an object without a state.
-#: Python adds a thousand chunks to it at once.
+#: A tensor's description ends with its chunk list. Another value's description is an object without state. Python
+#: appends up to a thousand chunks at once.
 _DESCRIBED = rb"(%b)(%%b%b\)\x81\x94(?:\}\x94\((?:%b{0,30000}[ae]){1,9}?ub|(?!\})))" % (_KEY, _REF, _TOKEN)
-#: Paths of one step, two, ...
+#: Paths with one step, two, ...
 _PATHS = [
     _form(
         b"(%b)%b%b%b\\x94"
@@ -87,20 +85,20 @@ _ANY_PLACE = _place_form({name: rb"(?P<%b>%b)" % (name, _REF) for name in _NAMED
 
 
 class Columns(NamedTuple):
-    """The items of a dict, side by side, as there may be a million."""
+    """A dict's keys and values in two lists, because there may be a million."""
 
     keys: list[Any]
     values: list[Any]
 
 
 class IrregularError(Exception):
-    """The pickle is to be read without `Runs`."""
+    """This pickle must be read without `Runs`."""
 
 
 def unframed(path: str) -> bytes:
-    """A pickle without the frames that Python puts around some 64 kB each.
+    """Return a pickle without frames. Python puts one around every 64 kB or so.
 
-    Raises IrregularError where they do not add up, NotFoundError, StorageError and CorruptError.
+    Raise IrregularError if the frames do not add up. May also raise NotFoundError, StorageError and CorruptError.
     """
     kept = BytesIO()
     with open_stream(path) as file:
@@ -114,9 +112,9 @@ def unframed(path: str) -> bytes:
 
 
 class Runs:
-    """Takes regular runs of items from a machine.  For one pickle.
+    """Reader for the regular runs in one pickle.
 
-    `fqns`, `wheres`, `files`, `offsets`, `lengths` are the columns of the places.
+    The columns `fqns`, `wheres`, `files`, `offsets` and `lengths` hold the places.
     """
 
     def __init__(self) -> None:
@@ -135,9 +133,9 @@ class Runs:
         self._missed = 0
 
     def load(self, path: str) -> Any:
-        """The object of the pickle, without the places that have become columns.
+        """Return the pickle's object, without the places now in columns.
 
-        Raises IrregularError, and what `unframed` and `Machine.run` raise.
+        Raise IrregularError, or any error from `unframed` or `Machine.run`.
         """
         data = unframed(path)
         machine = Machine(data, allowed(), path=path, runs=self.take)
@@ -156,7 +154,10 @@ class Runs:
         return root
 
     def take(self, machine: Machine, at: int) -> int:
-        """Take the items of known form from position `at` on, just behind a mark; return the position behind them."""
+        """Take the items with a known form from position `at` on, directly after a mark.
+
+        Return the position after them.
+        """
         stack = machine.stack
         if (
             self._missed > _MAX_MISSED
@@ -177,7 +178,7 @@ class Runs:
         take = {"state_dict_metadata": self._take_described, "planner_data": self._take_paths}.get(stack[-2])
         if take is None:
             return at
-        # What has been taken is a tree by its form; what the machine has made so far comes before it.
+        # The taken items form a tree by their pattern. Items already built by the machine come first.
         check_tree(stack[-1], at)
         taken = self._taken.setdefault(stack[-2], Columns([], []))
         _move(stack[-1], taken)
@@ -224,7 +225,7 @@ class Runs:
         if not self._know(machine, wheres):
             return at
         corners, counts = self._made(wheres)
-        # Each of the two objects is in the memo, and so is its dict.
+        # Both objects and their dicts are in the memo.
         fqns, names = self._resolved(machine, 2, keys, counts, 2, files)
         self.fqns += _as_names(fqns)
         self.wheres += corners
@@ -234,10 +235,10 @@ class Runs:
         return end
 
     def _place_form(self, machine: Machine, at: int) -> re.Pattern[bytes] | None:
-        """The pattern of places with this pickle's references in it; None if a reference does not mean what it must."""
+        """Return the place pattern with this pickle's references, or None if a reference has another meaning."""
         if self._form is None and (found := _ANY_PLACE.match(machine.data, at)):
             self._refs = {name: found[name.decode()] for name in _NAMED}
-            self._refs[b"at"] = self._refs[b"start"]  # the first of them may have no offset
+            self._refs[b"at"] = self._refs[b"start"]  # the first item may have no offset
             self._form = _place_form({name: re.escape(token) for name, token in self._refs.items()})
         for name, token in self._refs.items():
             named = machine.memo[_step_number(token)]
@@ -246,9 +247,9 @@ class Runs:
         return self._form
 
     def _know(self, machine: Machine, codes: Iterable[bytes]) -> bool:
-        """Run each distinct byte string once and cache its result.  Returns False if a result depends on its position.
+        """Run each distinct byte string once and cache its result. Return False if a result depends on its position.
 
-        It does if the code refers to a memo entry of its own run.
+        It does if the code refers to a memo entry from its own run.
         """
         base = _num_memoized(machine)
         for code in set(codes) - self._values.keys():
@@ -267,7 +268,7 @@ class Runs:
         return True
 
     def _made(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
-        """The cached result of each byte string, and the number of memo entries that it adds."""
+        """Return each byte string's cached result, and the number of memo entries it adds."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]
             return [value] * len(codes), count
@@ -275,9 +276,9 @@ class Runs:
         return list(values), counts
 
     def _resolved(self, machine: Machine, *parts: Sequence[Any] | int) -> list[list[Any]]:
-        """The values of the columns of steps among `parts`; a number among them counts the memo entries in between.
+        """Return the values for the columns in `parts`. A number in `parts` counts memo entries between columns.
 
-        The machine takes all of these entries for skipped ones.
+        The machine counts all these entries as skipped.
         """
         sizes = [part if isinstance(part, int) or isinstance(part[0], int) else _new(part) for part in parts]
         base, num_rows = _num_memoized(machine), next(len(part) for part in parts if not isinstance(part, int))
@@ -292,14 +293,14 @@ class Runs:
 
 
 class _Memo(dict[int, Any]):
-    """The memo of a machine.  Texts, few of which are referred to, stay in columns, in which they are looked for."""
+    """A machine's memo. Most texts are never referenced, so they stay in columns until a lookup."""
 
     def __init__(self) -> None:
         self._bases: list[int] = []
         self._columns: list[list[tuple[Sequence[int], Sequence[str]]]] = []
 
     def add(self, base: int, places: Sequence[int], texts: Sequence[str]) -> None:
-        """Add a column of a run that began after `base` memo entries: rising places, and the texts there."""
+        """Add a column from a run that began after `base` memo entries: ascending places and their texts."""
         if not self._bases or self._bases[-1] != base:
             self._bases.append(base)
             self._columns.append([])
@@ -321,7 +322,7 @@ def _move(items: dict[Any, Any], to: Columns) -> None:
 
 
 def _numbers(tokens: Sequence[bytes]) -> list[int]:
-    """The numbers that these steps push."""
+    """Return the numbers pushed by these steps."""
     if set(map(itemgetter(0), tokens)) == {ord("J")}:
         return [number for (number,) in iter_unpack("<xi", b"".join(tokens))]
     known = {token: _step_number(token) for token in set(tokens)}
@@ -329,7 +330,7 @@ def _numbers(tokens: Sequence[bytes]) -> list[int]:
 
 
 def _step_number(token: bytes) -> int:
-    """The number that a step pushes, or that it refers to."""
+    """Return the number pushed or referenced by a step."""
     if token[:1] == b"\x8a":
         return int.from_bytes(token[2:], "little", signed=True)
     return int.from_bytes(token[1:], "little", signed=token[:1] == b"J")
@@ -340,7 +341,7 @@ def _num_memoized(machine: Machine) -> int:
 
 
 def _matched_rows(form: re.Pattern[bytes], data: bytes, at: int) -> tuple[list[Any], int]:
-    """The groups of consecutive matches from `at` on, and where the last one ends."""
+    """Return the groups from consecutive matches starting at `at`, and the end position."""
     rows: list[Any] = []
     found = None
     for found in iter(form.scanner(data, at).match, None):  # type: ignore[attr-defined]
@@ -353,7 +354,7 @@ def _are_alike(codes: Sequence[bytes]) -> bool:
 
 
 def _new(steps: Sequence[bytes]) -> _Counts:
-    """Say for each step whether it pushes a new text; 1 if all do, 0 if none does."""
+    """Return for each step if it pushes a new text: 1 if all do, 0 if none does."""
     kinds = set(map(itemgetter(0), steps))
     if len(kinds) == 1 or _NEW[0] not in kinds:
         return int(_NEW[0] in kinds)
@@ -361,7 +362,7 @@ def _new(steps: Sequence[bytes]) -> _Counts:
 
 
 def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequence[int], int]:
-    """How many entries are in the memo before each row, and behind the last, where each adds so many."""
+    """Return the memo size before each row and after the last one. Each row adds `sizes` entries."""
     each = sum(size for size in sizes if isinstance(size, int))
     places: Sequence[int] = range(base, base + num_rows * each, each) if each else [base] * num_rows
     if not (others := [size for size in sizes if not isinstance(size, int)]):
@@ -371,7 +372,7 @@ def _places(base: int, num_rows: int, sizes: Sequence[_Counts]) -> tuple[Sequenc
 
 
 def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
-    """The places that are so many entries behind."""
+    """Return the places shifted by `count` entries."""
     if not isinstance(count, int):
         return list(map(add, places, count))
     if type(places) is range:
@@ -380,9 +381,9 @@ def _later(places: Sequence[int], count: _Counts) -> Sequence[int]:
 
 
 def _pushed_values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts, places: Sequence[int]) -> list[Any]:
-    """What these steps push, at whose turn so many entries are in the memo.
+    """Return the values pushed by these steps. `places` are the memo sizes at each step.
 
-    IrregularError for a text of another length than it says, and for a reference to what is yet to come.
+    Raise IrregularError for a text with a wrong length, or a reference to a later entry.
     """
     known: dict[bytes, Any] = {}
     first: dict[bytes, int] = {}
@@ -404,10 +405,10 @@ def _pushed_values(memo: _Memo, base: int, steps: Sequence[bytes], new: _Counts,
 
 
 def _texts(steps: Sequence[bytes]) -> list[str]:
-    """The texts that these steps push.  IrregularError for one of another length than it says."""
-    times = len(steps) if _are_alike(steps) else 1  # names of files are
+    """Return the texts pushed by these steps. Raise IrregularError for a text with a wrong length."""
+    times = len(steps) if _are_alike(steps) else 1  # file names repeat
     steps = steps[:1] if times > 1 else steps
-    texts = [step[2:-1].decode("ascii") for step in steps]  # of others, bytes and characters are not as many
+    texts = [step[2:-1].decode("ascii") for step in steps]  # ASCII only: otherwise, bytes and characters may differ
     if bytes(map(len, texts)) != bytes(map(itemgetter(1), steps)):
         raise IrregularError
     return texts * times

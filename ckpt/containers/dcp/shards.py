@@ -1,9 +1,9 @@
-"""DCP's safetensors layout: files of pieces, `shard-{rank}-model-{number}-of-{count}.safetensors`.
+"""DCP's safetensors layout: pieces in `shard-{rank}-model-{number}-of-{count}.safetensors`.
 
-Facts from torch 2.13, `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`: the header's `__metadata__` has
-`DCP_SHARDING_INFO`, JSON text that maps each name to `{"saved_offsets": [...]}`, the piece's offsets within its tensor.
-The whole tensor's shape is stored nowhere: it is as large as its pieces reach.  A tensor that is replicated is in one
-file only; a rank without a part of a tensor writes a piece without elements.
+Facts from torch 2.13, `distributed/checkpoint/hf_storage.py` and `_hf_utils.py`. The header's `__metadata__` has
+`DCP_SHARDING_INFO`, JSON text that maps each name to `{"saved_offsets": [...]}`: the piece's offsets in its tensor. The
+whole shape is not stored, so it is inferred from the pieces. A replicated tensor is in one file only. A rank without a
+part of a tensor writes an empty piece.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: In the metadata of files that hold pieces of tensors, as those of PyTorch's distributed checkpoint.
+#: Metadata key in files with pieces of tensors.
 DCP_KEY = "DCP_SHARDING_INFO"
 _MAX_JSON = 100_000_000
 
 
 @dataclass(slots=True)
 class Sharded:
-    """A tensor and its pieces so far; `shape` is what they reach."""
+    """A tensor and its pieces so far. `shape` is their extent."""
 
     fqn: str
     dtype: DType
@@ -38,7 +38,7 @@ class Sharded:
 
 
 def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
-    """The tensors of which these files hold pieces."""
+    """Return the tensors in these files of pieces."""
     found: dict[str, Sharded] = {}
     for name in names:
         path = str(confined(folder, name))
@@ -50,7 +50,7 @@ def read_shards(folder: Path, names: tuple[str, ...]) -> list[Sharded]:
 
 
 def saved_offsets(header: Header, path: str) -> dict[str, Shape]:
-    """Where in its tensor each piece of a file begins, by name.  CorruptError where the header does not say so."""
+    """Return the offsets of each piece in its tensor, by name. Raise CorruptError if the header lacks them."""
     text = header.metadata.get(DCP_KEY)
     if text is None:
         raise CorruptError("the file does not say which parts of tensors it holds", path=path, expected=DCP_KEY)

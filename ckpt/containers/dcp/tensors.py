@@ -1,7 +1,6 @@
-"""The tensors of a DCP checkpoint: which bytes of its data files hold which box of each.
+"""Tensors of a DCP checkpoint: the boxes of each tensor and their bytes in the data files.
 
-What the metadata and the items of the data files are is in `metadata` and `items`; what keys mean is the
-formats' business.
+`metadata` and `items` parse the files. The formats interpret the keys.
 """
 
 from __future__ import annotations
@@ -23,16 +22,16 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Whole, whole
 
-#: Boxes of a tensor, and where the elements of each are.
+#: Boxes of a tensor, and the extent of each.
 Placed = list[tuple[Box, Extent]]
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """A tensor cut into boxes that lie in several files, each contiguous.
+    """A tensor cut into contiguous boxes in several files.
 
-    `rows` has, for each box, the number of its file, the byte offset in it, the box's offsets and its sizes: numbers
-    side by side and not objects, as a checkpoint of a thousand ranks has a great many.
+    For each box, `rows` holds a file number, a byte offset, the box's offsets and sizes. They are plain numbers because
+    a checkpoint of a thousand ranks has millions.
     """
 
     files: list[tuple[str, int | None]]
@@ -56,9 +55,9 @@ class Chunks:
 
 @dataclass(slots=True)
 class FoundTensor:
-    """A key's tensor: where its chunks and their further copies are; `number` is its value if it has no dims.
+    """A key's tensor: its chunks, their replicas, and its value if it is a scalar.
 
-    `wrapped` are the chunks that are objects of a subclass, which wraps tensors of its own.
+    `wrapped` holds chunks of a tensor subclass that wraps other tensors.
     """
 
     entry: TensorEntry
@@ -70,7 +69,7 @@ class FoundTensor:
 
 @dataclass
 class DataFiles:
-    """What has been read so far of a checkpoint's data files; `ranks` have written one each."""
+    """Data files read so far. `ranks` is the number of ranks, with one file each."""
 
     files: dict[str, SourceFile] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -79,9 +78,9 @@ class DataFiles:
     _names: list[tuple[str, int | None]] = field(default_factory=list)
 
     def read(self, metadata: Metadata) -> list[Any]:
-        """What `metadata` describes, by number: a `FoundTensor`, or the value that is no tensor.
+        """Return the objects in `metadata` by number: a `FoundTensor`, or a plain value.
 
-        CorruptError where a file is missing, too short, or holds something else.
+        Raise CorruptError if a file is missing, too short, or holds another object.
         """
         self.add_file(metadata.path)
         found: list[Any] = [None] * len(metadata.keys)
@@ -108,7 +107,7 @@ class DataFiles:
                         found[number] = items.value(offset, length, key)
                     else:
                         _take(found[number], box, row in replicas, items, offset, length)
-                    if not is_row and not items.is_shard(offset):  # whose header names its tensors
+                    if not is_row and not items.is_shard(offset):  # a shard's header names its tensors
                         tiling.add(metadata.places[row], number)
             tiling.finish(items.files)
             for pair in copies(items.files):
@@ -123,11 +122,11 @@ class DataFiles:
         return found
 
     def source(self, dtype: DType, shape: Shape, placed: Placed) -> Source:
-        """The source of a tensor whose boxes lie at `placed`."""
+        """Return the source of a tensor with boxes at `placed`."""
         if len(placed) == 1 and placed[0][0] == whole(shape):
             return Whole(placed[0][1], writer_of(placed[0][1].path))
         placed = sorted(placed, key=lambda part: part[0].offsets)
-        if not all(extent.is_contiguous for _, extent in placed):  # channels_last, for example
+        if not all(extent.is_contiguous for _, extent in placed):  # for example channels_last
             return Pieces(tuple(Fragment(box, extent, writer_of(extent.path)) for box, extent in placed))
         rows = array("q")
         for box, extent in placed:
@@ -135,7 +134,7 @@ class DataFiles:
         return Chunks(self._names, dtype, rows)
 
     def replicas(self, tensor: FoundTensor) -> tuple[Source, ...]:
-        """Further copies of the whole tensor, each with the boxes that it does not have itself from one before."""
+        """Return complete replicas of the tensor. A replica's missing boxes come from an earlier copy."""
         held = ((part[0], part) for part in (*tensor.placed, *tensor.replicas))
         dtype, shape = tensor.entry.dtype, tensor.entry.shape
         return tuple(self.source(dtype, shape, copy) for copy in whole_copies(held)[1:])
@@ -150,7 +149,7 @@ class DataFiles:
         self.files[path] = SourceFile.stat(path)
 
     def count_ranks(self, folder: Path) -> None:
-        """Count the ranks that wrote a file; one with nothing of its own leaves an empty one.  Call after `read`."""
+        """Count the ranks that wrote a file. A rank without data leaves an empty file. Call after `read`."""
         left_over = []
         for name in names_in(folder):
             match = DATA_FILE.fullmatch(name)
@@ -169,7 +168,7 @@ class DataFiles:
 
 
 def _take(tensor: FoundTensor, box: Box, is_replica: bool, items: Items, offset: int, length: int) -> None:
-    """Take note of the item at `offset`, which is a chunk of the tensor."""
+    """Record the item at `offset`, a chunk of the tensor."""
     extent = items.elements(offset, length, tensor.entry.key, box, tensor.entry.dtype)
     if isinstance(extent, Record):
         tensor.wrapped.setdefault(box, extent)
@@ -180,6 +179,6 @@ def _take(tensor: FoundTensor, box: Box, is_replica: bool, items: Items, offset:
 
 
 def writer_of(path: str) -> int | None:
-    """The rank that wrote a file, as its name says."""
+    """Return the rank in a file's name, or None."""
     match = DATA_FILE.fullmatch(os.path.basename(path))
     return int(match[1]) if match else None

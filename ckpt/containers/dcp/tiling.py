@@ -1,8 +1,8 @@
-"""Check that items in `.distcp` files follow each other without gaps, as torch writes them.
+"""Check that items in `.distcp` files follow each other without gaps.
 
-It is the only check that finds a damaged offset, or one rank's file copied over another's.  torch writes items with
-nothing between them (2.1 to 2.13, `distributed/checkpoint/filesystem.py`, `_write_item`).  Only ties that ckpt wrote
-share items, and then all of them.
+Only this check finds a damaged offset, or one rank's file copied over another. torch writes items back to back (2.1 to
+2.13, `distributed/checkpoint/filesystem.py`, `_write_item`). Only ties written by ckpt share items, and then they share
+all of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.tensors import Box, Extent
 
-#: Bytes at the end of a file, whose checksums tell it from others.
+#: Size of the file tail hashed to find copies.
 _TAIL = 1 << 16
 _CHUNK = 1 << 20
 
 
 class Tiling:
-    """Collects the places of all items by file and offset; raises CorruptError for an impossible one."""
+    """Collector of all items' places. It raises CorruptError for an impossible place."""
 
     def __init__(self, metadata: Metadata, owners: Sequence[object]) -> None:
         self._metadata = metadata
@@ -39,7 +39,7 @@ class Tiling:
         self._shared: list[tuple[int, int, ItemPlace]] = []
 
     def is_row(self, path: str, offsets: Sequence[int], lengths: Iterable[int]) -> bool:
-        """Whether the items of a file, by their offsets, follow each other without gaps; then none has to be added."""
+        """Return True if a file's items follow each other without gaps. They then need no `add`."""
         *ends, end = accumulate(lengths, initial=0)
         if is_row := offsets == ends:
             self._ends[path] = end
@@ -59,11 +59,11 @@ class Tiling:
         self._last, self._number = place, number
 
     def finish(self, files: Mapping[str, SourceFile]) -> None:
-        """Check the tensors that share items; `files` are the data files.
+        """Check the tensors that share items. `files` are the data files.
 
-        If some bytes of a file belong to no item, a damaged offset makes two tensors look like one.
+        Bytes outside every item hint at a damaged offset. Shared items are then an error.
         """
-        ends = {path: end for path, end in self._ends.items() if path in files}  # others have no elements
+        ends = {path: end for path, end in self._ends.items() if path in files}  # other paths hold only empty tensors
         loose = self._loose | {path for path, end in ends.items() if not self._is_filled(path, end, files[path].size)}
         tensors, chunks = self._metadata.entries, self._metadata.chunks
         for one, other, place in self._shared:
@@ -71,7 +71,7 @@ class Tiling:
                 raise self._overlap(place, one, f"bytes of its own, not those of {self._metadata.keys[other]}")
 
     def _is_filled(self, path: str, start: int, stop: int) -> bool:
-        """Whether items without elements stand there."""
+        """Return True if only items of empty tensors lie in this range."""
         while start < stop and (path, start) in self._unused:
             start += self._unused[path, start]
         return start == stop
@@ -88,7 +88,7 @@ class Tiling:
 
 
 def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
-    """Data files that are equal byte for byte, each with the first of its kind."""
+    """Yield pairs of data files with equal bytes. The first file of each pair is the original."""
     seen: dict[tuple[int, int], str] = {}
     sizes = Counter(file.size for file in files.values())
     for path, file in sorted(files.items()):
@@ -100,10 +100,10 @@ def copies(files: Mapping[str, SourceFile]) -> Iterator[tuple[str, str]]:
 
 
 def note_of_copy(first: str, path: str, held: Mapping[str, Mapping[str, tuple[Box, Extent]]]) -> str | None:
-    """A note where two equal files hold other parts of a tensor; `held` has the parts in each, by key.
+    """Return a note if two equal files hold different parts of a tensor. `held` has each file's parts, by key.
 
-    Nothing in a data file says which rank wrote it, and a model that was made of copies has equal parts: it may be
-    that, or one file was copied over the other.  Replicas are equal, and what is one value throughout may well be.
+    A data file does not record its rank. Equal files may be a copy by mistake, or a model with equal parts. Replicas
+    and constant tensors get no note: they may well be equal.
     """
     for key, (box, extent) in held.get(path, {}).items():
         other = held.get(first, {}).get(key)

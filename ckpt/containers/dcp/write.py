@@ -1,15 +1,15 @@
-"""The content of a new DCP checkpoint: data files of items, and `.metadata` with the place of each item.
+"""Content of a new DCP checkpoint: data files of items, and `.metadata` with the place of each item.
 
-After torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
-optimizer state.  Tensors are cut along the first dim as FSDP2 cuts them, which is `torch.chunk`: pieces of ceil(n / W)
-rows, the last one shorter, further ranks without any.  What is not cut (values, tensors without dims, buffers) goes to
-the rank that has least.  Any mesh and any number of ranks loads it, as DCP looks for boxes and not for ranks.
+Modelled on torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
+optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`): pieces of ceil(n / W) rows, a shorter last one,
+and none for the remaining ranks. Uncut items (values, scalars, buffers) go to the emptiest rank. Any mesh and world
+size can load the result, because DCP looks up boxes, not ranks.
 
-`storage_meta`, a random id and the path at the time, is left out, which torch's reader allows for since 2.3 and earlier
-versions do not know.
+`storage_meta` (a random id and the original path) is left out. torch's reader allows that since 2.3; older versions do
+not have it.
 
-A tied parameter's second name has chunks of its own, whose places are the first one's items.  torch reads either name
-by itself and need not know; reading it again, that is how the tie is known.
+A tied parameter's second name has its own chunks, placed at the first name's items. torch reads each name on its own
+and needs no tie. When ckpt reads the checkpoint again, the shared places show the tie.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-#: File, offset and length of each item, by key and the offsets of its box.
+#: File, offset and length of each item, by key and box offsets.
 _Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
-#: What items have in common that differ in their slots alone: dtype, shape and region, or the pickle of a value.
+#: Content shared by items that differ only in slots: dtype, shape and region, or a value's pickle.
 _Kind = tuple[DType, Shape, Region] | bytes
-_VALUE_BYTES = 64  # what a value counts for when the ranks are filled evenly
+_VALUE_BYTES = 64  # assumed size of a value when balancing the ranks
 
 
 @dataclass(frozen=True, slots=True)
 class SourceTensor:
-    """A tensor of the source that is cut among the ranks; not `cut`, it goes to one of them.
+    """A source tensor to cut among the ranks, or to give to one rank if not `cut`.
 
-    `part` makes what is written of a box of it, where that is not the tensor's elements as they are.
+    `part` returns the content for a box if it differs from the tensor's plain elements.
     """
 
     key: Key
@@ -54,14 +54,14 @@ class SourceTensor:
 
 @dataclass(frozen=True, slots=True)
 class AliasOf:
-    """Another name of the tensor at `path`, with which it is tied.  A model's state dict has both."""
+    """A second name for the tied tensor at `path`. A model's state dict has both names."""
 
     path: Path_
 
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """An item of a data file: a tensor's box, or a value (no box)."""
+    """An item of a data file: a tensor's box, or a value without a box."""
 
     key: str
     box: Box | None
@@ -69,9 +69,9 @@ class _Item:
 
 
 def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
-    """A tensor's boxes by rank, as `torch.chunk` cuts it; ranks at the end may have none.
+    """Yield a tensor's boxes by rank, cut like `torch.chunk`. The last ranks may have none.
 
-    One box where there is nothing to cut: no dims, or no elements.
+    A scalar or an empty tensor is one box.
     """
     if not prod(shape) or not shape:
         yield whole(shape)
@@ -83,9 +83,9 @@ def dim0_boxes(shape: Shape, num_ranks: int) -> Iterator[Box]:
 
 
 def flatten(value: Any, path: Path_ = ()) -> Iterator[tuple[Path_, Any]]:
-    """The values of a nested state dict and their paths, as torch's `traverse_state_dict` finds them (since 2.4).
+    """Yield the values of a nested state dict with their paths, like torch's `traverse_state_dict` (since 2.4).
 
-    Dicts are always entered, lists where they hold tensors or dicts; an empty dict leaves nothing.
+    Dicts are always entered, lists only if they hold tensors or dicts. An empty dict yields nothing.
     """
     if isinstance(value, Mapping):
         for name, item in value.items():
@@ -108,9 +108,9 @@ def _is_terminal(value: list[Any]) -> bool:
 
 @dataclass
 class Writing:
-    """A folder that is filled item by item; `prefix` is the folder's name with a slash, or nothing.
+    """A DCP folder under construction. `prefix` is the folder's name with a slash, or empty.
 
-    Not `is_nested`, keys are taken as they are, and no paths in a state dict are recorded.
+    If not `is_nested`, keys are used unchanged and no state dict paths are recorded.
     """
 
     num_ranks: int
@@ -127,7 +127,7 @@ class Writing:
         self._alike: dict[_Kind, TargetFile] = {}
 
     def add(self, path: Path_, value: Any) -> None:
-        """Add a value of the state dict: a tensor to be cut, a small tensor, or a plain value."""
+        """Add a value of the state dict: a tensor to cut, a small tensor, or a plain value."""
         key = ".".join(map(str, path))
         if key in self.paths:
             raise CorruptError("two values of the training state have one name", found=key)
@@ -142,7 +142,7 @@ class Writing:
             self.values.append((self._emptiest(_VALUE_BYTES), _Item(key, None, value)))
 
     def add_alias(self, path: Path_, owner: Path_) -> None:
-        """Add another name of a tensor: its chunks are those of `owner`, in the same items."""
+        """Add a second name for the tensor `owner`, with the same items."""
         key, known = (".".join(map(str, steps)) for steps in (path, owner))
         self.paths[key] = path
         self.tensors[key] = self.tensors[known]
@@ -167,7 +167,7 @@ class Writing:
     def add_tiles(
         self, key: str, dtype: DType, shape: Shape, tiles: Iterable[tuple[Box, tuple[FromSource, ...]]]
     ) -> None:
-        """Add a tensor whose boxes come from several tensors of the source."""
+        """Add a tensor with boxes from several source tensors."""
         self.paths[key] = (key,)
         boxes = []
         for box, fill in tiles:
@@ -177,17 +177,17 @@ class Writing:
         self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:
-        """The rank that has the fewest bytes so far of the items that are not cut."""
+        """Return the rank with the fewest bytes of uncut items, and count `nbytes` for it."""
         filled, rank = self._least[0]
         heapq.heapreplace(self._least, (filled + nbytes, rank))
         return rank
 
     def files(self) -> list[TargetFile]:
-        """The data files, one for each rank, and the metadata, which comes last."""
+        """Return one data file per rank, and the metadata at the end."""
         by_rank: list[list[_Item]] = [[] for _ in range(self.num_ranks)]
         for rank, item in (*self.values, *self.pieces):
             by_rank[rank].append(item)
-        self.values, self.pieces = [], []  # a large model has many: they go as they are laid out
+        self.values, self.pieces = [], []  # free memory early: a large model has many
         places: _Places = {}
         files = [self._file(rank, by_rank.pop(0), places) for rank in range(self.num_ranks)]
         content = dumps(self._metadata(places), protocol=4)
@@ -213,10 +213,10 @@ class Writing:
         return TargetFile(path, at, tuple(literals), tuple(slots))
 
     def _laid_out(self, root: Any, only: FromSource | None) -> TargetFile:
-        """An item as a file of its own; `only` is what fills it, if that is one range of the source.
+        """Lay out an item as its own file. `only` is its content if that is a single source range.
 
-        Items with the same dtype and shape differ only in their slots; equal values, such as those of modules without
-        an extra state, in nothing.
+        Items with the same dtype and shape differ only in their slots. Equal values, such as missing extra states, are
+        identical.
         """
         kind: _Kind
         if only is None:
@@ -249,7 +249,7 @@ class Writing:
         return _tensor_metadata(*self.tensors[key], sizes)
 
     def _stored(self, key: str, places: _Places, sizes: _Sizes) -> Iterator[tuple[Record, Record]]:
-        """Where the boxes of a tensor lie, or an object."""
+        """Yield the place of each box of a tensor, or of an object."""
         if key not in self.tensors:
             yield _index(key, None, None, sizes), _storage_info(*places[key, None])
             return
@@ -259,13 +259,13 @@ class Writing:
 
 
 def _only_fill(root: Any) -> FromSource | None:
-    """What fills a tensor, if that is one range of the source."""
+    """Return a tensor's content if it is a single source range, otherwise None."""
     fill = root.fill if isinstance(root, NewTensor) else ()
     return fill[0] if len(fill) == 1 and isinstance(fill[0], FromSource) else None
 
 
 class _Sizes(dict[Shape, Size]):
-    """One torch.Size for each shape, however often it stands in the metadata."""
+    """One shared torch.Size per shape."""
 
     def __missing__(self, shape: Shape) -> Size:
         return self.setdefault(shape, Size(shape))

@@ -1,1 +1,1 @@
-"""Files of `torch.save` and `pickle.dump`, read and written without executing any of them, and without torch."""
+"""Files from `torch.save` and `pickle.dump`, read and written without running their code, and without torch."""

@@ -1,7 +1,7 @@
-"""Files of many ranks that hold the very same pickle, and differ in their tensors' elements alone.
+"""Reuse of a parsed pickle for other ranks' files with the same pickle and different elements.
 
-The first is parsed.  What came of it is handed on to each of the others with its tensors in the other file, where every
-storage has been found in the same place and of the same length.
+The first file is parsed. For each other file, the result is copied with tensors in that file, after a check that every
+storage has the same place and length.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from ckpt.containers.torchfile.tree import LEAVES
 from ckpt.containers.torchfile.values import TIMES, Array, Record, Storage, StorageType, StoredDict, StoredTensor
 from ckpt.plan.tensors import Extent
 
-#: Bytes of a pickle that is kept: less is parsed in a moment, more would fill the memory.
+#: Pickle sizes worth caching: smaller ones parse quickly, larger ones would fill the memory.
 _MIN_PICKLE, _MAX_PICKLE = 4 << 10, 16 << 20
-#: Pickles that are kept at a time: ranks have a file of the model and one of the optimizer.
+#: Cached pickles at a time: ranks have a model file and an optimizer file.
 _MOST = 4
 
 _UNCHANGED = (LEAVES - {Storage, bytearray}) | {*TIMES.values(), PurePosixPath, PureWindowsPath, StorageType}
@@ -26,7 +26,7 @@ _UNCHANGED = (LEAVES - {Storage, bytearray}) | {*TIMES.values(), PurePosixPath, 
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """What came of a pickle, and the storages in it by key.  `table` has the names that it was allowed to hold."""
+    """A parsed pickle and its storages by key. `table` is the table it was read with."""
 
     root: Any
     storages: Mapping[str, Storage]
@@ -34,7 +34,7 @@ class Parsed:
     start: int
 
     def in_file(self, path: str) -> Any:
-        """A copy of the root with its tensors in the file `path`; None where it holds what is not understood here."""
+        """Return a copy of the root with tensors in the file `path`, or None if it holds an unknown type."""
         try:
             return _copied(self.root, path, {}, set())
         except _UnknownError:
@@ -42,10 +42,10 @@ class Parsed:
 
 
 class Pickles(dict[bytes, Parsed]):
-    """The last pickles that were parsed, by their bytes."""
+    """Cache of the last parsed pickles, by their bytes."""
 
     def keep(self, pickle: bytes, parsed: Parsed) -> None:
-        """Remember a pickle, if it is one of a size for which that pays."""
+        """Cache a pickle if its size makes that worthwhile."""
         if _MIN_PICKLE <= len(pickle) <= _MAX_PICKLE:
             if len(self) >= _MOST:
                 del self[next(iter(self))]
@@ -53,11 +53,11 @@ class Pickles(dict[bytes, Parsed]):
 
 
 class _UnknownError(Exception):
-    """A value that is not copied here."""
+    """A value with no copy rule."""
 
 
 def _copied(value: Any, path: str, done: dict[int, Any], open_: set[int]) -> Any:
-    """`value` with its tensors in `path`.  What is one object in it, and may be changed, is one object in the copy."""
+    """Copy `value` with its tensors in `path`. A shared mutable object stays shared in the copy."""
     kind = type(value)
     if kind in _UNCHANGED:
         return value
@@ -74,7 +74,7 @@ def _copied(value: Any, path: str, done: dict[int, Any], open_: set[int]) -> Any
     elif kind is tuple or kind is frozenset:
         if _UNCHANGED.issuperset(map(type, value)):
             return value
-        if id(value) in open_:  # it holds itself, by way of a record
+        if id(value) in open_:  # it contains itself through a record
             raise _UnknownError
         open_.add(id(value))
         copy = kind([_copied(item, path, done, open_) for item in value])

@@ -1,7 +1,7 @@
-"""What is "called" in a pickle: functions that stand for those of Python, numpy and torch, and make inert values.
+"""Replacements for the functions that a pickle calls: inert values for Python, numpy and torch.
 
-Each takes the machine, the global that was named, and the arguments; it trusts none of them.  What torch writes after
-torch 2.13's `_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
+Each takes the machine, the named global and the untrusted arguments. The torch functions follow torch 2.13's
+`_utils.py`, `_tensor.py`, `serialization.py` and `storage.py`.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ _PLAIN_TENSORS = {("torch", "Tensor"), ("torch.nn.parameter", "Parameter"), ("to
 
 
 def record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
-    """An object of a class that is known by name only."""
+    """Return the object of a class known only by name."""
     return Record(cls.module, cls.name, args, fields=cls.fields)
 
 
 def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """Members of an enum (Python 3.11.0 to 3.11.3) and nested classes (protocol 2): names in the table only."""
+    """Resolve enum members (Python 3.11.0 to 3.11.3) and nested classes (protocol 2), only for names in the table."""
     found: str | None = None
     if len(args) == 2 and type(args[0]) is Global and type(args[1]) is str:
         cls, name = args
@@ -64,7 +64,7 @@ def _getattr(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """`copyreg._reconstructor(cls, object, None)`: how protocols 0 and 1 make an object."""
+    """Handle `copyreg._reconstructor(cls, object, None)`, used by protocols 0 and 1 to create an object."""
     cls, base, state = args
     if type(base) is not Global or base.name != "object" or state is not None:
         raise MalformedError("an object of a class that is derived from a built-in one")
@@ -72,7 +72,7 @@ def _reconstructor(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _encode(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
-    """`_codecs.encode(text, 'latin1')`: bytes, as protocol 2 writes them."""
+    """Handle `_codecs.encode(text, 'latin1')`, protocol 2's form of bytes."""
     text, encoding = args
     if type(text) is not str or encoding not in ("latin1", "latin-1"):
         raise MalformedError("bytes in an unknown encoding")
@@ -89,17 +89,17 @@ def _bytes(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytes:
 def _bytearray(machine: Machine, _: Global, args: tuple[Any, ...]) -> bytearray:
     if not args:
         return bytearray()
-    if len(args) == 2:  # Python to 3.7, protocol 2
+    if len(args) == 2:  # protocol 2, Python up to 3.7
         return bytearray(_encode(machine, _, args))
     (data,) = args
-    if type(data) is not bytes:  # an int would allocate as many bytes
+    if type(data) is not bytes:  # an int would allocate that many bytes
         raise MalformedError("a bytearray whose argument is not bytes")
     machine.spend(len(data))
     return bytearray(data)
 
 
 def _items(machine: Machine, args: tuple[Any, ...]) -> Any:
-    """The one list, tuple, set or dict that a container is made from, paid for; () if there is none."""
+    """Return a container constructor's argument and count its items, or return () if there is none."""
     if not args:
         return ()
     (items,) = args
@@ -117,7 +117,7 @@ def _set(machine: Machine, _: Global, args: tuple[Any, ...]) -> set[Any]:
 
 def _ordered_dict(machine: Machine, cls: Global, args: tuple[Any, ...]) -> StoredDict:
     made = StoredDict(cls.name)
-    if not args:  # every tensor has one of these for its hooks
+    if not args:  # every tensor has an empty one for its hooks
         return made
     items = _items(machine, args)
     if isinstance(items, dict):
@@ -142,7 +142,7 @@ def _deque(machine: Machine, _: Global, args: tuple[Any, ...]) -> deque[Any]:
 
 
 def _made(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what: str) -> Builder:
-    """An immutable value that `kind` makes of arguments of these types; others are refused as `what`."""
+    """Return a builder that calls `kind` with arguments of these types, and refuses others with `what`."""
 
     def build(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
         if len(args) != num_args:
@@ -165,7 +165,7 @@ _TIME_ARGUMENTS = (bytes, int, str, datetime.timedelta, datetime.timezone)
 
 
 def _time(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
-    """The standard library's own immutable times; their constructors take the pickled bytes and check them."""
+    """Build one of the standard library's time objects. The constructors check the pickled bytes."""
     if any(type(arg) not in _TIME_ARGUMENTS for arg in args):
         raise MalformedError(f"a {cls.name} whose arguments are not numbers")
     return TIMES[cls.name](*args)
@@ -178,13 +178,13 @@ _SCALARS |= {"f2": "e", "f4": "f", "f8": "d", "c8": "ff", "c16": "dd"}
 
 
 def _frombuffer(machine: Machine, _: Global, args: tuple[Any, ...]) -> Array:
-    """`_frombuffer(data, dtype, shape, order)`: an array, as protocol 5 writes it."""
+    """Handle `_frombuffer(data, dtype, shape, order)`, protocol 5's form of an array."""
     data, dtype, shape, order = args[:4]
     return Array().fill(shape, dtype, data, order == "F", machine.spend)
 
 
 def _scalar(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """`scalar(dtype, bytes)`: Python's own number where it has one, else an array of no dims."""
+    """Handle `scalar(dtype, bytes)`: a Python number if possible, otherwise an array without dims."""
     dtype, data = args
     array = Array().fill((), dtype, data, False, machine.spend)
     code = _SCALARS.get(array.dtype[1:])
@@ -208,7 +208,7 @@ def _size(machine: Machine, _: Global, args: tuple[Any, ...]) -> tuple[Any, ...]
 
 
 def _tensor_extent(storage: Any, dtype: Any, offset: Any, shape: Any, strides: Any) -> Extent:
-    """The elements of a tensor, proven to lie within its storage.  Raises MalformedError."""
+    """Return a tensor's extent. Raise MalformedError if it leaves the storage."""
     if type(storage) is not Storage or type(dtype) is not DType:
         raise MalformedError("a tensor without a storage")
     if type(shape) is not tuple or type(strides) is not tuple or len(shape) != len(strides):
@@ -242,13 +242,13 @@ def _plain_bits(machine: Machine, metadata: Any) -> None:
 
 
 def _tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """`_rebuild_tensor(storage, storage_offset, size, stride)`."""
+    """Handle `_rebuild_tensor(storage, storage_offset, size, stride)`."""
     storage, offset, shape, strides = args
     return StoredTensor(_tensor_extent(storage, storage.dtype, offset, shape, strides))
 
 
 def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """`_rebuild_tensor_v2(storage, storage_offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
+    """Handle `_rebuild_tensor_v2(storage, offset, size, stride, requires_grad, backward_hooks, metadata=None)`."""
     if len(args) > 6:
         if len(args) > 7:
             raise MalformedError("a tensor of too many arguments")
@@ -258,9 +258,9 @@ def _tensor_v2(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
 
 
 def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """`_rebuild_tensor_v3(storage, storage_offset, size, stride, requires_grad, hooks, dtype, metadata=None)`.
+    """Handle `_rebuild_tensor_v3(storage, offset, size, stride, requires_grad, hooks, dtype, metadata=None)`.
 
-    For dtypes that have no storage class of their own (uint16 and up, fp8, fp4).
+    torch uses it for dtypes without a storage class (uint16 and up, fp8, fp4).
     """
     if len(args) > 7:
         _plain_bits(machine, args[7])
@@ -269,10 +269,10 @@ def _tensor_v3(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTens
 
 
 def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """`_rebuild_parameter(data, requires_grad, backward_hooks[, state])`."""
+    """Handle `_rebuild_parameter(data, requires_grad, backward_hooks[, state])`."""
     data, requires_grad = args[:2]
     state = args[3] if len(args) > 3 else None
-    if type(data) is Record:  # a parameter that is a DTensor
+    if type(data) is Record:  # a DTensor parameter
         return data
     if type(data) is not StoredTensor:
         raise MalformedError("a parameter that is not a tensor")
@@ -280,7 +280,7 @@ def _parameter(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
 
 
 def _attributes(machine: Machine, state: Any) -> Mapping[str, Any] | None:
-    """A tensor's Python attributes: its `__dict__`, or that and its slots."""
+    """Return a tensor's Python attributes from its `__dict__`, or from a pair of `__dict__` and slots."""
     if state is None or type(state) is dict:
         return state or None
     if type(state) is tuple and len(state) == 2 and all(part is None or type(part) is dict for part in state):
@@ -290,16 +290,16 @@ def _attributes(machine: Machine, state: Any) -> Mapping[str, Any] | None:
 
 
 def _from_type(machine: Machine, _: Global, args: tuple[Any, ...]) -> Any:
-    """`_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or of a subclass."""
+    """Handle `_rebuild_from_type_v2(function, type, args, state)`: a tensor with attributes, or a subclass."""
     function, cls, inner, state = args
     if type(function) is not Global or type(cls) is not Global or type(inner) is not tuple:
         raise MalformedError("a tensor of a subclass that makes no sense")
     if function.build is _wrapper_subclass:
         if not cls.is_listed:
             machine.unsupported(f"a tensor of class {cls.typename}")
-        # DTensor, ShardedTensor: no elements of their own, all is in the state.
+        # DTensor, ShardedTensor: they have no elements, only a state.
         return Record(cls.module, cls.name, inner, state=state)
-    # Only these, so that nothing here calls itself.
+    # Only these, so that no function calls itself here.
     if function.build not in (_tensor, _tensor_v2, _tensor_v3, _parameter, _meta):
         raise MalformedError("a tensor of a subclass that is made by no tensor function")
     made = function.build(machine, function, inner)
@@ -317,14 +317,14 @@ _meta = _unsupported("a tensor on the meta device")
 
 
 def _from_cpu_tensor(machine: Machine, _: Global, args: tuple[Any, ...]) -> StoredTensor:
-    """`_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
+    """Handle `_rebuild_device_tensor_from_cpu_tensor(data, dtype, device, requires_grad)`: a tensor saved on XLA."""
     data, dtype, _device, requires_grad = args
     if type(data) is not StoredTensor or dtype is not data.dtype:
         raise MalformedError("a device tensor whose data is of another dtype")
     return StoredTensor(data.extent, requires_grad is True)
 
 
-#: (modules, names, what stands for them): functions and classes that become a plain value.
+#: (modules, names, builder) for functions and classes with a plain value as the result.
 FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("builtins __builtin__", "set", _set),
     ("builtins __builtin__", "frozenset", lambda machine, cls, args: frozenset(_set(machine, cls, args))),
@@ -340,10 +340,10 @@ FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("collections", "defaultdict", _defaultdict),
     ("collections", "deque", _deque),
     ("datetime", "datetime date time timedelta timezone", _time),
-    # Python 3.13 puts the classes into `pathlib._local`.
+    # Python 3.13 moved the classes to `pathlib._local`.
     ("pathlib pathlib._local", "PosixPath PurePosixPath WindowsPath PureWindowsPath", _path),
     # numpy 2 renamed `numpy.core` to `numpy._core`.
-    # `_reconstruct(ndarray, (0,), b'b')`: an empty array whose state follows.
+    # `_reconstruct(ndarray, (0,), b'b')`: an empty array. Its state follows.
     ("numpy.core.multiarray numpy._core.multiarray", "_reconstruct", lambda machine, cls, args: Array()),
     ("numpy.core.multiarray numpy._core.multiarray", "scalar", _scalar),
     ("numpy.core.numeric numpy._core.numeric", "_frombuffer", _frombuffer),

@@ -1,7 +1,7 @@
-"""Enums that a pickle may name: their members, which Python 3.11.0 to 3.11.3 pickles by name, as `getattr(cls, name)`.
+"""Members of enums in pickles. Python 3.11.0 to 3.11.3 pickles them by name, as `getattr(cls, name)`.
 
-Every other Python pickles them by value, as `cls(value)`, which takes no table.  The members are those of torch 2.13,
-DeepSpeed 0.19, megatron-core 0.16, transformers 5.23 and accelerate 1.15, and older ones beside them.
+Other Python versions pickle them by value, as `cls(value)`, and need no table. The members come from torch 2.13,
+DeepSpeed 0.19, megatron-core 0.16, transformers 5.23, accelerate 1.15 and some older versions.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any
 
 from ckpt.plan import dtypes
 
-#: The enums of each module, or of several, with their members as `NAME=value`; of a NAME alone the value is the same in
-#: small letters, and of `NAME=` as it is.
+#: Enums by module. `NAME=value` gives a member's value, a plain NAME has its lower-case name as the value, and `NAME=`
+#: its unchanged name.
 _ENUMS: Mapping[str, Mapping[str, str]] = {
     "uuid": {"SafeUUID": "safe=0 unsafe=-1 unknown=None"},
     "torch.distributed.checkpoint.metadata": {
@@ -98,7 +98,7 @@ _ENUMS: Mapping[str, Mapping[str, str]] = {
     "deepspeed.runtime.zero.config": {
         "ZeroStageEnum": "disabled=0 optimizer_states=1 gradients=2 weights=3 max_stage=3",
     },
-    # before megatron-core, and Megatron-DeepSpeed; `alibi` is left out, as it has two values in two forks
+    # before megatron-core, and Megatron-DeepSpeed; `alibi` is left out: its value differs between two forks
     "megatron.model.enums megatron.enums": {
         "LayerType": "encoder=1 decoder=2 retro_encoder=3 retro_decoder=4 retro_decoder_with_retriever=5",
         "AttnType": "self_attn=1 cross_attn=2",
@@ -118,12 +118,12 @@ def _value(word: str) -> tuple[str, Any]:
     return name, None if text == "None" else int(text) if text.lstrip("-").isdigit() else text
 
 
-#: The values by name of each enum, by module and class.
+#: Each enum's values by name, by module and class.
 ENUMS: Mapping[tuple[str, str], Mapping[str, Any]] = {
     (module, name): dict(map(_value, members.split()))
     for modules, enums in _ENUMS.items()
     for module in modules.split()
     for name, members in enums.items()
 }
-#: Signals with their numbers: these Pythons, and those to 3.10, pickle them by their names in the module `signal`.
+#: Signal numbers. Python 3.11.0 to 3.11.3, and versions up to 3.10, pickle signals by name in the module `signal`.
 SIGNALS: Mapping[str, int] = {one.name: one.value for one in signal.Signals}

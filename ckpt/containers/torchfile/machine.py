@@ -1,17 +1,15 @@
-"""The machine that runs a pickle and imports nothing.
+"""Pickle machine without imports.
 
-A pickle is a program.  This machine runs it over inert things only: a global is looked up in a table by its exact
-(module, name), never imported; what is "called" is an entry of that table, a function of ours that checks its
-arguments and makes a plain value, a `Record` or a `StoredTensor`.  Any other global is refused by name.  The table
-is an argument (`ckpt.containers.torchfile.table` has the one that files are read with).
+A pickle is a program. This machine runs it on inert values only. A global is looked up in a table by its exact (module,
+name), never imported. A call runs a table entry: our function checks the arguments and returns a plain value, a
+`Record` or a `StoredTensor`. Any other global is refused by name. `ckpt.containers.torchfile.table` is the usual table.
 
-The machine is total: whatever the bytes, it returns or raises a `CkptError`.  Its memory is linear in the length
-of the pickle (it makes a container for every four bytes at most, where pickles of checkpoints have one for every ten),
-keys whose hashes are alike are few, it does not recurse, and what it returns is a tree that naive recursive code can
-walk: at most `MAX_DEPTH` deep, free of cycles other than through a `Record`, and not much larger unfolded than the
-pickle is.
+The machine is total: for any bytes, it returns or raises a `CkptError`. Its memory is linear in the pickle's length: at
+most one container per four bytes (checkpoints have one per ten). It limits keys with equal hashes, and does not
+recurse. The result is a tree for simple recursive code: at most `MAX_DEPTH` deep, without cycles except through a
+`Record`, and not much larger unfolded than the pickle.
 
-Opcodes after Python 3.13's `pickletools` (protocols 0 to 5).
+Opcodes follow Python 3.13's `pickletools` (protocols 0 to 5).
 """
 
 from __future__ import annotations
@@ -45,35 +43,34 @@ from ckpt.containers.torchfile.values import (
 )
 from ckpt.plan.dtypes import DType
 
-#: What a pickle may name, by (module, name): a `Global`, a constant, or `Unsupported`.
+#: Allowed names: a `Global`, a constant, or `Unsupported` by (module, name).
 Table = Mapping[tuple[str, str], Any]
 
 _TOO_DEEP_A_KEY = 8
-#: Keys compared with others of the same hash.  Real ones that are no text are a handful of numbers and tuples.
+#: Comparisons between keys with equal hashes. Real non-text keys are a handful of numbers and tuples.
 _MAX_ALIKE = 1 << 20
-#: What has a hash of its own, or one that nobody outside this process can foresee.
+#: Types with a unique hash, or one that no other process can predict.
 _UNLIKE = frozenset((str, bytes, bool, type(None), DType, Record, Global, PurePosixPath, PureWindowsPath))
-#: Bytes after which what there is so far is looked at, and how much more there is when it is walked again.
+#: Bytes between checks, and growth factor between full tree walks.
 _LOOK, _WALK = 1 << 18, 4
-#: Containers that a pickle has whatever its length, and bytes for each further one.  Real ones have 9 and more.
+#: Containers allowed for any pickle, and bytes per further container. Real pickles have 9 or more.
 _FREE_CONTAINERS, _CONTAINER = 1 << 16, 4
 
-#: What may be a key: hashed in constant time, and without calling anything of the file's.
+#: Key types with a constant-time hash that calls no code from the file.
 _KEYS = frozenset((str, int, float, bool, type(None), bytes, complex, DType, Record, Global, frozenset, range))
 _KEYS |= {PurePosixPath, PureWindowsPath, *TIMES.values()}
 
-#: What the operations of the machine raise when a pickle does not make sense: stack or memo empty, a value of a
-#: wrong type, a number out of range, text that is not UTF-8.
+#: Errors from operations on a senseless pickle: empty stack or memo, wrong type, number out of range, invalid UTF-8.
 _MEANT_AS_MALFORMED = (LookupError, TypeError, ValueError, ArithmeticError, AttributeError, MalformedError)
 
 
 @dataclass(slots=True, eq=False)
 class Machine:
-    """One run over one pickle, whose globals are those of `table`.
+    """One run over one pickle, with names from `table`.
 
-    `persistent` resolves a persistent id (torch's storages); without it, persistent ids are refused.  `runs` is called
-    with the position behind each mark and returns the one to go on from: it has read what stands between them, as the
-    opcodes there would have done but for the `skipped` entries of the memo that nothing is to refer to.
+    `persistent` resolves a persistent id (torch's storages). Without it, persistent ids are refused. `runs` is called
+    with the position after each mark and returns the position to continue from. It must have the effect of the opcodes
+    in between, except for `skipped` memo entries that nothing refers to.
     """
 
     data: bytes
@@ -96,22 +93,22 @@ class Machine:
     unlisted: dict[int, Record] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        # Elements that may be copied.  A pickler emits each container once, so copies are bounded by the length;
-        # a bomb copies one long list again and again.
+        # Elements that may be copied. A pickler emits each container once, so the length bounds the copies. A bomb
+        # copies one long list again and again.
         self.allowance = 4 * len(self.data) + (1 << 16)
 
     def run(self, start: int = 0) -> tuple[Any, int]:
-        """Run the pickle that begins at `start`; return its object and the position behind it.
+        """Run the pickle at `start`. Return its object and the position after it.
 
-        Raises UnsafeError for a global outside the table or a call of what is not callable there, CorruptError
-        for a pickle that makes no sense, and CutShortError where the bytes end before the pickle does.
+        Raise UnsafeError for a global outside the table or a call of something uncallable, CorruptError for a senseless
+        pickle, and CutShortError if the bytes end before the pickle.
         """
         data, handlers, stack, memo, at = self.data, _HANDLERS, self.stack, self.memo, start
         skipped = self.skipped
         try:
-            while True:  # CPython 3.11 specialises loops that end in a plain jump, and no others
+            while True:  # CPython 3.11 specialises only loops that end in a plain jump
                 code = data[at]
-                # What most of a large pickle consists of is done here, without a call.
+                # The most frequent opcodes are inlined here to avoid a call.
                 if code == _MEMOIZE:
                     memo[len(memo) + skipped] = stack[-1]
                     at += 1
@@ -144,7 +141,7 @@ class Machine:
             if self.unlisted:
                 self.check_unlisted()
             return value, at + 1
-        except struct.error:  # a number that an opcode's argument begins with
+        except struct.error:  # an opcode's numeric argument is cut off
             raise CutShortError from None
         except _MEANT_AS_MALFORMED as error:
             if at >= len(data) or (at + 1 == len(data) and data[at] in _ONE_BYTE):
@@ -154,7 +151,7 @@ class Machine:
             ) from None
 
     def prove(self, length: int) -> None:
-        """Refuse what could not be walked, or makes objects and nothing else, before it fills the memory."""
+        """Refuse a tree that cannot be walked, or a flood of objects, before it fills the memory."""
         self.look = length + _LOOK
         if self.containers > _FREE_CONTAINERS + length // _CONTAINER:
             raise MalformedError("it makes more objects than a pickle of its length holds")
@@ -163,7 +160,7 @@ class Machine:
             check_tree(self.stack, length)
 
     def line_at(self, pos: int, limit: int = MAX_LINE) -> tuple[bytes, int]:
-        """The text up to the next newline, and the position behind it."""
+        """Return the text up to the next newline, and the position after it."""
         end = self.data.find(b"\n", pos, pos + limit)
         if end < 0:
             if len(self.data) - pos < limit:
@@ -172,7 +169,7 @@ class Machine:
         return self.data[pos:end], end + 1
 
     def pop_mark(self) -> list[Any]:
-        """What was pushed since the last mark."""
+        """Return the values pushed since the last mark."""
         stack = self.stack
         mark = self.marks.pop()
         if mark > len(stack):
@@ -182,15 +179,15 @@ class Machine:
         return items
 
     def spend(self, copies: int) -> None:
-        """Account for elements that are copied, so that a small pickle cannot make large objects."""
+        """Count copied elements, so that a small pickle cannot make large objects."""
         self.allowance -= copies
         if self.allowance < 0:
             raise MalformedError("it copies more than it holds")
 
     def check_new_key(self, target: Any, key: Any) -> None:
-        """Refuse a key that `check_key` refuses, and one of many of `target` whose hashes are all alike.
+        """Refuse a key that `check_key` refuses, or too many keys in `target` with equal hashes.
 
-        Each of these is compared with all before it: -1 and -2 have one hash, and so have all tuples of them.
+        Each such key is compared with all earlier ones: -1 and -2 have the same hash, and so do all tuples with them.
         """
         self.check_key(key)
         if type(key) in _UNLIKE or (type(key) is int and -2 < key < 1 << 60):
@@ -214,7 +211,7 @@ class Machine:
             raise MalformedError(f"a {kind.__name__} as a key")
 
     def look_up(self, module: Any, name: Any) -> Any:
-        """The table's entry for a global; UnsafeError where it has none, or one that says that it is not read."""
+        """Return the table's entry for a global. Raise UnsafeError if it is missing or unsupported."""
         if type(module) is not str or type(name) is not str:
             raise MalformedError("the name of a global is no text")
         try:
@@ -228,7 +225,7 @@ class Machine:
             ) from None
         if type(found) is Unsupported:
             self.unsupported(found.what)
-        if type(found) is Record:  # a constant: what a pickle does to its own stays there
+        if type(found) is Record:  # a constant: copied, so that a pickle cannot change the table
             return Record(found.module, found.name, found.args)
         return found
 
@@ -236,7 +233,7 @@ class Machine:
         raise UnsafeError(f"the file holds {what}, which is not supported", path=self.path)
 
     def call(self, function: Any, args: Any) -> Any:
-        """What a call of `function`, an entry of the table, makes of `args`; UnsafeError where it is no function."""
+        """Call the table entry `function` with `args`. Raise UnsafeError if it is not callable."""
         if type(function) is not Global or function.build is None:
             name = function.typename if type(function) is Global else f"an object of type {type(function).__name__}"
             raise UnsafeError(f"the pickle calls {name}, which cannot be called; nothing was run", path=self.path)
@@ -245,17 +242,17 @@ class Machine:
         return function.build(self, function, args)
 
     def new(self, cls: Global, args: tuple[Any, ...]) -> Any:
-        """Make an object of `cls`; one of a class outside the table is a record, whatever its arguments."""
+        """Create an object of `cls`. If its class is outside the table, it is a record whatever its arguments."""
         return self.call(cls, args) if cls.is_listed else self.record(cls, args)
 
     def record(self, cls: Global, args: tuple[Any, ...]) -> Record:
-        """Make the record of an object of a class outside the table."""
+        """Return a record for an object whose class is outside the table."""
         made = Record(cls.module, cls.name, args)
         self.unlisted[id(made)] = made
         return made
 
     def check_unlisted(self) -> None:
-        """Refuse an object of a class outside the table with a tensor inside: its meaning is unknown."""
+        """Refuse a tensor inside an object with a class outside the table: its meaning is unknown."""
         waiting: list[tuple[Record, Any]] = [(one, one) for one in self.unlisted.values()]
         seen: set[int] = set()
         while waiting:
@@ -279,8 +276,8 @@ class Machine:
         target.extend(items)
 
     def dict_update(self, target: Any, items: list[Any]) -> Any:
-        """Set `items`, a key and its value in turn, on a dict, and return it."""
-        if id(target) in self.unlisted:  # an object of a class derived from dict
+        """Set `items` (alternating keys and values) on a dict, and return it."""
+        if id(target) in self.unlisted:  # its class derives from dict
             target.kwargs = target.kwargs or {}
             self.dict_update(target.kwargs, items)
             return target
@@ -306,7 +303,7 @@ class Machine:
 
 
 def way_out(module: str) -> str:
-    """Return the hint for a refused name: the framework, and how to save a file that can be read."""
+    """Return the hint for a refused name: the framework, and how to save a readable file."""
     package = printable(module.partition(".")[0], 100)
     return (
         f"load the file with {package}, only if you trust where it comes from, and save tensors and "
@@ -326,8 +323,8 @@ def _reason(error: Exception) -> str:
 
 # --- opcodes ---------------------------------------------------------------------------------------------------
 #
-# A handler takes the machine and the position behind the opcode.  It returns the position behind the opcode's
-# argument, or None for an opcode that has none.  Those that `Machine.run` does itself have no handler.
+# A handler takes the machine and the position after the opcode. It returns the position after the argument, or None for
+# an opcode without argument. Opcodes inlined in `Machine.run` have no handler.
 
 _Handler = Callable[[Machine, int], int | None]
 
@@ -344,9 +341,9 @@ def _push_number(layout: str) -> _Handler:
 
 
 def _counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = None, what: str = "") -> _Handler:
-    """Push what is made from the bytes that follow their number, once they are known to be there.
+    """Push a value built from counted bytes, after checking that they exist.
 
-    A number that is negative or above `most` is refused as `what`.
+    A negative count, or one above `most`, is refused with `what`.
     """
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
@@ -366,7 +363,7 @@ def _counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = 
 
 
 def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
-    """Push what is made from the text up to the next newline."""
+    """Push a value built from the text up to the next newline."""
 
     def handler(machine: Machine, pos: int) -> int:
         line, pos = machine.line_at(pos, limit)
@@ -377,12 +374,12 @@ def _line(made_from: Callable[[bytes], Any], limit: int = MAX_LINE) -> _Handler:
 
 
 def _numbered() -> MalformedError:
-    """`Machine.runs` counts entries of the memo, and a pickle that numbers them itself is to be read without it."""
+    """Return the error for explicit memo numbers. `Machine.runs` counts entries, so read such a pickle without it."""
     return MalformedError("entries of the memo are numbered")
 
 
 def _put(layout: str) -> _Handler:
-    """Store what is on top of the stack in the memo, at the index that follows."""
+    """Memoize the top of the stack at the index that follows."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def handler(machine: Machine, pos: int) -> int:
@@ -400,7 +397,7 @@ def _constant(value: Any) -> _Handler:
 
 
 def _empty(kind: type) -> _Handler:
-    weight = 4 if kind is set else 1  # as large as so many others
+    weight = 4 if kind is set else 1  # about the size of four lists
 
     def handler(machine: Machine, pos: int) -> None:
         machine.containers += weight
@@ -410,7 +407,7 @@ def _empty(kind: type) -> _Handler:
 
 
 def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
-    """Push what is made from all that was pushed since the last mark."""
+    """Push a value built from everything since the last mark."""
 
     def handler(machine: Machine, pos: int) -> None:
         machine.containers += 1
@@ -420,7 +417,7 @@ def _from_mark(made_from: Callable[[Machine, list[Any]], Any]) -> _Handler:
 
 
 def _into_top(put: Callable[[Machine, Any, list[Any]], Any]) -> _Handler:
-    """Put all that was pushed since the last mark into the container below it."""
+    """Put everything since the last mark into the container below it."""
 
     def handler(machine: Machine, pos: int) -> None:
         items = machine.pop_mark()
@@ -481,7 +478,7 @@ def _tuple3(machine: Machine, pos: int) -> int | None:
 
 
 def _reduce_of_tuple(machine: Machine, pos: int) -> int | None:
-    """Memoize a tuple, call a function with it alone, and memoize the result, where the pickle goes on so: a Size."""
+    """Memoize a tuple, call a function with it, and memoize the result, if these opcodes follow: a Size."""
     if not machine.data.startswith(_REDUCE_OF_TUPLE, pos):
         return None
     stack, memo = machine.stack, machine.memo
@@ -494,7 +491,7 @@ def _reduce_of_tuple(machine: Machine, pos: int) -> int | None:
 
 
 def _no_arguments(machine: Machine, pos: int) -> int | None:
-    """Push (), and where the pickle goes on so, make an object without arguments and begin the dict of its state."""
+    """Push (). If the opcodes for an object without arguments follow, create it and begin its state dict."""
     stack, memo = machine.stack, machine.memo
     stack.append(())
     if not machine.data.startswith(_OBJECT_WITH_STATE, pos):
@@ -566,12 +563,12 @@ def _obj(machine: Machine, pos: int) -> None:
 
 
 def _reduce(machine: Machine, pos: int) -> None:
-    """REDUCE, and NEWOBJ of a listed class: for the table a function and a class are alike."""
+    """Run REDUCE, or NEWOBJ for a listed class. The table treats functions and classes alike."""
     stack = machine.stack
-    machine.containers += 2  # as large as so many
+    machine.containers += 2  # about the size of two containers
     args = stack.pop()
     function = stack[-1]
-    # This is the hot path of a file of many tensors; `call` says what is wrong where something is.
+    # The hot path for files with many tensors. `call` reports errors.
     if type(function) is Global and function.build is not None and type(args) is tuple:
         stack[-1] = function.build(machine, function, args)
     else:
@@ -600,7 +597,7 @@ def _newobj_ex(machine: Machine, pos: int) -> None:
 
 
 def _is_plain_state(state: Any) -> bool:
-    """Return True for the state of an object without code of its own to set it: `__dict__`, or that and slots."""
+    """Return True for a state that needs no own code to set: `__dict__`, or a pair with slots."""
     parts = state if type(state) is tuple and len(state) == 2 else (state,)
     return all(part is None or type(part) is dict for part in parts)
 
@@ -649,10 +646,10 @@ def _binpersid(machine: Machine, pos: int) -> None:
 
 _STOP, _MARK, _MEMOIZE, _LONG_GET, _GET, _BYTE = b".(\x94jhK"
 _u32 = struct.Struct("<I").unpack_from
-#: What protocol 4 has in a row for every torch.Size, and for every object of a class; each is done at once.
+#: Protocol 4's opcode sequences for every torch.Size and for every object, each handled in one step.
 _REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
 _OBJECT_WITH_STATE = b"\x81\x94}\x94("
-#: Opcodes whose argument, one byte, is read where it is used: they are most of a large pickle.
+#: Opcodes with a one-byte argument, read in place: they make up most of a large pickle.
 _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {
@@ -719,7 +716,7 @@ OPCODES: Mapping[bytes, _Handler] = {
     b"o": _obj,
     b"\x81": _newobj,
     b"\x92": _newobj_ex,
-    # the frame of it all
+    # framing
     b"\x80": _proto,
     b"\x95": _frame,
     b"P": _unsupported("a persistent id in text form"),

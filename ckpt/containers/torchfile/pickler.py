@@ -1,23 +1,23 @@
-"""A pickler of our own: it writes what `ckpt.containers.torchfile.unpickle` reads, and imports nothing.
+"""Pickler for the values that `ckpt.containers.torchfile.unpickle` reads. It imports nothing.
 
-What goes in is what comes out of the unpickler: plain values, `StoredDict`, `Record`, `Global`, `DType`, `Array`.
-New objects are made as `Record(module, name, args, state=...)`.  What is no plain value of torch's needs a word:
+It takes the unpickler's values: plain values, `StoredDict`, `Record`, `Global`, `DType`, `Array`. New objects are
+`Record(module, name, args, state=...)`. Three more types exist for output:
 
-    Size          a tuple that is to become a torch.Size
-    StreamedDict  a dict whose items are made while they are written; nothing else refers to them
-    TensorRef     a tensor whose elements lie in a storage of the file; `tensors` makes one of each tensor
+    Size          a tuple written as a torch.Size
+    StreamedDict  a dict with items built during writing; nothing else refers to them
+    TensorRef     a tensor with elements in a storage of the file; `tensors` returns one for each tensor
 
-How a `Record` is written follows from what it holds, as the frameworks' classes are pickled: without arguments it
-is made by NEWOBJ (the class's `__new__`, never its `__init__`), with arguments by REDUCE (enums, functions,
-namedtuples, `torch.device`), then its state, if any, is set by BUILD.
+The content of a `Record` decides its form, like for the frameworks' classes. Without arguments, NEWOBJ creates it (the
+class's `__new__`, never its `__init__`). With arguments, REDUCE does (enums, functions, namedtuples, `torch.device`).
+Then BUILD sets the state, if any.
 
-An object that stands in several places is written once (by identity), equal texts and sizes too.  The same value gives
-the same bytes in every process: sets are sorted.  Two things are lost where they were lost on reading: the factory of
-a `defaultdict`, and numpy's scalars, which have become Python's.
+A repeated object (by identity), text or size is written once. The same value gives the same bytes in every process,
+because sets are sorted. Two things are lost, already on reading: a `defaultdict`'s factory, and numpy scalars (they
+became Python's).
 
-Opcodes after Python 3.13's `pickle.py`; how tensors are written after torch 2.13's `_tensor.py`, `_utils.py`,
-`nn/parameter.py` and `serialization.py`.  In protocol 2 only opcodes and names stand that `torch.load` accepts with
-`weights_only=True`, wherever the classes themselves are accepted.
+Opcodes follow Python 3.13's `pickle.py`. Tensors follow torch 2.13's `_tensor.py`, `_utils.py`, `nn/parameter.py` and
+`serialization.py`. Protocol 2 output has only opcodes and names accepted by `torch.load` with `weights_only=True`, if
+the classes themselves are accepted.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from ckpt.containers.torchfile.table import STORAGES
 from ckpt.containers.torchfile.values import TIMES, Array, Global, Record, StoredDict
 from ckpt.plan.dtypes import DType
 
-#: Python's own picklers write containers in parts of this length.
+#: Batch length for containers in Python's own picklers.
 _BATCH = 1000
 
-#: torch's storage class of a dtype.  A dtype that is not here is written as bytes (`UntypedStorage`).
+#: torch's storage class for each dtype. Other dtypes are written as bytes (`UntypedStorage`).
 _STORAGES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 class Size(tuple[int, ...]):
-    """A tuple that is written as a torch.Size."""
+    """A tuple written as a torch.Size."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedDict:
-    """A dict of many items, which are let go as they are written: each stands here alone."""
+    """A dict with many items, each freed after writing. No other object refers to them."""
 
     made: Iterable[tuple[Any, Any]]
 
 
 @dataclass(frozen=True, slots=True)
 class TensorRef:
-    """A tensor within the file: `key` names its storage, which holds `numel` elements of `dtype`.
+    """A tensor in the file. `key` names its storage with `numel` elements of `dtype`.
 
-    `attributes` are its Python attributes; `parameter` makes it a torch.nn.Parameter.
+    `attributes` are its Python attributes. `parameter` makes it a torch.nn.Parameter.
     """
 
     dtype: DType
@@ -74,29 +74,29 @@ class TensorRef:
 
 
 def dumps(value: Any, *, protocol: int = 2, tensors: Callable[[Any], TensorRef | None] | None = None) -> bytes:
-    """The pickle of `value`; protocol 2 is torch.save's, protocol 4 that of DCP's `.metadata`.
+    """Return the pickle of `value`. torch.save uses protocol 2, DCP's `.metadata` protocol 4.
 
-    `tensors` is asked about every object that this module has no rule for; None says that it is no tensor.  Raises
-    LossError for an object that cannot be written.
+    `tensors` is called for every object without a rule here, and returns None if it is no tensor. Raise LossError for
+    an object that cannot be written.
     """
     if protocol not in (2, 4):
         raise ValueError(f"protocol {protocol}: only 2 and 4 are written")
     encoder = _Encoder(protocol, tensors, bytearray((0x80, protocol)))
     encoder.save(value)
     out = encoder.out
-    del encoder  # and its memo, before there are two copies of what may be large
+    del encoder  # free its memo before copying a large buffer
     out += b"."
     return bytes(out)
 
 
 @dataclass(slots=True)
 class _Encoder:
-    """One run of the pickler: the bytes so far, and the memo."""
+    """One pickler run: the output so far, and the memo."""
 
     protocol: int
     tensors: Callable[[Any], TensorRef | None] | None
     out: bytearray = field(default_factory=bytearray)
-    #: By identity; the objects are kept, so that their ids are not given to others.
+    #: By identity. The objects are kept so that their ids are not reused.
     memo: dict[int, int] = field(default_factory=dict)
     kept: list[Any] = field(default_factory=list)
     texts: dict[str, int] = field(default_factory=dict)
@@ -130,7 +130,7 @@ class _Encoder:
     # The memo.
 
     def next_index(self) -> int:
-        """Put what is on top of the stack into the memo; return its index."""
+        """Memoize the top of the stack and return its index."""
         index = len(self.memo) + len(self.texts) + len(self.names) + len(self.sizes)
         if self.protocol >= 4:
             self.out += b"\x94"
@@ -166,8 +166,8 @@ class _Encoder:
         self.texts[value] = self.next_index()
 
     def name(self, module: str, name: str) -> None:
-        """A class or function by its name; nested classes as Python writes them in this protocol."""
-        if module == "__builtin__":  # Python 2's name, which protocol 2 keeps
+        """Write a class or function name, with nested classes in the protocol's own form."""
+        if module == "__builtin__":  # Python 2's name, kept by protocol 2
             module, name = "builtins", _PYTHON2_NAMES.get(name, name)
         index = self.names.get((module, name))
         if index is not None:
@@ -195,7 +195,7 @@ class _Encoder:
     # Containers.
 
     def plain_tuple(self, items: tuple[Any, ...]) -> None:
-        """A tuple that nothing else refers to."""
+        """Write a tuple without references from elsewhere."""
         if len(items) > 3:
             self.out += b"("
         for item in items:
@@ -220,7 +220,7 @@ class _Encoder:
     # Tensors.
 
     def tensor(self, ref: TensorRef) -> None:
-        """Write a tensor the way torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__` do."""
+        """Write a tensor like torch's `Tensor.__reduce_ex__` and `Parameter.__reduce_ex__`."""
         if ref.parameter:
             self.name("torch._utils", "_rebuild_parameter_with_state" if ref.attributes else "_rebuild_parameter")
             self.out += b"("
@@ -247,7 +247,7 @@ class _Encoder:
         self.out += b"R"
 
     def rebuild_args(self, ref: TensorRef, requires_grad: bool) -> None:
-        """`(storage, offset, shape, strides, requires_grad, hooks[, dtype])`."""
+        """Write `(storage, offset, shape, strides, requires_grad, hooks[, dtype])`."""
         kind = _STORAGES.get(ref.dtype.name)
         self.out += b"(("
         self.text("storage")
@@ -271,7 +271,7 @@ class _Encoder:
 
 
 def _rebuild(ref: TensorRef) -> str:
-    """The function that makes a tensor; the newer one takes the dtype."""
+    """Return the function that rebuilds a tensor. The newer one takes the dtype."""
     return "_rebuild_tensor_v2" if ref.dtype.name in _STORAGES else "_rebuild_tensor_v3"
 
 
@@ -288,7 +288,7 @@ _TUPLES = (b")", b"\x85", b"\x86", b"\x87", b"t")
 
 # --- plain values --------------------------------------------------------------------------------------------
 #
-# Immutable, so that it makes no difference how often they are written.
+# They are immutable, so repeating them makes no difference.
 
 
 def _bool(encoder: _Encoder, value: bool) -> None:
@@ -321,7 +321,7 @@ def _steps(encoder: _Encoder, value: slice | range) -> None:
 
 
 def _time(encoder: _Encoder, value: Any) -> None:
-    made = value.__reduce_ex__(2)  # the standard library's own: a class and plain arguments
+    made = value.__reduce_ex__(2)  # the standard library's form: a class and plain arguments
     encoder.call("datetime", type(value).__name__, *made[1])
 
 
@@ -345,11 +345,11 @@ _PLAIN: dict[Any, Callable[[_Encoder, Any], None]] = {
 
 # --- objects -------------------------------------------------------------------------------------------------
 #
-# Each is written once, and referred to from then on.
+# Each is written once and then referenced.
 
 
 def _bytes(encoder: _Encoder, value: bytes) -> None:
-    """Protocol 2 has no opcode for bytes; Python calls a codec there."""
+    """Write bytes. Protocol 2 has no opcode for them, so Python calls a codec."""
     if encoder.protocol == 2:
         encoder.call("_codecs", "encode", value.decode("latin-1"), "latin1")
     elif len(value) < 256:
@@ -368,7 +368,7 @@ def _tuple(encoder: _Encoder, value: tuple[Any, ...]) -> None:
     known = encoder.memo.get(id(value))
     if known is None:
         encoder.put(value)
-    else:  # it contains itself through a Record: writing its items has written it, so that one is fetched
+    else:  # it contains itself through a Record: writing the items has already written it
         encoder.out += b"0"
         encoder.get(known)
 
@@ -404,7 +404,7 @@ def _stored_dict(encoder: _Encoder, value: StoredDict) -> None:
 
 
 def _built_in(encoder: _Encoder, value: set[Any] | frozenset[Any] | bytearray) -> None:
-    """A call of the class; the elements of a set in an order that does not depend on their hashes."""
+    """Write a call of the class. A set's elements are sorted, independent of their hashes."""
     is_set = not isinstance(value, bytearray)
     made_of = sorted(value, key=lambda item: (type(item).__name__, repr(item))) if is_set else bytes(value)
     encoder.call("builtins", type(value).__name__, made_of)
@@ -434,7 +434,7 @@ def _record(encoder: _Encoder, value: Record) -> None:
         encoder.out += b"b"
 
 
-#: Tensors without elements of their own.  They belong to the ranks that wrote them.
+#: Tensors without own elements. They belong to the ranks that wrote them.
 _WRAPPERS = frozenset(
     {
         "torch.distributed.tensor.DTensor",
@@ -446,7 +446,7 @@ _WRAPPERS = frozenset(
 
 
 def _array(encoder: _Encoder, value: Array) -> None:
-    """Write an array the way numpy's `ndarray.__reduce__` does.  numpy has the module's name since 1.26."""
+    """Write an array like numpy's `ndarray.__reduce__`, with the module name used since numpy 1.26."""
     encoder.call("numpy._core.multiarray", "_reconstruct", Global("numpy", "ndarray"), (0,), b"b")
     encoder.put(value)
     data = value.data if value.objects is None else value.objects

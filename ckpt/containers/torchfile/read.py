@@ -1,26 +1,24 @@
-"""Files written by `torch.save`, read without torch and without reading tensor data.
+"""Reader for `torch.save` files. It needs no torch and reads no tensor data.
 
-Two containers.  Since torch 1.6 a zip archive, all of it stored, under one folder named after the file (or
-`archive`):
+There are two containers. Since torch 1.6 it is an uncompressed zip archive. All records are in one folder with the
+file's name (or `archive`):
 
     data.pkl                 the objects, with a persistent id for each storage
-    byteorder                `little` or `big`; absent before torch 2.1, which means little
+    byteorder                `little` or `big`; missing before torch 2.1, meaning little
     data/0, data/1, ...      the storages
     version, .format_version, .storage_alignment, .data/serialization_id
 
-Before that, and still with `_use_new_zipfile_serialization=False`, a row of pickles: magic number, protocol
-version, system info, the objects, the keys of the storages; then each storage: its number of elements (int64)
-and its bytes.
+Older files, and `_use_new_zipfile_serialization=False`, hold a sequence of pickles: magic number, protocol version,
+system info, the objects, the storages' keys. Then each storage follows: its number of elements (int64) and its bytes.
 
-The zip reader is strict where the zip format is lax, because what two readers see in one archive must be the
-same: no compression, no encryption, no comments, no duplicates, no overlaps, nothing before, between the central
-directory and the end, or behind it; a record ends, with the descriptor that repeats its sizes, where the next begins.
-After torch 2.13's `caffe2/serialize/inline_container` and miniz:
+The zip reader is stricter than the zip format, because two readers must see the same content in one archive. It allows
+no compression, encryption, comments, duplicates or overlaps, and no bytes before, after, or between the central
+directory and the end. Each record, with the descriptor that repeats its sizes, ends at the start of the next. Facts
+from torch 2.13's `caffe2/serialize/inline_container` and miniz:
 
-* every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names);
-* an empty record has neither bit 3 nor a descriptor;
-* the 64-bit end record and its locator are always there;
-* `torch.serialization.set_crc32_options(False)` writes 0 for every checksum, `skip_data` does for storages.
+* every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names); * an
+empty record has neither bit 3 nor a descriptor; * the 64-bit end record and its locator are always present; *
+`torch.serialization.set_crc32_options(False)` writes 0 for every checksum, `skip_data` only for storages.
 """
 
 from __future__ import annotations
@@ -42,15 +40,15 @@ from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
 from ckpt.move.source import opened, read_at
 
-#: Bytes of a central directory: some five million records.
+#: Bytes in a central directory: about five million records.
 MAX_DIRECTORY = 1 << 29
-#: Bytes of the pickles of a legacy file.  They are read in growing steps, as nothing says how long they are.
+#: Bytes in a legacy file's pickles. Their length is not stored, so they are read in growing steps.
 MAX_LEGACY_PICKLE = 1 << 26
 
 
 @dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A record of the file that was used: where its bytes are, and their CRC-32 if the file has one."""
+    """A used record: its position, and its CRC-32 if the file has one."""
 
     name: str
     offset: int
@@ -62,10 +60,10 @@ class StoredRecord:
 class TorchFile:
     """A file written by torch.save.
 
-    `root` is the object that was saved (see `ckpt.containers.torchfile.values` for what stands for what).  `offset`
-    and `size` say which part of `path` it is; `records` are the parts of it that `root` refers to, by name (`data/0`;
-    in a legacy file, the storage's key), and `data.pkl`.  `container` is `zip` or `legacy`.  `folder` is the one in the
-    zip: the name under which the file was saved, without its suffix, or `archive` where it was saved as a stream.
+    `root` is the saved object (see `ckpt.containers.torchfile.values` for its types). `offset` and `size` give the
+    file's range in `path`. `records` holds `data.pkl` and the records used by `root`, by name (`data/0`, or the storage
+    key in a legacy file). `container` is `zip` or `legacy`. `folder` is the zip's folder: the file name at saving
+    without suffix, or `archive` for a stream.
     """
 
     path: str
@@ -84,15 +82,15 @@ def read(
     table: Table | None = None,
     alike: Pickles | None = None,
 ) -> TorchFile:
-    """Read the torch file `path`, or the one that is embedded at `offset` of it (an item of a `.distcp` file).
+    """Read the torch file `path`, or one embedded at `offset` (an item in a `.distcp` file).
 
-    Only the directory, `data.pkl` and small records are read.  `table` has the names that a pickle may hold, by
-    default `allowed()`; `alike` remembers pickles between calls, so that equal ones are parsed once.  Raises
+    Only the directory, `data.pkl` and small records are read. `table` holds the allowed names (default: `allowed()`).
+    `alike` caches pickles between calls, so that equal ones are parsed once. Raise
 
-    * NotFoundError: no such file, or it is something else (a plain pickle, a tar file, ...);
-    * CorruptError: truncated, overwritten with zeros, or contradicting itself;
-    * UnsafeError: a global outside the table, or a container that is made to deceive (compressed or duplicate records,
-      headers that contradict the directory, overlaps), or a TorchScript program;
+    * NotFoundError: no such file, or another kind of file (a plain pickle, a tar file, ...); * CorruptError: truncated,
+    overwritten with zeros, or contradicting itself; * UnsafeError: a name outside the table, a deceptive container
+    (compressed or duplicate records, headers that
+      contradict the directory, overlaps), or a TorchScript program;
     * StorageError: the file cannot be read.
     """
     path = os.fspath(path)
@@ -112,7 +110,7 @@ def read(
 
 @dataclass(frozen=True, slots=True)
 class _Region:
-    """A part of an open file.  Offsets in it count from its start; `start` is where that is in the file."""
+    """A range of an open file, starting at `start`. Offsets count from there."""
 
     fd: int
     path: str
@@ -157,7 +155,7 @@ def _read_region(region: _Region, alike: Pickles | None) -> TorchFile:
 
 
 def _refuse_other(region: _Region, head: bytes, tail: bytes) -> NoReturn:
-    """Say what the file is instead of one written by torch.save."""
+    """Raise an error that says what the file is instead."""
     if not head.strip(b"\0"):
         region.corrupt(
             "the file begins with zeros: it was not written completely",
@@ -197,10 +195,10 @@ _end64_fields = struct.Struct("<4sQHHIIQQQQ").unpack
 # Versions, times and attributes are skipped: signature, flags, method, crc32, sizes, lengths[, disk, offset].
 _entry_fields = struct.Struct("<4s4xHH4xIIIHHHH6xI").unpack_from
 _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
-# What follows a record with bit 3: signature, crc32, sizes; the wide one where its size or its offset takes 64 bits.
+# Descriptor after a record with bit 3: signature, crc32, sizes. The wide one is for 64-bit sizes or offsets.
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
-#: Bytes of the 64-bit end record, its locator and the end record, which torch always writes.
+#: Size of the 64-bit end record, its locator and the end record. torch always writes all three.
 _END_SIZE = 56 + 20 + 22
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
@@ -211,7 +209,7 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 @dataclass(frozen=True, slots=True)
 class _ZipEntry:
-    """A line of the central directory.  `limit` is where the next record begins, or the directory."""
+    """A central directory entry. The next record, or the directory, starts at `limit`."""
 
     name: str
     flags: int
@@ -222,7 +220,7 @@ class _ZipEntry:
 
 
 def _refuse_zip_without_end(region: _Region) -> NoReturn:
-    """A zip archive whose last bytes are no end record: cut off, partly zeros, or with something behind the end."""
+    """Refuse a zip archive without an end record at its end: truncated, zeroed, or followed by other bytes."""
     tail_size = min(region.size, 22 + _FULL16)
     tail = region.read(region.size - tail_size, tail_size)
     zeros = len(tail) - len(tail.rstrip(b"\0"))
@@ -233,7 +231,7 @@ def _refuse_zip_without_end(region: _Region) -> NoReturn:
         region.truncated(region.size + 22 - (len(tail) - at))
     if at >= 0 and _ends_here(region, tail[at : at + 22], region.size - tail_size + at):
         region.unsafe("the zip archive has a comment, or something else behind its end")
-    # With one of the other records of an end in its place it is whole, and its last record damaged.
+    # If another end record is still there, the file is complete and only its last record is damaged.
     is_cut_off = not any(signature in tail[-_END_SIZE:] for signature in (_END64, _LOCATOR, _END))
     raise (IncompleteError if is_cut_off else CorruptError)(
         "the file is truncated" if is_cut_off else "the end of the zip archive is damaged",
@@ -252,15 +250,15 @@ def _zeros_at_end(region: _Region, zeros: int) -> NoReturn:
 
 
 def _ends_here(region: _Region, end: bytes, at: int) -> bool:
-    """Whether `end`, found at `at`, is a real end record and not bytes of a tensor that look like one."""
+    """Return True if `end` is a real end record, not similar bytes in a tensor."""
     _, _, _, _, _, size, offset, _ = _end_fields(end)
     return offset + size == at or (at >= 20 and region.read(at - 20, 4) == _LOCATOR)
 
 
 def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
-    """Offset and size of the central directory, and its records' number.
+    """Return the central directory's offset, size and number of records.
 
-    It must end where the end records begin, and they where the file ends.
+    It must end at the first end record, and the end records at the file's end.
     """
     _, disk, first_disk, here, count, size, offset, comment = _end_fields(tail)
     if comment:
@@ -310,7 +308,7 @@ def _find_directory(region: _Region, tail: bytes) -> tuple[int, int, int]:
 
 
 def _read_directory(region: _Region, offset: int, length: int, count: int) -> dict[str, _ZipEntry]:
-    """Every record by its full name; proven to be stored, unencrypted, unique and, by their headers, disjoint."""
+    """Return every record by its full name. Refuse compressed, encrypted, duplicate or overlapping records."""
     data = region.read(offset, length)
     entries: dict[str, _ZipEntry] = {}
     at = 0
@@ -353,7 +351,7 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
 
 
 def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
-    """The 64-bit values for those of `narrow` that do not fit 32 bits, from the extra field with id 1."""
+    """Return `narrow` with values that need 64 bits replaced from the extra field with id 1."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -368,7 +366,7 @@ def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
 
 
 def _with_limits(region: _Region, entries: dict[str, _ZipEntry], end: int) -> dict[str, _ZipEntry]:
-    """The entries with their limits; refuses records that overlap by what the directory alone says."""
+    """Return the entries with their limits. Refuse records that overlap by the directory's numbers."""
     limit = end
     limited: dict[str, _ZipEntry] = {}
     for entry in sorted(entries.values(), key=lambda e: e.header, reverse=True):
@@ -397,7 +395,7 @@ def _refuse_program(region: _Region) -> NoReturn:
 
 
 def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
-    """Where the bytes of a record begin: behind its local header, which must agree with the directory."""
+    """Return a record's position after its local header. The header must agree with the directory."""
     raw_name = entry.name.encode()
     header = region.read(entry.header, _LOCAL_SIZE + len(raw_name))
     signature, flags, method, crc32, packed, size, name_size, extra_size = _local_fields(header)
@@ -427,9 +425,9 @@ def _locate(region: _Region, entry: _ZipEntry) -> StoredRecord:
 
 
 def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
-    """Raise CorruptError unless nothing but its descriptor lies between a record's `end` and what comes next.
+    """Raise CorruptError unless a record ends at its limit, with only its descriptor in between.
 
-    The length of the header's extra field stands in the header alone, and one wrong bit of it moves every element.
+    Only the local header holds its extra field's length, and one wrong bit there moves every element.
     """
     length = entry.limit - end
     if not entry.flags & _HAS_DESCRIPTOR:
@@ -447,7 +445,7 @@ def _check_end(region: _Region, entry: _ZipEntry, end: int) -> None:
 
 
 class _Archive:
-    """The records of one zip archive by their names within its folder, located when they are asked for."""
+    """Records of one zip archive, by name within its folder, located on demand."""
 
     def __init__(self, region: _Region, entries: dict[str, _ZipEntry]) -> None:
         self.region = region
@@ -465,7 +463,7 @@ class _Archive:
         return found
 
     def content(self, name: str, limit: int) -> bytes:
-        """The bytes of a record, checked against its CRC-32."""
+        """Return a record's bytes, checked against its CRC-32."""
         record = self.locate(name)
         if record.size > limit:
             most, found = f"at most {show_size(limit)}", show_size(record.size)
@@ -481,7 +479,7 @@ class _Archive:
 
 
 def _archive_folder(region: _Region, entries: dict[str, _ZipEntry]) -> str:
-    """The one folder in which all records stand, with its slash."""
+    """Return the common folder of all records, with a slash."""
     folders = {name.partition("/")[0] for name in entries}
     if any(_is_program(name) for name in entries):
         _refuse_program(region)
@@ -510,12 +508,12 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
         if known is not None:
             if known.dtype is dtype and known.numel == numel:
                 return known
-            # torch refuses to save this, and would take the dtype that comes first.
+            # torch refuses to save this, and would read the first dtype.
             region.corrupt(f"the pickle describes the storage data/{key} in two ways")
         nbytes = numel * dtype.itemsize
         if numel:
             record = archive.locate(f"data/{key}")
-            # A storage's length need not be a multiple of the element's.
+            # A storage's length need not be a multiple of the itemsize.
             if not 0 <= record.size - nbytes < dtype.itemsize:
                 region.corrupt(
                     f"the record data/{key} has another length than the storage",
@@ -524,7 +522,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
                 )
             storages[key] = Storage(region.path, record.offset, dtype, numel, record.size, key)
             return storages[key]
-        # An empty storage has no address, so torch cannot tell that two are the same.
+        # An empty storage has no address, so torch cannot share it.
         return Storage(region.path, region.start, dtype, 0, 0, key)
 
     root = _known_root(region, archive, alike.get(data)) if alike is not None else None
@@ -538,7 +536,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
 
 
 def _known_root(region: _Region, archive: _Archive, parsed: Parsed | None) -> Any:
-    """The root of an equal pickle in another file, if all storages lie at the same places; otherwise None."""
+    """Return the root of an equal pickle from another file if all storages have the same places, otherwise None."""
     if parsed is None or parsed.table is not region.table or parsed.start != region.start:
         return None
     for key, storage in parsed.storages.items():
@@ -560,7 +558,7 @@ def _check_byteorder(region: _Region, order: str) -> None:
 
 
 def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
-    """Dtype, key and number of elements of `("storage", type, key, location, numel[, view])`."""
+    """Return dtype, key and number of elements from `("storage", type, key, location, numel[, view])`."""
     if type(pid) is tuple and pid and pid[0] == "module":
         raise UnsafeError(
             "the pickle holds the class of a module, not just its weights; nothing was run", path=region.path
@@ -575,16 +573,16 @@ def _storage_id(region: _Region, pid: Any, length: int) -> tuple[Any, str, int]:
     return kind.dtype, key, numel
 
 
-# --- the format before zip -----------------------------------------------------------------------------------
+# --- before the zip format -----------------------------------------------------------------------------------
 
 _LEGACY_VERSION = 1001
-#: 0x1950a86a20f9469cfc6c as a LONG1.
+#: The number 0x1950a86a20f9469cfc6c, pickled with LONG1.
 _LEGACY_MAGIC = b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19"
 
 
 @dataclass(slots=True)
 class _LegacyStorages:
-    """The storages that the pickle names, in its first run; where they are, in its second."""
+    """Storages in a legacy pickle. The first run collects their dtypes, the second knows their places."""
 
     region: _Region
     dtypes: dict[str, Any]
@@ -592,7 +590,7 @@ class _LegacyStorages:
 
     def __call__(self, pid: Any) -> Storage:
         dtype, key, numel = _storage_id(self.region, pid, 6)
-        # Elements are counted in the dtype that comes first; torch saves no other one for what is not empty.
+        # The first dtype counts. torch saves no second dtype for a non-empty storage.
         if self.dtypes.setdefault(key, dtype) is not dtype and numel:
             self.region.corrupt(f"the pickle describes the storage {key} in two ways")
         nbytes = numel * dtype.itemsize
@@ -612,7 +610,7 @@ class _LegacyStorages:
         return storage if pid[5] is None else self._view(storage, pid[5])
 
     def _view(self, storage: Storage, view: Any) -> Storage:
-        """`(key, offset, numel)`: a part of the storage (torch before 0.4)."""
+        """Return the view `(key, offset, numel)`, a part of the storage (torch before 0.4)."""
         if type(view) is not tuple or len(view) != 3 or any(type(n) is not int or n < 0 for n in view[1:]):
             self.region.corrupt("a storage's view in the pickle is damaged")
         _, first, numel = view
@@ -623,7 +621,7 @@ class _LegacyStorages:
 
 
 def _read_legacy(region: _Region) -> TorchFile:
-    """The pickles twice: the first run says which storages there are and in what they are counted."""
+    """Read the pickles twice: the first run finds the storages and their dtypes."""
     storages = _LegacyStorages(region, {})
     length = 1 << 20
     while True:
@@ -650,7 +648,7 @@ def _read_legacy(region: _Region) -> TorchFile:
 
 
 def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> tuple[Any, Any, int]:
-    """The objects, the keys of the storages, and where the pickles end."""
+    """Return the objects, the storages' keys, and the end of the pickles."""
 
     def run(start: int, name: str, persistent: _LegacyStorages | None = None) -> tuple[Any, int]:
         return Machine(data, region.table, path=region.path, name=name, persistent=persistent).run(start)
@@ -670,7 +668,7 @@ def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> 
 
 
 def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at: int) -> dict[str, StoredRecord]:
-    """Where each storage's bytes are: one behind the other, each with its number of elements before it."""
+    """Return each storage's position. They follow each other, each after its number of elements."""
     places: dict[str, StoredRecord] = {}
     for key in keys:
         if key in places or key not in dtypes:

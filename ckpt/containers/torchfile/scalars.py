@@ -1,4 +1,4 @@
-"""Values of tensors that hold one number, such as Adam's step."""
+"""Values of one-element tensors, such as Adam's step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _FORMATS |= {f"u{name}": _FORMATS[name].upper() for name in ("int8", "int16", "i
 
 
 def read_scalar(extent: Extent) -> int | float | bool:
-    """The one element of `extent`.  CorruptError where it is not there, or of a dtype that is no number."""
+    """Read the only element of `extent`. Raise CorruptError if it is missing or not a number."""
     if extent.numel != 1:
         raise CorruptError("a single number was expected", path=extent.path, found=f"shape {list(extent.shape)}")
     with opened(extent.path) as descriptor, translate_os_errors(extent.path):
@@ -28,13 +28,13 @@ def read_scalar(extent: Extent) -> int | float | bool:
 
 
 def number_state(name: str, extent: Extent) -> int | float | bool | OneElement:
-    """The optimizer state `name`, which is a tensor of one element: Adam's `step` as a number, others as they are."""
+    """Return a one-element optimizer state: Adam's `step` as a number, others as `OneElement`."""
     value = read_scalar(extent)
     return value if name == "step" and not extent.shape else OneElement(value, extent.dtype, extent.shape)
 
 
 def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
-    """The number that `data`, little-endian bits of one element of `dtype`, stands for."""
+    """Decode one little-endian element."""
     if dtype == BFLOAT16:
         data, code = b"\0\0" + data, "<f"
     elif dtype.name in _FORMATS:
@@ -46,7 +46,7 @@ def scalar_from_bytes(data: bytes, dtype: DType) -> int | float | bool:
 
 
 def scalar_to_bytes(value: float, dtype: DType) -> bytes:
-    """The inverse of `scalar_from_bytes`, for a value that `dtype` has."""
+    """Encode a value that `dtype` can represent: the inverse of `scalar_from_bytes`."""
     if dtype == BFLOAT16:
         return struct.pack("<f", value)[2:]
     return struct.pack(_FORMATS[dtype.name], value)

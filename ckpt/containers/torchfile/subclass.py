@@ -1,4 +1,4 @@
-"""Tensors of subclasses that wrap others and have no elements of their own: DTensor, torchao's."""
+"""Tensor subclasses that wrap other tensors and have no own elements: DTensor, torchao."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from ckpt.plan.tensors import Shape, contiguous_strides
 
 
 def wrapper(module: str, name: str, dtype: DType, shape: Shape, state: Any) -> Record:
-    """A tensor of the subclass `module.name`, on the CPU, whose attributes are `state`; as torch 2.13 pickles it.
+    """Return a tensor of the subclass `module.name` on the CPU, with `state` as its attributes, like torch 2.13.
 
-    torch/_tensor.py, `_reduce_ex_internal` and `_rebuild_from_type_v2`; torch/_utils.py, `_rebuild_wrapper_subclass`.
+    See torch/_tensor.py, `_reduce_ex_internal` and `_rebuild_from_type_v2`, and torch/_utils.py,
+    `_rebuild_wrapper_subclass`.
     """
     kind = Global(module, name)
     layout = Record("torch.serialization", "_get_layout", ("torch.strided",))

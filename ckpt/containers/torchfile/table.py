@@ -1,10 +1,10 @@
-"""Everything that a pickle may name by exact (module, name).
+"""Table of names that a pickle may use, by exact (module, name).
 
-Objects of plain data of other classes are inert records too: see `ckpt.containers.torchfile.unlisted`.
+Plain data objects with other classes also become inert records: see `ckpt.containers.torchfile.unlisted`.
 
-A name is added by adding it here.  Another package adds names of its own by an entry of the group `ckpt.pickle_names`:
-the entry's value, `module:object`, is a mapping of (module, name) to the names of the positional arguments that such
-an object is pickled with, mostly ().  The objects become inert `Record`s, like those of `_RECORDS`.
+Add a new name here. Other packages register names through the entry-point group `ckpt.pickle_names`. An entry's value
+`module:object` maps (module, name) to the names of the positional arguments in the pickle, mostly (). Their objects
+become inert `Record`s, like the ones in `_RECORDS`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.plan import dtypes
 
 Name = tuple[str, str]
 
-#: Classes whose objects become Records: dataclasses, namespaces, whatever is made by REDUCE or NEWOBJ.
+#: Classes whose objects become Records: dataclasses, namespaces, and anything built by REDUCE or NEWOBJ.
 _RECORDS: tuple[Name, ...] = (
     # Python
     ("argparse", "Namespace"),
@@ -84,7 +84,7 @@ _RECORDS: tuple[Name, ...] = (
 
 _PROPERTIES = "dtype layout requires_grad memory_format pin_memory"
 
-#: Namedtuples and tuple states: the names of their parts, in order.
+#: Part names of namedtuples and tuple states, in order.
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "shape stride dtype"),
     ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", "tensor_dim mesh_dims"),
@@ -94,7 +94,7 @@ _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed._shard.sharded_tensor.metadata", "TensorProperties", _PROPERTIES),
 )
 
-#: Classes that are only ever named: as a default factory, a tensor's type, an argument.
+#: Classes used only by name: as a default factory, a tensor's type, an argument.
 _NAMES: tuple[Name, ...] = (
     ("builtins", "int float str bool list dict tuple object type"),
     ("__builtin__", "int long float str unicode bool list dict tuple object type"),
@@ -110,15 +110,15 @@ _NAMES: tuple[Name, ...] = (
     ("torch.nn.parameter", "Parameter Buffer"),
     ("torch.distributed.tensor torch.distributed.tensor._api torch.distributed._tensor.api", "DTensor"),
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
-    # what FSDP2 gathers into a tensor that is made of others
+    # FSDP2's wrapper for a tensor that is still being gathered
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-    # states of torchao's optimizers, by the module's name up to 0.8 and since
+    # states of torchao's optimizers, with the module's name up to 0.8 and since
     ("torchao.prototype.low_bit_optim.subclass_8bit torchao.optim.subclass_8bit", "OptimState8bit"),
     ("torchao.prototype.low_bit_optim.subclass_4bit torchao.optim.subclass_4bit", "OptimState4bit"),
     ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),
 )
 
-#: torch's storage classes.  `UntypedStorage` is written for dtypes without one; it counts bytes.
+#: torch's storage classes. `UntypedStorage` serves dtypes without a class, and counts bytes.
 STORAGES: Mapping[str, str] = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
@@ -135,7 +135,7 @@ STORAGES: Mapping[str, str] = {
     "UntypedStorage": "uint8",
 }
 
-#: What torch can write and no checkpoint converter should pretend to understand.
+#: torch objects that a checkpoint converter should not pretend to understand.
 _UNSUPPORTED: tuple[tuple[str, str, str], ...] = (
     ("torch._utils", "_rebuild_qtensor", "a quantized tensor"),
     ("torch", "QInt8Storage QUInt8Storage QInt32Storage", "a quantized tensor"),
@@ -163,7 +163,7 @@ def _make_table() -> dict[Name, Any]:
     table |= {(module, name): Global(module, name) for module, name in _each(_NAMES)}
     table |= {(module, name): Global(module, name, build) for module, name, build in _each(FUNCTIONS)}
     table |= {(module, "Ellipsis"): ... for module in ("builtins", "__builtin__")}
-    # torch.cuda's classes stand in files from before 1.5; the elements are stored alike.
+    # Files from before torch 1.5 have torch.cuda's classes. Their elements are stored in the same way.
     kinds = {name: StorageType(dtypes.BY_NAME[dtype]) for name, dtype in STORAGES.items()}
     table |= {(module, name): kinds[name] for module in ("torch", "torch.cuda", "torch.storage") for name in kinds}
     table |= {(module, name): Unsupported(what) for module, name, what in _each(_UNSUPPORTED)}
@@ -171,7 +171,7 @@ def _make_table() -> dict[Name, Any]:
 
 
 def _each(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
-    """Rows of modules, names and what more there is, as one for each of the names."""
+    """Yield one row per module and name."""
     for modules, names, *more in rows:
         for module, name in product(modules.split(), names.split()):
             yield module, name, *more
@@ -182,10 +182,10 @@ GLOBALS: Mapping[Name, Any] = _make_table()
 
 @cache
 def allowed() -> Mapping[Name, Any]:
-    """What a pickle may name: the names above, and those that installed packages register.
+    """Return the names that a pickle may use: the table, and names registered by installed packages.
 
-    UsageError where a package gives a name a meaning besides the one that it has.  It is asked for before a pickle is
-    read, so that nothing in a pickle decides what is imported.
+    Raise UsageError if a package redefines a name. This must run before any pickle is read, so that no pickle decides
+    about imports.
     """
     table = _Allowed(GLOBALS)
     for where in entries("ckpt.pickle_names").values():
@@ -200,7 +200,7 @@ def allowed() -> Mapping[Name, Any]:
 
 
 class _Allowed(dict[Name, Any]):
-    """The table, with an inert class for each harmless name outside it."""
+    """The table, plus an inert class for each harmless unlisted name."""
 
     def __missing__(self, key: Name) -> Global:
         if (found := class_of(*key)) is None:
@@ -209,12 +209,12 @@ class _Allowed(dict[Name, Any]):
 
 
 class AnyName(dict[Name, Any]):
-    """`allowed()`, and an inert record in place of each refusal: for looking up a value among objects of any class."""
+    """`allowed()`, with an inert record in place of each refusal, to find a value among objects of any class."""
 
     def __init__(self) -> None:
         known = {key: entry for key, entry in allowed().items() if type(entry) is not Unsupported}
         super().__init__(known)
-        del self["builtins", "getattr"]  # of an enum of anybody's
+        del self["builtins", "getattr"]  # it may name a member of an unknown enum
 
     def __missing__(self, key: Name) -> Global:
         return Global(*key, record)

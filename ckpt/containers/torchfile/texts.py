@@ -1,4 +1,4 @@
-"""Numbers and texts as a pickle's opcodes have them."""
+"""Numbers and text in pickle opcodes."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ def two_complement(data: bytes) -> int:
 
 
 def quoted(line: bytes) -> str:
-    """Python 2's protocol 0; no framework writes it with escapes in what it stores."""
+    """Decode a quoted string from Python 2's protocol 0. Escapes are unsupported: no framework writes any."""
     if len(line) < 2 or line[:1] != line[-1:] or line[:1] not in (b"'", b'"') or b"\\" in line:
         raise MalformedError("a quoted string that is not plain text")
     return line[1:-1].decode("ascii")
 
 
 def python2_text(data: bytes) -> str | bytes:
-    """A Python 2 `str`: text in the files that torch wrote under Python 2, else bytes."""
+    """Return a Python 2 `str`: text if it is ASCII (torch under Python 2), otherwise bytes."""
     try:
         return data.decode("ascii")
     except UnicodeDecodeError:
@@ -42,5 +42,5 @@ def text(data: bytes) -> str:
 
 
 def escaped(line: bytes) -> str:
-    # By its function, as by its name the codec would be imported.
+    # Looking the codec up by name would import it.
     return codecs.raw_unicode_escape_decode(line)[0]

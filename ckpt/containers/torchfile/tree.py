@@ -1,4 +1,4 @@
-"""The tree that comes out of a pickle, proven to be one that naive code can walk."""
+"""Check that an unpickled tree is safe to walk with simple recursive code."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ckpt.plan.dtypes import DType
 
 
 def children(value: Any) -> Iterable[Any]:
-    """Return what a branch of the tree holds."""
+    """Return a branch's children."""
     kind = type(value)
     if kind is dict:
         return chain(value.keys(), value.values())
@@ -47,15 +47,15 @@ def is_branch(value: Any) -> bool:
 
 
 def check_tree(root: Any, length: int) -> None:
-    """Prove that code may walk `root` naively.  Raises MalformedError.
+    """Raise MalformedError unless simple recursive code may walk `root`.
 
-    Nesting would overflow a recursive consumer's stack; a list that holds itself would never end; a list of two
-    references to a list of two references to ... is small in the pickle and endless when it is printed.
+    Deep nesting would overflow the stack, and a list that contains itself would never end. A list with two references
+    to a list with two references to ... is small in the pickle and huge when printed.
     """
     budget = 10 * length + (1 << 20)
     done: dict[int, tuple[int, int]] = {}  # id -> (height, elements when unfolded)
     open_: set[int] = set()
-    # One frame per open container: [it, the children to come, height so far, elements so far].
+    # One frame per open container: [container, remaining children, height so far, elements so far].
     frames: list[list[Any]] = [[root, iter(children(root)), 1, 1]] if is_branch(root) else []
     if frames:
         open_.add(id(root))
@@ -66,12 +66,12 @@ def check_tree(root: Any, length: int) -> None:
             if kind in LEAVES:
                 frame[3] += 1
                 continue
-            # A shape, by far the most frequent branch; a long one that is shared must not be looked at again.
+            # A shape, by far the most frequent branch. Long tuples may be shared and must not be scanned again.
             if kind is tuple and len(child) <= 8 and LEAVES.issuperset(map(type, child)):
                 frame[2] = max(frame[2], 2)
                 frame[3] += 1 + len(child)
                 continue
-            # So are records of plain fields: DCP's metadata has three for each chunk of a tensor.
+            # Records with plain fields are frequent too: DCP's metadata has three per chunk.
             if kind is Record and (elements := _plain_record(child)):
                 frame[2] = max(frame[2], 4)
                 frame[3] += elements
@@ -111,9 +111,9 @@ def check_tree(root: Any, length: int) -> None:
 
 
 def _plain_record(record: Record) -> int:
-    """The elements of a record that holds nothing but a few plain fields and shapes, at most 3 deep; otherwise 0."""
+    """Return the number of elements in a record with few plain fields and shapes (depth at most 3), otherwise 0."""
     args, state = record.args, record.state
-    if state is None:  # DCP's record of a value that is no tensor
+    if state is None:  # DCP's record for a plain value
         return 0 if args or record.kwargs else 4
     if args or record.kwargs or type(state) is not dict or len(state) > 8:
         return 0
@@ -132,7 +132,7 @@ def _plain_record(record: Record) -> int:
 
 
 def _cycle_has_record(frames: list[list[Any]], start: Any) -> bool:
-    """Whether the way from the open container `start` to itself leads through a Record (a device mesh's does)."""
+    """Return True if the cycle through the open container `start` passes a Record, for example a device mesh."""
     for frame in reversed(frames):
         if type(frame[0]) is Record:
             return True

@@ -1,6 +1,6 @@
-"""Reading a pickle: bytes, or a file that is nothing else, such as a DCP `.metadata`.
+"""Readers for a plain pickle: bytes, or a file such as a DCP `.metadata`.
 
-`ckpt.containers.torchfile.read` reads torch's containers with the same machine.
+`ckpt.containers.torchfile.read` uses the same machine for torch's containers.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def loads(
     persistent: Callable[[Any], Any] | None = None,
     table: Table | None = None,
 ) -> Any:
-    """The object of one pickle that is all of `data`; `table` has the names that it may hold, by default `allowed()`.
+    """Return the object in a pickle that spans all of `data`.
 
-    `path` is the file and `name` the part of it, for messages.  Raises UnsafeError and CorruptError as
-    `Machine.run` does, and CorruptError where the pickle ends before or behind the data.
+    `table` holds the allowed names (default: `allowed()`). Messages use `path` for the file and `name` for the part in
+    it. Raise the errors of `Machine.run`, and CorruptError if the pickle and the data differ in length.
     """
     table = allowed() if table is None else table
     try:
@@ -49,16 +49,16 @@ def loads(
 
 
 def load_pickle(path: str | os.PathLike[str]) -> Any:
-    """The object in a plain pickle file, such as a DCP `.metadata`.
+    """Return the object in a plain pickle file, such as a DCP `.metadata`.
 
-    Raises NotFoundError, StorageError, CorruptError and UnsafeError.
+    Raise NotFoundError, StorageError, CorruptError or UnsafeError.
     """
     path = os.fspath(path)
     return loads(read_pickle(path), path=path, name=os.path.basename(path))
 
 
 def read_pickle(path: str) -> bytes:
-    """The bytes of a plain pickle file.  Raises NotFoundError, StorageError and CorruptError."""
+    """Return the bytes of a plain pickle file. Raise NotFoundError, StorageError or CorruptError."""
     with opened(path) as descriptor:
         size = os.fstat(descriptor).st_size
         if size > MAX_PICKLE:

@@ -1,14 +1,14 @@
-"""What comes out of a pickle that is read without importing anything, and the limits of what is read.
+"""Values that result from reading a pickle without imports, and limits for reading.
 
-torch's tensors and parameters      StoredTensor: where the elements are, never the elements
+torch's tensors and parameters      StoredTensor: the position of the elements, never the elements
 storages on their own               Storage
 torch dtypes                        ckpt.plan.dtypes.DType
 torch.Size                          tuple
 OrderedDict, defaultdict, Counter   StoredDict (a dict that knows its kind and its attributes)
-numpy arrays                        Array (dtype, shape, bytes); numpy scalars are Python's own
+numpy arrays                        Array (dtype, shape, bytes); numpy scalars become Python's
 pathlib paths                       PurePosixPath, PureWindowsPath
 enums, dataclasses, namespaces, ... Record
-a class or function that is named   Global
+a named class or function           Global
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from typing import Any
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Extent
 
-#: Bytes of one pickle.  A DCP `.metadata` of a million chunks has some 200 MB.
+#: Bytes in one pickle. A DCP `.metadata` with a million chunks has about 200 MB.
 MAX_PICKLE = 1 << 30
-#: Containers within containers.  Real training state stays below 20; naive recursion is safe far above this.
+#: Nesting depth of containers. Real training state stays below 20; recursion is safe far above 100.
 MAX_DEPTH = 100
-#: Bytes of an integer.  Seeds and RNG words have 16 at most.
+#: Bytes in an integer. Seeds and RNG words have at most 16.
 MAX_LONG = 1024
-#: Characters of a line of the text opcodes other than text itself (names of globals, decimal numbers).
+#: Characters in a line of a text opcode other than text itself: global names, decimal numbers.
 MAX_LINE = 4096
-#: torch itself stops at 64 dims.
+#: torch's own limit.
 MAX_DIMS = 64
-#: Bytes of a tensor that is larger than its storage (expanded: a stride of 0).  More is an attack on the disk.
+#: Bytes of a tensor larger than its storage (expanded, with stride 0). A larger one may fill the disk.
 MAX_EXPANDED = 1 << 32
 
-#: The standard library's own immutable times, which are what they are in a pickle.
+#: The standard library's immutable time classes, kept unchanged.
 TIMES: Mapping[str, Callable[..., Any]] = {
     cls.__name__: cls
     for cls in (datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone)
@@ -44,7 +44,7 @@ TIMES: Mapping[str, Callable[..., Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """Where a torch storage's bytes are: `numel` elements of `dtype`, `nbytes` bytes at `offset` of `path`."""
+    """Position of a torch storage: `numel` elements of `dtype`, `nbytes` bytes at `offset` in `path`."""
 
     path: str
     offset: int
@@ -56,10 +56,10 @@ class Storage:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor as it lies in a file.
+    """A tensor in a file.
 
-    `attributes` are the Python attributes that `_rebuild_from_type_v2` and `_rebuild_parameter_with_state` carry
-    (DeepSpeed's `ds_id`); None where the tensor has none.
+    `attributes` are Python attributes from `_rebuild_from_type_v2` and `_rebuild_parameter_with_state`, for example
+    DeepSpeed's `ds_id`. None if there are none.
     """
 
     extent: Extent
@@ -77,11 +77,11 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Global:
-    """A class or function that a pickle names: an entry of the table, and inert.
+    """An inert class or function named by a pickle: a table entry.
 
-    `build` makes what a call of it gives; None where only the name itself occurs in files.  `fields` names the
-    positional arguments (namedtuples) or the parts of a tuple state; `members` the values of an enum by name.
-    A class outside the table is not `is_listed`: see `ckpt.containers.torchfile.unlisted`.
+    `build` returns the result of a call. It is None if files only contain the name. `fields` names the positional
+    arguments of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name. A class outside
+    the table is not `is_listed`: see `ckpt.containers.torchfile.unlisted`.
     """
 
     module: str
@@ -101,9 +101,9 @@ class Global:
 
 @dataclass(slots=True, eq=False, repr=False)
 class Record:
-    """An object of a class that is known by name only: what it was made from, and its state.
+    """An object with a class known only by name: its arguments and its state.
 
-    Compared by identity, so that records can be keys.  The repr shows the class only, so that it never recurses.
+    Records compare by identity and can be dict keys. The repr shows only the class, so it never recurses.
     """
 
     module: str
@@ -118,7 +118,7 @@ class Record:
         return f"{self.module}.{self.name}"
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The attribute `key` of the object that was pickled, or `default`."""
+        """Return the pickled object's attribute `key`, or `default`."""
         state = self.state
         if type(state) is dict and (key in state or not (self.args or self.kwargs)):
             return state.get(key, default)
@@ -129,10 +129,10 @@ class Record:
 
     @property
     def attributes(self) -> dict[str, Any]:
-        """Every attribute by name: named positional arguments, keyword arguments, `__dict__` and slots."""
+        """Attributes by name: named positional arguments, keyword arguments, `__dict__` and slots."""
         found: dict[str, Any] = dict(zip(self.fields, self.args, strict=False))
         found.update(self.kwargs or {})
-        # An object with slots has the state (its __dict__ or None, its slots); a namedtuple-like state has names.
+        # An object with slots has the state (its __dict__ or None, its slots). A namedtuple-like state has names.
         states: tuple[Any, ...] = (self.state,)
         if isinstance(self.state, tuple):
             if self.fields and not self.args:
@@ -146,7 +146,7 @@ class Record:
 
     @property
     def value(self) -> Any:
-        """The value of an enum's member: enums are pickled as `cls(value)`."""
+        """Value of an enum member, pickled as `cls(value)`."""
         return self.args[0] if len(self.args) == 1 else None
 
     def __repr__(self) -> str:
@@ -154,9 +154,9 @@ class Record:
 
 
 class StoredDict(dict[Any, Any]):
-    """An `OrderedDict`, `defaultdict` or `Counter`: a dict that knows its kind.
+    """An `OrderedDict`, `defaultdict` or `Counter`: a dict with its `kind`.
 
-    `attributes` are Python attributes set on it, as `nn.Module.state_dict()` does with `_metadata`.
+    `attributes` are Python attributes on the dict, for example `_metadata` from `nn.Module.state_dict()`.
     """
 
     __slots__ = ("attributes", "kind")
@@ -169,10 +169,10 @@ class StoredDict(dict[Any, Any]):
 
 @dataclass(slots=True, eq=False, repr=False)
 class Array:
-    """A numpy array: `dtype` as numpy writes it (`<f8`, `|b1`, `|S3`, `|O`), and the elements' bytes.
+    """A numpy array: numpy's dtype string (`<f8`, `|b1`, `|S3`, `|O`), and the elements' bytes.
 
-    `fortran` says that the bytes are in column-major order.  An object array has `objects` and no data.  `record`
-    is the dtype as it was pickled, with what the string leaves out (fields, units of time).
+    `fortran` is True for column-major order. An object array has `objects` and no data. `record` is the pickled dtype,
+    with details missing in the string (fields, time units).
     """
 
     dtype: str = ""
@@ -183,16 +183,19 @@ class Array:
     objects: list[Any] | None = None
 
     def set_state(self, state: Any, spend: Callable[[int], None]) -> None:
-        """Fill the array as `ndarray.__setstate__` does.  Raises as `fill`, and MalformedError where it is filled."""
+        """Fill the array like `ndarray.__setstate__`.
+
+        Raise the errors of `fill`, and MalformedError if it is already filled.
+        """
         _, shape, dtype, fortran, data = state
         if self.dtype:
             raise MalformedError("the state of an array is set twice")
         self.fill(shape, dtype, data, bool(fortran), spend)
 
     def fill(self, shape: Any, dtype: Any, data: Any, fortran: bool, spend: Callable[[int], None]) -> Array:
-        """Take elements that are as many as `shape` says; return the array.  `spend` accounts for bytes copied.
+        """Take the elements, check their number against `shape`, and return the array. `spend` counts copied bytes.
 
-        Raises MalformedError, or what Python raises where a value has another type than numpy writes.
+        Raise MalformedError, or Python's own error if a value has an unexpected type.
         """
         text, itemsize = _dtype_text(dtype)
         if type(shape) is int:
@@ -218,7 +221,7 @@ class Array:
 
 
 def _dtype_text(value: Any) -> tuple[str, int]:
-    """numpy's string for a dtype record, and its itemsize.  Raises MalformedError."""
+    """Return numpy's string for a dtype record, and its itemsize. Raise MalformedError if it is malformed."""
     if type(value) is not Record or value.module != "numpy" or not value.args or type(value.args[0]) is not str:
         raise MalformedError("an array without a dtype")
     text = value.args[0]
@@ -237,44 +240,44 @@ def _dtype_text(value: Any) -> tuple[str, int]:
 
 @dataclass(frozen=True, slots=True)
 class StorageType:
-    """`torch.FloatStorage` and its kind: the dtype of a storage's elements."""
+    """A storage class such as `torch.FloatStorage`, with the elements' dtype."""
 
     dtype: DType
 
 
 @dataclass(frozen=True, slots=True)
 class Unsupported:
-    """An entry of the table that says what the file holds, and that it is not read."""
+    """A table entry for unsupported content, with a description."""
 
     what: str
 
 
 class CutShortError(Exception):
-    """The bytes end within the pickle.  Only of interest to a caller that can get more of them."""
+    """The bytes end within the pickle. Catch it if you can read more bytes."""
 
 
 class MalformedError(Exception):
-    """What is wrong with a pickle; the machine adds where."""
+    """A fault in a pickle. The machine adds the position."""
 
 
 def short(value: Any) -> str:
-    """A number or a tuple of numbers for a message; a huge one is not spelled out (that takes quadratic time)."""
+    """Format a number or a tuple for a message. Huge numbers are abbreviated: printing takes quadratic time."""
     if type(value) is int:
         return str(value) if value.bit_length() <= 128 else f"2^{value.bit_length() - 1} or more"
     return f"({', '.join(map(short, value[:8]))}{', ...' if len(value) > 8 else ''})"
 
 
-#: Classes of tensors that are split over several files.
+#: Tensor classes that are split over several files.
 _PARTS = frozenset({"DTensor", "ShardedTensor"})
 
 
 def is_part(value: Any) -> bool:
-    """Whether `value` is one rank's part of a tensor."""
+    """Return True if `value` is one rank's part of a tensor."""
     return isinstance(value, Record) and value.name in _PARTS
 
 
 def is_state_dict(value: Any) -> bool:
-    """Whether `value` is a flat dict of names with tensors among its values."""
+    """Return True if `value` is a flat dict with text keys and at least one tensor."""
     return (
         isinstance(value, Mapping)
         and any(isinstance(item, StoredTensor) or is_part(item) for item in value.values())

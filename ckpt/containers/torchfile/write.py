@@ -1,21 +1,21 @@
-"""Files that torch.load reads, laid out without holding a tensor: headers now, elements when the plan is run.
+"""Files for torch.load, laid out without tensor data: headers now, elements when the plan runs.
 
-`torch_file` turns a tree of plain values, `Record`s and `NewTensor`s into a `TargetFile`: everything that is known (zip
-headers, `data.pkl`, the directory) as literals, the elements of tensors as slots that `ckpt.move.run` fills.
-`torch_item` lays out the same for a part of another file (an item of a `.distcp`).
+`torch_file` turns a tree with plain values, `Record`s and `NewTensor`s into a `TargetFile`. Known bytes (zip headers,
+`data.pkl`, the directory) become literals. Tensor elements become slots, filled by `ckpt.move.run`. `torch_item` does
+the same for a part of another file (an item in a `.distcp`).
 
     torch_file("model.pt", {"model": {"w": NewTensor(FLOAT32, (2, 3), (FromSource(("w", "weight"), whole((2, 3))),))}})
 
-The container is that of torch 2.13's `torch.save` (`caffe2/serialize/inline_container.cc`, miniz), byte for byte but
-for checksums: records data.pkl, .format_version, .storage_alignment, byteorder, data/0 ..., version,
-.data/serialization_id, in this order; no record is compressed; elements begin at multiples of 64 bytes, padded by an
-extra field `FB`; sizes follow the data; 64-bit fields where an offset or a size needs them.
+The container equals torch 2.13's `torch.save` (`caffe2/serialize/inline_container.cc`, miniz) byte for byte, except for
+checksums. Records in order: data.pkl, .format_version, .storage_alignment, byteorder, data/0 ..., version,
+.data/serialization_id. No record is compressed. Elements start at multiples of 64 bytes, padded by an extra field `FB`.
+Sizes follow the data. Offsets and sizes have 64-bit fields if needed.
 
-Checksums.  The directory stands in the file before the elements are moved, so a storage whose elements come from
-elsewhere has the CRC-32 0, which is what `torch.serialization.set_crc32_options(False)` writes for every record.
-torch's reader compares no checksum in any version that reads this container by default: its build sets
-`MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS` (cmake/Dependencies.cmake, since pytorch#28858 of 2019).  `unzip -t` and
-Python's `zipfile` do compare, and complain.  What is known has its true CRC-32.
+Checksums: the directory is written before the elements are moved. So a storage filled from the source gets the CRC-32
+0, the value that `torch.serialization.set_crc32_options(False)` writes for every record. No torch version that reads
+this container by default compares checksums: its build sets `MINIZ_DISABLE_ZIP_READER_CRC32_CHECKS`
+(cmake/Dependencies.cmake, since pytorch#28858 in 2019). `unzip -t` and Python's `zipfile` do compare, and complain.
+Known bytes have their true CRC-32.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
 
-#: Bytes of one tensor that is carried along inside training state (RNG states, a tensor learning rate).
+#: Maximum size of a tensor inside training state (RNG states, a tensor learning rate).
 MAX_CARRIED = 1 << 26
 
 
-# --- what is to be written -----------------------------------------------------------------------------------
+# --- content -------------------------------------------------------------------------------------------------
 
 
 class FromSource(NamedTuple):
-    """`region` of the source's tensor `key`, in row-major order, from element `start` of the storage on."""
+    """`region` of the source tensor `key` in row-major order, placed at element `start` in the storage."""
 
     key: Key
     region: Region
@@ -60,7 +60,7 @@ class FromSource(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bytes:
-    """Elements that are known, little-endian, from element `start` of the storage on."""
+    """Known little-endian elements, placed at element `start` in the storage."""
 
     data: bytes
     start: int = 0
@@ -68,7 +68,7 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Zeros:
-    """`numel` elements that are zero (padding), from element `start` of the storage on."""
+    """`numel` zeros (padding), placed at element `start` in the storage."""
 
     numel: int
     start: int = 0
@@ -79,7 +79,7 @@ Part = FromSource | Bytes | Zeros
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewStorage:
-    """A storage that several tensors are views of: `numel` elements of `dtype`, tiled by the parts of `fill`."""
+    """A storage shared by several tensors: `numel` elements of `dtype`, tiled by the parts in `fill`."""
 
     dtype: DType
     numel: int
@@ -88,12 +88,11 @@ class NewStorage:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NewTensor:
-    """A tensor to be written.
+    """A tensor to write.
 
-    `fill` tiles its elements in row-major order, and it has a storage of its own; or it is the view of `storage` that
-    `offset` and `strides` (in elements; None: contiguous) cut out.  `attributes` become Python attributes of the
-    tensor; `parameter` makes it a torch.nn.Parameter.  The same NewTensor in two places of the tree is one tensor
-    after loading.
+    It has either its own storage, tiled by `fill` in row-major order, or a view of `storage` with `offset` and
+    `strides` (in elements; None: contiguous). `attributes` become Python attributes. `parameter` makes it a
+    torch.nn.Parameter. The same NewTensor at two places in the tree is one tensor after loading.
     """
 
     dtype: DType
@@ -112,31 +111,31 @@ class NewTensor:
 
 
 def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTensor:
-    """All of a source's tensor, cast to `dtype` where that is another one."""
+    """Return a full copy of a source tensor, cast to `dtype` if it differs."""
     fill = (FromSource(tensor.key, whole(tensor.shape)),)
     return NewTensor(dtype or tensor.dtype, tensor.shape, fill, **options)
 
 
 def number(value: float, dtype: DType = FLOAT32) -> NewTensor:
-    """A tensor of no dims, such as Adam's `step` (float32 in torch)."""
+    """Return a tensor without dims, such as Adam's `step` (float32 in torch)."""
     plain = value if dtype.floating or dtype.name == "bool" else int(value)
     return NewTensor(dtype, (), (Bytes(scalar_to_bytes(plain, dtype)),))
 
 
 def one_element(element: OneElement) -> NewTensor:
-    """A state of one number as the tensor that it was."""
+    """Return a one-element state in its original tensor form."""
     return replace(number(element.value, element.dtype), shape=element.shape)
 
 
 def state_number(name: str, value: Any) -> Any:
-    """An optimizer's state of one number: Adam keeps its count as a tensor, other optimizers' are taken as read."""
+    """Return a one-number optimizer state: a tensor for Adam's step, unchanged for other optimizers."""
     if isinstance(value, OneElement):
         return one_element(value)
     return number(value) if name == "step" and isinstance(value, int | float) else value
 
 
 def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
-    """The parts of a storage of `numel` elements in their order, with zeros between and behind them."""
+    """Yield the parts of a storage in order, with zeros in the gaps and at the end."""
     reached = 0
     for part in sorted(parts, key=lambda part: part.start):
         if part.start > reached:
@@ -153,34 +152,34 @@ def with_gaps(parts: Iterable[FromSource], numel: int) -> Iterator[Part]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pickled:
-    """A tree that several files have, pickled once: `data.pkl`, and the storages that it names by their numbers."""
+    """A pickled tree shared by several files: `data.pkl`, and the storages by number."""
 
     data: bytes
     storages: Sequence[NewStorage]
 
 
 def pickled(root: Any) -> Pickled:
-    """Pickle a tree, as `torch_file` does."""
+    """Pickle a tree like `torch_file`."""
     storages = _Storages()
     return Pickled(dumps(root, tensors=storages.reference), storages.found)
 
 
 def torch_file(name: str, root: Any) -> TargetFile:
-    """The file `name`, relative to the target's folder, that `torch.load` reads as `root` (a tree, or one `Pickled`).
+    """Return the file `name` (relative to the target folder) that `torch.load` reads as `root`, a tree or `Pickled`.
 
-    A `StoredTensor` in the tree (part of a training state that was read) is carried along if it is small.
-    Raises LossError for what cannot be written.
+    A small `StoredTensor` in the tree (from a training state) is copied into the file. Raise LossError for an object
+    that cannot be written.
     """
     return _Layout(name, _archive_folder(name)).write(root)
 
 
 def torch_item(root: Any) -> TargetFile:
-    """Same as `torch_file`, for a part of a file without a name: its folder is `archive`, as in torch's streams."""
+    """Return a torch file for use inside another file. Its folder is `archive`, like in torch's streams."""
     return _Layout("", "archive").write(root)
 
 
 def _archive_folder(name: str) -> str:
-    """The folder in the archive: the file's stem.  torch writes other than ASCII names through a stream."""
+    """Return the archive's folder: the file's stem. torch writes non-ASCII names through a stream."""
     stem = os.path.basename(name).rpartition(".")[0] or os.path.basename(name)
     return stem if stem.isascii() and name.isascii() else "archive"
 
@@ -198,7 +197,7 @@ _HAS_DESCRIPTOR, _UTF8 = 1 << 3, 1 << 11
 
 @dataclass(slots=True)
 class _Layout:
-    """An archive that grows record by record, at the position `at`."""
+    """An archive built record by record. `at` is the current position."""
 
     path: str
     folder: str
@@ -219,7 +218,7 @@ class _Layout:
         for key, storage in enumerate(form.storages):
             self.storage(key, storage)
         self.record("version", b"3\n")
-        # Any text that tells files apart; torch's is made from a hash of the names and the checksums.
+        # Any text unique to the file will do. torch derives it from a hash of names and checksums.
         identity = f"{self.count:020d}{zlib.crc32(self.directory):020d}"
         self.record(".data/serialization_id", identity.encode())
         self.end()
@@ -245,7 +244,7 @@ class _Layout:
             elif numel:
                 self.zeros.append((self.at, numel * itemsize))
                 self.at += numel * itemsize
-        if reached != storage.numel:  # as the source has only some of its pieces
+        if reached != storage.numel:  # the source lacks some pieces
             found = f"pieces that make up {reached} of {counted(storage.numel, 'element')} in order"
             raise CorruptError("part of a tensor is stored nowhere, or twice", path=self.path or None, found=found)
         self.finish(storage.numel * itemsize, crc32)
@@ -265,7 +264,7 @@ class _Layout:
         self.finish(len(data), crc32)
 
     def begin(self, name: str, size: int, crc32: int) -> None:
-        """The local header of a record, and its line in the directory."""
+        """Write a record's local header, and add its directory entry."""
         encoded = f"{self.folder}/{name}".encode()
         header = self.header = self.at
         flags = _UTF8 | (_HAS_DESCRIPTOR if size else 0)
@@ -283,7 +282,7 @@ class _Layout:
         self.count += 1
 
     def finish(self, size: int, crc32: int) -> None:
-        """The sizes behind a record: of 64 bits where its size or its header's offset needs them."""
+        """Write the sizes after a record, in 64 bits if its size or its header's offset needs them."""
         if not size:
             return
         wide = size >= _FULL32 or self.header >= _FULL32
@@ -299,7 +298,7 @@ class _Layout:
         self.literal(_END(b"PK\5\6", 0, 0, few, few, min(size, _FULL32), min(directory, _FULL32), 0))
 
     def literal(self, data: bytes) -> None:
-        """Bytes at the current position, joined to those that end there."""
+        """Add bytes at the current position, merged with an adjacent literal."""
         offset = self.at
         self.at += len(data)
         if self.literals and self.literals[-1][0] + len(self.literals[-1][1]) == offset:
@@ -309,14 +308,14 @@ class _Layout:
 
 
 class _Storages:
-    """The storages of the tensors in a tree, in the order in which its pickle names them."""
+    """Storages of a tree's tensors, in pickle order."""
 
     def __init__(self) -> None:
         self.found: list[NewStorage] = []
-        self._known: dict[int, tuple[str, Any]] = {}  # owners are kept, so that their ids stay theirs
+        self._known: dict[int, tuple[str, Any]] = {}  # owners are kept so that their ids stay unique
 
     def reference(self, value: Any) -> TensorRef | None:
-        """The reference to a tensor that the pickle holds; None for any other object."""
+        """Return the reference for a tensor in the pickle, or None for any other object."""
         if isinstance(value, StoredTensor):
             value = _carried(value)
         elif not isinstance(value, NewTensor):
@@ -343,12 +342,12 @@ class _Storages:
 
 
 def _wide(fields: bytes) -> bytes:
-    """The extra field of 64-bit sizes and offsets; nothing if 32 bits are enough."""
+    """Return the extra field for 64-bit sizes and offsets, or nothing if 32 bits suffice."""
     return struct.pack("<HH", 1, len(fields)) + fields if fields else b""
 
 
 def _known_crc32(storage: NewStorage) -> int:
-    """The checksum of a storage whose bytes are all at hand; otherwise 0."""
+    """Return the checksum of a storage with known bytes, otherwise 0."""
     if not all(isinstance(part, Bytes) for part in storage.fill):
         return 0
     parts = sorted(storage.fill, key=lambda part: part.start)
@@ -356,14 +355,14 @@ def _known_crc32(storage: NewStorage) -> int:
 
 
 def _check_view(tensor: NewTensor, storage: NewStorage, strides: tuple[int, ...]) -> None:
-    """A view outside its storage is a writer's bug."""
+    """Assert that a view fits its storage. A failure is a bug in the writer."""
     reach = Extent("", tensor.offset * tensor.dtype.itemsize, tensor.dtype, tensor.shape, strides).end
     assert tensor.dtype == storage.dtype, f"a view of {tensor.dtype} in a storage of {storage.dtype}"
     assert 0 in tensor.shape or reach <= storage.numel * storage.dtype.itemsize, "a view ends outside its storage"
 
 
 def _carried(stored: StoredTensor) -> NewTensor:
-    """A tensor of a training state that was read, with its bytes and its strides."""
+    """Return a tensor from a training state with its bytes and strides."""
     extent = stored.extent
     length = max(0, extent.end - extent.offset)
     if length > MAX_CARRIED:
