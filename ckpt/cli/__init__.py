@@ -15,6 +15,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Iterable
+from contextlib import nullcontext
 from functools import cache
 from typing import Annotated, Any
 
@@ -22,10 +23,11 @@ import typer
 
 from ckpt.base.errors import UsageError
 from ckpt.base.version import __version__
-from ckpt.cli import quick, registered
+from ckpt.cli import registered
 from ckpt.cli.parser import CommandGroup, add
 from ckpt.cli.usage import say_error
 from ckpt.options.command import Command
+from ckpt.options.completion import completing_at_first_tab
 from ckpt.processes.launch import silence_all_but_one
 
 
@@ -83,11 +85,11 @@ def main() -> None:
     typed = sys.argv[1:2]
     if typed == ["convert"]:
         silence_all_but_one()
-    quick.offer_at_the_first_tab()
     try:
         is_known = typed and typed[0] in registered.places()
         app = application([registered.command(typed[0])]) if is_known else _whole()
     except UsageError as error:
         say_error(error)
         sys.exit(error.exit_code)
-    quick.command(app)(prog_name="ckpt")  # for `python -m ckpt` too: shells complete the name of a command
+    with completing_at_first_tab() if "--install-completion" in sys.argv else nullcontext():
+        app(prog_name="ckpt")  # for `python -m ckpt` too: shells complete the name of a command

@@ -24,6 +24,7 @@ from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.typed import short_dtype
 from ckpt.cli import defaults, registered
+from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.options.command import Command
 from ckpt.options.groups import SECTIONS
@@ -197,6 +198,10 @@ def _bold(title: str) -> str:
 
 class TypedCommand(_Help, TyperCommand):
     """A command with its help in sections."""
+
+    def __init__(self, *args: Any, params: Any = None, **settings: Any) -> None:
+        quicken(params or ())
+        super().__init__(*args, params=params, **settings)
 
 
 class CommandGroup(_Help, TyperGroup):

@@ -14,8 +14,6 @@ import typer
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, UsageError
 
-#: The class of all of typer's errors of this kind, which has no public name.
-_TYPED: Any = typer.BadParameter.__mro__[1]
 #: Options of other programs: what a command has to have for the hint to hold, and the hint.
 _MEANT = {
     "--bf16": ("--dtype", "--dtype bf16"),
@@ -48,8 +46,9 @@ def saying_usage_errors(command: str) -> Iterator[None]:
     except UsageError as error:
         say_error(error)
         raise typer.Exit(error.exit_code) from None
-    except _TYPED as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # it is no error: its text is the help
+    except Exception as error:
+        # typer raises several classes; NoArgsIsHelpError only prints the help
+        if not hasattr(error, "format_message") or type(error).__name__ == "NoArgsIsHelpError":
             raise
         say_error(_ours(error, command))
         raise typer.Exit(UsageError.exit_code) from None

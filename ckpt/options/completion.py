@@ -6,13 +6,28 @@ A mistake in what was typed so far is no matter of completion: nothing is offere
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import CkptError
 
 _MAX_OFFERED = 500
+
+#: Line for the end of zsh's file: typer's only defines the function at the first Tab, and offers nothing.
+_AT_FIRST_TAB = '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then _ckpt_completion "$@"; fi\n'
+
+
+@contextlib.contextmanager
+def completing_at_first_tab() -> Iterator[None]:
+    """Complete the file for zsh that typer installs meanwhile."""
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            path = Path.home() / ".zfunc/_ckpt"
+            if _AT_FIRST_TAB not in (text := path.read_text()):
+                path.write_text(text + _AT_FIRST_TAB)
 
 
 def sources(incomplete: str) -> list[str]:
