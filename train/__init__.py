@@ -1,16 +1,16 @@
-"""The bundled trainer: tiny models, real engines, and the truth about what a checkpoint holds.
+"""Bundled trainer: tiny models on real engines, with a reference file for every checkpoint.
 
     python -m train --ranks 4 --strategy zero3 --model llama --steps 4 --output outputs
 
-trains a tiny model with the real framework, saves through that framework's own call and, with `--truth`, gathers
-every tensor of the live engine through the engine's own API into a safetensors file beside the checkpoint. A
-converter is right when it reproduces that file bit for bit, so nothing here imports any converter code.
+trains a tiny model with the real framework and saves it through the framework's own call. With `--truth` it also
+gathers every tensor of the live engine through the engine's API into a safetensors file beside the checkpoint. A
+correct converter reproduces this file bit for bit, so nothing here imports converter code.
 
-engines/ and megatron/ drive the frameworks, each as an Engine (engine.py), truth/ writes down what they hold, and
-operations/ what is known of a run and its checkpoints. simple.py stands apart: the trainer that users read and copy,
-which goes on by `ckpt.resume`.
+engines/ and megatron/ drive the frameworks, each through an Engine (engine.py). truth/ writes the reference files,
+operations/ writes the run's records. simple.py is a separate trainer for users to read and copy; it resumes with
+`ckpt.resume`.
 
-`run(Config(...))` trains from Python and may be called many times inside one process group.
+`run(Config(...))` trains from Python. It may be called many times in one process group.
 """
 
 from typing import Any
@@ -23,6 +23,6 @@ __all__ = ["Config", "UserError", "run"]
 def __getattr__(name: str) -> Any:
     if name != "run":
         raise AttributeError(name)
-    from train.loop import run  # brings torch, without which nodes are looked over (`ckpt preflight`)
+    from train.loop import run  # imports torch, and `ckpt preflight` checks nodes without it
 
     return run

@@ -13,7 +13,7 @@ from train import config, ranks
 
 
 def main() -> int:
-    """Runs one configuration, or every one of --jobs in turn inside one process group. No torch before all is right."""
+    """Run one configuration, or each --jobs line in one process group. Import torch only after parsing succeeds."""
     parser = config.Parser(
         prog="python -m train",
         usage="%(prog)s [options]",
@@ -44,7 +44,7 @@ def main() -> int:
         starts_ranks = ranks.are_to_be_started(options.ranks)
         jobs = config.read_jobs(Path(options.jobs)) if options.jobs else [config.parse_options(options)]
     except config.UserError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own LOCAL_RANK 0
             config.print_error(str(error))
         return 2
     return ranks.start(options.ranks) if starts_ranks else _run(jobs, options.device, is_file=bool(options.jobs))
@@ -60,7 +60,7 @@ def _run(jobs: Sequence[config.Config], device: str, is_file: bool) -> int:
         for number, job in enumerate(jobs, 1):
             start = time.perf_counter()
             run(job)
-            gc.freeze()  # DeepSpeed lets nothing of an engine of stage 3 go, and each collection would look through it
+            gc.freeze()  # DeepSpeed never frees a stage 3 engine; without freezing, each collection scans it
             if code := stopping.exit_code():
                 return code
             if is_file and launch.is_first():

@@ -1,4 +1,4 @@
-"""What one run is: a frozen dataclass, and the command line made from it."""
+"""Run configuration: a frozen dataclass, and its command line."""
 
 import argparse
 import dataclasses
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
-_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: what tp-fsdp splits
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # models that tp-fsdp can shard
 ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
@@ -25,9 +25,9 @@ OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model
 KEYS = ("nested", "flat")
 PRECISIONS = ("mixed", "pure")
 
-#: Steps in which --scheduler deepspeed reaches the peak.
+#: Warmup steps of --scheduler deepspeed.
 WARMUP = 3
-#: What strategies take of an option, where that is not everything.
+#: Values that a strategy accepts for an option, if it does not accept all.
 _OWN_MODEL: dict[str, tuple[Any, ...]] = {
     "model": tuple(model for model in MODELS if model != "toy"),
     "lora": (0,),
@@ -44,9 +44,9 @@ _TAKES: dict[str, dict[str, tuple[Any, ...]]] = {
     "megatron-deepspeed": _OWN_MODEL | {"save": ("native",), "optimizer": ("adamw",), "vocab": (0,), "dropout": (0.0,)},
 }
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
-#: The model of a strategy that splits matrices, where --model is not given; elsewhere it is llama.
+#: Default --model of strategies that shard matrices; all others default to llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
-#: The groups of options, by the first of each.
+#: Titles of the option groups, keyed by the first option of each group.
 _GROUPS = {
     "strategy": "strategy and model",
     "output": "run folder and checkpoints",
@@ -55,28 +55,28 @@ _GROUPS = {
     "optimizer": "optimizer",
     "vocab": "sizes and layouts, most of them Megatron's",
 }
-#: The least that a number may be, where that is not 0; for --length, a token and one to predict.
+#: Minimum of each number, if it is not 0. --length needs one input token and one target.
 _LEAST = {"length": 2} | dict.fromkeys(
     ("batch", "accumulate", "tp", "pp", "vpp", "ep", "schedule_steps", "vocab_multiple"), 1
 )
-#: The largest seed that numpy takes, and the largest scale that fp16 training starts from.
+#: Maximum of each number: numpy's largest seed, and the largest initial loss scale for fp16.
 _MOST = {"seed": 2**32 - 1, "initial_scale_power": 127}
 
 
 class UserError(Exception):
-    """A mistake of the user's: shown as one line without a traceback, exit code 2."""
+    """User's mistake, shown as one line without a traceback; exit code 2."""
 
 
 def print_error(text: str) -> None:
-    """Prints what went wrong, as every command of the trainer does."""
+    """Print an error in the format shared by the trainer's commands."""
     print(f"train: error: {text}", file=sys.stderr, flush=True)
 
 
 class Parser(argparse.ArgumentParser):
-    """Reports mistakes as user errors, which are shown once and not once for each rank."""
+    """Argument parser that raises UserError, so a mistake is printed once and not by every rank."""
 
     def error(self, message: str) -> NoReturn:
-        """Called by argparse for every mistake on the command line."""
+        """Raise UserError; argparse calls this for every command line mistake."""
         raise UserError(message)
 
 
@@ -86,7 +86,7 @@ def _option(default: Any, help: str, **argparse_options: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One training run. Every field is the command line option of the same name."""
+    """One training run. Every field is a command line option with the same name."""
 
     strategy: str = _option("zero1", "who shards what", choices=STRATEGIES)
     model: str = _option(
@@ -197,7 +197,7 @@ class Config:
         read_ds_config(self.ds_config)
 
     def _default_tp(self) -> int:
-        """2 where a strategy splits matrices, and the model and the ranks divide by it; else 1."""
+        """Return 2 if the strategy shards matrices and 2 divides the model and the ranks, else 1."""
         architecture, _, sizes = self.model.rpartition("_")
         experts = self.strategy == "megatron" and architecture in _OF_EXPERTS and not self.sequence_parallel
         divides = int(os.environ.get("WORLD_SIZE", "1")) % (2 * max(self.pp, 1)) == 0
@@ -205,7 +205,7 @@ class Config:
 
     @property
     def saving(self) -> str:
-        """What --save means for this strategy: zero, dcp, full, ranks, torch, torch_dist or fsdp_dtensor."""
+        """Resolved --save: zero, dcp, full, ranks, torch, torch_dist or fsdp_dtensor."""
         if self.save != "native":
             return self.save
         if self.strategy == "megatron-deepspeed":
@@ -223,7 +223,7 @@ class Config:
             return
         if self.pp > 1 or self.no_distributed_optimizer:
             raise UserError("--save fsdp_dtensor: Megatron-FSDP has one stage and the distributed optimizer")
-        if self.dtype != "bf16":  # Megatron-LM looks the MLPs of an fp32 model up under names that it has not
+        if self.dtype != "bf16":  # for fp32 models Megatron-LM looks up MLPs under missing names
             raise UserError("--save fsdp_dtensor: only --dtype bf16 works; fp16 unscales gradients that ranks lack")
         if self.resume:
             raise UserError("--save fsdp_dtensor starts a run and resumes none, so leave --resume out")
@@ -240,7 +240,7 @@ def _check_value(field: dataclasses.Field[Any], value: Any) -> None:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of Config, in groups; dashes and underscores are both understood."""
+    """Add one option per Config field, in groups. Dashes and underscores both work."""
     group: Any = parser
     for field in dataclasses.fields(Config):
         if field.name in _GROUPS:
@@ -256,13 +256,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def parse_options(options: argparse.Namespace) -> Config:
-    """The Config of parsed options; options that are no field of it are the caller's."""
+    """Return the Config from parsed options, ignoring options that are not its fields."""
     names = {field.name for field in dataclasses.fields(Config)}
     return Config(**{name: value for name, value in vars(options).items() if name in names})
 
 
 def read_jobs(path: Path) -> list[Config]:
-    """Configs of a JSON-lines file: a list of command line words or an object of options per line."""
+    """Read Configs from a JSON-lines file. A line is a list with command line words or an object with options."""
     jobs = []
     for number, line in enumerate(_read(path).splitlines(), 1):
         if not line.strip():
@@ -281,7 +281,7 @@ def read_jobs(path: Path) -> list[Config]:
 
 
 def read_ds_config(path: str | None) -> dict[str, Any]:
-    """The JSON object that a user wants merged over the generated DeepSpeed config."""
+    """Read the user's JSON object to merge over the generated DeepSpeed config."""
     if path is None:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""What the loop needs of a strategy; and of that, what most strategies have in the same way."""
+"""Interface between the training loop and a strategy, with shared defaults."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,44 +11,44 @@ from train.config import Config
 
 
 class Engine:
-    """One run's model and optimizer under a strategy. Every method is collective: all ranks call it together."""
+    """Model and optimizer in one run. Every method is collective: all ranks call it together."""
 
     config: Config
     optimizer: Any
     step = 0
-    """Optimizer steps taken since the very beginning, resumed ones included."""
+    """Optimizer steps since the first run, including resumed ones."""
     sequences = 0
-    """Sequences consumed since the very beginning: the position in the data."""
+    """Sequences consumed since the first run: the position in the data."""
     grad_norm: float | None = None
-    """The gradient's norm in the last step, before clipping; None where the framework does not say."""
+    """Gradient norm in the last step before clipping, or None if the framework does not report it."""
     watch: Callable[..., None] = staticmethod(lambda: None)
-    """Called after every backward pass."""
+    """Callback after every backward pass."""
 
     @property
     def data_shard(self) -> tuple[int, int]:
-        """This rank's part of every batch, and the number of parts; ranks that share a model read the same one."""
+        """This rank's share in every batch, and the number of shares. Ranks with one model replica share data."""
         return dist.get_rank(), dist.get_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step on this rank's micro batches; returns the mean loss over them."""
+        """Take one optimizer step on this rank's micro batches and return their mean loss."""
         raise NotImplementedError
 
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits in eval mode."""
+        """Return the live model's logits in eval mode."""
         raise NotImplementedError
 
     def save(self, folder: Path) -> str:
-        """Saves as the framework itself does and returns the checkpoint's tag."""
+        """Save with the framework's own call and return the checkpoint's tag."""
         raise NotImplementedError
 
     def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of this strategy."""
+        """Resume from a checkpoint saved with this strategy."""
         raise NotImplementedError
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """The tensors and facts of the truth file (see truth/__init__.py), complete at least on rank 0."""
+        """Return the tensors and facts for the truth file (see truth/__init__.py), complete at least on rank 0."""
         raise NotImplementedError
 
     def close(self) -> None:
-        """Frees everything, so that another run may follow in this process."""
+        """Free everything, so another run can follow in this process."""
         raise NotImplementedError

@@ -1,11 +1,4 @@
-"""The files of a run folder, apart from those that the engine writes itself.
-
-OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/}       zero1, zero2, zero3
-OUTPUT/{config.json, tokenizer.json, ..., step-N/}                     ddp, fsdp1, fsdp2, hsdp, tp-fsdp
-OUTPUT/{config.json, tokenizer.json, ..., latest_checkpointed_iteration.txt, iter_000000N/}   megatron
-OUTPUT/{config.json, tokenizer.json, ..., latest, global_stepN/layer_*}   megatron-deepspeed
-OUTPUT/random_states/TAG/rng_state_R.pth     where the engine saves none: zero1-3, megatron-deepspeed
-"""
+"""Files in a run folder, except those written by the engine."""
 
 import re
 import sys
@@ -19,7 +12,7 @@ from train.config import ZERO, Config, UserError, read_ds_config
 
 
 def write_run_files(folder: Path, model: Any, config: Config) -> None:
-    """What makes a folder loadable as a Hub model: config, generation config, tokenizer, adapter config."""
+    """Write the files that make a Hub model loadable: config, generation config, tokenizer, adapter config."""
     if config.model == "toy":
         return
     model.config.save_pretrained(folder)
@@ -30,13 +23,13 @@ def write_run_files(folder: Path, model: Any, config: Config) -> None:
 
 
 def save_random_states(config: Config, folder: Path, tag: str) -> None:
-    """Writes this rank's random states beside a checkpoint, where the engine saves none."""
+    """Save this rank's random states beside the checkpoint if the engine saves none."""
     if config.saving == "zero":
         randomness.save(folder / "random_states" / tag)
 
 
 def load_random_states(config: Config, folder: Path, tag: str) -> None:
-    """Goes on from them, and says so where there are none, as after a conversion."""
+    """Restore the saved random states. Print a note if they are missing, for example after a conversion."""
     if config.saving != "zero" or any(map(randomness.load, (folder / "random_states" / tag, folder))):
         return
     if dist.get_rank() == 0:
@@ -44,7 +37,7 @@ def load_random_states(config: Config, folder: Path, tag: str) -> None:
 
 
 def left_by_a_run(output: Path) -> list[str]:
-    """Names of the checkpoints that a run has left in a folder, of which another one would make a mixture: the last."""
+    """Return names of checkpoints left by an earlier run, the newest last. A new run would mix with them."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     steps = [name for name in names if re.fullmatch(r"(checkpoint-|step-|global_step|iter_)\d+", name)]
     files = ("latest", "latest_universal", "latest_checkpointed_iteration.txt")
@@ -52,15 +45,15 @@ def left_by_a_run(output: Path) -> list[str]:
 
 
 def find_checkpoint(config: Config) -> tuple[Path, str]:
-    """The folder and the tag that --resume means; whether it fits this run is for `ckpt resume` to say.
+    """Resolve --resume to a folder and a tag. `ckpt resume` checks that the checkpoint fits the run.
 
-    --resume is a run folder (its newest checkpoint is meant), a Trainer checkpoint or the folder of one tag.
+    --resume is a run folder (use its newest checkpoint), a Trainer checkpoint or the folder of one tag.
     """
     assert config.resume is not None
     folder = Path(config.resume)
     if not folder.is_dir():
         raise UserError(f"--resume {folder}: no such folder")
-    tracker = folder / "latest_checkpointed_iteration.txt"  # Megatron-DeepSpeed leaves one beside `latest`
+    tracker = folder / "latest_checkpointed_iteration.txt"  # Megatron-DeepSpeed writes one beside `latest`
     if tracker.is_file() and config.strategy != "megatron-deepspeed":
         latest = tracker.read_text().strip()
         folder = folder / (latest if latest == "release" else f"iter_{int(latest):07d}")

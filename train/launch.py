@@ -1,7 +1,7 @@
-"""The process group, the launcher's or one of a single process; and what each process computes on.
+"""Process group (from a launcher, or a single process), and each process's device.
 
-Processes on a GPU each, with NCCL, where there are enough of them; else on the CPU, with gloo. What was chosen is in
-DS_ACCELERATOR, by which DeepSpeed chooses too, and a process on the CPU sees no GPU at all, whichever library looks.
+Each process takes a GPU, with NCCL, if there are enough; else all use the CPU, with gloo. DS_ACCELERATOR records the
+choice, and DeepSpeed follows it. A process on the CPU hides GPUs from every library.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from torch.distributed.checkpoint import CheckpointException
 
 from train.config import UserError, print_error
 
-#: What ends a run; the latter is none of the former.
+#: Errors that end a run. CheckpointException is not an Exception.
 ERRORS = (Exception, CheckpointException)
-#: Seconds that a rank waits for what the others say of an error.
+#: Seconds to wait for the other ranks' error reports.
 _PATIENCE = 3.0
-#: How much of a framework's own words an error shows.
+#: Maximum length of a framework's message in an error.
 _LONGEST = 500
 
 
 def start(device: str = "auto") -> None:
-    """Joins the process group; `device` is auto, cpu or cuda. Called before any library has looked for GPUs.
+    """Join the process group before any library looks for GPUs. `device` is auto, cpu or cuda.
 
-    Raises UserError where cuda is asked for and this machine has fewer GPUs than processes.
+    Raise UserError if cuda is requested and this machine has fewer GPUs than processes.
     """
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     alone |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -56,23 +56,23 @@ def _takes_gpu(device: str, num_processes: int) -> bool:
 
 
 def stop() -> None:
-    """Leaves the process group."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def on_gpu() -> bool:
-    """Whether this process computes on a GPU."""
+    """Return True if this process computes on a GPU."""
     return os.environ.get("DS_ACCELERATOR") != "cpu" and torch.cuda.is_available()
 
 
 def device() -> torch.device:
-    """Where this process computes."""
+    """Return this process's device."""
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
 def of_all_ranks(mine: Any) -> list[Any]:
-    """What each rank hands in, by rank, in all of them."""
+    """Gather `mine` from all ranks, in rank order, on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)
     return found
@@ -80,14 +80,14 @@ def of_all_ranks(mine: Any) -> list[Any]:
 
 @contextlib.contextmanager
 def as_user_error(said: str, hint: str = "") -> Iterator[None]:
-    """Turns what a framework raises into an error of one line, and a hint."""
+    """Turn a framework's exception into a one-line error with a hint."""
     try:
         yield
     except UserError:
         raise
     except ERRORS as error:
         cause: Any = error
-        if isinstance(error, CheckpointException):  # with the errors of all ranks
+        if isinstance(error, CheckpointException):  # holds the errors of all ranks
             rank, (cause, _) = next(iter(error.failures.items()))
             said += f": rank {rank}"
         words = " ".join(str(cause).split())[:_LONGEST]
@@ -95,17 +95,17 @@ def as_user_error(said: str, hint: str = "") -> Iterator[None]:
 
 
 def tell(error: BaseException) -> None:
-    """Prints an error once: in the process that met it first, and with its rank unless all met it.
+    """Print an error once, with its rank unless all ranks met it.
 
-    The others may have met nothing but the loss of that one. They wait until it has been printed. What is no mistake of
-    the user's is printed with its traceback.
+    The first rank to report prints. The others, which may only have lost the connection, wait until it has printed.
+    Unexpected errors are printed with a traceback.
     """
     if not dist.is_initialized():
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # every node may have its own LOCAL_RANK 0
             print_error(_text(error))
         return
     rank, ranks, text = dist.get_rank(), dist.get_world_size(), _text(error)
-    with contextlib.suppress(RuntimeError):  # the store has gone with the rank that had it
+    with contextlib.suppress(RuntimeError):  # the rank with the store may have exited
         store = dist.PrefixStore("train/errors", dist.distributed_c10d._get_default_store())
         store.set(str(rank), text)
         if store.add("count", 1) > 1:
@@ -124,7 +124,7 @@ def _text(error: BaseException) -> str:
 
 
 def _wait(condition: Callable[[], bool]) -> bool:
-    """Whether a condition came to be within _PATIENCE."""
+    """Wait up to _PATIENCE seconds and return True if the condition became true."""
     end = time.monotonic() + _PATIENCE
     while not (holds := condition()) and time.monotonic() < end:
         time.sleep(0.02)
@@ -132,5 +132,5 @@ def _wait(condition: Callable[[], bool]) -> bool:
 
 
 def is_first() -> bool:
-    """Whether this process is the one that prints and writes."""
+    """Return True on the rank that prints and writes."""
     return int(os.environ.get("RANK", "0")) == 0

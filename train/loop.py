@@ -1,4 +1,4 @@
-"""One run from model to saved checkpoint. Knows no framework: each strategy hides behind an Engine."""
+"""One run, from model to saved checkpoint. All frameworks are hidden behind Engine."""
 
 import gc
 import importlib
@@ -14,8 +14,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.beside import Operations, require_free
 
-# Strategy -> what makes an Engine of a model and a configuration: a module, which brings a framework of its own and so
-# is imported on use, and a name in it.
+# Strategy -> (module, factory of the Engine). The module imports its framework, so it is only imported when used.
 ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
 ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
 ENGINES |= {"megatron": ("train.megatron.fsdp", "open_engine")}
@@ -23,9 +22,9 @@ ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 
 
 def run(config: Config) -> list[Path]:
-    """Trains, saves, and returns the folders of the checkpoints written. Needs a process group."""
+    """Train, save and return the new checkpoints' folders. Needs a process group."""
     readers = dist.get_world_size()
-    if config.strategy in ("megatron", "megatron-deepspeed"):  # the ranks that share a model read the same
+    if config.strategy in ("megatron", "megatron-deepspeed"):  # ranks of one model replica read the same data
         readers = max(1, readers // (config.tp * config.pp))
     if config.batch % (readers * config.accumulate):
         raise UserError(
@@ -52,7 +51,7 @@ def run(config: Config) -> list[Path]:
             beside.started(engine, resumed)
             return _train(engine, model, config, beside)
         except UserError as error:
-            launch.tell(error)  # before the engine closes what other ranks wait for: they would name that as the cause
+            launch.tell(error)  # before close(), so other ranks don't report the closing as the cause
             raise
         finally:
             beside.ended()

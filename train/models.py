@@ -1,8 +1,7 @@
 """Tiny models with awkward shapes.
 
-Sizes are odd on purpose: few parameters divide by 2, 3 or 4, so every way of sharding has to pad, and pads in the
-middle of layers. All weights are random, those too that a framework starts at zero or one, so that a slice put in
-the wrong place cannot go unnoticed.
+Few parameter sizes divide by 2, 3 or 4, so every kind of sharding has to pad, even inside layers. All weights are
+random, even if a framework sets them to zero or one, so a misplaced slice is always noticed.
 """
 
 import re
@@ -22,10 +21,10 @@ _LAYER = {"hidden_size": 35, "intermediate_size": 53, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
 _COMMON = _TOKENS | _LAYER | _HEADS | {"max_position_embeddings": 128, "tie_word_embeddings": False}
 _EXPERTS = {"intermediate_size": 21, "num_local_experts": 5, "num_experts_per_tok": 2}
-#: What an architecture adds to the common sizes, or has in their place.
+#: Sizes that an architecture adds to the common sizes, or overrides.
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(_COMMON),
-    # Sizes that divide by 2 tensor-parallel ranks; rows per rank stay odd, so what shards those again still pads.
+    # Divisible by 2 tensor-parallel ranks. Rows per rank stay odd, so further sharding still pads.
     "llama_even": _COMMON
     | {"hidden_size": 36, "intermediate_size": 54, "num_attention_heads": 4, "num_key_value_heads": 2},
     "mistral": _COMMON | {"sliding_window": None},
@@ -45,7 +44,7 @@ _SIZES: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         "use_parallel_residual": False,
     },
-    # The positions are what the default RoPE scaling of the architecture implies.
+    # The positions match the architecture's default RoPE scaling.
     "gpt_oss": _COMMON | _EXPERTS | {"max_position_embeddings": 131072, "sliding_window": 8},
     "deepseek_v3": _COMMON
     | {"num_key_value_heads": 5, "head_dim": 4, "q_lora_rank": 15, "kv_lora_rank": 11}
@@ -61,7 +60,7 @@ _SIZES: dict[str, dict[str, Any]] = {
     | {"mlp_only_layers": [0], "num_nextn_predict_layers": 0},
 }
 
-# Sizes that divide by 2 and by 4, so that Megatron's tensor and pipeline parallelism and its experts' may be varied.
+# Divisible by 2 and 4, for Megatron's tensor, pipeline and expert parallelism.
 _WIDE = {"hidden_size": 40, "intermediate_size": 60, "num_hidden_layers": 4}
 _WIDE |= {"num_attention_heads": 8, "num_key_value_heads": 4}
 _WIDE_SIZES: dict[str, dict[str, Any]] = {
@@ -83,7 +82,7 @@ _WIDE_SIZES: dict[str, dict[str, Any]] = {
 
 
 def sizes_of(model: str) -> dict[str, Any]:
-    """The sizes of a transformers configuration that differ from the architecture's defaults."""
+    """Return the transformers config values that differ from the architecture's defaults."""
     architecture = model.removesuffix("_wide")
     if architecture == model:
         return _SIZES[model]
@@ -92,9 +91,9 @@ def sizes_of(model: str) -> dict[str, Any]:
 
 
 def build_model(config: Config) -> nn.Module:
-    """The model of a run in fp32 on the CPU, the same on every rank, frozen or wrapped in LoRA as asked."""
+    """Build the run's model in fp32 on the CPU, equal on every rank, with frozen parameters or LoRA if configured."""
     torch.manual_seed(config.seed)
-    # ZeRO-3 fails to gather a parameter without elements, so there the toy does without.
+    # ZeRO-3 fails to gather an empty parameter, so the toy has none there.
     model: nn.Module = Toy(empty=config.strategy != "zero3") if config.model == "toy" else _transformer(config)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -107,7 +106,7 @@ def build_model(config: Config) -> nn.Module:
 
 
 def sparse_blocks(model: nn.Module) -> list[type[nn.Module]]:
-    """Classes of the mixture-of-experts blocks in which ranks may choose different experts."""
+    """Return the mixture-of-experts block classes. Ranks may choose different experts in them."""
     return list({type(module) for module in model.modules() if "experts" in dict(module.named_children())})
 
 
@@ -123,11 +122,11 @@ def _transformer(config: Config) -> nn.Module:
     for name in ("attention_dropout", "hidden_dropout", "attn_pdrop", "embd_pdrop", "resid_pdrop"):
         if config.dropout and hasattr(sizes, name):
             setattr(sizes, name, config.dropout)
-    # The plain implementations: every architecture has them, and they take odd sizes (grouped_mm does not).
+    # Every architecture has the eager implementations, and they take odd sizes (grouped_mm does not).
     model = AutoModelForCausalLM.from_config(
         sizes, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
     )
-    # What save_pretrained would record: the weights were random, but these are the files' names and dtype.
+    # save_pretrained would not record these for random weights, but they describe the saved files.
     model.config.architectures = [type(model).__name__]
     model.config.dtype = DTYPES[config.dtype]
     return model
@@ -138,7 +137,7 @@ def _add_lora(model: nn.Module, rank: int) -> nn.Module:
 
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, lora_dropout=0.0, target_modules="all-linear", task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, lora)
-    with torch.no_grad():  # B starts at zero, which would leave A without gradients in the first step
+    with torch.no_grad():  # B starts at zero, so A would have no gradient in the first step
         for name, parameter in wrapped.named_parameters():
             if ".lora_B." in name:
                 parameter.normal_(std=0.02)
@@ -160,7 +159,7 @@ def _freeze(model: nn.Module, pattern: str) -> None:
 
 
 class Toy(nn.Module):
-    """A plain module that is no Hub model: every shape and dtype that breaks naive code."""
+    """Plain module outside the Hub, with every shape and dtype that breaks naive code."""
 
     seen: torch.Tensor
     mask: torch.Tensor
@@ -181,14 +180,14 @@ class Toy(nn.Module):
         self.empty = nn.Parameter(torch.ones(0, 4)) if empty else None
         self.head = nn.Linear(width, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight  # tied
-        self.register_buffer("seen", torch.tensor(0))  # int64, counts the tokens this rank has seen
+        self.register_buffer("seen", torch.tensor(0))  # int64, counts this rank's tokens
         self.register_buffer("mask", torch.arange(width) % 3 != 1)  # bool
         self.register_buffer("mean", torch.linspace(-1, 1, width))  # fp32, not exact in 16 bits
         self.register_buffer("shift", torch.linspace(-2, 2, width, dtype=torch.bfloat16))
-        self.register_buffer("scratch", torch.zeros(3), persistent=False)  # in no checkpoint
+        self.register_buffer("scratch", torch.zeros(3), persistent=False)  # not saved
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """Logits and, with labels, the next-token loss."""
+        """Return the logits and, if labels are given, the next-token loss."""
         if self.training:
             self.seen += input_ids.numel()
         x = self.embed(input_ids)

@@ -1,4 +1,4 @@
-"""Parameter groups, optimizers and schedules, the same for every strategy."""
+"""Parameter groups, optimizers and schedules, shared by every strategy."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -11,9 +11,9 @@ from train.config import WARMUP, Config
 
 
 def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
-    """Two groups, as most trainers make them: matrices decay, vectors and scalars do not and learn slower.
+    """Return the usual two groups: matrices decay; vectors and scalars don't decay and learn slower.
 
-    Without any decay there is one, as `AdamW(model.parameters())` has it.
+    Without weight decay there is one group, like in `AdamW(model.parameters())`.
     """
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not config.weight_decay:
@@ -28,9 +28,9 @@ def param_groups(model: nn.Module, config: Config) -> list[dict[str, Any]]:
 
 
 def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool | None = None) -> torch.optim.Optimizer:
-    """The optimizer of a run. Their states: adamw two and a step, momentum one, lion one, sgd none.
+    """Return the run's optimizer. State tensors per parameter: adamw two and a step, momentum one, lion one, sgd none.
 
-    `foreach` is torch's: whether parameters are updated many at once; None: as the device has it.
+    `foreach` is torch's option to update many parameters at once. None leaves the choice to torch.
     """
     if config.optimizer == "adamw":
         return torch.optim.AdamW(groups, lr=config.lr, foreach=foreach, fused=config.fused or None)
@@ -41,7 +41,7 @@ def build_optimizer(groups: list[dict[str, Any]], config: Config, foreach: bool 
 
 
 class WarmupDecay:
-    """DeepSpeed's WarmupDecayLR as the generated config sets it: the same rates, the same state dict."""
+    """DeepSpeed's WarmupDecayLR with the generated config: same rates, same state dict."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, steps: int) -> None:
         self.optimizer, self.steps, self.last_batch_iteration = optimizer, steps, -1
@@ -49,16 +49,16 @@ class WarmupDecay:
         self._set()
 
     def step(self) -> None:
-        """Sets the rates of the next optimizer step."""
+        """Set the rates for the next optimizer step."""
         self.last_batch_iteration += 1
         self._set()
 
     def state_dict(self) -> dict[str, Any]:
-        """All that changes."""
+        """Return the schedule's changing state."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continues from a state_dict(); the rates themselves are part of the optimizer's."""
+        """Load a state_dict(). The rates themselves are in the optimizer's state."""
         self.last_batch_iteration = state["last_batch_iteration"]
 
     def _set(self) -> None:
@@ -73,25 +73,25 @@ class WarmupDecay:
 
 
 def build_scheduler(config: Config) -> Callable[[torch.optim.Optimizer], Any]:
-    """What makes torch's cosine schedule of an optimizer."""
+    """Return a factory for torch's cosine schedule."""
     return lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=config.schedule_steps)
 
 
 def after(steps: int, state: dict[str, Any]) -> dict[str, Any]:
-    """The state dict of a fresh schedule, of either kind, set to where it is after so many steps."""
+    """Return a fresh state dict of either schedule, advanced to `steps` steps."""
     positions = {"last_epoch": steps, "_step_count": steps + 1, "last_batch_iteration": steps - 1}
     return state | {name: value for name, value in positions.items() if name in state}
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion (Chen et al. 2023): the sign of an interpolated momentum, hence a single state `exp_avg`."""
+    """Lion (Chen et al. 2023). It steps by the sign of an interpolated momentum, so `exp_avg` is its only state."""
 
     def __init__(self, params: Iterable[Any], lr: float, betas: tuple[float, float] = (0.9, 0.99)) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
+        """Update every parameter with a gradient."""
         loss = None if closure is None else closure()
         for group in self.param_groups:
             beta1, beta2 = group["betas"]

@@ -1,6 +1,6 @@
-"""The random states of this process, for checkpoints: Python's, numpy's, torch's and that of its GPU.
+"""This process's random states for checkpoints: Python's, numpy's, torch's and its GPU's.
 
-Each rank draws its own numbers, so each rank has its own states. In files they have the names of HF Trainer's
+Each rank draws its own numbers, so each rank saves its own states. The keys in files follow HF Trainer's
 rng_state_R.pth (transformers/trainer.py, `_save_rng_state`).
 """
 
@@ -16,18 +16,18 @@ from train import launch
 
 
 def states() -> dict[str, Any]:
-    """All of this process's states; `cuda` only where it computes on a GPU."""
+    """Return all this process's states, with `cuda` only on a GPU."""
     return {"python": random.getstate(), "numpy": np.random.get_state(), **of_torch()}
 
 
 def of_torch() -> dict[str, torch.Tensor]:
-    """torch's own: `cpu`, and `cuda` where this process computes on a GPU."""
+    """Return torch's states: `cpu`, and `cuda` on a GPU."""
     found = {"cpu": torch.get_rng_state()}
     return found | {"cuda": torch.cuda.get_rng_state()} if launch.on_gpu() else found
 
 
 def restore(saved: dict[str, Any]) -> None:
-    """Goes on from saved states. What was saved and has no place here, as a GPU's on a CPU, stays as it is."""
+    """Restore saved states. States without a counterpart here stay unchanged, for example a GPU's on a CPU."""
     if "python" in saved:
         random.setstate(saved["python"])
     if "numpy" in saved:
@@ -38,13 +38,13 @@ def restore(saved: dict[str, Any]) -> None:
 
 
 def save(folder: Path) -> None:
-    """Writes this rank's states into a folder, which is made if it is not there."""
+    """Write this rank's states into a folder, creating it if needed."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.save(states(), folder / _name())
 
 
 def load(folder: Path) -> bool:
-    """Goes on from this rank's states in a folder; whether there are any."""
+    """Restore this rank's states from a folder. Return False if there are none."""
     if not (folder / _name()).is_file():
         return False
     restore(torch.load(folder / _name(), map_location="cpu", weights_only=False))

@@ -1,4 +1,4 @@
-"""Ranks on this machine, started as torchrun starts them; but what goes wrong is told by the ranks alone."""
+"""Ranks started on this machine, like with torchrun. Only the ranks report errors."""
 
 import math
 import os
@@ -10,14 +10,14 @@ import time
 
 from train.config import UserError, print_error
 
-#: Seconds that the others are given when a rank has failed: those that wait for it on GPUs would wait for minutes.
+#: Seconds to wait for the other ranks after a failure. Ranks waiting on GPUs would block for minutes.
 _PATIENCE = 30.0
-#: What is handed on to the ranks, and as what: they save at SIGTERM, and an interrupt is that here.
+#: Signals to forward, and their replacements: ranks save at SIGTERM, so an interrupt becomes SIGTERM.
 _SIGNALS = {signal.SIGINT: signal.SIGTERM, signal.SIGTERM: signal.SIGTERM, signal.SIGUSR1: signal.SIGUSR1}
 
 
 def are_to_be_started(ranks: int) -> bool:
-    """Whether this process is none of the ranks that --ranks asks for. UserError where a launcher started others."""
+    """Return True if this process has to start the ranks. Raise UserError if a launcher started another number."""
     if "RANK" not in os.environ:
         os.environ["WORLD_SIZE"] = str(ranks or 1)
         return ranks > 1
@@ -27,7 +27,7 @@ def are_to_be_started(ranks: int) -> bool:
 
 
 def start(ranks: int) -> int:
-    """Runs this very command on so many ranks, and returns its exit code: 2 for a mistake of the user's."""
+    """Run this command on `ranks` ranks and return its exit code (2 for a user's mistake)."""
     listening = socket.create_server(("127.0.0.1", 0))
     port = listening.getsockname()[1]
     shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -39,9 +39,9 @@ def start(ranks: int) -> int:
         signal.signal(number, lambda *_, as_what=as_what: [process.send_signal(as_what) for process in processes])
     for rank in range(ranks):
         own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-        # In a session of its own, so that an interrupt at the terminal reaches this process alone.
+        # In its own session, so a terminal interrupt only reaches this process.
         processes.append(subprocess.Popen(command, env=os.environ | shared | own, start_new_session=True))
-    from torch.distributed import TCPStore  # now, as the ranks take as long to import torch
+    from torch.distributed import TCPStore  # imported while the ranks import torch, too
 
     store = TCPStore(
         "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), use_libuv=True
@@ -55,9 +55,9 @@ def start(ranks: int) -> int:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]]) -> int:
-    """The exit code of all: that of a mistake, of a signal, or of any error.
+    """Return the joint exit code: a user's mistake first, then a signal, then any error.
 
-    Those that have not ended some time after another one has failed are left to be killed.
+    Return early _PATIENCE seconds after a rank failed; the caller kills the others.
     """
     end = math.inf
     while any(process.poll() is None for process in processes) and time.monotonic() < end:

@@ -1,11 +1,11 @@
-"""A trainer to read and to copy: eight ways to share a model, and each of them goes on where any other has stopped.
+"""Trainer to read and copy: eight sharding strategies, each able to resume from any other.
 
     torchrun --nproc-per-node 4 train/simple.py zero3 --output outputs --steps 20
     torchrun --nproc-per-node 3 train/simple.py fsdp2 --output outputs --steps 40     # from step 20
 
-It needs torch, transformers, DeepSpeed for zero1, zero2 and zero3, and `ckpt`, which makes the newest checkpoint fit:
-weights, fp32 masters, Adam's two states and the step. srun starts it too (train/slurm/simple.sbatch), and alone it is
-one rank. Each rank takes a GPU, with NCCL; without GPUs all share the CPU, with gloo.
+It needs torch, transformers, `ckpt`, and DeepSpeed for zero1, zero2 and zero3. `ckpt` makes the newest checkpoint fit:
+weights, fp32 masters, Adam's two states and the step. You can also start it with srun (train/slurm/simple.sbatch), or
+alone as one rank. Each rank takes a GPU, with NCCL; without GPUs all share the CPU, with gloo.
 """
 
 import argparse
@@ -30,16 +30,16 @@ import ckpt
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", *ZERO)
-BATCH, LENGTH, VOCABULARY = 24, 32, 97  # the batch is of all ranks together, so that losses do not depend on them
-PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # of the learning rate; apart from --steps, as a run may go on further than planned
+BATCH, LENGTH, VOCABULARY = 24, 32, 97  # the batch counts all ranks, so losses don't depend on the world size
+PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # of the learning rate; independent of --steps, so runs can be extended
 
-# FSDP1 says that DCP has come since, DTensor that two meshes take two sums, and DeepSpeed still imports distutils.
+# FSDP1 recommends DCP, DTensor warns that two meshes take two sums, and DeepSpeed still imports distutils.
 warnings.filterwarnings("ignore", message="FSDP|Please use DT|When using|`_get_pg|`torch.dis|Multiple ba|.*istutils")
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def main() -> None:
-    """Trains from the newest checkpoint in --output to step --steps."""
+    """Train from the newest checkpoint in --output to step --steps."""
     parser = argparse.ArgumentParser(description="Train a tiny Llama, from the newest checkpoint of any strategy.")
     parser.add_argument("strategy", choices=STRATEGIES)
     parser.add_argument("--output", default="outputs", help="folder of the checkpoints (%(default)s)")
@@ -52,8 +52,8 @@ def main() -> None:
     make = DeepSpeed if args.strategy in ZERO else Torch
     engine = make(build_model().to(device), args.strategy, args.dtype, device)
 
-    # The newest checkpoint as it is if it fits, else converted; None where there is none yet. DeepSpeed's engines load
-    # the weights in the dtype of their files' names. torch's steps fp32 weights: any other dtype would round them here.
+    # Use the newest checkpoint, converted if it does not fit, or None if there is none. DeepSpeed loads weights in the
+    # dtype named in its files. torch steps fp32 weights, and any other dtype would round them.
     format, dtype = (args.strategy, args.dtype) if args.strategy in ZERO else ("dcp", "fp32")
     folder = ckpt.resume(args.output, format=format, dtype=dtype, missing_ok=True)
     done = engine.load(folder) if folder else 0
@@ -66,13 +66,13 @@ def main() -> None:
         say(f"step {step}: loss {loss.item() / dist.get_world_size():.6f}, lr {learning_rate(step):.6f}", flush=True)
         if step % args.save_every == 0 or step == args.steps:
             say(f"saved {engine.save(Path(args.output), step)}", flush=True)
-    dist.barrier()  # in which gloo's threads let go of their last tensors: they would wait for an interpreter that ends
-    del engine  # DDP's reducer would else be taken down behind the group whose threads it waits for
+    dist.barrier()  # lets gloo's threads release their last tensors; otherwise they block at interpreter exit
+    del engine  # DDP's reducer must be destroyed before the group with its threads
     dist.destroy_process_group()
 
 
 def join() -> torch.device:
-    """Joins the processes that torchrun or srun has started with this one; returns what this one computes on."""
+    """Join the process group started by torchrun or srun and return this process's device."""
     alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     srun = {"RANK": "SLURM_PROCID", "LOCAL_RANK": "SLURM_LOCALID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
     for name, value in alone.items():
@@ -82,31 +82,31 @@ def join() -> torch.device:
         torch.cuda.set_device(device)
     else:
         device = torch.device("cpu")
-        os.environ["DS_ACCELERATOR"] = "cpu"  # which DeepSpeed looks at when it is imported
+        os.environ["DS_ACCELERATOR"] = "cpu"  # DeepSpeed reads it during import
     dist.init_process_group()
     return device
 
 
 def build_model() -> LlamaForCausalLM:
-    """The model in fp32, the same on every rank. It has no dropout, so no step draws random numbers to be saved."""
+    """Return the fp32 model, equal on every rank. Without dropout there are no random states to save."""
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 56, "intermediate_size": 150, "num_hidden_layers": 2}
     return LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2))
 
 
 def batch(step: int) -> torch.Tensor:
-    """The rows of a step, which count in fives. Yours come from files; whatever they are, the step says which."""
+    """Return a step's token rows, counting in fives. Real data comes from files, chosen by the step alone."""
     starts = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     return (starts + 5 * torch.arange(LENGTH)) % VOCABULARY
 
 
 def learning_rate(step: int) -> float:
-    """Up and down in straight lines. It follows from the step alone, so no checkpoint needs to have it."""
+    """Return a step's rate: linear warmup and decay. The step alone sets it, so no checkpoint needs to store it."""
     return PEAK * min(step / WARMUP, max(0.1, 1 - step / DECAY))
 
 
 def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
-    """AdamW, by which all but norms decay: told by name, as FSDP1's parameters are flat."""
+    """Return AdamW with decay for all but norms. Norms are found by name because FSDP1's parameters are flat."""
     norms = [parameter for name, parameter in model.named_parameters() if "norm" in name]
     others = [parameter for name, parameter in model.named_parameters() if "norm" not in name]
     groups = [{"params": others, "weight_decay": 0.1}, {"params": norms, "weight_decay": 0.0}]
@@ -114,7 +114,7 @@ def build_optimizer(model: torch.nn.Module) -> torch.optim.Optimizer:
 
 
 class DeepSpeed:
-    """zero1 shards the optimizer's states, zero2 the gradients too, and zero3 the weights too."""
+    """Engine for ZeRO: zero1 shards optimizer states, zero2 also gradients, zero3 also weights."""
 
     def __init__(self, model: Any, strategy: str, dtype: str, device: torch.device) -> None:
         import deepspeed
@@ -125,7 +125,7 @@ class DeepSpeed:
             "gradient_clipping": 1.0,
             "bf16": {"enabled": dtype == "bf16"},
             "zero_optimization": {"stage": int(strategy[-1]), "reduce_bucket_size": 10**7},
-            "zero_allow_untested_optimizer": True,  # torch's own, as DeepSpeed's would be compiled first
+            "zero_allow_untested_optimizer": True,  # torch's own; DeepSpeed's optimizer would have to be compiled
             "zero_force_ds_cpu_optimizer": False,
         }
         self.optimizer = build_optimizer(model)
@@ -148,18 +148,18 @@ class DeepSpeed:
 
 
 class Torch:
-    """ddp copies all; the others shard all, hsdp within each half of the ranks, tp-fsdp behind matrices cut in two."""
+    """Engine for torch: ddp replicates, fsdp1 and fsdp2 shard, hsdp shards in each half, tp-fsdp splits matrices too."""
 
     def __init__(self, model: Any, strategy: str, dtype: str, device: torch.device) -> None:
         self.reader, self.readers = rank, ranks = dist.get_rank(), dist.get_world_size()
         layers, two = list(model.model.layers), 2 if ranks % 2 == 0 else 1
-        low = torch.bfloat16 if dtype == "bf16" else torch.float32  # DDP alone leaves it to autocast
+        low = torch.bfloat16 if dtype == "bf16" else torch.float32  # DDP uses autocast instead
         self.autocast = torch.autocast(device.type, low, enabled=strategy == "ddp" and dtype != "fp32")
         if strategy == "ddp":
             model = DistributedDataParallel(model)
         elif strategy == "fsdp1":
             wrap, precision = ModuleWrapPolicy({type(layers[0])}), MixedPrecision(low, reduce_dtype=torch.float32)
-            # Flat parameters would mix what decays and what does not.
+            # Flat parameters would mix decaying and other parameters.
             options = {"device_id": device, "use_orig_params": True}
             model = FullyShardedDataParallel(model, auto_wrap_policy=wrap, mixed_precision=precision, **options)
         else:
@@ -167,7 +167,7 @@ class Torch:
             grid = grids.get(strategy, {"shard": ranks // two, "tensor": two})
             mesh = dist.init_device_mesh(device.type, tuple(grid.values()), mesh_dim_names=tuple(grid))
             if strategy == "tp-fsdp":
-                self.reader, self.readers = rank // two, ranks // two  # those that share a matrix read the same
+                self.reader, self.readers = rank // two, ranks // two  # ranks sharing a matrix read the same data
                 plan: Any = {f"self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
                 plan |= {"mlp.gate_proj": ColwiseParallel(), "mlp.up_proj": ColwiseParallel()}
                 plan |= {"self_attn.o_proj": RowwiseParallel(), "mlp.down_proj": RowwiseParallel()}
@@ -191,7 +191,7 @@ class Torch:
         if isinstance(self.model, FullyShardedDataParallel):
             self.model.clip_grad_norm_(1.0)
             return
-        # torch.nn.utils.clip_grad_norm_ takes gradients of one mesh alone, and those of tp-fsdp have two.
+        # torch.nn.utils.clip_grad_norm_ only takes gradients of one mesh; tp-fsdp has two.
         gradients = [parameter.grad for parameter in self.model.parameters()]
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -205,7 +205,7 @@ class Torch:
 
     def load(self, folder: str) -> int:
         state = self.state(0)
-        # By default DCP flattens the state, and fails where FSDP1 has no part of a tensor on a rank.
+        # The default planner flattens the state and fails if a rank has no part of an FSDP1 tensor.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return int(state["train_state"]["step"])

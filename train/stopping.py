@@ -1,7 +1,7 @@
-"""SIGTERM and SIGUSR1: all ranks save a checkpoint after the step that they are in, and end.
+"""SIGTERM and SIGUSR1: all ranks save a checkpoint after the current step and exit.
 
-Slurm sends SIGUSR1 ahead of the limit of a job that asks for it (`--signal=USR1@120`), and SIGTERM where it preempts or
-cancels one. Ranks hear it at different times, or not at all, so they ask each other after every step.
+Slurm sends SIGUSR1 before a job's time limit (`--signal=USR1@120`), and SIGTERM to preempt or cancel a job. Ranks
+receive signals at different times, or not at all, so they agree after every step.
 """
 
 import signal
@@ -13,22 +13,22 @@ import torch.distributed as dist
 
 from train import launch
 
-#: Exit codes. That of SIGUSR1 is EX_TEMPFAIL: saved, not done, to be started again. After SIGTERM nobody is to.
+#: Exit codes. SIGUSR1 gives EX_TEMPFAIL: saved but unfinished, start again. Don't restart after SIGTERM.
 EXIT_CODES = {signal.SIGUSR1: 75, signal.SIGTERM: 128 + signal.SIGTERM}
 
-#: The largest signal that this rank has heard, and that all had when they last asked. Two, as one may come meanwhile.
+#: Largest signal received by this rank, and by any rank at the last agreement. A signal may arrive in between.
 _heard: dict[str, int] = {}
 
 
 def listen() -> None:
-    """From now on the signals of EXIT_CODES end no process but are noted. Called once, by every rank."""
+    """Note the signals in EXIT_CODES instead of ending the process. Call once, on every rank."""
     _heard.update(own=0, agreed=0)
     for number in EXIT_CODES:
         signal.signal(number, _note)
 
 
 def asked() -> bool:
-    """Whether any rank has heard a signal; the same in all of them, which call it together."""
+    """Return True if any rank received a signal. All ranks call it together and agree."""
     if not _heard:  # nobody listens
         return False
     heard = torch.tensor(_heard["own"], device=launch.device())
@@ -38,7 +38,7 @@ def asked() -> bool:
 
 
 def exit_code() -> int:
-    """What the process ends with: 0 where no signal was heard."""
+    """Return the process's exit code: 0 without a signal."""
     number = _heard.get("agreed", 0)
     if number and launch.is_first():
         print(f"{signal.Signals(number).name}: saved, and ended before the last step", file=sys.stderr)

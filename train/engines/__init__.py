@@ -1,1 +1,1 @@
-"""The engines that the trainer drives: native PyTorch (DDP, FSDP1, FSDP2), DeepSpeed ZeRO, DeepSpeed pipelines."""
+"""Trainer's engines: native PyTorch (DDP, FSDP1, FSDP2), DeepSpeed ZeRO and DeepSpeed pipelines."""

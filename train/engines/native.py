@@ -1,4 +1,4 @@
-"""DDP, FSDP1, FSDP2, HSDP and tensor parallel + FSDP2, all by torch itself."""
+"""Strategies built on torch alone: DDP, FSDP1, FSDP2, HSDP, and tensor parallel with FSDP2."""
 
 import contextlib
 import gc
@@ -32,12 +32,12 @@ from train.engine import Engine
 from train.engines import native_files
 from train.optimizers import WarmupDecay, build_optimizer, build_scheduler, param_groups
 
-# FSDP1 says in every rank and at every state dict that FSDP2 and DCP have come since.
+# FSDP1 warns in every rank and for every state dict about its successors FSDP2 and DCP.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 warnings.filterwarnings("ignore", message=".*_get_pg_default_device|Multiple backends are|Please use DTensor")
-# And that on one rank it shards nothing.
+# It also warns on a single rank, because it has nothing to shard there.
 warnings.filterwarnings("ignore", message="FSDP is switching to use|When using ``NO_SHARD``")
-# And DTensor, that gathering over two mesh axes at once would be faster.
+# DTensor warns that gathering over two mesh axes at once would be faster.
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 TENSOR_PARALLEL = {
@@ -47,7 +47,7 @@ TENSOR_PARALLEL = {
 
 
 class NativeEngine(Engine):
-    """A model that torch shards or replicates."""
+    """Model sharded or replicated by torch."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         self.config = config
@@ -59,8 +59,8 @@ class NativeEngine(Engine):
             model.to(models.DTYPES[config.dtype])
         model.to(launch.device())
         self.mesh = build_mesh(config)
-        # Neither FSDP shards a parameter of no dimension, nor FSDP2 one of no elements. Those stay whole, and we
-        # reduce their gradients.
+        # FSDP can't shard 0-dim parameters, and FSDP2 can't shard empty ones. They stay whole, and `_clip` reduces
+        # their gradients.
         whole = [p for p in model.parameters() if p.ndim == 0 or p.numel() == 0] if config.strategy != "ddp" else []
         self.whole = [names[parameter] for parameter in whole]
         self.model = shard(model, config, self.mesh, set(whole))
@@ -68,7 +68,7 @@ class NativeEngine(Engine):
         self.parameters = {clean_tensor_name(name): parameter for name, parameter in bare.named_parameters()}
         for group, group_names in zip(groups, self.group_names, strict=True):
             group["params"] = [self.parameters[name] for name in group_names]
-        # On a GPU torch updates many parameters at once, and 2.13 fails to where some are DTensors and others are not.
+        # On a GPU torch updates parameters in groups. torch 2.13 fails if a group mixes DTensors with plain tensors.
         unlike = self.mesh is not None and bool(whole)
         if unlike and config.fused:
             raise UserError(f"--fused: torch's kernel takes no model with a part that is not sharded: {self.whole[0]}")
@@ -112,7 +112,7 @@ class NativeEngine(Engine):
         return logits
 
     def save(self, folder: Path) -> str:
-        """Saves as --save and --keys say, under step-N."""
+        """Save to step-N in the format given by --save and --keys."""
         native_files.save(self, folder / f"step-{self.step}")
         return f"step-{self.step}"
 
@@ -133,14 +133,14 @@ class NativeEngine(Engine):
         gc.collect()
 
     def _autocast(self) -> contextlib.AbstractContextManager[Any]:
-        """DDP has no precision of its own: its users compute under autocast."""
+        """Return the autocast context for DDP, which has no own mixed precision."""
         mixed = self.config.strategy == "ddp" and self.config.precision == "mixed" and self.config.dtype != "fp32"
         if not mixed:
             return contextlib.nullcontext()
         return torch.autocast(launch.device().type, models.DTYPES[self.config.dtype])
 
     def _clip(self) -> None:
-        """Clips the gradient's norm to 1. torch's own clipping mixes neither meshes nor DTensors with tensors."""
+        """Clip the gradient norm to 1. torch's own clipping can't mix meshes, or DTensors with plain tensors."""
         for name in self.whole:
             if (gradient := self.parameters[name].grad) is not None:
                 dist.all_reduce(gradient)
@@ -162,7 +162,7 @@ class NativeEngine(Engine):
 def gather(
     model: nn.Module, optimizer: torch.optim.Optimizer, parameters: list[str], buffers: list[str]
 ) -> tuple[dict[str, torch.Tensor], int | None]:
-    """The truth's tensors by torch's own gathering (full_tensor() of each DTensor, FSDP1's), and Adam's step."""
+    """Gather the truth's tensors through torch's full state dicts, and return them with Adam's step."""
     options = StateDictOptions(full_state_dict=True)
     state: dict[str, Any] = get_model_state_dict(model, options=options)
     tensors = {f"weight/{name}": state[name] for name in parameters}
@@ -179,7 +179,7 @@ def gather(
 
 
 def build_mesh(config: Config) -> DeviceMesh | None:
-    """The ranks as the strategy arranges them: none for DDP and FSDP1, a row, or a grid."""
+    """Return the strategy's device mesh: a row, a grid, or None for DDP and FSDP1."""
     world_size = dist.get_world_size()
     grids = {
         "fsdp2": ((world_size,), ("shard",)),
@@ -195,12 +195,12 @@ def build_mesh(config: Config) -> DeviceMesh | None:
 
 
 def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[nn.Parameter]) -> nn.Module:
-    """The wrapped model (DDP, FSDP1), or the same model with its parameters sharded in place."""
+    """Return the wrapped model (DDP, FSDP1), or the same model with its parameters sharded in place."""
     dtype = models.DTYPES[config.dtype] if config.precision == "mixed" and config.dtype != "fp32" else None
     layers = {type(layer) for group in model.modules() if isinstance(group, nn.ModuleList) for layer in group}
     if config.strategy == "ddp":
-        # The flag keeps DDP from moving gradients to other buckets after the first step of a run, which would change
-        # the order of additions, and so the last bits, of a step after --resume.
+        # Without this flag DDP regroups gradient buckets after a run's first step. Additions then change their order,
+        # and a step after --resume differs in the last bits.
         silence_unused_parameters()
         return DistributedDataParallel(model, find_unused_parameters=True)
     if config.strategy == "fsdp1":
@@ -210,7 +210,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
             mixed_precision=MixedPrecision(param_dtype=dtype, reduce_dtype=torch.float32) if dtype else None,
             device_id=launch.device(),
             ignored_states=whole,
-            use_orig_params=True,  # without, one flat parameter may hold neither two groups nor frozen ones
+            use_orig_params=True,  # otherwise a flat parameter can't mix groups or hold frozen parameters
         )
     assert mesh is not None
     if config.strategy == "tp-fsdp":
@@ -224,7 +224,7 @@ def shard(model: nn.Module, config: Config, mesh: DeviceMesh | None, whole: set[
 
 
 def silence_unused_parameters() -> None:
-    """Has torch say now, to nobody, that find_unused_parameters is slow: it says so once in each process, on fd 2."""
+    """Trigger DDP's warning about find_unused_parameters with fd 2 closed. torch prints it once per process."""
     model = nn.Linear(1, 1).to(launch.device())
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:
@@ -237,7 +237,7 @@ def silence_unused_parameters() -> None:
 
 
 def tensor_parallel_plan(model: nn.Module, config: Config) -> dict[str, Any]:
-    """Every projection that divides by heads or columns, by name; the rest of the model stays whole."""
+    """Return the parallel style for every projection that heads or columns divide. Other layers stay whole."""
     plan = {
         name: TENSOR_PARALLEL[name.rpartition(".")[2]]()
         for name, module in model.named_modules()

@@ -1,15 +1,16 @@
-"""How runs under torch's own strategies are saved and continued.
+"""Saving and loading of runs under torch's own strategies.
 
---save dcp    step-N/{.metadata, __R_0.distcp}   torch.distributed.checkpoint.save
---save full   step-N/model.pt                    rank 0's torch.save of everything gathered
---save ranks  step-N/{model,optim,extra_state}_world_size_W_rank_R.pt, fsdp_config.json, as verl does
+    --save dcp    step-N/{.metadata, __R_0.distcp}   torch.distributed.checkpoint.save
+    --save full   step-N/model.pt                    rank 0's torch.save of the gathered state
+    --save ranks  step-N/{model,optim,extra_state}_world_size_W_rank_R.pt, fsdp_config.json, like verl
 
-The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": {rank: ...}}. The optimizer, by --keys:
+The state is {"model", "optimizer", "lr_scheduler", "train_state", "rng_state": {rank: ...}}. --keys chooses the
+optimizer's keys:
 
-nested      state.<fqn>.exp_avg, param_groups.0.lr, param_groups.0.params = names     get_optimizer_state_dict
-flat        state.<fqn>.exp_avg, param_groups.<fqn>.lr                                flatten_optimizer_state_dict=True
+    nested   get_optimizer_state_dict             state.<fqn>.exp_avg, param_groups.0.lr, param_groups.0.params = names
+    flat     flatten_optimizer_state_dict=True    state.<fqn>.exp_avg, param_groups.<fqn>.lr
 
-and in the files of ranks state.0.exp_avg, param_groups.0.params = numbers, as optimizer.state_dict() has it.
+Rank files use numbers, like optimizer.state_dict(): state.0.exp_avg, param_groups.0.params = numbers.
 """
 
 import contextlib
@@ -33,12 +34,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from train import launch, optimizers, randomness
 
-#: Where a state has each rank's random states.
+#: Key of the random states per device type.
 _RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
 
 
 def save(engine: Any, folder: Path) -> None:
-    """Writes a NativeEngine's whole state into a folder."""
+    """Write a NativeEngine's whole state into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     if engine.config.saving == "ranks":
         _save_ranks(engine, folder)
@@ -51,20 +52,21 @@ def save(engine: Any, folder: Path) -> None:
 
 
 def load(engine: Any, folder: Path) -> None:
-    """Continues from what `save` wrote, whatever --save and --keys were."""
+    """Resume from files written by `save`, for any --save and --keys."""
     if (folder / ".metadata").is_file():
         saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
         keys = "flat" if f"optimizer.param_groups.{engine.group_names[0][0]}.lr" in saved else "nested"
         state = _state(engine, keys, full=False)
-        for key in ("lr_scheduler", *_RANDOM.values()):  # a conversion may leave them out, or this rank's
+        for key in ("lr_scheduler", *_RANDOM.values()):  # a conversion may drop them, or this rank's state
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
-        # Flattening drops FSDP1's tensors where a rank has no part of them, and takes the checkpoint for one of 2.3.
+        # Flattening drops FSDP1's tensors on ranks without a part of them, and mistakes the checkpoint for one written
+        # by torch 2.3.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         _set_state(engine, state, keys, full=False)
     elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():
         state = _whole_state(folder)
-        uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 fails to distribute what does not divide
+        uneven = engine.config.strategy == "tp-fsdp"  # torch 2.13 can't distribute tensors with uneven shards
         if uneven:
             state = _scattered(_state(engine, "nested", full=False), state)
         _set_state(engine, state, "nested", full=not uneven)
@@ -73,7 +75,7 @@ def load(engine: Any, folder: Path) -> None:
 
 
 def _whole_state(folder: Path) -> dict[str, Any]:
-    """The state of --save full, or of a conversion to it: that has Accelerate's files, and one for all the rest."""
+    """Load the state from --save full, or from a conversion to it (Accelerate's files and training_state.pt)."""
     if (folder / "model.pt").is_file():
         state: dict[str, Any] = torch.load(folder / "model.pt", map_location="cpu", mmap=True)
         return state
@@ -101,16 +103,16 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
 def _set_state(engine: Any, state: dict[str, Any], keys: str, full: bool) -> None:
     set_model_state_dict(engine.model, state["model"], options=_options(keys, full))
     optimizer = state["optimizer"]
-    if full and not any(optimizer["state"].values()):  # plain SGD; torch would look for a tensor
+    if full and not any(optimizer["state"].values()):  # plain SGD has no state, but torch would look for a tensor
         for group, saved in zip(engine.optimizer.param_groups, optimizer["param_groups"], strict=True):
             group.update({key: value for key, value in saved.items() if key != "params"})
     else:
         set_optimizer_state_dict(engine.model, engine.optimizer, optimizer, options=_options(keys, full))
     engine.step = int(state["train_state"]["step"])
-    if engine.scheduler:  # of another framework's schedule, a conversion keeps the position alone
+    if engine.scheduler:  # a conversion from another framework keeps only the schedule's position
         fresh = optimizers.after(engine.step, engine.scheduler.state_dict())
         engine.scheduler.load_state_dict(state.get("lr_scheduler", fresh))
-    # A conversion may know the step only.
+    # A conversion may keep only the step.
     engine.sequences = int(state["train_state"].get("sequences", engine.step * engine.config.batch))
     rank = str(dist.get_rank())
     random = {kind: state[key][rank] for kind, key in _RANDOM.items() if rank in state.get(key, ())}
@@ -123,7 +125,7 @@ def _options(keys: str, full: bool) -> StateDictOptions:
 
 
 def _scattered(sharded: Any, whole: Any) -> Any:
-    """The state `whole` with every tensor cut down to this rank's part, as in the state `sharded`."""
+    """Return the state `whole` with every tensor cut to this rank's shard, following the state `sharded`."""
     if isinstance(sharded, dict):
         return {key: _scattered(sharded[key], value) if key in sharded else value for key, value in whole.items()}
     if not isinstance(sharded, DTensor):
@@ -140,7 +142,7 @@ def _rank_file(folder: Path, kind: str) -> Path:
 
 
 def _sharded(engine: Any) -> contextlib.AbstractContextManager[Any]:
-    """While this is open, FSDP1's state_dict() is sharded, as that of the others always is; else it is gathered."""
+    """Return a context that makes FSDP1's state_dict() sharded. Other strategies always shard it."""
     if engine.config.strategy != "fsdp1":
         return contextlib.nullcontext()
     kind = StateDictType.SHARDED_STATE_DICT
@@ -170,7 +172,7 @@ def _load_ranks(engine: Any, folder: Path) -> None:
     if engine.scheduler and extra["lr_scheduler"]:
         engine.scheduler.load_state_dict(extra["lr_scheduler"])
     randomness.restore(extra["rng"])
-    # As in verl, the step is in the folder's name only.
+    # Like verl, these files keep the step only in the folder's name.
     step = re.search(r"(\d+)$", folder.name)
     if step is None:
         raise ValueError(f"{folder.name} does not end in the number of the step")

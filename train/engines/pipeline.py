@@ -1,4 +1,4 @@
-"""DeepSpeed's pipeline of tensor-parallel layers under ZeRO-1 or BF16_Optimizer: Megatron-DeepSpeed's 3-D runs."""
+"""DeepSpeed pipelines with tensor-parallel layers under ZeRO-1 or BF16_Optimizer: Megatron-DeepSpeed's 3-D runs."""
 
 import argparse
 import contextlib
@@ -26,10 +26,10 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class PipelineRun(DeepSpeedEngine):
-    """DeepSpeed's PipelineEngine on a pipeline of tensor-parallel layers; the model given only says their sizes."""
+    """DeepSpeed's PipelineEngine on tensor-parallel layers. The model argument only supplies sizes."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        import deepspeed  # after train.engines.zero, which sets what it reads while it is imported
+        import deepspeed  # after train.engines.zero, which sets variables that its import reads
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         world_size = dist.get_world_size()
@@ -37,14 +37,14 @@ class PipelineRun(DeepSpeedEngine):
             raise UserError(f"--tp {config.tp} --pp {config.pp} do not divide {world_size} ranks")
         self.config = config
         self.dp = world_size // (config.tp * config.pp)
-        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)  # takes over the group that is there
+        deepspeed.init_distributed(dist_backend=dist.get_backend(), verbose=False)  # reuses the existing process group
         topology = PipeModelDataParallelTopology(num_pp=config.pp, num_mp=config.tp, num_dp=self.dp)
         self.place = topology.get_coord(dist.get_rank())
         sharing = topology.get_axis_comm_lists("model") or [[rank] for rank in range(world_size)]
         group, _ = dist.new_subgroups_by_enumeration(sharing)
         decide_on_fp16(config)
         self.sizes = pipeline_layers.sizes(config, model, self.place.model, group)
-        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints the plan of stages
+        with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it prints the pipeline plan
             module = deepspeed.pipe.PipelineModule(
                 pipeline_layers.layers(self.sizes, deepspeed.pipe),
                 topology=topology,
@@ -53,7 +53,7 @@ class PipelineRun(DeepSpeedEngine):
             )
             groups = param_groups(module, config)
             options = ds_config(dataclasses.replace(config, strategy="zero1", steps=1), groups)
-            if config.dtype == "bf16":  # the way to BF16_Optimizer; else it is ZeRO-1's own
+            if config.dtype == "bf16":  # selects BF16_Optimizer instead of ZeRO-1
                 options.setdefault("data_types", {"grad_accum_dtype": "fp32"})
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,
@@ -67,13 +67,13 @@ class PipelineRun(DeepSpeedEngine):
         return int(self.place.data), self.dp
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; the loss is the mean over the whole batch, the same on every rank."""
+        """Take one optimizer step and return the batch's mean loss, equal on every rank."""
         loss: torch.Tensor = self.engine.train_batch(iter([(batch, batch) for batch in micro_batches]))
         return loss.detach().float().clone()
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits of the real vocabulary, in the model's dtype."""
+        """Return the live model's logits for the unpadded vocabulary, in the model's dtype."""
         self.engine.reset_activation_shape()
         _, found = self.engine.eval_batch(
             iter([(input_ids, input_ids)]), return_logits=True, bcast_loss=False, num_micro_batches=1
@@ -88,7 +88,7 @@ class PipelineRun(DeepSpeedEngine):
         return logits[..., :VOCABULARY].to(DTYPES[self.config.dtype])
 
     def save(self, folder: Path) -> str:
-        """Saves as Megatron-DeepSpeed does: the engine's files with the run's arguments, and Megatron's tracker."""
+        """Save like Megatron-DeepSpeed: the engine's files with the run's arguments, and Megatron's tracker file."""
         tag = f"global_step{self.step}"
         self.engine.save_checkpoint(
             str(folder),
@@ -105,7 +105,7 @@ class PipelineRun(DeepSpeedEngine):
         return tag
 
     def args(self) -> argparse.Namespace:
-        """The arguments of a run that Megatron-DeepSpeed records and that say what its files mean."""
+        """Return the run arguments that Megatron-DeepSpeed records and readers of its files need."""
         of, config = self.sizes, self.config
         return argparse.Namespace(
             num_layers=of.layers,

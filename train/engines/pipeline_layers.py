@@ -1,9 +1,9 @@
-"""A decoder as Megatron-DeepSpeed builds it: a list of layers for DeepSpeed's PipelineModule, cut among tensor ranks.
+"""Decoder like Megatron-DeepSpeed's: layers for DeepSpeed's PipelineModule, sharded over tensor-parallel ranks.
 
-Module names, the order of the layers and what each tensor-parallel rank holds are those of Megatron-DeepSpeed's
-GPTModelPipe: 0 a function, 1 the embedding, 2 and on the transformer layers, then the last norm and, where it is not
-the embedding again, the output layer (docs/pipelines.md: what was compared, and with which commits).  Weights come from
-a generator seeded with their name in the whole model, so they are the same however the model is cut.
+Module names, layer order and tensor-parallel shards follow Megatron-DeepSpeed's GPTModelPipe. Layer 0 is a function,
+layer 1 the embedding. The transformer layers follow, then the final norm and an untied output layer (docs/pipelines.md
+names the compared commits). Each weight's generator is seeded with the tensor's full name, so every layout has the same
+weights.
 """
 
 import zlib
@@ -26,7 +26,7 @@ ARCHITECTURES = ("llama", "mistral", "qwen2", "gpt_neox")
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a layer needs to know of the model and of this rank's place in it; `group` is that of the tensor ranks."""
+    """Model sizes, and this rank's position. `group` is the tensor-parallel process group."""
 
     hidden: int
     ffn: int
@@ -49,12 +49,12 @@ class Sizes:
 
 
 def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
-    """The sizes of a run's model, taken from its transformers configuration."""
+    """Return the model's sizes from its transformers config. Raise UserError if the layout does not fit."""
     architecture = config.model.removesuffix("_wide").removesuffix("_even")
     if architecture not in ARCHITECTURES:
         raise UserError(f"--strategy megatron-deepspeed: --model {config.model} is none of {', '.join(ARCHITECTURES)}")
     hub, tp, heads = model.config, config.tp, model.config.num_attention_heads
-    neox = architecture == "gpt_neox"  # whose configuration may hold sizes of other architectures, without a meaning
+    neox = architecture == "gpt_neox"  # its config may hold meaningless sizes from other architectures
     kv_heads = heads if neox else hub.num_key_value_heads
     head_dim = (not neox and getattr(hub, "head_dim", None)) or hub.hidden_size // heads
     for name, size in (("attention heads", heads), ("key/value heads", kv_heads)):
@@ -88,7 +88,7 @@ def sizes(config: Config, model: Any, rank: int, group: Any) -> Sizes:
 
 
 def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Parameter:
-    """This rank's part of a random tensor; its place goes with the parameter, and with it into the truth."""
+    """Return this rank's shard of a random tensor, with its Place as an attribute for the truth."""
     generator = torch.Generator().manual_seed(of.seed + zlib.crc32(name.encode()))
     full = 0.05 * torch.randn(shape, generator=generator)
     if "norm" in name and name.endswith("weight"):
@@ -97,14 +97,14 @@ def _parameter(name: str, shape: tuple[int, ...], how: str, of: Sizes) -> nn.Par
     part = tuple(size // of.tp if number == dim else size for number, size in enumerate(shape))
     place = Place(name, part, dim, stride, *((of.rank, of.tp) if dim is not None else ()))
     parameter = nn.Parameter(place.cut(full).contiguous().clone())
-    # What DeepSpeed looks at to count a tensor once in the norm of the gradient.
+    # DeepSpeed reads this to count each tensor once in the gradient norm.
     parameter.tensor_model_parallel = dim is not None  # type: ignore[attr-defined]
     parameter.place = place  # type: ignore[attr-defined]
     return parameter
 
 
 class Linear(nn.Module):
-    """A matrix cut by rows or columns; a bias follows the rows."""
+    """Matrix sharded by rows or columns. The bias is sharded like the rows."""
 
     def __init__(self, name: str, rows: int, columns: int, how: str, bias: bool, of: Sizes) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Linear(nn.Module):
         self.bias = _parameter(f"{name}.bias", (rows,), "whole" if how == "columns" else how, of) if bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute this rank's outputs of the whole input (`rows`), or all outputs of this rank's inputs (`columns`)."""
+        """Compute this rank's outputs from the whole input (`rows`), or all outputs from its own inputs (`columns`)."""
         if self.how == "columns":
             x = RowParallel.apply(self.of.group, functional.linear(x, self.weight), False)
             return x if self.bias is None else x + self.bias
@@ -121,7 +121,7 @@ class Linear(nn.Module):
 
 
 class Norm(nn.Module):
-    """RMSNorm, or under `layer_norm` LayerNorm."""
+    """RMSNorm, or LayerNorm if `of.layer_norm` is set."""
 
     def __init__(self, name: str, of: Sizes) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ class Norm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Rows of words, shared among ranks."""
+    """Word embedding, sharded by rows."""
 
     def __init__(self, of: Sizes) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ class Embedding(nn.Module):
         self.word_embeddings.weight = _parameter("embedding.word_embeddings.weight", shape, "rows", of)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Each rank looks up what it has, and all add up."""
+        """Look up this rank's rows and sum over the ranks."""
         weight = self.word_embeddings.weight
         local = input_ids - self.of.rank * weight.shape[0]
         here = (local >= 0) & (local < weight.shape[0])
@@ -156,18 +156,18 @@ class Embedding(nn.Module):
 
 
 def output_of(embedding: Embedding, x: torch.Tensor) -> torch.Tensor:
-    """Logits by a tied embedding."""
+    """Return a tied embedding's logits."""
     weight = embedding.word_embeddings.weight
     return _gathered(functional.linear(ColumnParallel.apply(embedding.of.group, x), weight), embedding.of)
 
 
 def _gathered(logits: torch.Tensor, of: Sizes) -> torch.Tensor:
-    """The whole vocabulary's on every rank; each keeps the gradient of its own part."""
+    """Gather the whole vocabulary's logits on every rank. Each rank keeps its own part's gradient."""
     return GatherFromTensorParallelRegion.apply(of.group, logits, (logits.shape[-1],) * of.tp)
 
 
 class Output(nn.Module):
-    """The output layer of an untied model."""
+    """Output layer for an untied model."""
 
     def __init__(self, of: Sizes) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Output(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal attention; the rows of query_key_value are interleaved by group of queries."""
+    """Causal attention. The rows of query_key_value are interleaved by query group."""
 
     def __init__(self, prefix: str, of: Sizes) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class Attention(nn.Module):
 
 
 def _rotated(x: torch.Tensor, dim: int) -> torch.Tensor:
-    """Rotary positions in the first `dim` elements of each head."""
+    """Apply rotary positions to each head's first `dim` elements."""
     inverse = 1.0 / 10000.0 ** (torch.arange(0, dim, 2, device=x.device).float() / dim)
     angles = torch.outer(torch.arange(x.shape[2], device=x.device).float(), inverse).repeat(1, 2)
     turned, kept = x[..., :dim], x[..., dim:]
@@ -216,7 +216,7 @@ def _rotated(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 class MLP(nn.Module):
-    """Gated by SiLU, or plain with GELU."""
+    """MLP, gated by SiLU or plain with GELU."""
 
     def __init__(self, prefix: str, of: Sizes) -> None:
         super().__init__()
@@ -234,7 +234,7 @@ class MLP(nn.Module):
 
 
 class ParallelTransformerLayerPipe(nn.Module):
-    """A transformer layer. Its name is what `type:transformer` deals to stages."""
+    """Transformer layer. `type:transformer` matches its name to assign layers to stages."""
 
     def __init__(self, number: int, of: Sizes) -> None:
         super().__init__()
@@ -250,10 +250,10 @@ class ParallelTransformerLayerPipe(nn.Module):
 
 
 def layers(of: Sizes, lib: Any) -> list[Any]:
-    """The layers of the pipeline; `lib` is deepspeed.pipe."""
+    """Return the pipeline's layers. `lib` is deepspeed.pipe."""
     shared = partial(lib.TiedLayerSpec, "embed", Embedding, of, tied_weight_attr="word_embeddings.weight")
     return [
-        lambda x: x,  # Megatron-DeepSpeed begins with a function, which has no file
+        lambda x: x,  # Megatron-DeepSpeed starts with a function, without a file
         shared() if of.tied else lib.LayerSpec(Embedding, of),
         *(lib.LayerSpec(ParallelTransformerLayerPipe, number, of) for number in range(of.layers)),
         lib.LayerSpec(Norm, "decoder.final_layernorm.", of),
@@ -263,5 +263,5 @@ def layers(of: Sizes, lib: Any) -> list[Any]:
 
 
 def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Every token but the first is predicted from those before it."""
+    """Return the loss of predicting every token but the first from the tokens before it."""
     return functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), labels[:, 1:].flatten())

@@ -1,4 +1,4 @@
-"""DeepSpeed: ZeRO stages 1, 2 and 3."""
+"""DeepSpeed ZeRO stages 1, 2 and 3."""
 
 import gc
 import logging
@@ -20,7 +20,7 @@ from train.optimizers import build_optimizer, build_scheduler, param_groups
 from train.truth import pieces
 from train.truth.pieces import Piece, Place
 
-# Both are read while deepspeed is imported. LOCAL_SIZE spares its search for NUMA nodes.
+# DeepSpeed reads both variables during import. LOCAL_SIZE skips its search for NUMA nodes.
 if not launch.on_gpu():
     os.environ["DS_ACCELERATOR"] = "cpu"
     os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -40,25 +40,25 @@ from deepspeed.utils import (
 _LINEAR = nn.functional.linear
 
 logger.setLevel(logging.ERROR)
-# DeepSpeed calls torch functions that have newer names, once per rank.
+# DeepSpeed calls deprecated torch functions, once per rank.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-# None of its compiled extensions is of use here, and looking for them runs a compiler in every process.
+# No compiled extension is needed here, and the search for them runs a compiler in every process.
 vars(deepspeed.ops)["__compatible_ops__"] = {}
 
 
 def _partition_unsent(init: Init, parameter: Any) -> None:
-    """Init._zero_init_param without its broadcast."""
+    """Run Init._zero_init_param without its broadcast."""
     init._convert_to_deepspeed_param(parameter)
     parameter.partition()
 
 
-# Every rank builds the same model, so rank 0 need not send it, and 0.19.8 fails to send a 0-dim parameter.
+# Every rank builds the same model, so no broadcast is needed. DeepSpeed 0.19.8 fails to send a 0-dim parameter.
 deepspeed.DeepSpeedEngine._broadcast_model = lambda engine: None
 Init._zero_init_param = _partition_unsent
 
 
 def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
-    """The DeepSpeed config of a run: generated, then overlaid with the user's --ds-config."""
+    """Return a run's generated DeepSpeed config, merged with the user's --ds-config."""
     generated: dict[str, Any] = {
         "train_batch_size": config.batch,
         "gradient_accumulation_steps": config.accumulate,
@@ -75,28 +75,28 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
         "zero_force_ds_cpu_optimizer": False,
         "zero_optimization": {
             "stage": int(config.strategy[-1]),
-            # The defaults are sized for large models and would allocate gigabytes here.
+            # The defaults suit large models and would allocate gigabytes here.
             "reduce_bucket_size": 100_000,
             "allgather_bucket_size": 100_000,
             "stage3_prefetch_bucket_size": 10_000,
-            # Some of these tiny parameters are to stay whole between uses, most are not.
+            # Keep some of these tiny parameters whole between uses, but not most.
             "stage3_param_persistence_threshold": 40,
             "overlap_comm": False,
-            # Rounds twice where a linear layer has a bias: 16-bit logits would not equal those of the plain model.
+            # It rounds twice if a linear layer has a bias, so 16-bit logits would differ from the plain model.
             "memory_efficient_linear": False,
         },
     }
     if config.optimizer == "adamw":
-        # torch's Adam, because DeepSpeed's own would compile a C++ or CUDA extension first.
+        # torch's Adam; DeepSpeed's own would compile a C++ or CUDA extension first.
         params = {"lr": config.lr, "torch_adam": True} | ({"fused": True} if config.fused else {})
         generated["optimizer"] = {"type": "AdamW", "params": params}
-    if config.optimizer == "muon":  # with Adam for what is no matrix of a layer
+    if config.optimizer == "muon":  # Adam steps everything but the layers' matrices
         generated["optimizer"] = {"type": "Muon", "params": {"lr": config.lr, "momentum": 0.9, "torch_adam": True}}
-        generated["zero_optimization"]["reduce_scatter"] = False  # else it refuses
+        generated["zero_optimization"]["reduce_scatter"] = False  # Muon refuses reduce_scatter
     if config.scheduler == "deepspeed":
         rates = [group["lr"] for group in groups]
         peaks: dict[str, Any] = {"warmup_min_lr": [rate / 10 for rate in rates], "warmup_max_lr": rates}
-        if config.optimizer == "muon":  # the same for all groups, which DeepSpeed makes itself
+        if config.optimizer == "muon":  # DeepSpeed makes the groups itself, so all share one rate
             peaks = {"warmup_min_lr": config.lr / 10, "warmup_max_lr": config.lr}
         lengths = {"total_num_steps": config.schedule_steps, "warmup_num_steps": WARMUP}
         generated["scheduler"] = {"type": "WarmupDecayLR", "params": lengths | peaks}
@@ -104,13 +104,13 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 class DeepSpeedEngine(Engine):
-    """What ZeRO and the pipeline have in common."""
+    """Shared base for the ZeRO and pipeline engines."""
 
     engine: Any
 
     @property
     def step(self) -> int:
-        """Steps that overflowed and were skipped count, as in the checkpoint's tag."""
+        """Steps taken, including steps skipped after an overflow, like the checkpoint's tag."""
         return int(self.engine.global_steps)
 
     @property
@@ -123,29 +123,29 @@ class DeepSpeedEngine(Engine):
         return None if norm is None else float(norm)
 
     def load(self, folder: Path, tag: str) -> None:
-        """Loads what was written at this world size, or a universal checkpoint if so configured."""
+        """Load a checkpoint written at this world size, or a universal checkpoint if the config asks for it."""
         if self.engine.load_checkpoint(str(folder), tag=tag)[0] is None:
             raise ValueError("DeepSpeed found nothing to load")
 
     def close(self) -> None:
-        """Undoes what the engine changed in the process, too."""
+        """Destroy the engine and undo its changes to the process."""
         self.engine.destroy()
         del self.engine, self.optimizer
         decide_on_fp16()
         torch._dynamo.config.disable = False  # set for Muon
-        nn.functional.linear = _LINEAR  # replaced for good under memory_efficient_linear
+        nn.functional.linear = _LINEAR  # memory_efficient_linear replaces it permanently
         gc.collect()
 
 
 class ZeroEngine(DeepSpeedEngine):
-    """A model whose states (stage 1), gradients too (2), weights too (3) are shared among ranks."""
+    """Model whose optimizer states (stage 1), gradients (2) and weights (3) are sharded over ranks."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
         groups = param_groups(model, config)
         self.names = {parameter: name for name, parameter in model.named_parameters()}
         self.options = ds_config(config, groups)
         self.stage = self.options["zero_optimization"]["stage"]
-        # DeepSpeed drops parameters without elements from its groups: they have no master.
+        # DeepSpeed drops empty parameters from its groups, so they have no master.
         self.groups = [{self.names[p]: p for p in group["params"] if p.numel()} for group in groups]
         if self.stage == 3 and (blocks := models.sparse_blocks(model)):
             # Ranks use different experts, so fetching these blocks' parameters one by one would hang.
@@ -153,7 +153,7 @@ class ZeroEngine(DeepSpeedEngine):
         if config.optimizer == "muon":
             torch._dynamo.config.disable = True
         decide_on_fp16(config)
-        # ZeRO-3 numbers parameters process-wide, and the numbers reach the checkpoint: start every run at 0.
+        # ZeRO-3 numbers parameters process-wide and saves the numbers, so every run starts at 0.
         Init.param_id = 0
         self.engine, self.optimizer, _, _ = deepspeed.initialize(
             model=model,
@@ -172,14 +172,14 @@ class ZeroEngine(DeepSpeedEngine):
 
     @classmethod
     def around(cls, engine: Any, groups: list[dict[str, Any]]) -> "ZeroEngine":
-        """The Engine of a DeepSpeed engine that somebody else made, with its parameters by group and name."""
+        """Return the Engine for a DeepSpeed engine made elsewhere. `groups` maps names to parameters."""
         self = cls.__new__(cls)
         self.engine, self.optimizer, self.stage = engine, engine.optimizer, engine.zero_optimization_stage()
         self.groups = groups
         return self
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step; DeepSpeed itself knows which micro batch is the last."""
+        """Take one optimizer step. DeepSpeed detects the last micro batch itself."""
         self.engine.train()
         losses = []
         for input_ids in micro_batches:
@@ -197,7 +197,7 @@ class ZeroEngine(DeepSpeedEngine):
         return logits
 
     def save(self, folder: Path) -> str:
-        """Saves under DeepSpeed's default tag, global_stepN."""
+        """Save under DeepSpeed's default tag, global_stepN."""
         self.engine.save_checkpoint(str(folder))
         return f"global_step{self.engine.global_steps}"
 
@@ -214,10 +214,10 @@ class ZeroEngine(DeepSpeedEngine):
         return tensors, facts
 
     def _gather_optimizer(self) -> dict[str, torch.Tensor]:
-        """Every master and optimizer state, whole: the ranks' own pieces, checked against DeepSpeed's gathering.
+        """Return every master and optimizer state, assembled from the ranks' pieces and checked against DeepSpeed.
 
-        What safe_get_full_* returns is not exact enough to be the truth itself: below stage 3 it adds pieces to
-        zeros, which turns -0.0 into 0.0, and it answers in the dtype of the masters, whatever that of the state.
+        The results of safe_get_full_* are not exact enough for the truth. Below stage 3 they add pieces to zeros, so
+        -0.0 becomes 0.0. They also use the masters' dtype for every state.
         """
         if self.stage < 3:
             relink(self.optimizer)
@@ -230,7 +230,7 @@ class ZeroEngine(DeepSpeedEngine):
         ]
         mine = [self._piece(key, parameter, state) for key, parameter, state in wanted]
         tensors = pieces.collect([piece for piece in mine if piece is not None])
-        with _coalescing_manager(self.optimizer.dp_process_group):  # one for each would take longer than all else
+        with _coalescing_manager(self.optimizer.dp_process_group):  # one call per tensor would dominate the time
             gathered = [
                 safe_get_full_optimizer_state(parameter, state) if state else safe_get_full_fp32_param(parameter)
                 for _, parameter, state in wanted
@@ -241,24 +241,24 @@ class ZeroEngine(DeepSpeedEngine):
         return tensors
 
     def _piece(self, key: str, parameter: Any, state: str | None) -> Piece | None:
-        """This rank's part of a master (state None) or optimizer state."""
+        """Return this rank's piece from a master (state None) or optimizer state, or None if it has no elements."""
         role, _, name = key.partition("/")
         if self.stage == 3:
             slot = safe_get_local_optimizer_state(parameter, state) if state else safe_get_local_fp32_param(parameter)
             start = dist.get_rank() * slot.numel()
-            length = min(slot.numel(), parameter.ds_numel - start)  # the rest of the last slots is padding
+            length = min(slot.numel(), parameter.ds_numel - start)  # the end of the last slots is padding
             place = Place(name, tuple(parameter.ds_shape))
             return Piece(role, place, start, slot[:length].cpu()) if length > 0 else None
         return fragment(parameter, Place(name, tuple(parameter.shape)), state)
 
 
-#: What Muon has of each of its matrices, and Adam, which steps the rest, has not.
+#: Muon's state for its matrices. Adam, which steps the rest, does not have it.
 _MOMENTUM = "momentum_buffer"
 
 
 def state_names(engine: Any) -> list[str]:
-    """Names of the optimizer's states that are shaped like its parameters: those that are sharded with them."""
-    # Sorted, as every rank is to gather them in one order: load_universal leaves them in that of a set.
+    """Return the names of optimizer states shaped like their parameters; these are sharded."""
+    # Sorted, because all ranks must gather in one order and load_universal leaves a set's order.
     return sorted(
         {
             name
@@ -270,7 +270,7 @@ def state_names(engine: Any) -> list[str]:
 
 
 def relink(optimizer: Any) -> None:
-    """Mends DeepSpeed's map from parameters to fragments of master and states, which docs/training.md tells of."""
+    """Repair DeepSpeed's map from parameters to master and state fragments (see docs/training.md)."""
     if getattr(optimizer, "round_robin_gradients", False):
         with mock.patch.object(optimizer, "bit16_groups", optimizer.round_robin_bit16_groups):
             optimizer._link_all_hp_params()
@@ -279,22 +279,25 @@ def relink(optimizer: Any) -> None:
 
 
 def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:
-    """What this rank has of a parameter's optimizer state, or of its master (None), below stage 3."""
+    """Return this rank's fragment from a parameter's state, or from its master (state None). Below stage 3 only."""
     mapping = parameter._hp_mapping
-    if mapping is None:  # no element of it is in this rank's partition
+    if mapping is None:  # this rank's partition has no element of it
         return None
     elements = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
     return Piece(state or "master", place, mapping.lp_fragment_address.start, elements)
 
 
 def adam_step(engine: Any) -> int | None:
-    """How often Adam stepped: fewer times than the engine if steps overflowed, None if never."""
+    """Return the number of Adam steps, or None before the first. Steps that overflowed don't count."""
     steps = [state["step"] for state in engine.basic_optimizer.state.values() if "step" in state]
     return int(steps[0]) if steps else None
 
 
 def decide_on_fp16(config: Config | None = None) -> None:
-    """DeepSpeed declines fp16 on most CPUs though torch computes it on all, slowly: overrules it for a run in fp16."""
+    """Allow fp16 for a run in fp16, or reset to DeepSpeed's answer.
+
+    DeepSpeed rejects fp16 on most CPUs, although torch computes it on all of them, slowly.
+    """
     accelerator = get_accelerator()
     for name in ("is_fp16_supported", "supported_dtypes"):
         vars(accelerator).pop(name, None)

@@ -1,1 +1,1 @@
-"""The trainer on megatron-core, on CPUs too."""
+"""Trainer on megatron-core, on GPUs or CPUs."""

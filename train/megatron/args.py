@@ -1,8 +1,8 @@
-"""What a run is in Megatron-LM's own words: the `args` that its checkpoints hold.
+"""Megatron-LM's `args` of a run, as saved in its checkpoints.
 
 Megatron-LM keeps every option of a run in one argparse.Namespace, builds the model from it and saves it with every
-checkpoint. `arguments` fills such a namespace from a transformers configuration, under the names of Megatron-LM
-core_v0.16.1, megatron/training/arguments.py; `transformer_config` makes megatron-core's configuration of it.
+checkpoint. `arguments` fills such a namespace from a transformers config, with the names of Megatron-LM core_v0.16.1
+(megatron/training/arguments.py). `transformer_config` turns it into megatron-core's config.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from train.config import Config, UserError
 from train.models import DTYPES
 
 _GELU_TANH = partial(functional.gelu, approximate="tanh")
-#: Options of Megatron-LM's that are off, or have no value, unless an architecture says otherwise.
+#: Megatron-LM options that are off or None unless an architecture sets them.
 _OFF = (
     *("rotary_interleaved", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "quick_geglu"),
     *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm", "data_parallel_random_init"),
@@ -32,19 +32,19 @@ _NONE = (
 
 
 def arguments(sizes: Any, config: Config) -> Namespace:
-    """The namespace of a run on a model of the transformers configuration `sizes`."""
+    """Return the namespace of a run. `sizes` is the model's transformers config."""
     if sizes.model_type not in _ARCHITECTURES:
         raise UserError(f"--strategy megatron: no {sizes.model_type} model")
     values = _common(sizes, config) | _ARCHITECTURES[sizes.model_type](sizes)
     values |= _parallel(config, values["vocab_size"]) | _training(config)
     if "experimental_attention_variant" in values:
-        values["transformer_impl"] = "transformer_engine"  # megatron-core has no gated delta net of its own layers
+        values["transformer_impl"] = "transformer_engine"  # megatron-core's local layers have no gated delta net
     _require_division(config, values)
     return Namespace(**values)
 
 
 def transformer_config(args: Namespace) -> Any:
-    """Megatron-core's configuration of the same model."""
+    """Return megatron-core's config for the same model."""
     from megatron.core.activations import quick_gelu, squared_relu
     from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
@@ -62,7 +62,7 @@ def transformer_config(args: Namespace) -> Any:
         "gated_linear_unit": args.swiglu or args.quick_geglu,
         "activation_func": functional.silu if args.swiglu else quick_gelu if args.quick_geglu else functional.gelu,
         "transformer_impl": "local",
-        "use_mamba_mem_eff_path": False,  # which is one kernel of mamba-ssm's
+        "use_mamba_mem_eff_path": False,  # that path is a kernel in mamba-ssm
     }
     if args.openai_gelu:
         values["activation_func"] = _GELU_TANH
@@ -75,7 +75,7 @@ def transformer_config(args: Namespace) -> Any:
 
 
 def _common(sizes: Any, config: Config) -> dict[str, Any]:
-    """What most architectures share, with Megatron-LM's defaults for all that only some set."""
+    """Return the options shared by most architectures, with Megatron-LM's defaults."""
     heads, groups = sizes.num_attention_heads, getattr(sizes, "num_key_value_heads", None)
     rope = getattr(sizes, "rope_parameters", None) or {}
     return (
@@ -108,14 +108,14 @@ def _common(sizes: Any, config: Config) -> dict[str, Any]:
             "attention_dropout": config.dropout,
             "hidden_dropout": config.dropout,
             "moe_router_load_balancing_type": "none",
-            # The other one gathers parts of unequal lengths where experts are split, which gloo does not.
+            # alltoall gathers uneven parts if experts are sharded, and gloo can't do this.
             "moe_token_dispatcher_type": "allgather" if (config.etp or config.tp) > 1 else "alltoall",
         }
     )
 
 
 def _experts(number: int, size: int, used: int, sparse: list[int]) -> dict[str, Any]:
-    """A mixture of experts in the layers where `sparse` says 1."""
+    """Return the options for experts in the layers with a 1 in `sparse`."""
     return {
         "num_experts": number,
         "moe_ffn_hidden_size": size,
@@ -138,7 +138,7 @@ def _qwen3_moe(sizes: Any) -> dict[str, Any]:
         for layer in range(sizes.num_hidden_layers)
     ]
     experts = _experts(sizes.num_experts, sizes.moe_intermediate_size, sizes.num_experts_per_tok, sparse)
-    # Without normalisation the probabilities are those over all experts, not over the chosen ones.
+    # Without normalisation, the probabilities cover all experts instead of the chosen ones.
     return {"qk_layernorm": True} | experts | {"moe_router_pre_softmax": not sizes.norm_topk_prob}
 
 
@@ -256,7 +256,7 @@ _ARCHITECTURES: dict[str, Callable[[Any], dict[str, Any]]] = {
 
 
 def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
-    """The arguments that divide the model among the ranks."""
+    """Return the options that distribute the model over ranks."""
     multiple = config.vocab_multiple * config.tp
     world_size = dist.get_world_size()
     return {
@@ -282,7 +282,7 @@ def _parallel(config: Config, vocabulary: int) -> dict[str, Any]:
 
 
 def _training(config: Config) -> dict[str, Any]:
-    """How it is trained and saved."""
+    """Return the options for training and saving."""
     dtype = DTYPES[config.dtype]
     return {
         "params_dtype": dtype,
@@ -314,7 +314,7 @@ def _training(config: Config) -> dict[str, Any]:
 
 
 def _require_division(config: Config, values: dict[str, Any]) -> None:
-    """Everything that is dealt out must divide."""
+    """Raise UserError if the model does not divide evenly by the parallel sizes."""
     world_size, experts = dist.get_world_size(), values["num_experts"]
     if world_size % (config.tp * config.pp):
         raise UserError(f"--tp {config.tp} --pp {config.pp}: {world_size} ranks do not divide by their product")
@@ -339,7 +339,7 @@ def _require_division(config: Config, values: dict[str, Any]) -> None:
 
 
 def _require_stages(config: Config, layers: int) -> None:
-    """The layers must divide among the stages, and those of a stage among its chunks."""
+    """Raise UserError if the layers don't divide by the stages, or a stage's layers by its chunks."""
     given = [number for number in (config.first_stage_layers, config.last_stage_layers) if number]
     rest, stages = layers + config.count_embedding + config.count_loss - sum(given), config.pp - len(given)
     fits = rest >= stages > 0 and rest % (stages * config.vpp) == 0 if stages else rest == 0

@@ -1,7 +1,7 @@
-"""Lets megatron-core 0.16.1 run where there is no GPU, nor Transformer Engine or Apex.
+"""Patches to run megatron-core 0.16.1 without a GPU, Transformer Engine or Apex.
 
-docs/training.md lists what is replaced, and why. What concerns GPUs is replaced only where there is none; the
-transport is gloo then, which has every collective that megatron-core uses.
+docs/training.md lists the patches with reasons. GPU functions are only replaced on a machine without a GPU. The
+transport is then gloo, and gloo has every collective used by megatron-core.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _CPU = torch.device("cpu")
 
 @contextlib.contextmanager
 def on_this_machine() -> Iterator[None]:
-    """Mends megatron-core while open, and redirects CUDA to the CPU if there is no CUDA."""
+    """Patch megatron-core while open, and redirect CUDA to the CPU if there is no GPU."""
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
     from megatron.core.tensor_parallel import layers, random
@@ -39,8 +39,8 @@ def on_this_machine() -> Iterator[None]:
     ]
     missing: list[tuple[Any, str, Any]] = []
     if not moe_utils.HAVE_TE:
-        # The one is missing then, though the code asks whether it is None; the other is None, though the code asks
-        # whether something is an instance of it.
+        # megatron-core tests one of these names against None although it is undefined, and uses the other in
+        # isinstance() although it is None.
         missing = [(moe_utils, "te_general_gemm", None)]
         missing += [(module, "TELinear", _Absent) for module in (multi_latent_attention, mcore_fsdp_adapter)]
     if not _has_gpu():
@@ -60,19 +60,19 @@ def on_this_machine() -> Iterator[None]:
 
 
 def numbered_device() -> contextlib.AbstractContextManager[Any]:
-    """Gives the current device a number, which Megatron-FSDP puts into a name as it starts."""
+    """Give the current device a number, because Megatron-FSDP puts it into a name at startup."""
     if _has_gpu():
         return contextlib.nullcontext()
     return mock.patch.object(torch.cuda, "current_device", lambda: 0)
 
 
 def _has_gpu() -> bool:
-    """Apart, for doubles of a GPU, on which megatron-core still needs the CPU."""
+    """Return True on a machine with a GPU. Separate, so that tests can fake a GPU while megatron-core uses the CPU."""
     return torch.cuda.is_available()
 
 
 def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Module]:
-    """torch's norm also with weights stored less one, and under sequence parallelism, whose mark it needs."""
+    """Extend torch's norm with zero-centered weights and the mark for sequence parallelism."""
 
     def norm(cls: type, config: Any, *args: Any, **kwargs: Any) -> torch.nn.Module:
         plain = copy.copy(config)
@@ -89,21 +89,21 @@ def _norm_by(make: Callable[..., torch.nn.Module]) -> Callable[..., torch.nn.Mod
 
 
 class _CenteredNorm(torch.nn.LayerNorm):
-    """A layer norm whose weights are stored less one, which Apex and Transformer Engine have, and torch has not."""
+    """LayerNorm with weights stored minus one, like in Apex and Transformer Engine."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.layer_norm(input, self.normalized_shape, self.weight + 1, self.bias, self.eps)
 
 
 class _CenteredRMSNorm(torch.nn.RMSNorm):
-    """The same without the mean."""
+    """RMSNorm with weights stored minus one."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
 def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """The sum over a group, and over a group of one the tensor itself, not a view of it."""
+    """Sum over a group. A group of one returns the tensor itself, not a view."""
 
     def reduced(tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         return tensor if group is not None and group.size() == 1 else reduce(tensor, group=group)
@@ -112,7 +112,7 @@ def _reduce_by(reduce: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
 
 
 def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
-    """Attention that takes the widths that multi-latent attention announces, and reads them off the tensors."""
+    """Accept the widths passed by multi-latent attention, and ignore them: attention reads them off the tensors."""
 
     def attend(*args: Any, k_channels: int = 0, v_channels: int = 0, **kwargs: Any) -> None:
         initialize(*args, **kwargs)
@@ -121,7 +121,7 @@ def _attend_by(initialize: Callable[..., None]) -> Callable[..., None]:
 
 
 def _put_by(put: Callable[..., None]) -> Callable[..., None]:
-    """The states of a parameter from distrib_optim.pt with the step, which model_optim_rng.pt has, for torch's Adam."""
+    """Keep the step, loaded from model_optim_rng.pt, when distrib_optim.pt's states are set. torch's Adam needs it."""
 
     def put_with_step(optimizer: Any, parameter: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
         group, order = optimizer.model_param_group_index_map[parameter]
@@ -132,7 +132,7 @@ def _put_by(put: Callable[..., None]) -> Callable[..., None]:
 
 
 def _mesh_by(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
-    """A mesh of the CPUs where one of GPUs is asked for."""
+    """Make a CPU mesh even if a GPU mesh is requested."""
 
     def mesh(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
         return make(group, "cpu", *args, **kwargs)
@@ -141,11 +141,11 @@ def _mesh_by(make: Callable[..., DeviceMesh]) -> Callable[..., DeviceMesh]:
 
 
 class _Absent:
-    """Stands for a missing class: nothing is an instance of it."""
+    """Substitute for a missing class, without instances."""
 
 
 class _CudaIsCpu(TorchFunctionMode):
-    """Every tensor asked for on CUDA is made on the CPU, and a CPU tensor's type string says CUDA."""
+    """Mode that makes CUDA tensors on the CPU and reports CUDA in a CPU tensor's type string."""
 
     def __torch_function__(self, func: Callable, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -158,7 +158,7 @@ class _CudaIsCpu(TorchFunctionMode):
         if func is torch.Tensor.to:
             args = (args[0], *(_cpu_for(value) if _names_cuda(value) else value for value in args[1:]))
         if getattr(func, "__name__", "") == "all_to_all_single":
-            # The sizes of what each expert gets are turned into numbers only where they come from a GPU.
+            # megatron-core only converts the split sizes to numbers if they come from a GPU.
             sizes = {name: kwargs.get(name) for name in ("output_split_sizes", "input_split_sizes")}
             kwargs = kwargs | {name: size.tolist() for name, size in sizes.items() if torch.is_tensor(size)}
         return func(*args, **kwargs)
@@ -172,7 +172,7 @@ def _cpu_for(device: Any) -> Any:
     return _CPU if _names_cuda(device) or isinstance(device, int) else device
 
 
-#: A queue that is always empty: everything has been computed when the call returns.
+#: Stream that is always empty, because CPU calls finish before they return.
 _STREAM = mock.MagicMock()
 
 _CUDA: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Megatron-core: tensor, pipeline and expert parallelism, its own model, schedule, optimizers and checkpoints."""
+"""Megatron-core engine: tensor, pipeline and expert parallelism with its own model, schedule and optimizers."""
 
 import gc
 import logging
@@ -19,9 +19,9 @@ from train.megatron.cpu import on_this_machine
 from train.truth import megatron as megatron_truth
 from train.truth.pieces import collect
 
-# Said on import, once for each rank, of each package that only GPUs have.
+# megatron-core warns on import, on each rank, about every missing GPU package.
 warnings.filterwarnings("ignore", module="megatron")
-# Its calls have newer names in torch.
+# It calls deprecated torch functions.
 warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
 logging.getLogger("megatron").setLevel(logging.ERROR)
 
@@ -44,7 +44,7 @@ class MegatronEngine(Engine):
         axes = ("tensor_model", "pipeline_model", "virtual_pipeline_model", "expert_model", "expert_tensor")
         sizes = {f"{axis}_parallel_size": getattr(args, f"{axis}_parallel_size") for axis in axes}
         parallel_state.initialize_model_parallel(**sizes)
-        # Not at the start of a run: another one may have left its generators in this process.
+        # An earlier run may have left its generators in this process.
         tensor_parallel.model_parallel_cuda_manual_seed(self.config.seed, force_reset_rng=True)
         self.transformer = megatron_args.transformer_config(args)
         self.bare = build_chunks(args, self.transformer)
@@ -63,7 +63,7 @@ class MegatronEngine(Engine):
             self.transformer.no_sync_func = functions if len(functions) > 1 else functions[0]
 
     def _wrap(self, chunks: list[Any]) -> list[Any]:
-        """The chunks as data-parallel ranks share them."""
+        """Wrap the chunks for data parallelism."""
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
         args = self.args
@@ -85,7 +85,7 @@ class MegatronEngine(Engine):
         return parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
 
     def train(self, micro_batches: list[torch.Tensor]) -> torch.Tensor:
-        """One optimizer step, by megatron-core's pipeline schedule."""
+        """Take one optimizer step with megatron-core's pipeline schedule."""
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.train()
@@ -104,13 +104,13 @@ class MegatronEngine(Engine):
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """The live model's logits in eval mode, without those of the vocabulary's padding."""
+        """Return the live model's logits in eval mode, without the padded vocabulary."""
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.eval()
-            # The schedule of several chunks wants as many micro batches as there are stages, or a multiple.
+            # The schedule for several chunks needs a multiple of the stages as micro batches.
             micro_batches = [input_ids] * self.args.pipeline_model_parallel_size
-            # Layers that predict further tokens know nothing but a loss, so they are left out here.
+            # Layers for multi-token prediction only produce a loss, so they are off here.
             with (
                 mock.patch.object(self.transformer, "mtp_num_layers", None),
                 mock.patch.object(self.bare[-1], "mtp_process", False),
@@ -122,14 +122,14 @@ class MegatronEngine(Engine):
         return logits[..., : self.args.vocab_size].to(self.args.params_dtype)
 
     def save(self, folder: Path) -> str:
-        from train.megatron import files  # which imports megatron-core
+        from train.megatron import files  # it imports megatron-core
 
         with on_this_machine():
             return files.save(self, folder)
 
     @torch.no_grad()
     def load(self, folder: Path, tag: str) -> None:
-        """Continues from a checkpoint of this strategy, or takes over the weights of one that holds nothing else."""
+        """Resume from this strategy's checkpoint. A checkpoint with only weights starts a new run."""
         from train.megatron import files
 
         with on_this_machine():
@@ -155,24 +155,24 @@ class MegatronEngine(Engine):
         }
 
     def close(self) -> None:
-        """Frees the model and megatron-core's process groups."""
+        """Free the model and megatron-core's process groups."""
         from megatron.core import parallel_state
         from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        RotaryEmbedding.forward.cache_clear()  # both have what is of this run's groups
+        RotaryEmbedding.forward.cache_clear()  # both caches refer to this run's groups
         _clear_sharding_prop_cache()
         for module in [module for chunk in self.chunks for module in chunk.modules()]:
-            vars(module).clear()  # autograd's hooks hold it for ever: Python's collector does not see their circle
+            vars(module).clear()  # autograd's hooks form cycles that Python's collector can't see
         del self.chunks, self.bare, self.optimizer, self.optimizers, self.scheduler, self.transformer
         gc.collect()
-        # megatron-core only forgets most of them, while their threads go on polling; the default one is None.
+        # megatron-core only forgets most groups, and their threads keep polling. The default group is None.
         for group in filter(None, parallel_state._global_process_group_list or ()):
             dist.destroy_process_group(group)
         parallel_state.destroy_model_parallel()
 
     def _run(self, micro_batches: list[torch.Tensor], step: Any, **options: Any) -> list[Any]:
-        """The schedule over some micro batches; what the last stage returned for each."""
+        """Run the schedule over micro batches and return the last stage's results."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         results: list[Any] = get_forward_backward_func()(
@@ -202,7 +202,7 @@ class MegatronEngine(Engine):
 
 
 def build_chunks(args: Any, transformer: Any, make: Callable[..., Any] | None = None) -> list[Any]:
-    """This rank's chunks of the model: one, or under --vpp several; `make` makes one that is no GPTModel."""
+    """Build this rank's model chunks: one, or several with --vpp. `make` builds another model than GPTModel."""
     from megatron.core import parallel_state, tensor_parallel
 
     number = args.virtual_pipeline_model_parallel_size or 1
@@ -267,10 +267,10 @@ def _gpt_model(args: Any, transformer: Any, vp_stage: int | None, **given: Any) 
 
 
 def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
-    """Megatron's optimizer: one for everything, and one more for experts that other ranks do not hold.
+    """Return Megatron's optimizer, chained with a second one for experts on other ranks.
 
-    Its two param groups are those of `optimizers.param_groups`; biases of two dims, which only experts have, are in
-    the other one here.
+    It has the two param groups from `optimizers.param_groups`, but 2-dim biases, used only by experts, are in the
+    matrix group here.
     """
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
     from megatron.core.optimizer.optimizer_config import ParamKey, ParamPredicate
@@ -302,11 +302,11 @@ def build_optimizer(args: Any, config: Config, chunks: list[Any]) -> Any:
 
 
 def build_scheduler(optimizer: Any, config: Config) -> Any:
-    """Megatron's schedule, counted in sequences: cosine and none as elsewhere, and warmup and linear decay.
+    """Return Megatron's schedule, counted in sequences: cosine, constant, or warmup and linear decay.
 
-    The last is not quite DeepSpeed's, which is a step behind, and whose warmup is logarithmic in the step and begins
-    for every param group at a tenth of its peak; peak, floor and lengths are the same. Of a checkpoint it takes the
-    position alone (Megatron-LM's --override-opt-param-scheduler): the schedule is that of this run's options.
+    The last differs slightly from DeepSpeed's, which is one step behind and warms up logarithmically from a tenth of
+    each group's peak. Peak, floor and lengths are the same. Only the position is loaded from a checkpoint, like with
+    Megatron-LM's --override-opt-param-scheduler; this run's options set the schedule.
     """
     from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
@@ -329,7 +329,7 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
 
 
 def _of_last_stage(tensor: torch.Tensor) -> torch.Tensor:
-    """The last pipeline stage's tensor, put into that of every other stage."""
+    """Broadcast the last pipeline stage's tensor into the other stages' tensors."""
     from megatron.core import parallel_state as mpu
 
     dist.broadcast(tensor, mpu.get_pipeline_model_parallel_last_rank(), mpu.get_pipeline_model_parallel_group())
@@ -343,22 +343,22 @@ def _inputs(batches: Any) -> tuple[torch.Tensor, dict[str, Any]]:
 
 
 def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """Forward of one micro batch through one chunk, and how the last stage makes its loss of the output."""
+    """Run a micro batch through one chunk. Return the output and the last stage's loss function."""
     input_ids, inputs = _inputs(batches)
-    # Every token but the first is predicted from those before it; what follows the last is unknown.
+    # Every token but the first is predicted from the tokens before it. The last has no target.
     labels = input_ids.roll(-1, 1)
     output = chunk(labels=labels, **inputs)
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses[:, :-1].float().mean()
-        # A copy: the schedule divides the loss itself by the number of micro batches.
+        # A copy, because the schedule divides the loss by the number of micro batches in place.
         return mean, {"loss": mean.detach().clone()}
 
     return output, loss
 
 
 def _logits_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
-    """The same without labels.  The logits are those of this tensor-parallel rank's part of the vocabulary."""
+    """Run a micro batch without labels. The second result gathers all tensor-parallel ranks' logits."""
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
     _, inputs = _inputs(batches)

@@ -1,11 +1,11 @@
-"""How Megatron-LM lays its checkpoints out, and how it loads them.
+"""Saving and loading in Megatron-LM's checkpoint formats.
 
---save torch       iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, and with the distributed optimizer
-                   distrib_optim.pt beside it
---save torch_dist  iter_0000004/{.metadata, __R_K.distcp, common.pt, metadata.json}, by megatron-core itself
---save fsdp_dtensor  iter_0000004/{.metadata, __R_K.distcp}, by torch: only saved
+    --save torch       iter_0000004/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, with the distributed optimizer
+                       also distrib_optim.pt
+    --save torch_dist  iter_0000004/{.metadata, __R_K.distcp, common.pt, metadata.json}, by megatron-core itself
+    --save fsdp_dtensor  iter_0000004/{.metadata, __R_K.distcp}, by torch; can't be loaded
 
-and latest_checkpointed_iteration.txt in the run folder. Contents as of Megatron-LM core_v0.16.1,
+and latest_checkpointed_iteration.txt in the run folder. Contents follow Megatron-LM core_v0.16.1,
 megatron/training/checkpointing.py: save_checkpoint, generate_state_dict, preprocess_fsdp_dtensor_state_dict,
 load_checkpoint.
 """
@@ -29,13 +29,13 @@ from megatron.core.dist_checkpointing.validation import StrictHandling
 
 from train.config import UserError
 
-#: What modules of Transformer Engine have; stand-ins for them (`stand_ins`) have less of it.
+#: Key suffix used by Transformer Engine modules. The stand-ins (`stand_ins`) have fewer such keys.
 _EXTRA = "._extra_state"
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def save(engine: Any, folder: Path) -> str:
-    """Writes a checkpoint of a MegatronEngine into the run folder and returns its tag."""
+    """Write a MegatronEngine's checkpoint into the run folder and return its tag."""
     tag = f"iter_{engine.step:07d}"
     engine.args.iteration = engine.step
     engine.args.consumed_train_samples = engine.sequences
@@ -53,7 +53,7 @@ def save(engine: Any, folder: Path) -> str:
 
 
 def load(engine: Any, folder: Path) -> None:
-    """Loads a checkpoint of torch or torch_dist. One without optimizer gives the weights only: the run starts anew."""
+    """Load a torch or torch_dist checkpoint. Without optimizer, only set the weights and start at step 0."""
     if (folder / ".metadata").is_file():
         _load_torch_dist(engine, folder)
     else:
@@ -61,7 +61,7 @@ def load(engine: Any, folder: Path) -> None:
 
 
 def rank_folder(folder: Path) -> Path:
-    """Where this rank's file is in a checkpoint of format torch."""
+    """Return the folder with this rank's file in a torch checkpoint."""
     name = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         name += f"_{mpu.get_pipeline_model_parallel_rank():03d}"
@@ -71,13 +71,13 @@ def rank_folder(folder: Path) -> Path:
 
 
 def _common(engine: Any) -> dict[str, Any]:
-    """What all formats hold in the same way."""
+    """Return the entries shared by all formats."""
     state = {"args": engine.args, "checkpoint_version": 3.0, "iteration": engine.step}
     return state | {"num_floating_point_operations_so_far": 0}
 
 
 def _keys(engine: Any) -> list[str]:
-    """Names of the chunks in a state."""
+    """Return the chunks' keys in a state."""
     return [f"model{number}" for number in range(len(engine.bare))] if len(engine.bare) > 1 else ["model"]
 
 
@@ -134,23 +134,23 @@ def _load_torch(engine: Any, folder: Path) -> None:
 
 
 def _load_rest(engine: Any, state: dict[str, Any]) -> None:
-    """The scheduler, the position in the data, and random state where the checkpoint has this rank's."""
+    """Load the scheduler, the data position and, if the checkpoint has them, this rank's random states."""
     for one in engine.optimizer.chained_optimizers:
         for values in one.optimizer.state.values():
-            if "step" in values:  # one tensor for all parameters now, which torch's Adam would count up once for each
+            if "step" in values:  # loading leaves one tensor for all; torch's Adam would step it for each
                 values["step"] = values["step"].clone()
     if "opt_param_scheduler" in state:
         engine.scheduler.load_state_dict(state["opt_param_scheduler"])
     engine.step = int(state["iteration"])
     samples = getattr(state.get("args"), "consumed_train_samples", None)
-    # A conversion may know the step only.
+    # A conversion may keep only the step.
     engine.sequences = engine.step * engine.config.batch if samples is None else int(samples)
     if "rng_state" in state:
         _set_random_state(state["rng_state"])
 
 
 def _metadata(engine: Any) -> dict[str, Any]:
-    """What tells megatron-core which form of the sharded state to make; it is saved, but for the group."""
+    """Return the metadata that chooses megatron-core's sharded form. Everything but the group is saved."""
     metadata: dict[str, Any] = {}
     if engine.args.use_distributed_optimizer:
         metadata["distrib_optim_sharding_type"] = engine.config.optimizer_format
@@ -171,7 +171,7 @@ def _sharded_state(engine: Any, metadata: dict[str, Any], optimizer: bool, loadi
 
 
 def _sharded_random_state() -> Any:
-    """One object for each pipeline stage and tensor-parallel rank, and with experts dealt out, data-parallel rank."""
+    """Return the random states, one object per pipeline and tensor rank, with experts also per data rank."""
     sizes = [mpu.get_pipeline_model_parallel_world_size(), mpu.get_tensor_model_parallel_world_size()]
     ranks = [mpu.get_pipeline_model_parallel_rank(), mpu.get_tensor_model_parallel_rank()]
     copy = mpu.get_data_parallel_rank(with_context_parallel=True)
@@ -197,10 +197,10 @@ def _save_torch_dist(engine: Any, folder: Path) -> None:
 
 
 def _warn_of_shifted_states(engine: Any) -> None:
-    """Says where megatron-core saves other states than it holds, which its live tensors, the truth, then contradict.
+    """Warn if megatron-core saves wrong optimizer states, because the truth then contradicts the checkpoint.
 
-    Up to 0.19.0 sharded_param_state_fully_reshardable looks states up at the places of a buffer with the padding
-    between its buckets, in tensors without: those of the second bucket and on come out shifted.
+    Up to 0.19.0 sharded_param_state_fully_reshardable mixes up offsets: it uses positions that include the padding
+    between buckets to index tensors without padding. States from the second bucket on are shifted.
     """
     if not engine.args.use_distributed_optimizer or engine.config.optimizer_format != "fully_reshardable":
         return
@@ -223,7 +223,7 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
     keys = {entry.key for entry in saved.values()}
     optimizer = any(key.startswith(("optimizer.", "chained_")) for key in keys)
     if optimizer and engine.args.use_distributed_optimizer:
-        # torch's Adam has no states before its first step, of which megatron-core asks each for its number.
+        # megatron-core reads states of torch's Adam that don't exist before its first step.
         for one in engine.optimizer.chained_optimizers:
             one._init_optimizer_states_with_dummy_values()
     state = _sharded_state(engine, metadata, optimizer, loading=True)
@@ -246,11 +246,11 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
 
 
 def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
-    # Megatron-core has not had them as long as the rest.
+    # Older megatron-core versions don't have these modules.
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
 
-    # Of the two modules around the model Megatron-LM takes off the outer one.
+    # Megatron-LM removes the outer of the two modules around the model.
     sharded = engine.chunks[0].module
     state = _common(engine) | {"model": sharded.state_dict_for_save_checkpoint()}
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}

@@ -1,7 +1,7 @@
 """Megatron-FSDP: megatron-core's own fully sharded data parallelism.
 
-As Megatron-LM core_v0.16.1 runs it with --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params:
-megatron/training/training.py, get_model.
+It is set up like in Megatron-LM core_v0.16.1 with --use-megatron-fsdp --data-parallel-sharding-strategy
+optim_grads_params (megatron/training/training.py, get_model).
 """
 
 from collections.abc import Iterator, Mapping
@@ -18,7 +18,7 @@ from train.truth.pieces import Piece, Place, collect
 
 
 class FsdpEngine(MegatronEngine):
-    """The engine with parameters, gradients and optimizer states dealt out among data-parallel ranks."""
+    """Engine with parameters, gradients and optimizer states sharded over data-parallel ranks."""
 
     def _wrap(self, chunks: list[Any]) -> list[Any]:
         from megatron.core.distributed import DistributedDataParallelConfig
@@ -30,7 +30,7 @@ class FsdpEngine(MegatronEngine):
             grad_reduce_in_fp32=self.args.accumulate_allreduce_grads_in_fp32,
             use_distributed_optimizer=True,
             use_megatron_fsdp=True,
-            gradient_reduce_div_fusion=launch.on_gpu(),  # gloo does not scale what it sums up
+            gradient_reduce_div_fusion=launch.on_gpu(),  # gloo does not scale sums
             data_parallel_sharding_strategy=self.args.data_parallel_sharding_strategy,
             bucket_size=self.args.ddp_bucket_size,
         )
@@ -42,7 +42,7 @@ class FsdpEngine(MegatronEngine):
         self.optimizer.optimizer.register_step_pre_hook(give_empty_gradients)
 
     def gather(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """From the buffers that ranks compute with."""
+        """Gather from the buffers used for computing."""
         with on_this_machine():
             tensors = collect(list(pieces(self._buffer, self.places, self.optimizer)))
             tensors |= collect(megatron_truth.model_pieces(self.bare, parameters=False))
@@ -57,12 +57,12 @@ class FsdpEngine(MegatronEngine):
 
 
 def open_engine(model: Any, config: Config) -> MegatronEngine:
-    """The engine of megatron-core's model of the configuration that transformers' `model` has."""
+    """Return the engine for megatron-core's version of transformers' `model`."""
     return (FsdpEngine if config.saving == "fsdp_dtensor" else MegatronEngine)(model.config, config)
 
 
 def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) -> Iterator[Piece]:
-    """This rank's part of every parameter, master and state; `places` has those of the parameters before wrapping."""
+    """Yield this rank's piece of every parameter, master and state. `places` maps parameters before wrapping."""
     stepped = dict(buffer.optimizer_named_parameters)
     for group in buffer.parameter_groups:
         for number, parameter in enumerate(group.params):
@@ -81,16 +81,16 @@ def pieces(buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any) ->
 def named_groups(
     buffer: Any, places: Mapping[torch.Tensor, Place], optimizer: Any
 ) -> list[tuple[dict[str, Any], list[str]]]:
-    """Every param group with the names of its parameters."""
+    """Return every param group with its parameters' names."""
     names = {sharded: places[sharded.orig_param].name for _, sharded in buffer.optimizer_named_parameters}
     groups = optimizer.optimizer.param_groups
     return [(group, [names[parameter] for parameter in group["params"]]) for group in groups]
 
 
 def give_empty_gradients(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """A gradient for parameters of which this rank has no elements, so that torch's Adam has states for them too.
+    """Give parameters without elements on this rank a gradient, so torch's Adam creates states for them.
 
-    Transformer Engine's has them whether there is a gradient or not, and saving is collective over all of them.
+    Transformer Engine's Adam creates states without gradients, and saving is collective over all of them.
     """
     for group in optimizer.param_groups:
         for parameter in group["params"]:

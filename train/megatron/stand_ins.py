@@ -1,8 +1,7 @@
-"""Stand-ins for what megatron-core's hybrids take from Transformer Engine and fla, which need a GPU.
+"""Stand-ins for Transformer Engine and fla modules used by megatron-core's hybrids, which need a GPU.
 
-Of Transformer Engine there is the linear layer that holds the norm in front of it; of fla the norm of queries and keys.
-All else is megatron-core's own: how it cuts what the packed layers give, its convolutions, its gates, and the gated
-delta rule in torch.
+From Transformer Engine: the linear layer with a norm in front. From fla: the norm of queries and keys. The rest is
+megatron-core's own: splitting of packed layers, convolutions, gates, and the gated delta rule in torch.
 """
 
 import contextlib
@@ -17,7 +16,7 @@ from torch.nn import functional
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """Has megatron-core build layers of Transformer Engine's kind from its own ones while open."""
+    """Make megatron-core build Transformer Engine's layers from its own while open."""
     from megatron.core.models.backends import LocalSpecProvider
     from megatron.core.models.gpt import experimental_attention_variant_module_specs as variants
     from megatron.core.models.gpt import gpt_layer_specs
@@ -45,7 +44,7 @@ def without_kernels() -> Iterator[None]:
 
 @functools.cache
 def normed_linear() -> type:
-    """A linear layer with the norm in front of it, under the names that Transformer Engine's has."""
+    """Return a linear layer class with a norm in front, named like in Transformer Engine."""
     from megatron.core.tensor_parallel.layers import ColumnParallelLinear
 
     class NormedLinear(ColumnParallelLinear):  # type: ignore[misc]
@@ -56,7 +55,7 @@ def normed_linear() -> type:
                 self.layer_norm_weight.data.fill_(1.0)
             self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
             for name in [name for name in self._parameters if name != "layer_norm_weight"]:
-                self._parameters[name] = self._parameters.pop(name)  # behind it, as Transformer Engine's layer has them
+                self._parameters[name] = self._parameters.pop(name)  # after the norm, like Transformer Engine
 
         def forward(self, input_: torch.Tensor, *args: Any, **more: Any) -> Any:
             weight = self.layer_norm_weight + float(self.config.layernorm_zero_centered_gamma)
@@ -67,5 +66,5 @@ def normed_linear() -> type:
 
 
 def _l2norm(x: torch.Tensor, eps: float = 1e-6) -> torch.Tensor:
-    """fla.modules.l2norm: each head divided by its length."""
+    """Normalize each head to length 1, like fla.modules.l2norm."""
     return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + eps)

@@ -1,4 +1,4 @@
-"""What the bundled trainer does beside training: its log, trackers, spikes, and the records of checkpoints.
+"""Trainer's work besides training: log, trackers, loss spikes and checkpoint records.
 
-What works beside any trainer is in `ckpt/training`.
+Tools for any trainer are in `ckpt/training`.
 """

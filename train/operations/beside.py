@@ -1,9 +1,9 @@
-"""What the loop does beside training: heartbeats, the log, trackers, spikes and records.
+"""Work in the training loop besides training: heartbeats, log, trackers, spikes and records.
 
-OUTPUT/metrics.jsonl     a line for each step: loss, grad norm, learning rate, tokens per second, the batch and a
-                         digest of its tokens, and for each rank the step's seconds, peak memory and own loss
-OUTPUT/spikes.jsonl      a line for each step whose loss was a spike
-OUTPUT/records/          what is known of each complete checkpoint (records.py)
+OUTPUT/metrics.jsonl     one line per step: loss, grad norm, learning rate, tokens per second, the batch with a
+                         digest of its tokens, and each rank's step time, peak memory and own loss
+OUTPUT/spikes.jsonl      one line per loss spike
+OUTPUT/records/          one record per complete checkpoint (records.py)
 OUTPUT/heartbeats/       signs of life (heartbeat.py)
 """
 
@@ -25,7 +25,7 @@ from train.operations import records, state, tracking
 
 
 def require_free(config: Config) -> None:
-    """UserError, in all ranks, where a new run is to begin in the folder of another one, or its tracker is missing."""
+    """Raise UserError, on all ranks, if --output holds another run or the tracker's package is missing."""
     tracking.require(config.track)
     if config.resume is None and (names := launch.of_all_ranks(folders.left_by_a_run(Path(config.output)))[0]):
         raise UserError(
@@ -35,7 +35,7 @@ def require_free(config: Config) -> None:
 
 
 class Operations:
-    """One run's; a context manager. Methods are called by all ranks together."""
+    """One run's operations, as a context manager. All ranks call each method together."""
 
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output)
@@ -61,37 +61,37 @@ class Operations:
         self.heart.__exit__(*reason)
 
     def steps_to_take(self, done: int) -> int:
-        """How many steps are left of a run that is at step `done`; it is said where --until asks for none."""
+        """Return the number of steps left after step `done`. Print a note if --until leaves 0."""
         config = self.config
         if config.until and config.until <= done:
             _say(f"note: --until {config.until}: the run is at step {done} already, and trains and saves nothing")
         return max(config.until - done, 0) if config.until else config.steps
 
     def ended(self) -> None:
-        """The engine is about to be closed."""
+        """Drop the engine before it is closed."""
         self.enter("closing")
         self.engine = None
 
     def enter(self, phase: str) -> None:
-        """Says what comes now, for the watcher."""
+        """Report a new phase to the watcher."""
         self.heart.enter(phase, self.engine.step if self.engine else self.heart.facts["step"])
 
     def started(self, engine: Any, resumed: tuple[Path, str] | None) -> None:
-        """The engine is there, and has loaded its checkpoint if it resumes one."""
+        """Start with the engine, and with its checkpoint's record if it resumed one."""
         self.engine = engine
         if resumed:
             self._take_up(Path(*resumed))
-        elif self.config.dropout:  # all ranks have one seed, and those that read other data are to drop other parts
+        elif self.config.dropout:  # all ranks share one seed, and ranks with different data need different dropout
             torch.manual_seed(self.config.seed + engine.data_shard[0])
         if self.config.skip_batches:
             self._skip(self.config.skip_batches)
         if self.rank == 0:
             self.tracker = tracking.open_tracker(self.config)
-        if launch.on_gpu():  # the most in a step is asked for, not while the model was built
+        if launch.on_gpu():  # measure the peak of a step, not of building the model
             torch.cuda.reset_peak_memory_stats()
 
     def next_batch(self) -> torch.Tensor:
-        """The token ids of the next global batch, (sequences, tokens)."""
+        """Return the next global batch as token ids, with shape (sequences, tokens)."""
         self.enter("data")
         config, begin = self.config, time.perf_counter()
         first = data.position(self.engine.sequences, self.skipped)
@@ -107,7 +107,7 @@ class Operations:
         return batch
 
     def after_step(self, loss: float, own_loss: float) -> None:
-        """Logs a step, of which `loss` is the mean over all ranks, and looks for a spike."""
+        """Log a step and check it for a spike. `loss` is the mean over all ranks."""
         seconds = time.perf_counter() - self.line.pop("begin")
         mine = torch.tensor([seconds, _peak_memory(), own_loss], dtype=torch.float64, device=launch.device())
         everyone = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -128,7 +128,7 @@ class Operations:
             self._look_for_spike(line)
 
     def saved(self, checkpoint: Path) -> None:
-        """Every rank has saved: records the checkpoint and deletes those that --keep does not keep."""
+        """Record a checkpoint saved by every rank, and delete old checkpoints beyond --keep."""
         ranks = launch.of_all_ranks(state.live(self.engine))
         if self.rank == 0:
             layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
@@ -149,7 +149,7 @@ class Operations:
                     _say(f"deleted {deleted}: --keep {self.config.keep}")
 
     def _take_up(self, checkpoint: Path) -> None:
-        """Goes on with what the record of the checkpoint has; of a converted one, with that of --output's step."""
+        """Restore the checkpoint's record. For a converted checkpoint, use --output's record for the same step."""
         home, step = checkpoint.parent, self.engine.step
         homes = [home.parent if home.name.startswith("checkpoint-") else home, self.output]
         found = next((record for home in homes if (record := records.read(home, step))), None)
@@ -157,7 +157,7 @@ class Operations:
             return
         self.skipped = [list(span) for span in found.facts["skipped"]]
         self.spikes = SpikeWatch(list(found.facts["losses"]))
-        dist.barrier()  # all ranks have read
+        dist.barrier()  # wait until all ranks have read it
         if found.output.resolve() == self.output.resolve() and self.rank == 0:
             for later in records.abandon_after(self.output, step):
                 _say(f"note: {later} is of the run before; `ckpt resume` takes it, as it is newer, until it is removed")
@@ -200,13 +200,13 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _peak_memory() -> int:
-    """Bytes: the most that tensors on the GPU took, or this process on a machine without."""
+    """Return the peak memory in bytes: tensors on the GPU, or this process on the CPU."""
     if launch.on_gpu():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def _say(text: str) -> None:
-    """Prints on the first rank, where the others have the same to say."""
+    """Print once, on the first rank."""
     if launch.is_first():
         print(text, file=sys.stderr, flush=True)

@@ -1,7 +1,7 @@
-"""What is recorded of each checkpoint when every rank has saved: OUTPUT/records/step-N.json.
+"""Records of complete checkpoints: OUTPUT/records/step-N.json.
 
-The files with their sizes, the run's settings and each rank's live state (see state.py), which `ckpt verify --run`
-compares, the recent losses and the sequences left out.
+A record has the files with their sizes, the run's settings, each rank's live state (see state.py), the recent losses
+and the skipped sequences. `ckpt verify --run` compares settings and live states.
 """
 
 import json
@@ -16,7 +16,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Record:
-    """One checkpoint of `output`; `facts` is the content of its file."""
+    """Record for one checkpoint in `output`. `facts` is the record file's content."""
 
     output: Path
     facts: dict[str, Any]
@@ -27,17 +27,17 @@ class Record:
 
     @property
     def checkpoint(self) -> Path:
-        """The folder that the engine wrote."""
+        """Checkpoint folder written by the engine."""
         return self.output / str(self.facts["checkpoint"])
 
 
 def file_of(output: Path, step: int) -> Path:
-    """The record's path."""
+    """Return the record's path."""
     return output / FOLDER / f"step-{step}.json"
 
 
 def read(output: Path, step: int) -> Record | None:
-    """The record of a step; None where there is none that can be read."""
+    """Read a step's record. None if it is missing or unreadable."""
     try:
         facts = json.loads(file_of(output, step).read_text())
     except (OSError, ValueError):
@@ -46,13 +46,13 @@ def read(output: Path, step: int) -> Record | None:
 
 
 def read_all(output: Path) -> list[Record]:
-    """Every record of a run, oldest first."""
+    """Read a run's records, oldest first."""
     steps = [int(path.stem.partition("-")[2]) for path in (output / FOLDER).glob("step-*.json")]
     return [record for step in sorted(steps) if (record := read(output, step)) is not None]
 
 
 def write(output: Path, checkpoint: Path, facts: dict[str, Any]) -> None:
-    """Records a checkpoint; called on one rank, when all have saved."""
+    """Record a checkpoint. Called on one rank after all ranks saved."""
     files = {str(path.relative_to(checkpoint)): path.stat().st_size for path in checkpoint.rglob("*") if path.is_file()}
     content = {"version": VERSION, "checkpoint": str(checkpoint.relative_to(output)), "files": files} | facts
     path = file_of(output, facts["step"])
@@ -63,19 +63,19 @@ def write(output: Path, checkpoint: Path, facts: dict[str, Any]) -> None:
 
 
 def last_good(output: Path) -> Record | None:
-    """The newest checkpoint saved while no spike was on."""
+    """Return the newest record saved before any spike, or None."""
     calm = [record for record in read_all(output) if record.facts["calm"]]
     return calm[-1] if calm else None
 
 
 def keep(output: Path, number: int) -> list[Path]:
-    """Deletes all recorded checkpoints but the newest `number` and the last good one; returns what was deleted."""
+    """Delete all recorded checkpoints but the newest `number` and the last good one; return the deleted folders."""
     good = last_good(output)
     deleted = []
     for record in read_all(output)[:-number]:
         if good and record.step == good.step:
             continue
-        # The record first: what is half deleted is nobody's newest complete checkpoint.
+        # Delete the record first, so a half-deleted checkpoint is never taken for a complete one.
         file_of(output, record.step).unlink()
         doomed = record.checkpoint.with_name(f".deleted-{record.checkpoint.name}")
         record.checkpoint.rename(doomed)
@@ -86,7 +86,7 @@ def keep(output: Path, number: int) -> list[Path]:
 
 
 def abandon_after(output: Path, step: int) -> list[Path]:
-    """Takes the records of later steps away, as the run goes on from `step`; their checkpoints stay as they are."""
+    """Rename the records after `step`, and return their checkpoints. The checkpoints stay."""
     later = [record for record in read_all(output) if record.step > step]
     for record in later:
         file = file_of(output, record.step)

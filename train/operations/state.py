@@ -1,4 +1,4 @@
-"""What a run computes and what each rank is set to, as its records keep it for `ckpt verify --run` to compare."""
+"""Run settings and each rank's live state, recorded for `ckpt verify --run`."""
 
 import hashlib
 from typing import Any
@@ -8,24 +8,24 @@ import torch
 from train import randomness
 from train.config import Config, read_ds_config
 
-#: Options that say what is computed. All others say where, by whom and how long, or how the files are laid out.
+#: Options that affect the result. The others set paths, duration, parallelism or file layout.
 SETTINGS = (
     *("model", "dtype", "precision", "dropout", "batch", "length", "seed", "optimizer", "scheduler", "schedule_steps"),
     *("lr", "weight_decay", "freeze", "lora", "vocab", "layers", "mtp_layers"),
 )
-#: The parts of a DeepSpeed config that say what is computed; the others say where it lies.
+#: DeepSpeed config keys that affect the result. The others place data.
 _DS_CONFIG = ("gradient_clipping", "optimizer", "scheduler", "fp16", "bf16", "data_types", "train_batch_size")
 
 
 def settings(config: Config) -> dict[str, Any]:
-    """What a run computes, by option; the same on every rank."""
+    """Return the run's settings by option, equal on every rank."""
     found = {name: getattr(config, name) for name in SETTINGS}
     asked = read_ds_config(config.ds_config)
     return _plain(found | {"ds_config": {key: asked[key] for key in _DS_CONFIG if key in asked}})
 
 
 def live(engine: Any) -> dict[str, Any]:
-    """What this rank's engine is set to, read from its own objects and not from the options."""
+    """Return this rank's live engine state, read from its objects and not from the options."""
     inner = getattr(engine, "engine", None)  # DeepSpeed's
     modules = getattr(engine, "chunks", None) or [engine.model if inner is None else inner.module]
     optimizers = getattr(engine, "optimizers", [engine.optimizer])
@@ -45,14 +45,14 @@ def live(engine: Any) -> dict[str, Any]:
                 "parameters": sorted({str(p.dtype) for module in modules for p in module.parameters()}),
                 "optimizer": sorted({str(state.dtype) for one in plain for state in states_of(one)}),
             },
-            # Python's and numpy's, from which no step draws, are not in every engine's checkpoints.
+            # No step draws from Python's or numpy's states, and some engines don't save them.
             "rng": {name: digest(state) for name, state in randomness.of_torch().items()},
         }
     )
 
 
 def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """An optimizer's states, without those that are one number for each parameter."""
+    """Return an optimizer's state tensors without the per-parameter step counters."""
     return [
         value
         for state in optimizer.state.values()
@@ -62,7 +62,7 @@ def states_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def dropout(modules: list[Any]) -> dict[str, list[float]]:
-    """The probabilities in use, by the name of the attribute that holds them: modules' `p`, `attention_dropout`, ..."""
+    """Return the dropout probabilities in use by attribute name: modules' `p`, `attention_dropout`, ..."""
     found: dict[str, set[float]] = {}
     for module in (inner for outer in modules for inner in outer.modules()):
         for name, value in vars(module).items():
@@ -73,7 +73,7 @@ def dropout(modules: list[Any]) -> dict[str, list[float]]:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    """16 hex digits of a tensor's bytes."""
+    """Return 16 hex digits that identify the tensor's bytes."""
     return hashlib.blake2b(tensor.contiguous().cpu().numpy().tobytes(), digest_size=8).hexdigest()
 
 
@@ -82,7 +82,7 @@ def _state(scaler: Any) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """The part of a value that JSON can hold, as it comes back from there."""
+    """Return a value's JSON-compatible part, like a JSON round trip would."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items() if _is_plain(entry)}
     if isinstance(value, (list, tuple)):

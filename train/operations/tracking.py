@@ -1,8 +1,8 @@
-"""Metrics of a run to W&B, TensorBoard or trackio, each imported only when it is asked for.
+"""Trackers for a run's metrics: W&B, TensorBoard or trackio, imported only if requested.
 
-The JSON-lines log of operations.py is written in any case; a tracker gets the same numbers. Nothing needs a network:
-TensorBoard and trackio write files, and W&B is offline where WANDB_MODE does not say otherwise and either no API key
-is known or its server is not reached. `wandb sync OUTPUT/wandb/offline-run-*` sends such a run later.
+A tracker gets the same numbers as the JSON-lines log. No tracker needs a network. TensorBoard and trackio write files.
+W&B runs offline if WANDB_MODE is unset and there is no API key or no connection to its server. Upload such a run later
+with `wandb sync OUTPUT/wandb/offline-run-*`.
 """
 
 import importlib.util
@@ -20,7 +20,7 @@ PROJECT = "ckpt-train"
 
 
 def require(name: str) -> None:
-    """UserError where a tracker's package is not installed. Called on every rank, though only the first one logs."""
+    """Raise UserError if the tracker's package is missing. Called on every rank, though only rank 0 logs."""
     if name in PACKAGES and importlib.util.find_spec(name) is None:
         raise UserError(
             f"--track {name}: the package {name} is not installed here\n"
@@ -29,7 +29,7 @@ def require(name: str) -> None:
 
 
 def open_tracker(config: Config) -> Any:
-    """The tracker of --track for this run, in its output folder: log(metrics, step) and finish(); or None."""
+    """Return the run's --track tracker, with log(metrics, step) and finish(), or None. Its files go to --output."""
     output = Path(config.output)
     if config.track == "wandb":
         import wandb
@@ -42,7 +42,7 @@ def open_tracker(config: Config) -> Any:
             config=asdict(config),
         )
     if config.track == "trackio":
-        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # read while trackio is imported
+        os.environ.setdefault("TRACKIO_DIR", str(output / "trackio"))  # trackio reads it during import
         import trackio
 
         return trackio.init(project=PROJECT, name=output.name, config=asdict(config), embed=False)
@@ -50,7 +50,7 @@ def open_tracker(config: Config) -> Any:
 
 
 def flat(line: dict[str, Any]) -> dict[str, float]:
-    """A line of the log as names and numbers: those of ranks as `rank_R/name`."""
+    """Flatten a log line to names and numbers. A rank's values become `rank_R/name`."""
     named = ("loss", "grad_norm", "lr", "tokens_per_second")
     found = {name: float(line[name]) for name in named if line[name] is not None}
     for name, values in line["ranks"].items():
@@ -59,7 +59,7 @@ def flat(line: dict[str, Any]) -> dict[str, float]:
 
 
 def wandb_is_reachable(timeout: float = 3.0) -> bool:
-    """Whether an API key is known and W&B's server answers within `timeout` seconds."""
+    """Return True if an API key is set and W&B's server answers within `timeout` seconds."""
     address = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai"))
     netrc = Path(os.environ.get("NETRC", "~/.netrc")).expanduser()
     if not os.environ.get("WANDB_API_KEY") and not (netrc.is_file() and str(address.hostname) in netrc.read_text()):
@@ -73,7 +73,7 @@ def wandb_is_reachable(timeout: float = 3.0) -> bool:
 
 
 class TensorBoard:
-    """TensorBoard's writer with the methods that the others have already."""
+    """TensorBoard's writer with the other trackers' interface."""
 
     def __init__(self, folder: Path) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -1,17 +1,17 @@
-"""The truth: what a live engine says it holds, written down for comparison.
+"""The truth: tensors and facts of a live engine, written to a file for comparison.
 
-`<output>/truth/<tag>.safetensors` holds, under fully qualified names as the model's state_dict() spells them,
+`<output>/truth/<tag>.safetensors` holds, under fully qualified names spelled like in the model's state_dict(),
 
-    weight/<fqn>      every parameter in the model's dtype, frozen ones too, each tied parameter once
-    master/<fqn>      the fp32 copy of every trainable parameter that has elements, where the engine keeps one (ZeRO).
-                      DDP and FSDP step the weights themselves, which are fp32 unless --precision pure: no masters
-    <state>/<fqn>     every optimizer state that is shaped like its parameter: exp_avg, momentum_buffer, ...
-    buffer/<fqn>      every persistent buffer, of rank 0
+    weight/<fqn>      every parameter in the model's dtype, including frozen ones, each tied parameter once
+    master/<fqn>      the fp32 copy of every trainable, non-empty parameter, if the engine keeps one (ZeRO).
+                      DDP and FSDP step the weights themselves, in fp32 unless --precision pure: no masters
+    <state>/<fqn>     every optimizer state shaped like its parameter: exp_avg, momentum_buffer, ...
+    buffer/<fqn>      every persistent buffer of rank 0
 
-and as JSON texts in its metadata: ties (alias -> owner), frozen (names), param_groups (names and hyperparameters),
-adam_step, step, world_size, dtype, strategy, precision (not ZeRO). The dtype is the one computed in: FSDP's weights
-are fp32 under dtype bf16 and precision mixed. `<tag>-logits.safetensors` holds input_ids and the logits that the live
-model gives for them in eval mode, in its own dtype.
+and JSON texts in its metadata: ties (alias -> owner), frozen (names), param_groups (names and hyperparameters),
+adam_step, step, world_size, dtype, strategy, precision (not ZeRO). dtype is the compute dtype: with bf16 and precision
+mixed, FSDP's weights are fp32. `<tag>-logits.safetensors` holds input_ids and the live model's logits for them in eval
+mode, in the model's dtype.
 """
 
 import json
@@ -30,20 +30,20 @@ from train.engine import Engine
 
 
 def ties(model: nn.Module) -> dict[str, str]:
-    """Alias -> owner: the owner is the first name under which the model lists a shared parameter."""
+    """Map each alias to its owner, the first name of a shared parameter in the model."""
     owner = {parameter: name for name, parameter in model.named_parameters()}
     named = model.named_parameters(remove_duplicate=False)
     return {name: owner[parameter] for name, parameter in named if owner[parameter] != name}
 
 
 def persistent_buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that a state dict holds. The others are recomputed and in no checkpoint."""
+    """Return the buffers in the state dict. Other buffers are recomputed and never saved."""
     persistent = model.state_dict().keys()
     return {name: buffer for name, buffer in model.named_buffers() if name in persistent}
 
 
 def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> list[dict[str, Any]]:
-    """An optimizer's live param groups as JSON can hold them, with names for parameters."""
+    """Return the live param groups in JSON-compatible form, with parameter names."""
     return [
         {"names": group_names} | {key: value for key, value in group.items() if key != "params" and _is_plain(value)}
         for group, group_names in zip(groups, names, strict=True)
@@ -51,12 +51,12 @@ def describe_groups(groups: list[dict[str, Any]], names: list[list[str]]) -> lis
 
 
 def facts_of(model: nn.Module) -> dict[str, Any]:
-    """The facts that a plain model tells by itself."""
+    """Return the facts known from the plain model alone: ties and frozen names."""
     return {"ties": ties(model), "frozen": [name for name, one in model.named_parameters() if not one.requires_grad]}
 
 
 def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]], Any]) -> list[dict[str, Any]]:
-    """The described groups of all ranks, where each rank knows only those of its own parameters; one for each `key`."""
+    """Merge all ranks' described groups by `key`. Each rank only knows its own parameters' groups."""
     merged: dict[Any, dict[str, Any]] = {}
     for number, group in (numbered for groups in launch.of_all_ranks(mine) for numbered in enumerate(groups)):
         known = merged.setdefault(key(number, group), group)
@@ -65,9 +65,9 @@ def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]
 
 
 def record(engine: Engine, config: Config, tag: str) -> None:
-    """Writes both files of what an engine holds now, into the run folder; called by all ranks together."""
+    """Write the engine's truth and logits files into the run folder. All ranks call it together."""
     tensors, facts = engine.gather()
-    # Beyond any training step: the same few sequences for every run, whatever it has seen.
+    # The same sequences for every run, far beyond any training step.
     input_ids = data.batch(10**9, 2, config.length, seed=0).to(launch.device())
     logits = engine.logits(input_ids)
     if dist.get_rank() == 0:
@@ -80,7 +80,7 @@ def record(engine: Engine, config: Config, tag: str) -> None:
 def write(
     folder: Path, tag: str, config: Config, step: int, tensors: dict[str, torch.Tensor], facts: dict[str, Any]
 ) -> None:
-    """Writes `<folder>/<tag>.safetensors`, after a check that the truth agrees with itself."""
+    """Write `<folder>/<tag>.safetensors`. Raise RuntimeError if a weight is not its master, rounded."""
     for name, master in tensors.items():
         role, _, fqn = name.partition("/")
         if role == "master" and not torch.equal(tensors[f"weight/{fqn}"], master.to(tensors[f"weight/{fqn}"].dtype)):

@@ -1,7 +1,7 @@
-"""Where megatron-core's live modules and optimizers have their parts of the whole model.
+"""Places in the whole model for megatron-core's live parameters and optimizer states.
 
-Names are those of megatron-core's GPTModel, with layers and experts numbered over the whole model and layer norms
-under the names that Transformer Engine gives them (which torch_dist uses for both kinds of layers).
+Names follow megatron-core's GPTModel, with layers and experts numbered over the whole model. Layer norms use
+Transformer Engine's names, like torch_dist does for both kinds of layers.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ _VOCABULARY = (_EMBEDDING, "output_layer.weight")
 
 
 def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
-    """Every parameter (True) and persistent buffer (False) of a GPTModel with its place."""
+    """Yield every parameter (True) and persistent buffer (False) in a GPTModel with its place."""
     from megatron.core import parallel_state as mpu
 
     kept = chunk.state_dict().keys()
@@ -32,10 +32,10 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
     for name, tensor, is_parameter in parameters + buffers:
         dim, stride, index, count = None, 1, 0, 1
         sections = _sections(chunk, name)
-        # The attention sinks are split by heads, but alone carry no attributes that say so.
+        # Attention sinks are sharded by heads but carry no attributes for it.
         sinks = name.endswith(".softmax_offset")
         if is_parameter and (sinks or getattr(tensor, "tensor_model_parallel", False)):
-            # So do those of a gated delta net, split along their first dim: megatron-core 0.16.1 says nothing of it.
+            # Parameters of a gated delta net are sharded along dim 0, but megatron-core 0.16.1 does not record it.
             dim = 0 if sinks or tensor.partition_dim < 0 else tensor.partition_dim
             stride = 1 if sinks else tensor.partition_stride
             if _EXPERT.search(name) or _GROUPED.search(name):
@@ -47,7 +47,7 @@ def placed(chunk: nn.Module) -> Iterator[tuple[Place, torch.Tensor, bool]]:
 
 
 def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
-    """The rows that a rank has of each part of a hybrid's packed layers, as their forward pass cuts them."""
+    """Return a rank's rows for each part of a hybrid's packed layers, in the order its forward pass cuts them."""
     module, _, rest = name.rpartition(".in_proj.") if ".in_proj." in name else name.rpartition(".conv1d.")
     if rest not in ("weight", "bias"):
         return ()
@@ -60,7 +60,7 @@ def _sections(chunk: nn.Module, name: str) -> tuple[int, ...]:
 
 
 def canonical(chunk: Any, name: str) -> str:
-    """A tensor's name in the whole model."""
+    """Return a tensor's name in the whole model."""
     if name == "output_layer.weight" and chunk.share_embeddings_and_output_weights:
         return _EMBEDDING  # the last stage's copy
     numbered = _NUMBERED.match(name)
@@ -98,7 +98,7 @@ def canonical(chunk: Any, name: str) -> str:
 
 
 def initialize(chunks: Iterable[nn.Module], vocabulary: int, seed: int) -> None:
-    """Draws every weight by its name, so that a model starts the same however it is split and padded."""
+    """Draw every weight by its name, so the model starts equal for every sharding and padding."""
     with torch.no_grad():
         for chunk in chunks:
             for place, parameter, is_parameter in placed(chunk):
@@ -122,7 +122,7 @@ def _draw(name: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> list[Piece]:
-    """This rank's part of every parameter and buffer; without `parameters`, of the buffers alone."""
+    """Return this rank's pieces: every parameter and buffer, or only buffers if not `parameters`."""
     return [
         Piece("weight" if is_parameter else "buffer", place, 0, _elements(tensor))
         for chunk in chunks
@@ -132,7 +132,7 @@ def model_pieces(chunks: Iterable[nn.Module], *, parameters: bool = True) -> lis
 
 
 def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]:
-    """This rank's part of every master and optimizer state."""
+    """Return this rank's piece of every master and optimizer state."""
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
     pieces = []
     for one in leaves(optimizer):
@@ -148,13 +148,13 @@ def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]
 
 
 def _elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of its elements; under torch's FSDP2, of all ranks' parts."""
+    """Copy a tensor's elements, flattened. Gather all shards if it uses torch's FSDP2."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return whole.detach().cpu().reshape(-1).clone()
 
 
 def leaves(optimizer: Any) -> Iterator[Any]:
-    """The optimizers that a ChainedOptimizer, which may chain further ones, is made of."""
+    """Yield the optimizers inside a ChainedOptimizer, at any depth."""
     chained = getattr(optimizer, "chained_optimizers", None)
     if chained is None:
         yield optimizer
@@ -163,7 +163,7 @@ def leaves(optimizer: Any) -> Iterator[Any]:
 
 
 def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
-    """Parameter, what the inner optimizer steps for it, from which element on, and that inner optimizer."""
+    """Yield each parameter, its master in the inner optimizer, the master's first element, and the inner optimizer."""
     inner = optimizer.optimizer
     if hasattr(optimizer, "gbuf_ranges"):  # DistributedOptimizer
         for parameter, (group, order) in optimizer.model_param_group_index_map.items():
@@ -181,7 +181,7 @@ def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any
 
 
 def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[str, torch.Tensor]) -> None:
-    """RuntimeError if DistributedOptimizer's own gathering of its states is not what `collect` found."""
+    """Raise RuntimeError if DistributedOptimizer's own gathered states differ from `whole`."""
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
     for one in leaves(optimizer):
         if not hasattr(one, "get_parameter_state_dp_zero") or not one.optimizer.state:
@@ -202,7 +202,7 @@ def check_distributed(chunks: Iterable[nn.Module], optimizer: Any, whole: dict[s
 
 
 def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[dict[str, Any], list[str]]]:
-    """Every param group with the names of the parameters of which this rank steps a part."""
+    """Return every param group with the names stepped on this rank."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for one in leaves(optimizer):
         held = {id(master): names[parameter] for parameter, master, _, _ in _held(one)}

@@ -1,4 +1,4 @@
-"""Tensors in full: which part of which tensor each rank holds, as its live engine says, put together."""
+"""Whole tensors assembled from the pieces on each rank's live engine."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,42 +10,42 @@ from train import launch
 
 @dataclass(frozen=True)
 class Place:
-    """Where one rank's part of a tensor belongs."""
+    """Position in a tensor for one rank's part."""
 
     name: str
     shape: tuple[int, ...]
-    """Shape of the part."""
+    """Part's shape."""
     dim: int | None = None
-    """Dimension along which tensor-parallel ranks split it; None: all hold the whole."""
+    """Dimension sharded over tensor-parallel ranks, or None if all ranks hold the whole tensor."""
     stride: int = 1
-    """How many blocks are split each by itself: 2 for gate and up rows of one matrix."""
+    """Number of blocks sharded separately, for example 2 for the gate and up rows of one matrix."""
     index: int = 0
     count: int = 1
-    """This part's number and how many parts there are."""
+    """This part's index, and the number of parts."""
     sections: tuple[int, ...] = ()
-    """Sizes of the part's blocks, where they are not equal."""
+    """Block sizes in the part if they differ."""
 
     @property
     def full_shape(self) -> tuple[int, ...]:
-        """Shape of the whole."""
+        """Whole tensor's shape."""
         return tuple(size * self.count if dim == self.dim else size for dim, size in enumerate(self.shape))
 
     def cut(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of the whole tensor."""
+        """Cut this part out of the whole tensor."""
         if self.dim is None:
             return whole
         blocks = [block.chunk(self.count, self.dim)[self.index] for block in self._blocks(whole, self.count)]
         return torch.cat(blocks, self.dim)
 
     def join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """The whole tensor of all parts in order."""
+        """Join all parts, in order, into the whole tensor."""
         if self.dim is None:
             return parts[0]
         blocks = [self._blocks(part, 1) for part in parts]
         return torch.cat([block for column in zip(*blocks, strict=True) for block in column], self.dim)
 
     def _blocks(self, tensor: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        """The blocks of `count` parts of the whole."""
+        """Split a tensor with `count` parts into its blocks."""
         assert self.dim is not None
         if self.sections:
             return tensor.split([size * count for size in self.sections], self.dim)
@@ -54,7 +54,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """A run of elements of a part, flattened: all of it, or what one data-parallel rank holds of it."""
+    """Flattened range in a part: the whole part, or one data-parallel rank's share."""
 
     role: str
     place: Place
@@ -62,7 +62,7 @@ class Piece:
     elements: torch.Tensor
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickles bytes: torch would make of each tensor a file of its own, which takes far longer."""
+        """Pickle plain bytes; torch would write a file per tensor, which is far slower."""
         data = bits(self.elements).cpu().numpy()
         return _unpickled, (self.role, self.place, self.start, self.elements.dtype, data)
 
@@ -72,14 +72,14 @@ def _unpickled(role: str, place: Place, start: int, dtype: torch.dtype, data: An
 
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """All ranks' pieces as whole tensors, `<role>/<name>`, on every rank."""
+    """Assemble all ranks' pieces into whole tensors named `<role>/<name>`, on every rank."""
     return assemble([piece for of_rank in launch.of_all_ranks(pieces) for piece in of_rank])
 
 
 def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
-    """The tensors `<role>/<name>` that pieces make.
+    """Assemble pieces into whole tensors named `<role>/<name>`.
 
-    RuntimeError where two of them disagree on an element that both hold, or where an element is in none.
+    Raise RuntimeError if pieces disagree on an element, or an element is missing.
     """
     parts: dict[tuple[str, str], dict[int, tuple[Place, torch.Tensor, torch.Tensor]]] = {}
     for piece in pieces:
@@ -108,5 +108,5 @@ def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's bytes, by which -0.0 is not 0.0 and one NaN is another."""
+    """Return a tensor's bytes, to distinguish -0.0 from 0.0 and one NaN from another."""
     return tensor.contiguous().view(torch.uint8)
