@@ -1,1 +1,1 @@
-"""Speed and memory against `cp` and the peers, in one run on one machine: `python -m benchmarks`."""
+"""Benchmarks of speed and memory against `cp` and peers, all on one machine: `python -m benchmarks`."""

@@ -1,9 +1,8 @@
-"""`python -m benchmarks`: tables of times, ratios and peak memory.
+"""Tables of times, ratios and peak memory: `python -m benchmarks`.
 
-The yardstick of a conversion is `cp` of its output followed by `sync` of it, because what ckpt writes is on disk when
-it returns.  Caches are warm, but for the section `cold`, and ckpt is compiled to bytecode.  Every figure is of a whole
-process; a time is the median over the rounds, a ratio the median of the ratios within each round, each with its least
-and its most.
+Conversions are compared with `cp` and `sync` of the output, because ckpt's output is on disk when it returns. Caches
+are warm, except in the section `cold`, and ckpt is compiled to bytecode. Every figure covers a whole process. A time is
+the median over the rounds, and a ratio the median over the rounds' ratios, both with minimum and maximum.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ SECTIONS = {
     "stores": stores,
     "processes": processes,
 }
-#: Sections that take long, and are done only where they are named.
+#: Long sections, only run if named.
 NAMED_ONLY = {"disk": disk, "huge": huge}
 ALL = SECTIONS | NAMED_ONLY
 
@@ -85,7 +84,7 @@ def main() -> None:
     if unknown := set(options.sections) - set(ALL):
         parser.error(f"no section {', '.join(sorted(unknown))}; there are {', '.join(ALL)}")
 
-    for package in ("ckpt", "converters"):  # as an installer does, so that no run compiles what it imports
+    for package in ("ckpt", "converters"):  # like an installer, so no run compiles its imports
         compileall.compile_dir(package, quiet=1)
     chosen = [name for name in ALL if name in (options.sections or SECTIONS)]
     bench = Bench(options.folder, options.layers, options.rounds, options.keep)

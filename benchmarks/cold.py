@@ -1,7 +1,7 @@
-"""ZeRO-3 -> safetensors from a disk that nothing of it has been read from, against `cp` of the output from there.
+"""ZeRO-3 -> safetensors from a cold disk, against `cp` of the output from the same disk.
 
-Every byte is read from the disk: what the page cache has of the inputs is dropped before each run (the host of a
-virtual machine may still have it).  Two sizes: of the smaller one, a good part is the 0.2 s that ckpt takes to start.
+Every byte comes from the disk: the inputs are dropped from the page cache before each run. A virtual machine's host may
+still cache them. Of the two sizes, the smaller one mostly shows ckpt's 0.2 s start.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
-SIZES = {1: None, 4: 1.0}  # as many times the layers of the other sections, and the goal
+SIZES = {1: None, 4: 1.0}  # multiples of the other sections' layers, each with its goal
 
 
 def measure(bench: Bench) -> Table:

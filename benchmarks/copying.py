@@ -1,6 +1,6 @@
-"""`python -m benchmarks.copying SOURCE COPY`: a copy by as many threads as there are processors, then a sync of it.
+"""Copy with one thread per processor, then sync: `python -m benchmarks.copying SOURCE COPY`.
 
-`cp` is one thread; ckpt uses all processors.  This is what a copy that does so takes.
+`cp` has one thread, but ckpt uses all processors. This is the matching baseline.
 """
 
 from __future__ import annotations

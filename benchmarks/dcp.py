@@ -1,7 +1,7 @@
 """PyTorch DCP -> safetensors and -> one torch file, against torch's own converter.
 
-That converter writes model and optimizer and syncs nothing; `ckpt convert dcp full` writes the same tensors, and is
-what it is compared with.  `dcp hf` writes a third of them.
+torch's converter writes model and optimizer and does not sync. It is compared with `ckpt convert dcp full`, which
+writes the same tensors. `dcp hf` writes a third of them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def measure(bench: Bench) -> Table:
     to_hf = Case("ckpt convert dcp hf", [*CKPT, "convert", "dcp", "hf", source, "-q", "-o", hf], (hf,))
     to_full = Case("ckpt convert dcp full", [*CKPT, "convert", "dcp", "full", source, "-q", "-o", full], (full,))
     theirs = [PYTHON, "-m", "torch.distributed.checkpoint.format_utils", "dcp_to_torch", source, peer]
-    run(to_hf)  # so that there is something to copy
+    run(to_hf)  # the copies need files
     run(to_full)
     measured = bench.rounds(
         [

@@ -1,8 +1,8 @@
-"""An FSDP2 checkpoint of realistic size, written by torch's own DCP, without training a model of that size.
+"""Large FSDP2 checkpoint, written by torch's own DCP without training a model.
 
-Each of the ranks plans and writes as `torch.distributed.checkpoint.save` makes it: DTensors cut along dim 0, torch's
-`DefaultSavePlanner` and `FileSystemWriter`.  The ranks take turns in one process, under torch's process group `fake`,
-so that no more than one rank's tensors are in memory.  The state dict is that of `get_state_dict` for AdamW.
+Each rank plans and writes like `torch.distributed.checkpoint.save`: DTensors sharded on dim 0, torch's
+`DefaultSavePlanner` and `FileSystemWriter`. The ranks take turns in one process, with torch's process group `fake`, so
+only one rank's tensors are in memory. The state dict equals `get_state_dict` for AdamW.
 
     python -m benchmarks.dcp_source FOLDER NUM_LAYERS
 """
@@ -32,7 +32,7 @@ def write(folder: Path, num_layers: int) -> None:
         planners[rank].set_up_planner(_state_dict(num_layers, rank), writers[rank].storage_meta(), rank == 0)
         writers[rank].set_up_storage_writer(rank == 0)
         plans.append(writers[rank].prepare_local_plan(planners[rank].create_local_plan()))
-        planners[rank].state_dict = {}  # made again when it is written
+        planners[rank].state_dict = {}  # made again for writing
     plans, metadata = planners[0].create_global_plan(plans)
     plans = writers[0].prepare_global_plan(plans)
     results = []
@@ -57,7 +57,7 @@ def _state_dict(num_layers: int, rank: int) -> dict[str, Any]:
     model: dict[str, Any] = {}
     states: dict[str, Any] = {}
     for fqn, shape in shapes(num_layers).items():
-        size = shape[0] // NUM_RANKS  # all of them divide
+        size = shape[0] // NUM_RANKS  # all sizes divide evenly
         local = torch.randn((size, *shape[1:]), generator=generator) * 0.02
         for values, part in ((None, local), ("exp_avg", local * 0.01), ("exp_avg_sq", local * local)):
             tensor = DTensor.from_local(part, mesh, [Shard(0)])

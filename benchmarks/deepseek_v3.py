@@ -1,8 +1,7 @@
-"""A checkpoint of DeepSeek-V3's size, as the Hub has it in bf16, of sparse files: all names and shapes, and no data.
+"""Sparse checkpoint with DeepSeek-V3's size in the Hub's layout in bf16: all names and shapes, no data.
 
-The config is that of deepseek-ai/DeepSeek-V3 as published, without its `quantization_config`: in bf16 there are no
-blocks with scales.  Names and shapes are those of its `model.safetensors.index.json`, multi-token prediction (layer 61)
-among them.
+The config is the published one for deepseek-ai/DeepSeek-V3 without `quantization_config`, because bf16 has no scaled
+blocks. Names and shapes come from `model.safetensors.index.json`, including multi-token prediction (layer 61).
 
     python -m benchmarks.deepseek_v3 FOLDER
 """
@@ -69,16 +68,16 @@ CONFIG: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-#: The stages of 16: an uneven number of layers, the embedding before and multi-token prediction after them.
+#: Layout for 16 stages: an uneven number of layers, the embedding first, multi-token prediction last.
 PIPELINE = "Et*4|(t*4|)*14tmL"
 
-_SHARD = 8_600_000_000  # bytes of a file; the published one has 163
+_SHARD = 8_600_000_000  # bytes per file; the published checkpoint has 163 files
 
 Shape = tuple[int, ...]
 
 
 def shapes() -> Iterator[tuple[str, Shape]]:
-    """Every tensor of the checkpoint, in the order of the files."""
+    """Yield every tensor's name and shape, in file order."""
     hidden, vocab = CONFIG["hidden_size"], CONFIG["vocab_size"]
     yield "model.embed_tokens.weight", (vocab, hidden)
     num_layers = CONFIG["num_hidden_layers"]

@@ -1,8 +1,8 @@
-"""ZeRO-3 of 8 billion parameters -> safetensors in bf16, against `cp` of the output, all of it from and to a disk.
+"""ZeRO-3 with 8 billion parameters -> bf16 safetensors, against `cp` of the output, from and to a cold disk.
 
-The masters are real, 32 GB; Adam's states, which are not read, are holes.  Nothing of either is in the page cache, so
-ckpt reads twice what `cp` does.  The disk holds the source and the output, 48 GB, but not the copy as well: the source
-is made anew in each round, and removed before `cp` has its turn.
+The masters are real, 32 GB; Adam's states, which are not read, are holes. Nothing is in the page cache, so ckpt reads
+twice as much as `cp`. The disk fits the source and the output, 48 GB, but not the copy too. Each round writes the
+source again and removes it before `cp` runs.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
-TIMES = 21  # as many layers as the other sections have: 8 billion parameters
+TIMES = 21  # multiple of the other sections' layers: 8 billion parameters
 
 
 def measure(bench: Bench) -> Table:
@@ -48,7 +48,7 @@ def measure(bench: Bench) -> Table:
             remove([copy])
 
     bench.folder.mkdir(parents=True, exist_ok=True)
-    for done in range(bench.num_rounds):  # the output of a round is there for the next one's `cp`
+    for done in range(bench.num_rounds):  # a round's output stays for the next round's `cp`
         for step in (of_the_output, of_the_source) if done % 2 else (of_the_source, of_the_output):
             step()
     return Table(

@@ -1,21 +1,21 @@
-"""Whether two conversions hold the same tensors, byte for byte, read by torch and safetensors and never by ckpt.
+"""Bitwise comparison of two conversions, read by torch and safetensors, never by ckpt.
 
     python -m benchmarks.equal KIND OURS THEIRS
 
-prints how many tensors there are.  The kinds:
+prints the number of tensors. The kinds:
 
     safetensors       two folders
-    zero3-hf          a folder of safetensors, and the masters of a step folder
-    zero3-bf16        the same, where the masters were rounded
-    zero3-loaded      what transformers loads of a folder, and the masters of a step folder, rounded to that
-    dcp-hf            a folder of safetensors, and the file of `dcp_to_torch_save`
-    dcp-full          model and optimizer in two files, and that one
-    zero3             two step folders of any numbers of ranks
+    zero3-hf          a safetensors folder, and a step folder's masters
+    zero3-bf16        the same, with rounded masters
+    zero3-loaded      a folder loaded by transformers, and a step folder's masters rounded to the loaded dtype
+    dcp-hf            a safetensors folder, and a file from `dcp_to_torch_save`
+    dcp-full          model and optimizer in two files, and the same file
+    zero3             two step folders with any numbers of ranks
     universal         two step folders
-    hash-hf           what `ckpt hash --json` printed, and a folder, whose digests are made here by the rule of its page
+    hash-hf           output of `ckpt hash --json`, and a folder; digests are computed here by the documented rule
     hash-zero3        the same, and a step folder
 
-ZeRO-3's tensors are put together here by DeepSpeed's rule.
+ZeRO-3's tensors are assembled here by DeepSpeed's rule.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch
 from safetensors import safe_open
 from xxhash import xxh3_128
 
-#: Tensors by name, each read when it is asked for.
+#: Tensors by name, each read on demand.
 Tensors = dict[str, Callable[[], torch.Tensor]]
 
 
@@ -57,13 +57,13 @@ def _load(path: Path) -> Any:
 def _safetensors(folder: Path) -> Tensors:
     found: Tensors = {}
     for path in sorted(folder.glob("*.safetensors")):
-        file = safe_open(path, "pt")  # it stays open: each opening reads the names of all tensors
-        found |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 - it is no dict
+        file = safe_open(path, "pt")  # stays open, because each opening reads all names
+        found |= {name: partial(file.get_tensor, name) for name in file.keys()}  # noqa: SIM118 - not a dict
     return found
 
 
 def _flat(tree: Any, prefix: str = "") -> Tensors:
-    """The tensors of nested dicts, by path."""
+    """Flatten nested dicts to tensors by path."""
     if isinstance(tree, torch.Tensor):
         return {prefix: lambda: tree}
     if not isinstance(tree, Mapping):
@@ -72,7 +72,7 @@ def _flat(tree: Any, prefix: str = "") -> Tensors:
 
 
 def zero3_tensors(folder: Path) -> Tensors:
-    """Masters and states: every parameter is cut into as many equal slots as there are ranks, the last one padded."""
+    """Return masters and states. Every parameter is cut into one equal slot per rank, with padding in the last."""
     count = len(list(folder.glob("*_optim_states.pt")))
     ranks = [
         _load(next(folder.glob(f"*zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")))["optimizer_state_dict"]
@@ -102,7 +102,7 @@ def _masters(folder: Path) -> Tensors:
 
 
 def _loaded(folder: Path) -> dict[str, torch.Tensor]:
-    """The parameters and buffers that transformers makes of a folder, in the dtype that its config has."""
+    """Return parameters and buffers loaded by transformers, in the config's dtype."""
     from transformers import AutoModelForCausalLM
 
     found: dict[str, torch.Tensor] = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").state_dict()
@@ -110,7 +110,7 @@ def _loaded(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def hashed(report: Path, tensors: Tensors) -> int:
-    """The digests of the tensors in a report against those made here; of an optimizer's numbers there are none."""
+    """Compare a report's digests with digests computed here. An optimizer's numbers have no digests."""
     listed = [one for one in json.loads(report.read_text())["tensors"] if one["dtype"] != "number"]
     if {f"{one['fqn']} {one['role']}" for one in listed} != tensors.keys():
         raise SystemExit("digests of other tensors")
@@ -148,7 +148,7 @@ def main(kind: str, ours: Path, theirs: Path) -> int:
         return hashed(ours, {f"{name} weight": t for name, t in _safetensors(theirs).items()})
     if kind == "hash-zero3":
         states = {name: t for name, t in zero3_tensors(theirs).items() if " exp_avg" in name}
-        masters = _masters(theirs)  # weights are these, too, as the model is in fp32
+        masters = _masters(theirs)  # in an fp32 model the weights equal the masters
         of_roles = {f"{name} {role}": t for name, t in masters.items() for role in ("weight", "master")}
         return hashed(ours, states | of_roles)
     if kind == "dcp-hf":

@@ -1,8 +1,8 @@
-"""`xxhsum -H2` or `b3sum` over every file of a folder; where the tool is not installed, what it does with its library.
+"""`xxhsum -H2` or `b3sum` over every file in a folder, or the tool's Python library if the tool is missing.
 
-`blake3` is nobody's dependency: where b3sum is not installed either, there is nothing to compare with.
+`blake3` is not a dependency: without b3sum and blake3 there is no comparison.
 
-python -m benchmarks.hash_peer xxhsum|b3sum FOLDER
+    python -m benchmarks.hash_peer xxhsum|b3sum FOLDER
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def _blake3(path: Path) -> str:
 
 
 class Algorithm(NamedTuple):
-    """The options of the tool, the library that does the same, and how."""
+    """Tool options, and an equivalent library with its function."""
 
     options: list[str]
     library: str
     digest: Callable[[Path], str]
 
 
-#: By the name of the tool.
+#: Algorithms by tool name.
 ALGORITHMS = {
     "xxhsum": Algorithm(["-H2"], "xxhash", _xxh3_128),
     "b3sum": Algorithm([], "blake3", _blake3),

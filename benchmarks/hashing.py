@@ -1,6 +1,6 @@
-"""`ckpt hash` against `xxhsum` and `b3sum` over the same files; its digests against those of tensors read by others.
+"""`ckpt hash` against `xxhsum` and `b3sum` on the same files, with digests checked by other readers.
 
-The goal is one of speed, and holds for the larger checkpoint: of the smaller one's time, start-up is most.
+The speed goal only applies to the larger checkpoint, because start-up dominates the smaller one.
 """
 
 from __future__ import annotations

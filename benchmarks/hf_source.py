@@ -1,4 +1,4 @@
-"""A model in bf16 as the Hub has it, its values random.
+"""Model in bf16 in the Hub's layout, with random values.
 
 python -m benchmarks.hf_source FOLDER NUM_LAYERS
 """

@@ -1,8 +1,8 @@
-"""DeepSeek-V3 in bf16, 1.37 TB -> Megatron's files of TP 8, PP 16, EP 8: time, rate and memory of the whole conversion.
+"""DeepSeek-V3 in bf16, 1.37 TB -> Megatron with TP 8, PP 16, EP 8: time, rate and memory.
 
-Source and output are sparse files: of the source all is read, and zeros are left out of the output as holes
-(`benchmarks.huge_run`), so that it fits any disk.  The norms and the router of the last layer are no zeros: they are
-compared, read by torch alone.  It takes ten minutes or more, and is done only where it is named.
+Source and output are sparse files, so they fit any disk. ckpt reads the whole source, and zeros become holes in the
+output (`benchmarks.huge_run`). The final norm and the last layer's router are not zero; torch alone compares them. It
+takes ten minutes or more, and only runs if named.
 """
 
 from __future__ import annotations

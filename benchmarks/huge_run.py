@@ -1,8 +1,8 @@
-"""The steps of `benchmarks.huge`.
+"""Steps of `benchmarks.huge`.
 
-python -m benchmarks.huge_run fill SOURCE              random bits for the last norm and the last layer's router
-python -m benchmarks.huge_run compare SOURCE OUTPUT    prints how many tensors of Megatron's files were compared
-python -m benchmarks.huge_run ARGUMENTS...             `ckpt ARGUMENTS`, whose output has holes for zeros
+python -m benchmarks.huge_run fill SOURCE              write random bits to the final norm and last router
+python -m benchmarks.huge_run compare SOURCE OUTPUT    print the number of compared tensors in Megatron's files
+python -m benchmarks.huge_run ARGUMENTS...             run `ckpt ARGUMENTS`, with holes for zeros in the output
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import os
 import sys
 from pathlib import Path
 
-LAST = 60  # the last layer but multi-token prediction's
-#: Tensors that are no zeros: the Hub's name, and Megatron's in the last stage (its own layers count from 0).
+LAST = 60  # the last layer before multi-token prediction
+#: Nonzero tensors: the Hub's name, and Megatron's name in the last stage (its layers count from 0).
 FILLED = {
     "model.norm.weight": "decoder.final_layernorm.weight",
     f"model.layers.{LAST}.mlp.gate.weight": "mlp.router.weight",
@@ -32,7 +32,7 @@ def fill(source: Path) -> None:
 
 
 def compare(source: Path, output: Path) -> int:
-    """Every file of the last stage has the norm; the router's is in it for the last of its layers."""
+    """Compare the norm in every last-stage file, and the router in the stage's last layer."""
     import torch
 
     expected = {}
@@ -54,7 +54,7 @@ def compare(source: Path, output: Path) -> int:
 
 
 def _place(source: Path, name: str) -> tuple[Path, int, int]:
-    """The file of a tensor, where it begins there, and its bytes."""
+    """Return a tensor's file, offset and size in bytes."""
     index = json.loads((source / "model.safetensors.index.json").read_text())
     path = source / index["weight_map"][name]
     with path.open("rb") as file:
@@ -64,7 +64,7 @@ def _place(source: Path, name: str) -> tuple[Path, int, int]:
 
 
 def convert() -> None:
-    """`ckpt`, which leaves zeros out of what it writes."""
+    """Run `ckpt` without writing zeros."""
     import numpy as np
 
     from ckpt.__main__ import main
@@ -77,7 +77,7 @@ def convert() -> None:
             write(descriptor, data, offset)
 
     blocks.write_all = write_all
-    # What is written takes next to nothing of the disk, however large the files are.
+    # The output takes almost no disk space, whatever its size.
     files.Staging._check_space = lambda self: None  # type: ignore[method-assign]
     sys.exit(main())
 

@@ -1,6 +1,6 @@
-"""`dcp.load` into FSDP2 on 4 ranks: from a ZeRO-3 folder through `ckpt.StorageReader`, from DCP's own folder by torch.
+"""`dcp.load` into FSDP2 on 4 ranks: from ZeRO-3 with `ckpt.StorageReader`, from DCP with torch's reader.
 
-The one section that times no whole processes: what both have in common, importing torch, would hide the difference.
+This section does not time whole processes, because importing torch would hide the difference.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NUM_RANKS = 4
 
 
 def measure(bench: Bench) -> str:
-    """The table, of the medians over all rounds."""
+    """Return the table with medians over all rounds."""
     sources = [bench.source(kind) for kind in SOURCES]
     launch = ("torch.distributed.run", "--standalone", "--nproc-per-node", NUM_RANKS, "-m", "benchmarks.load_peer")
     found = json.loads(call(*launch, *sources, bench.num_layers, bench.num_rounds))

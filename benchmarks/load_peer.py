@@ -23,7 +23,7 @@ from benchmarks.models import STEP, shapes
 
 
 def main() -> None:
-    """Rank 0 prints a JSON object: seconds of the two, their ratios, bytes read and held by a rank, peak memory."""
+    """Print JSON on rank 0: both times, their ratios, bytes read and held by a rank, peak memory."""
     zero3, own, num_layers, num_rounds = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
     dist.init_process_group("gloo")
     model, states = _empty(num_layers), {name: _empty(num_layers) for name in ("exp_avg", "exp_avg_sq")}
@@ -32,7 +32,7 @@ def main() -> None:
     by_torch, by_ckpt = [], []
     read = 0
     for number in range(num_rounds):
-        if number % 2 == 0:  # none always comes first
+        if number % 2 == 0:  # take turns in going first
             by_torch.append(_timed(lambda: dcp.load(state, storage_reader=dcp.FileSystemReader(own))))
         before = _bytes_read()
         by_ckpt.append(_timed(lambda: dcp.load(state, storage_reader=ckpt.StorageReader(zero3))))
@@ -60,7 +60,7 @@ def _empty(num_layers: int) -> dict[str, DTensor]:
 
 
 def _check(zero3: Path, model: dict[str, DTensor], states: dict[str, dict[str, DTensor]]) -> None:
-    """Hold what ckpt loaded against the files of ZeRO-3, put together by DeepSpeed's rule."""
+    """Compare ckpt's result with ZeRO-3's files, assembled by DeepSpeed's rule."""
     expected, rank, size = zero3_tensors(zero3 / f"global_step{STEP}"), dist.get_rank(), dist.get_world_size()
     for role, tensors in {"fp32": model, **states}.items():
         for fqn, tensor in tensors.items():
@@ -77,7 +77,7 @@ def _timed(load: Callable[[], object]) -> float:
 
 
 def _bytes_read() -> int:
-    """Of this process, from files, as the kernel counts: the first line of /proc/self/io."""
+    """Return the bytes that this process read from files (/proc/self/io, first line)."""
     return int(Path("/proc/self/io").read_text().split()[1])
 
 

@@ -1,4 +1,4 @@
-"""A LoRA adapter into its base, against transformers and PEFT, which sync nothing."""
+"""LoRA merge into the base, against transformers and PEFT, which don't sync."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from benchmarks.models import LORA_RANK, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("lora",)
-#: Layers per layer of the other sections' model: beside 3 GB of weights the import of torch is noise.
+#: Multiple of the other sections' layers, so importing torch is noise beside 3 GB of weights.
 TIMES = 4
 PEER = "PEFT, save_pretrained"
 

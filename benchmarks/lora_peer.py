@@ -1,4 +1,4 @@
-"""What users run to merge an adapter: transformers, PEFT's merge_and_unload, save_pretrained.
+"""A user's usual merge: transformers, PEFT's merge_and_unload, save_pretrained.
 
 python -m benchmarks.lora_peer BASE ADAPTER OUTPUT
 """

@@ -1,4 +1,4 @@
-"""A base model in bf16 and a LoRA adapter of rank 16 on all its linear layers, each as its own library saves it.
+"""Base model in bf16 and a rank 16 LoRA adapter on all linear layers, each saved by its own library.
 
 python -m benchmarks.lora_source FOLDER NUM_LAYERS
 """

@@ -1,4 +1,4 @@
-"""Whole processes: wall time, processor time and peak resident memory, as the operating system accounts for them."""
+"""Wall time, processor time and peak resident memory of whole processes, from the operating system."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CKPT = (PYTHON, "-m", "ckpt")
 
 @dataclass(frozen=True)
 class Run:
-    """`cpu_seconds` are of all processors, and of all processes that the command started; `peak_mb` of the largest."""
+    """Figures of one run. `cpu_seconds` sums all processors and child processes; `peak_mb` is the largest process's."""
 
     seconds: float
     cpu_seconds: float
@@ -27,9 +27,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Case:
-    """A command, and the paths that it writes, which are removed before each run.
+    """Command, with the paths that it writes. These are removed before each run.
 
-    Of `cold` folders nothing is in the page cache when it starts.
+    `cold` folders are dropped from the page cache before the start.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Measured:
-    """A case and its runs, one per round."""
+    """Case and its runs, one per round."""
 
     case: Case
     runs: tuple[Run, ...]
@@ -58,31 +58,31 @@ class Measured:
         return max(run.peak_mb for run in self.runs)
 
     def times(self, other: Measured) -> tuple[float, ...]:
-        """How many times as long as `other` it took in each round."""
+        """Return how many times longer than `other` it took, per round."""
         return tuple(a.seconds / b.seconds for a, b in zip(self.runs, other.runs, strict=True))
 
 
 def copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
-    """`cp -r`, then `sync` of every file and folder that it wrote."""
+    """Return a case for `cp -r`, then `sync` of every copied file and folder."""
     return Case(name, ["sh", "-c", 'cp -r "$0" "$1" && find "$1" -exec sync {} +', source, copy], (copy,), cold=cold)
 
 
 def parallel_copy_of(name: str, source: Path, copy: Path, cold: tuple[Path, ...] = ()) -> Case:
-    """A copy by one thread per processor, then `sync`."""
+    """Return a case for a copy with one thread per processor, then `sync`."""
     return Case(name, [PYTHON, "-m", "benchmarks.copying", source, copy], (copy,), cold=cold)
 
 
 def written_to_disk(name: str, num_bytes: int, path: Path) -> Case:
-    """So many bytes of zeros, written by `dd` past the page cache: the rate of the disk itself."""
+    """Return a case for `dd` of zeros past the page cache: the disk's raw rate."""
     count = -(-num_bytes // (8 << 20))
     flags = ["bs=8M", f"count={count}", "oflag=direct", "conv=fsync", "status=none"]
     return Case(name, ["dd", "if=/dev/zero", f"of={path}", *flags], (path,))
 
 
 def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> dict[str, Measured]:
-    """Run all cases in turn, `number` times, each time in the opposite order.
+    """Run all cases `number` times in turn, reversing the order each time.
 
-    So what else the machine does meets all of them, and none always comes first.
+    So other load on the machine affects all cases, and no case always comes first.
     """
     runs: dict[str, list[Run]] = {case.name: [] for case in cases}
     for done in range(number):
@@ -92,12 +92,13 @@ def rounds(cases: Sequence[Case], number: int, filler: Path | None = None) -> di
 
 
 def run(case: Case, filler: Path | None = None) -> Run:
-    """Run the command once, with a full page cache if there is a `filler`.  RuntimeError with its output if it fails.
+    """Run the command once, with a full page cache if there is a `filler`.
 
-    The figure for memory begins with what this process has, so nothing large may be imported here.
+    Raise RuntimeError with the output if it fails. Measured memory starts at this process's size, so don't import
+    anything large here.
     """
     remove(case.writes)
-    os.sync()  # nobody pays for what was written before
+    os.sync()  # so earlier writes don't count
     if filler is not None:
         fill_page_cache(filler)
     for folder in case.cold:
@@ -115,7 +116,7 @@ def run(case: Case, filler: Path | None = None) -> Run:
 
 
 def call(module: str, *arguments: str | Path | int) -> str:
-    """Run a module of Python in a process of its own; returns the last line that it prints."""
+    """Run a Python module in its own process and return its last output line."""
     command = [PYTHON, "-m", module, *map(str, arguments)]
     done = subprocess.run(command, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     if done.returncode:
@@ -124,11 +125,10 @@ def call(module: str, *arguments: str | Path | int) -> str:
 
 
 def fill_page_cache(filler: Path) -> None:
-    """Extend a sparse file and read it until hardly any memory is free, as on a machine that has worked for a while.
+    """Extend a sparse file and read it until almost no memory is free, like on a busy machine.
 
-    The host of a virtual machine takes back what is free for some seconds, and faults it in again page by page: that
-    made whoever came last, `cp` or ckpt, up to four times as slow.  What was read once is the first to go when memory
-    is needed, so the inputs stay.
+    A virtual machine's host reclaims free memory within seconds, and returning it page by page made the last case up to
+    four times slower. Pages read once are evicted first, so the inputs stay.
     """
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") - (512 << 20)
     buffer = bytearray(1 << 20)
@@ -152,7 +152,7 @@ def remove(paths: Iterable[Path]) -> None:
 
 
 def forget(folder: Path) -> None:
-    """Drop every file of the folder from the page cache; what was written has to be on the disk."""
+    """Drop the folder's files from the page cache. They must be on disk already."""
     for path in folder.rglob("*"):
         if path.is_file():
             with path.open("rb") as file:
@@ -160,7 +160,7 @@ def forget(folder: Path) -> None:
 
 
 def warm(folder: Path) -> None:
-    """Read every file twice, so that all runs find them in the page cache; once would count as passing by."""
+    """Read every file twice, so it stays in the page cache. Pages read once are evicted first."""
     for path in (*folder.rglob("*"), *folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,6 +1,6 @@
-"""Megatron's shards of TP 2 and PP 2 <-> safetensors, and the plan of a model of DeepSeek-V3's size.
+"""Megatron with TP 2 and PP 2 <-> safetensors, and the plan for a model with DeepSeek-V3's size.
 
-The Megatron checkpoint that is read is the one that ckpt wrote.
+The Megatron source was written by ckpt.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def measure(bench: Bench) -> Table:
     to_hf = Case("ckpt convert megatron hf", join, (model,))
     run(Case("first", [*split, shards], (shards,)))
     warm(shards)
-    run(to_hf)  # so that there is something to copy
+    run(to_hf)  # the copies need files
     measured = bench.rounds(
         [
             copy_of("cp of hf", model, copy),
@@ -44,7 +44,7 @@ def measure(bench: Bench) -> Table:
 
 
 def _plan(bench: Bench) -> str:
-    """The plan of DeepSeek-V3 for 128 ranks, from its config and sparse files, once."""
+    """Plan DeepSeek-V3 for 128 ranks once, from its config and sparse files."""
     source = bench.scratch("megatron-plan")
     made = call("benchmarks.deepseek_v3", source)
     layout = ["--tp", "8", "--pp", "16", "--ep", "8", "--pipeline-model-parallel-layout", PIPELINE]

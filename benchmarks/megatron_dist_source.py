@@ -1,12 +1,12 @@
-"""LLM-jp v4 as Megatron-LM saves it: `torch_dist`, `dp_reshardable`, in sparse files.
+"""LLM-jp v4 in Megatron-LM's `torch_dist` with `dp_reshardable`, in sparse files.
 
     291b    70 layers at PP 6, VPP 2 with the embedding and the loss counted, EP 8 and DP 48: 288 ranks
-    332b    80 layers at TP 2, PP 4, VPP 5, EP 8; its number of ranks is not public, here DP 32: 256
+    332b    80 layers at TP 2, PP 4, VPP 5, EP 8; the real number of ranks is not public, here DP 32: 256
 
-Both are qwen3_moe of 128 experts, with Transformer Engine's names.  Items, keys, buckets and ranks' shares are those of
+Both are qwen3_moe with 128 experts and Transformer Engine's names. Items, keys, buckets and ranks' shares follow
 megatron-core 0.19.2 (transformer/, distributed/param_and_grad_buffer.py, optimizer/distrib_optimizer.py
-`sharded_param_state_dp_reshardable`); headers of items are `torch.save`'s, the metadata are torch's own objects.  The
-elements are holes in the files: 4 TB and more that take less than 2 GB.
+`sharded_param_state_dp_reshardable`). `torch.save` writes the items' headers, and the metadata are torch's objects. The
+elements are holes in the files: over 4 TB in less than 2 GB.
 
     python -m benchmarks.megatron_dist_source FOLDER 291b
 """
@@ -44,7 +44,7 @@ _EXPERT: dict[str, Shape] = {"linear_fc1.weight": (2 * INNER, HIDDEN), "linear_f
 
 @dataclass(frozen=True)
 class Run:
-    """A model's size, and the ranks that train it; `counts` says that the embedding and the loss count as layers."""
+    """Model size and layout. If `counts` is set, the embedding and the loss count as layers."""
 
     layers: int
     groups: int
@@ -57,12 +57,12 @@ class Run:
 
     @property
     def of_stage(self) -> int:
-        """Ranks of a pipeline stage."""
+        """Ranks per pipeline stage."""
         return self.tp * self.dp
 
     @property
     def attention(self) -> dict[str, tuple[Shape, int | None]]:
-        """What a layer has beside its experts, in modules in order, and the dim that tensor parallelism cuts."""
+        """Non-expert tensors of a layer, in module order, with the dim sharded by tensor parallelism."""
         return {
             "self_attention.linear_proj.weight": ((HIDDEN, HEADS * HEAD), 1),
             "self_attention.linear_qkv.layer_norm_weight": ((HIDDEN,), None),
@@ -74,14 +74,14 @@ class Run:
         }
 
     def layers_of(self, pp: int, vp: int) -> range:
-        """The layers of a chunk."""
+        """Return a chunk's layers."""
         counted = int(self.counts)
         size, chunk = (self.layers + 2 * counted) // (self.pp * self.vpp), vp * self.pp + pp
         return range(max(0, chunk * size - counted), min(self.layers, (chunk + 1) * size - counted))
 
 
 RUNS = {"291b": Run(70, 8, 1, 6, 2, 48, True, 2880), "332b": Run(80, 4, 2, 4, 5, 32, False, 2048)}
-#: Modules of a layer that have an extra state, without content, as FP8 is not used.
+#: Modules with an extra state per layer, empty without FP8.
 _STATEFUL = ("core_attention", "linear_proj", "linear_qkv", "q_layernorm", "k_layernorm")
 
 
@@ -156,7 +156,7 @@ def arguments(run: Run) -> Namespace:
 
 
 def dense_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
-    """Elements of a chunk's dense parameters on one tensor parallel rank, in the order of its modules."""
+    """Yield the sizes of a chunk's dense parameters on one tensor-parallel rank, in module order."""
     if (pp, vp) == (0, 0):
         yield VOCAB // run.tp * HIDDEN
     for _ in run.layers_of(pp, vp):
@@ -167,7 +167,7 @@ def dense_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
 
 
 def expert_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
-    """Elements of a chunk's experts on one expert parallel rank: of a layer first all fc1, then all fc2."""
+    """Yield the sizes of a chunk's experts on one expert-parallel rank: per layer all fc1, then all fc2."""
     for _ in run.layers_of(pp, vp):
         for shape in _EXPERT.values():
             yield from [prod(shape)] * (EXPERTS // EP)
@@ -175,15 +175,15 @@ def expert_numels(run: Run, pp: int, vp: int) -> Iterator[int]:
 
 @cache
 def _item(shape: Shape, dtype: torch.dtype) -> tuple[bytes, int, bytes]:
-    """What `torch.save` writes of a tensor before its elements, how many bytes these are, and what it writes behind."""
+    """Return `torch.save`'s bytes before a tensor's elements, the elements' size, and the bytes after them."""
     size = prod(shape) * dtype.itemsize
     with tempfile.TemporaryDirectory() as scratch, torch.serialization.skip_data():
-        path = Path(scratch, "archive")  # as torch calls what it writes to a stream
+        path = Path(scratch, "archive")  # torch's name if it writes to a stream
         torch.save(torch.empty(shape, dtype=dtype), path)
         with path.open("rb") as file:
             head = file.read(4096)
             name = head.index(b"archive/data/0")
-            extra = int.from_bytes(head[name - 2 : name], "little")  # padding, so that the elements begin at 64 bytes
+            extra = int.from_bytes(head[name - 2 : name], "little")  # padding that aligns the elements to 64 bytes
             start = name + len(b"archive/data/0") + extra
             file.seek(start + size)
             return head[:start], size, file.read()
@@ -196,7 +196,7 @@ def _saved(value: Any) -> bytes:
 
 
 class _Folder:
-    """The files of all ranks, being filled."""
+    """Open files of all ranks."""
 
     def __init__(self, folder: Path, ranks: int) -> None:
         self.folder = folder
@@ -207,7 +207,7 @@ class _Folder:
 
     def _put(self, rank: int, index: dcp.MetadataIndex, head: bytes, size: int, tail: bytes) -> None:
         at = self.ends[rank]
-        # Files of the same bytes would be taken for copies, and compared.
+        # Equal files would be taken for copies and compared.
         os.pwrite(self.files[rank], head + os.urandom(min(size, 8)), at)
         os.pwrite(self.files[rank], tail, at + len(head) + size)
         length = len(head) + size + len(tail)
@@ -262,7 +262,7 @@ def write(place: Path, run: Run) -> None:
 
 
 def _model(written: _Folder, run: Run) -> None:
-    """The weights, dealt among the data parallel ranks of their stage."""
+    """Write the weights, spread over the stage's data-parallel ranks."""
     empty = _saved(io.BytesIO())
     last = run.pp - 1
     chunks = [(pp, vp) for vp in range(run.vpp) for pp in range(run.pp)]
@@ -275,7 +275,7 @@ def _model(written: _Folder, run: Run) -> None:
         return pp * run.of_stage + turn % run.of_stage
 
     def put(pp: int, key: str, shape: Shape, dim: int | None, *layer: int) -> None:
-        """A tensor, or one of those of all layers, by the parts that tensor parallel ranks have."""
+        """Write a tensor, or one layer of it, as tensor-parallel parts."""
         cut = 1 if dim is None else run.tp
         part = tuple(size // (cut if number == dim else 1) for number, size in enumerate(shape))
         for tp in range(cut):
@@ -309,7 +309,7 @@ def _model(written: _Folder, run: Run) -> None:
 
 
 def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list[int], limit: int | None) -> None:
-    """A chunk's buffer: buckets of parameters in reverse order, each dealt evenly among data parallel ranks."""
+    """Write a chunk's buffer: buckets in reverse parameter order, each split evenly over data-parallel ranks."""
     buckets: list[list[tuple[int, int]]] = [[]]
     at = 0
     for numel in reversed(numels):
@@ -331,13 +331,13 @@ def _buffer(written: _Folder, name: str, vp: int, numels: list[int], ranks: list
 
 
 def _cut(places: list[tuple[int, int]], low: int, high: int) -> Iterator[tuple[int, int]]:
-    """The parts of parameters, and of gaps between them, from element `low` to `high`."""
+    """Yield the parts between elements `low` and `high`: parameters and the gaps between them."""
     edges = sorted({low, high, *(edge for place in places for edge in place if low < edge < high)})
     yield from pairwise(edges)
 
 
 def _rest(written: _Folder, run: Run) -> None:
-    """What is no tensor: param groups of every buffer's ranks, random states, and what all ranks have in common."""
+    """Write everything but tensors: param groups for each buffer's ranks, random states, and the common state."""
     for number, of_stage in enumerate((run.tp, EP)):
         for group in range(run.pp * of_stage):
             name = f"chained_{number}.optimizer.distributed.dp_group_idx_{group}"

@@ -1,4 +1,4 @@
-"""The model whose checkpoints are measured: a llama with grouped-query attention, untied."""
+"""Benchmark model: an untied llama with grouped-query attention."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Checkpoints with the structure of Qwen3-235B-A22B: 36,945 tensors as the Hub has them, 1,037 in memory.
+"""Checkpoints with Qwen3-235B-A22B's structure: 36,945 tensors on the Hub, 1,037 in memory.
 
-Names are those of Qwen3MoeForCausalLM with the published numbers of layers, experts and heads.  `tiny` is in bf16 as on
-the Hub, with small sizes and random values: hardly a byte to move.  `real` has the published sizes in sparse files.
-A number is that of the ranks of a ZeRO-3 run with the small sizes and Adam's states.  `30b` has the 18,867 tensors of
-Qwen3-30B-A3B, of 1.5 GB.
+Names follow Qwen3MoeForCausalLM with the published numbers of layers, experts and heads. `tiny` is in bf16 like on the
+Hub, with small sizes and random values: almost no bytes to move. `real` has the published sizes in sparse files. A
+number gives the ranks of a ZeRO-3 run with the small sizes and Adam's states. `30b` has the 18,867 tensors of
+Qwen3-30B-A3B in 1.5 GB.
 
     python -m benchmarks.moe_source FOLDER tiny|real|30b|NUMBER
 """
@@ -31,7 +31,7 @@ SIZES = {
         "num_hidden_layers": 48,
     },
 }
-_SHARD = 8_000_000_000  # bytes of a file
+_SHARD = 8_000_000_000  # bytes per file
 
 Shape = tuple[int, ...]
 
@@ -55,7 +55,7 @@ def config(kind: str) -> dict[str, Any]:
 
 
 def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
-    """Every tensor of the checkpoint, in the order of the files."""
+    """Yield every tensor's name and shape, in file order."""
     c = config(kind)
     hidden, head, inner = c["hidden_size"], c["head_dim"], c["moe_intermediate_size"]
     queries, keys = c["num_attention_heads"] * head, c["num_key_value_heads"] * head
@@ -80,7 +80,7 @@ def shapes(kind: str) -> Iterator[tuple[str, Shape]]:
 
 
 def in_memory() -> dict[str, Shape]:
-    """The small ones as transformers 5 has them in memory, where a layer's experts are two tensors."""
+    """Return the small sizes as held in memory by transformers 5: a layer's experts are two tensors."""
     c, found = config("tiny"), {}
     hidden, inner = c["hidden_size"], c["moe_intermediate_size"]
     for name, shape in shapes("tiny"):
@@ -119,7 +119,7 @@ def write(folder: Path, kind: str) -> None:
         with (folder / file).open("wb") as written:
             written.write(struct.pack("<Q", len(header)) + header)
             if kind != "real":
-                # bf16 of 0.0078 to 0.0312, either sign: a high byte of 0x3c or 0xbc
+                # bf16 from 0.0078 to 0.0312 with either sign has the high byte 0x3c or 0xbc
                 low, high = os.urandom(size // 2), os.urandom(size // 2).translate(bytes([0x3C, 0xBC] * 128))
                 data = bytearray(size)
                 data[::2], data[1::2] = low, high

@@ -1,7 +1,7 @@
-"""Plans of many small tensors, and a folder of many items: what they cost when there is hardly a byte to move.
+"""Plans for many small tensors, and a folder with many items: the cost without bytes to move.
 
-Seconds of processor time, which is what a plan takes, of whole processes; `--dry-run` on sparse files of real size.
-What is written of tensors that are no holes is compared with what transformers or DeepSpeed's rule reads of the source.
+It reports processor seconds of whole processes. `--dry-run` uses sparse files with real sizes. Written tensors are
+compared with the source, read by transformers or DeepSpeed's rule, unless they are holes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from benchmarks.runner import Bench, verdict
 SOURCES: Sequence[str] = ()
 PEER = "zero_to_fp32.py"
 
-#: Arguments of ckpt after the format, the source, the most seconds of processor time, and the most megabytes.
+#: ckpt's arguments after the format, the source, and the limits for processor seconds and megabytes.
 _GOALS: dict[str, tuple[list[str], str, float, float]] = {
     "hf -> zero3, 32 ranks": (["hf", "zero3", "--world-size", "32"], "tiny", 12, 700),
     "zero3, 32 ranks -> hf": (["zero3", "hf"], "32", 6, 700),
@@ -51,7 +51,7 @@ _GOALS: dict[str, tuple[list[str], str, float, float]] = {
 
 
 def measure(bench: Bench) -> str:
-    """The table; every case is run once, as none of them takes less than seconds."""
+    """Return the table. Every case runs once, because each takes seconds."""
     lines = ["Structure of Qwen3-235B-A22B, 36,945 tensors", f"{'':<46}{'cpu s':>8}{'seconds':>9}{'peak MB':>9}"]
 
     def add(case: Case, goal: float | None = None, peak: float | None = None) -> None:
@@ -81,7 +81,7 @@ def measure(bench: Bench) -> str:
 
 
 def _compared(kind: str, arguments: Sequence[str], source: Path, output: Path) -> str | None:
-    """How many tensors of what was written are the source's; None where nothing is, or holes alone."""
+    """Compare the written tensors with the source and report their number. None for --dry-run and holes."""
     is_tiny, step = kind == "tiny" or kind.isdecimal(), f"global_step{STEP}"
     if is_tiny and arguments[:2] == ["hf", "zero3"]:
         written = next(output.glob("global_step*"))

@@ -1,9 +1,9 @@
-"""One conversion on several processes: bf16 weights of ZeRO-3 masters, in memory, which takes processors alone.
+"""One conversion on several processes: ZeRO-3 masters -> bf16 weights in memory, so only processors matter.
 
-A process that works together with others imports torch, which takes it a second; so this is a model of 8 billion
-parameters, whose masters are zeros that take no memory.  One process uses all processors, too, by its threads: what two
-do is held against one on one processor, and against one with one thread that copies.  torchrun imports torch as well,
-before it starts them and as it ends; mpirun and srun do not, and tell each process by variables that it is one of two.
+Each cooperating process takes a second to import torch, so the model is large: 8 billion parameters, with zero masters
+that take no memory. One process already uses all processors with threads. So two processes are compared with one on one
+processor, and with one copying thread. torchrun also imports torch before the start and at the end. mpirun and srun
+don't; they set variables for each process.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
-TIMES = 21  # as many layers as the other sections have
-CHECKED_LAYERS = 1  # of the model with random masters on which one process and two are compared
+TIMES = 21  # multiple of the other sections' layers
+CHECKED_LAYERS = 1  # layers of the random model that compares one process with two
 ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
 TORCHRUN = "ckpt, 2 processes by torchrun"

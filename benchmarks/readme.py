@@ -1,4 +1,4 @@
-"""The README's rows of speed, as they stand in `benchmarks/results.txt` (`python -m benchmarks --record`)."""
+"""README's speed table, copied from `benchmarks/results.txt` (`python -m benchmarks --record`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.txt"
 PAGES = ("README.md", "README.ja.md")
-#: The sections that the README shows, and which of their rows.
+#: Sections shown in the README, with the prefixes of their rows.
 SHOWN = {
     "zero": ("cp ", "ckpt "),
     "cold": ("cp ", "ckpt "),
@@ -21,12 +21,12 @@ _BLOCK = re.compile(r"(?<=<!-- python -m benchmarks --readme -->\n\n).*?(?=\n\n#
 
 
 def headed(name: str) -> str:
-    """The line above a section's table."""
+    """Return the line above a section's table."""
     return f"== {name} =="
 
 
 def rows(results: str) -> str:
-    """The block for the README: the lines as they were printed, less the rows of other tools and the notes."""
+    """Return the README's block: the recorded lines without other tools' rows and notes."""
     return "\n\n".join("\n".join(f"    {line}" for line in _shown(results, name)) for name in SHOWN)
 
 
@@ -38,12 +38,12 @@ def _shown(results: str, name: str) -> Iterator[str]:
 
 
 def with_rows(page: str, results: str) -> str:
-    """The text of a page with its block replaced."""
+    """Return a page's text with its block replaced."""
     return _BLOCK.sub(lambda _: rows(results), page)
 
 
 def write() -> None:
-    """Put the rows of the recorded results into the pages."""
+    """Copy the recorded rows into the pages."""
     results = RESULTS.read_text()
     for name in PAGES:
         path = Path(name)

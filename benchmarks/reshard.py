@@ -1,4 +1,4 @@
-"""ZeRO-3 of 8 ranks -> ZeRO-3 of 6 ranks, the whole training state."""
+"""ZeRO-3 on 8 ranks -> ZeRO-3 on 6 ranks, the whole training state."""
 
 from __future__ import annotations
 

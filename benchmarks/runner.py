@@ -1,6 +1,6 @@
-"""What all sections share: sources that are made once, a folder that is cleared, and the table with its goals.
+"""Shared parts of all sections: sources made once, a scratch folder, and the table with its goals.
 
-A section is a module of `benchmarks` with a function `measure(bench: Bench) -> Table`, entered in `__main__.SECTIONS`.
+A section is a module in `benchmarks` with a function `measure(bench: Bench) -> Table`, listed in `__main__.SECTIONS`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from statistics import median
 
 from benchmarks.measure import Case, Measured, call, remove, rounds, warm
 
-#: What can be converted: a name, and the module that writes it: `python -m MODULE FOLDER NUM_LAYERS`.
+#: Sources by name, with the module that writes each: `python -m MODULE FOLDER NUM_LAYERS`.
 SOURCES = {
     "zero3": "benchmarks.zero_source",
     "dcp": "benchmarks.dcp_source",
@@ -25,7 +25,7 @@ PEAK_MB = 500
 
 @dataclass(frozen=True)
 class Goal:
-    """How long `case` takes against `other`: at most so many times as long, or at least so many times faster."""
+    """Goal for `case` against `other`: at most so many times as long, or at least so many times faster."""
 
     case: str
     other: str
@@ -37,7 +37,7 @@ class Goal:
         return self.said(case.times(other) if self.at_least is None else other.times(case))
 
     def said(self, factors: Sequence[float]) -> str:
-        """The median over the rounds with the least and the most, and the goal, met or missed by the median."""
+        """Return the median with minimum and maximum, and the goal, marked if the median misses it."""
         factor = median(factors)
         if self.at_least is not None:
             figures = f"{factor:.1f} ({min(factors):.1f} to {max(factors):.1f}) x faster than {self.other}"
@@ -47,13 +47,13 @@ class Goal:
 
 
 def verdict(reached: bool, goal: str) -> str:
-    """How a figure that is to reach a goal is followed by it."""
+    """Return the goal in parentheses, marked if missed."""
     return f"({goal})" if reached else f"(MISSED {goal})"
 
 
 @dataclass(frozen=True)
 class Table:
-    """The runs of a section, what they are to be compared with, and what else was found (equal tensors)."""
+    """Runs of a section, their goals, and notes such as the number of equal tensors."""
 
     title: str
     measured: dict[str, Measured]
@@ -75,7 +75,7 @@ class Table:
 
 @dataclass
 class Bench:
-    """Where checkpoints are kept, their size and the number of rounds; `keep` leaves the sources for the next time."""
+    """Checkpoint folder, model size and number of rounds. `keep` leaves the sources for the next run."""
 
     folder: Path
     num_layers: int
@@ -84,7 +84,7 @@ class Bench:
     made: list[Path] = field(default_factory=list)
 
     def source(self, kind: str, num_layers: int | None = None) -> Path:
-        """The checkpoint of this kind, written unless it is there, and in the page cache."""
+        """Return this kind's checkpoint, written if missing, and warm in the page cache."""
         num_layers = num_layers or self.num_layers
         path = self.folder / f"{kind}-{num_layers}"
         if not (path / "complete").exists():
@@ -96,7 +96,7 @@ class Bench:
         return path
 
     def scratch(self, name: str) -> Path:
-        """A path that is gone when the section is done."""
+        """Return a path that is removed after the section."""
         path = self.folder / name
         self.made.append(path)
         return path
@@ -107,7 +107,7 @@ class Bench:
         return rounds(cases, self.num_rounds, filler)
 
     def clear(self, *, sources: Sequence[str] = ()) -> None:
-        """Remove what the last section wrote, and sources that no further one needs."""
+        """Remove the last section's files, and sources that later sections don't need."""
         remove(self.made)
         self.made.clear()
         if not self.keep:

@@ -1,4 +1,4 @@
-"""safetensors -> safetensors of 18,867 small tensors, against a model of few large ones with as many bytes."""
+"""safetensors -> safetensors with 18,867 small tensors, against few large ones with as many bytes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from benchmarks.measure import CKPT, Case, call, copy_of, run, warm
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ("hf",)
-LAYERS = 50  # of the model of few tensors, which has as many bytes then
+LAYERS = 50  # makes the model with few tensors equally large
 
 
 def measure(bench: Bench) -> Table:
@@ -20,7 +20,7 @@ def measure(bench: Bench) -> Table:
         for name, source, output in (("few", few, outputs[0]), ("18,867", many, outputs[1]))
     ]
     for case in cases:
-        run(case)  # so that there is something to compare
+        run(case)  # gives the comparison its files
     same = [call("benchmarks.equal", "safetensors", *pair) for pair in ((few, outputs[0]), (many, outputs[1]))]
     measured = bench.rounds([copy_of("cp -r of the small ones", many, copy), *cases])
     return Table(

@@ -1,8 +1,8 @@
-"""`python -m benchmarks.store_peer WHAT PREFIX OUTPUT`: reads all below a prefix in ranges, side by side.
+"""Read everything below a prefix in parallel ranges: `python -m benchmarks.store_peer WHAT PREFIX OUTPUT`.
 
-WHAT is a library that reads with nothing around it and drops what it read (`obstore`, `s3fs`), obstore that writes it
-to the folder OUTPUT (`obstore writes`), or what ckpt does when it has looked at the checkpoint (`hash`, `convert`).
-Prints the seconds from the first range to the last.
+WHAT is a bare library that drops the bytes (`obstore`, `s3fs`), obstore writing them to the folder OUTPUT (`obstore
+writes`), or ckpt after it has opened the checkpoint (`hash`, `convert`). It prints the seconds from first to last
+range.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Any
 
 from benchmarks.store_server import BUCKET
 
-PART, NUM_THREADS = 8 << 20, 8  # as ckpt does
+PART, NUM_THREADS = 8 << 20, 8  # like ckpt
 
-#: A range of an object: its key, start and stop.
+#: Range of an object: its key, start and stop.
 Part = tuple[str, int, int]
 
 
 def main() -> None:
     what, prefix, output = sys.argv[1:]
     transfer = _PREPARED[what](prefix, Path(output))
-    # Only now: memory that is free for long goes back to a virtual machine's host, and is slow to come again.
+    # Not earlier: a virtual machine's host reclaims free memory, and returns it slowly.
     shutil.rmtree(output, ignore_errors=True)
     start = time.perf_counter()
     transfer()
@@ -43,7 +43,7 @@ def _obstore(prefix: str, output: Path) -> Callable[[], None]:
 
 def _obstore_writes(prefix: str, output: Path) -> Callable[[], None]:
     sizes, get = _obstore_client(prefix)
-    writing = threading.Lock()  # Linux lets one thread at a time write to a file, and the others spin
+    writing = threading.Lock()  # Linux lets one thread write to a file, and the others spin
 
     def copy(part: Part, files: dict[str, int]) -> int:
         data = memoryview(get(part))
@@ -85,7 +85,7 @@ def _hash(prefix: str, output: Path) -> Callable[[], None]:
 
 
 def _convert(prefix: str, output: Path) -> Callable[[], None]:
-    import ckpt.move.run  # noqa: F401, which the first conversion imports
+    import ckpt.move.run  # noqa: F401, imported by the first conversion
     from ckpt import api
 
     conversion = api.plan(api.open(f"s3://{BUCKET}/{prefix}"), "hf")

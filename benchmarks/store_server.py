@@ -1,7 +1,7 @@
-"""`python -m benchmarks.store_server FOLDER`: a folder as the bucket of an S3 server, to be read in ranges.
+"""Folder served as an S3 bucket with range reads: `python -m benchmarks.store_server FOLDER`.
 
-Only what a reader asks for, and without signatures: what is to be measured is the client.  moto's server takes ten
-times as long for a range of a large object as the clients do.  It prints its port.
+It supports only a reader's requests and ignores signatures, because the client is measured. moto's server takes ten
+times longer than the clients to serve a range from a large object. It prints its port.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`ckpt` from an S3 server on the loopback, beside the library that it reads with, and beside s3fs.
+"""`ckpt` from an S3 server on the loopback, against its own library and s3fs.
 
-The libraries read all bytes in ranges of the same size, as many at a time.  What they read they drop, as `ckpt hash`
-does; `convert` writes it, and is held against obstore that writes it, too.  What is held against a goal is the transfer
-alone: of a whole process so short, the start of Python and the look at the checkpoint are a good part.
+The libraries read all bytes in equal ranges with equal concurrency. They drop the bytes, like `ckpt hash`. `convert`
+writes them, and is also compared with obstore writing them. Only the transfer has a goal, because Python's start and
+opening the checkpoint dominate these short processes.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from benchmarks.store_server import BUCKET
 
 SOURCES = ("hf",)
 _OUTPUT = Path("/dev/shm/ckpt-benchmarks-stores")
-_SHARE = 0.8  # of the throughput that the library has with nothing around it
-#: What ckpt does, and what the library does that is most like it.
+_SHARE = 0.8  # fraction of the bare library's throughput
+#: Tasks of ckpt, with the most similar task of the library.
 _ALIKE = {"hash": "obstore", "convert": "obstore writes"}
 
 
@@ -56,7 +56,7 @@ def measure(bench: Bench) -> Table:
 
 
 def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
-    """Time what moves the bytes alone, without the start of Python and the look at the checkpoint, in turn."""
+    """Time the transfers alone, in turn, without Python's start and opening the checkpoint."""
     seconds: dict[str, list[float]] = {name: [] for pair in _ALIKE.items() for name in reversed(pair)}
     for _ in range(bench.num_rounds):
         for name, found in seconds.items():
@@ -72,7 +72,7 @@ def _transfers(bench: Bench, prefix: str, size: int) -> list[str]:
 
 
 def _share(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str) -> float:
-    """The throughput of `ours` as part of that of `theirs`: the median over the rounds."""
+    """Return the throughput of `ours` relative to `theirs`: the median over the rounds."""
     return median(b / a for a, b in zip(seconds[ours], seconds[theirs], strict=True))
 
 

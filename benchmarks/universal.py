@@ -1,4 +1,4 @@
-"""ZeRO-3 -> universal checkpoint, against DeepSpeed's own script, which syncs nothing."""
+"""ZeRO-3 -> universal checkpoint, against DeepSpeed's own script, which does not sync."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def measure(bench: Bench) -> Table:
     )
     step = "global_step100"
     folders = ["--input_folder", source / step, "--output_folder", peer / f"{step}_universal"]
-    run(convert)  # so that there is something to copy
+    run(convert)  # the copies need files
     measured = bench.rounds(
         [
             copy_of("cp -r of the output", output, copy),

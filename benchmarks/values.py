@@ -1,7 +1,6 @@
 """`ckpt check --values` against `cat` of the same files to /dev/null, both from the page cache.
 
-The goal is one of reading: the time for a small model is subtracted from the time for a large one, so that the start of
-neither program counts.
+The goal is reading speed: a small model's time is subtracted from a large model's, so program start does not count.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from statistics import median
 from benchmarks.measure import CKPT, Case
 from benchmarks.runner import Bench, Goal, Table, verdict
 
-SMALL, LARGE = 4, 60  # layers; 1.7 GB apart
+SMALL, LARGE = 4, 60  # layers; the models differ by 1.7 GB
 SOURCES = ("hf",)
 AT_LEAST, AT_MOST_MB = 0.9, 300
 

@@ -1,4 +1,4 @@
-"""ZeRO-3 -> safetensors, and verifying it, against DeepSpeed's own script."""
+"""ZeRO-3 -> safetensors and verification, against DeepSpeed's own script."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
     fp32, bf16, peer = (bench.scratch(name) for name in ("zero-fp32", "zero-bf16", "zero-peer"))
     copy, other = bench.scratch("zero-copy"), bench.scratch("zero-other")
     convert = [*CKPT, "convert", "zero3", "hf", source, "-q", "-o"]
-    run(Case("first", [*convert, fp32], (fp32,)))  # so that there is something to copy
+    run(Case("first", [*convert, fp32], (fp32,)))  # the copies need files
     run(copy_of("copy", fp32, other))
     measured = bench.rounds(
         [
@@ -47,7 +47,7 @@ def measure(bench: Bench, *, large: bool = False) -> Table:
 
 
 def _large(bench: Bench) -> list[str]:
-    """Memory for a checkpoint three times as large."""
+    """Measure memory for a checkpoint three times as large."""
     bench.clear()
     num_layers = bench.num_layers * 3 + 14
     source, output = bench.source("zero3", num_layers), bench.scratch("zero-large")

@@ -1,11 +1,11 @@
-"""A ZeRO-3 checkpoint of realistic size, written as DeepSpeed writes it, without training a model of that size.
+"""Large ZeRO-3 checkpoint in DeepSpeed's format, written without training a model.
 
-The structure is that of `DeepSpeedZeroOptimizer_Stage3.state_dict` and `DeepSpeedEngine.save_checkpoint` (deepspeed
-0.19); the objects in it are DeepSpeed's own, so its `zero_to_fp32.py` and `ds_to_universal.py` read it.
+The structure follows `DeepSpeedZeroOptimizer_Stage3.state_dict` and `DeepSpeedEngine.save_checkpoint` (deepspeed 0.19).
+Its objects are DeepSpeed's own, so `zero_to_fp32.py` and `ds_to_universal.py` read it.
 
     python -m benchmarks.zero_source FOLDER NUM_LAYERS [zeros|masters]
 
-`zeros`: nothing but zeros, which take no room on the disk; `masters`: only Adam's states are.
+`zeros` writes only zeros, which take no disk space; `masters` writes real masters and zeros for Adam's states.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ def write(folder: Path, num_layers: int, kind: str = "") -> None:
 
 
 def write_ranks(folder: Path, params: Mapping[str, tuple[int, ...]], num_ranks: int, kind: str = "") -> None:
-    """The step folder and `latest` of a run of so many ranks, with Adam's states."""
+    """Write the step folder and `latest` for a run on `num_ranks` ranks, with Adam's states."""
     step_folder = folder / TAG
     step_folder.mkdir(parents=True)
     length = sum(-(-prod(shape) // num_ranks) for shape in params.values())
     generator = torch.Generator().manual_seed(0)
     for rank in range(num_ranks):
-        zeros = torch.zeros(length)  # is saved once, wherever it stands
+        zeros = torch.zeros(length)  # saved once, though used several times
         master = zeros if kind == "zeros" else torch.randn(length, generator=generator) * 0.02
         moments = (zeros, zeros) if kind else (master * 0.01, master * master)
         state = {"step": torch.tensor(float(STEP)), "exp_avg": moments[0], "exp_avg_sq": moments[1]}

@@ -1,7 +1,7 @@
 """Look into a checkpoint.
 
-Names, shapes and dtypes cost nothing; of a tensor only the bytes are read that are asked for. An optimizer state is had
-by the pair of the parameter's name and its own.
+Names, shapes and dtypes cost nothing. Reading a slice reads only its bytes. Get an optimizer state with the pair
+(parameter name, state name).
 
     python inspect_checkpoint.py RUN
 """
@@ -16,7 +16,7 @@ for name, tensor in checkpoint.items():
     print(f"{name:<50} {tensor.dtype:<9} {list(tensor.shape)}")
 
 name = next(iter(checkpoint))
-first_rows = checkpoint[name].numpy((slice(0, 2), ...))  # of two rows the bytes, and no others
+first_rows = checkpoint[name].numpy((slice(0, 2), ...))  # reads only the bytes of two rows
 print(f"{name}: the first rows reach from {first_rows.min():.6f} to {first_rows.max():.6f}")
 
 for state in checkpoint.optimizer_states:

@@ -1,7 +1,7 @@
 """Merge a LoRA adapter into its base.
 
-With the bits of PEFT's own arithmetic, and without the model in memory; it takes `pip install '.[lora]'`. The base is
-the one that the adapter's config names, or that the run's checkpoint itself holds.
+The result equals PEFT's own arithmetic bit for bit, without loading the model into memory. It needs `pip install
+'.[lora]'`. The base is named in the adapter's config, or is part of the run's checkpoint.
 
     python merge_lora.py RUN OUT
 """

@@ -1,7 +1,7 @@
 """Reshard a run and resume it.
 
-The newest complete checkpoint of a run folder, for as many ranks as there are now. `ckpt.resume` does both in one call
-and returns a folder that the engine loads, which is the run's own where that fits already.
+`ckpt.resume` takes a run folder's newest complete checkpoint, reshards it to the current number of ranks, and returns a
+folder for the engine to load. If the checkpoint already fits, this is the run's own folder.
 
     python reshard_and_resume.py RUN WORLD_SIZE
 """
@@ -15,7 +15,7 @@ run, world_size = sys.argv[1], int(sys.argv[2])
 checkpoint = ckpt.open(run)
 print(f"{run} was written by {checkpoint.world_size} ranks at step {checkpoint.state.step}")
 
-folder = ckpt.resume(run, world_size=world_size)  # under torchrun, the world size is found out
+folder = ckpt.resume(run, world_size=world_size)  # under torchrun, the world size is detected
 resharded = ckpt.open(folder)
 print(f"{folder} is for {resharded.world_size} ranks")
 

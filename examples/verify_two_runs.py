@@ -1,7 +1,7 @@
-"""Verify two runs against each other.
+"""Compare two runs bit for bit.
 
-Two checkpoints of any formats, bit for bit: what differs, where first and by how much. The exit code is that of
-`ckpt verify`: 0 equal, 1 different.
+The checkpoints may have different formats. The script prints every difference, where it starts and how large it is. It
+exits like `ckpt verify`: 0 if equal, 1 if different.
 
     python verify_two_runs.py A B
 """
@@ -16,7 +16,7 @@ report = ckpt.verify(a, b)
 for result in report.results:
     if result.status != "=":
         print(f"{result.fqn} ({result.role}): {result.kind}, {result.difference or f'{result.a} and {result.b}'}")
-for left_out in report.not_compared:  # what one side as a whole has no place for is never taken for equal
+for left_out in report.not_compared:  # parts that one side can't hold are never reported as equal
     print(left_out)
 print(report.outcome)
 sys.exit(report.exit_code)

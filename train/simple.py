@@ -148,7 +148,7 @@ class DeepSpeed:
 
 
 class Torch:
-    """Engine for torch: ddp replicates, fsdp1 and fsdp2 shard, hsdp shards in each half, tp-fsdp splits matrices too."""
+    """Engine for torch: ddp replicates, fsdp1 and fsdp2 shard, hsdp shards in halves, tp-fsdp splits matrices too."""
 
     def __init__(self, model: Any, strategy: str, dtype: str, device: torch.device) -> None:
         self.reader, self.readers = rank, ranks = dist.get_rank(), dist.get_world_size()

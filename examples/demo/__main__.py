@@ -1,6 +1,6 @@
-"""`make demo`: train a tiny model with ZeRO-3 on some processes, convert it, verify it, load it and generate.
+"""`make demo`: train a tiny model with ZeRO-3, convert it, verify it, load it and generate.
 
-Every step is the command a user would type; what it prints goes to the terminal.
+Every step is a command that users type, and its output goes to the terminal.
 """
 
 import argparse
@@ -54,7 +54,7 @@ def run(command: list[str]) -> None:
 
 
 def equal_to_engine() -> int:
-    """Compare the converted weights with those gathered through DeepSpeed's own API while it ran."""
+    """Compare the converted weights with weights gathered through DeepSpeed's own API during the run."""
     truth = OUTPUTS / "truth" / f"global_step{STEPS}.safetensors"
     with safe_open(truth, "pt") as engine, safe_open(CONVERTED / "model.safetensors", "pt") as converted:
         names = list(converted.keys())

@@ -1,4 +1,4 @@
-"""Fine-tune with TRL: accelerate launch --config_file zero3.yaml sft.py --config qwen3-30b-a3b.yaml"""
+"""Fine-tune with TRL: accelerate launch --config_file zero3.yaml sft.py --config qwen3-30b-a3b.yaml."""
 
 from datasets import load_dataset
 from trl import ModelConfig, ScriptArguments, SFTConfig, SFTTrainer, TrlParser, get_peft_config
