@@ -1,7 +1,7 @@
-"""Stores of objects: reading a source from a URL, and writing a target to one.
+"""Object stores: read a source from a URL, write a target to one.
 
-Files stand for the objects (`ckpt.stores.standins`), so that readers of all formats look at them as they look at local
-files; `ckpt.stores.objects` speaks with a store.  Importing this package makes `ckpt.move.source` ask about such files.
+Stand-in files represent the objects (`ckpt.stores.standins`), so every format's reader sees local files.
+`ckpt.stores.objects` talks to a store. Importing this package connects `ckpt.move.source` to the stand-ins.
 
 May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """

@@ -1,10 +1,10 @@
-"""The interface of a store, and the libraries behind it: obstore for S3, Google and Azure, fsspec for all others.
+"""Store interface and its libraries: obstore for S3, Google and Azure, fsspec for all others.
 
-Other packages bring stores by the entry-point group `ckpt.stores`: under the scheme of its URLs, a function that makes
-a `Store` of what stands behind `scheme://` up to the next `/`.  `ckpt.testing.stores` has the suite for them.
+Other packages add stores through the entry-point group `ckpt.stores`. An entry's name is a URL scheme, and its function
+makes a `Store` from the text between `scheme://` and the next `/`. `ckpt.testing.stores` is their test suite.
 
-Credentials are those of each store's own tools: what boto3 finds (environment, profiles, SSO, instance) for S3, what
-the environment and the default places of Google's and Azure's tools hold, `HF_TOKEN` or `hf auth login` for the Hub.
+Credentials come from each store's own tools: for S3 from boto3 (environment, profiles, SSO, instance), for Google and
+Azure from the environment and their tools' default places, for the Hub from `HF_TOKEN` or `hf auth login`.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ T = TypeVar("T")
 
 _OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HUB = "hf"
-_UPLOADING = 32 << 20  # bytes of one object that are on their way at a time
-_TRIES = 5  # of a read whose answer breaks off
-FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between them
-#: obstore's own tries, of whatever fails before there is an answer.
+_UPLOADING = 32 << 20  # bytes of one object in flight
+_TRIES = 5  # tries for a read with a truncated answer
+FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between tries
+#: obstore's own retries for failures before an answer arrives.
 RETRIES = {
     "max_retries": 8,
     "backoff": {"init_backoff": timedelta(milliseconds=200), "max_backoff": timedelta(seconds=10), "base": 2},
     "retry_timeout": timedelta(seconds=120),
 }
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
-LISTING = 300.0  # seconds in which a store must have listed the next objects
-_AT_A_TIME = 100  # objects that are asked of a listing
-_MOST_PAGES = 10_000  # of the Hub's
-_SILENCE = 60.0  # seconds that the Hub may say nothing: its library would wait for ever
-#: How long credentials are kept; botocore gives none that end within ten minutes, and knows when there are newer ones.
+LISTING = 300.0  # maximum seconds to wait for the next objects in a listing
+_AT_A_TIME = 100  # objects per listing page
+_MOST_PAGES = 10_000  # maximum pages of a Hub listing
+_SILENCE = 60.0  # timeout in seconds for the Hub; its library would wait forever
+#: Lifetime of cached credentials. botocore returns none that expire within ten minutes, and notices newer ones.
 _CREDENTIALS_KEPT = timedelta(minutes=10)
 
 
 class Entry(NamedTuple):
-    """An object: its key, its size in bytes, when it was last modified (ns), and what tells it from others there."""
+    """An object: its key, size in bytes, modification time (ns), and a version id."""
 
     key: str
     size: int
@@ -59,35 +59,38 @@ class Entry(NamedTuple):
 
 
 class Store(Protocol):
-    """Holds objects under keys whose parts are separated by `/`; the key "" is the folder of all objects."""
+    """A store of objects. `/` separates the parts of a key. The key "" is the top folder."""
 
     def below(self, key: str) -> Iterator[Entry]:
-        """All objects in the folder `key`."""
+        """Yield all objects below the folder `key`."""
 
     def directly_in(self, key: str) -> Iterator[Entry]:
-        """The objects in the folder `key` itself."""
+        """Yield the objects directly in the folder `key`."""
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
-        """Its bytes from `start` to `stop`; CorruptError where it is not the one that was listed any more."""
+        """Return the bytes from `start` to `stop`. Raise CorruptError if the object was replaced since the listing."""
 
 
 @runtime_checkable
 class WritableStore(Store, Protocol):
-    """A store that takes objects as a whole or not at all."""
+    """A store with atomic writes."""
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
-        """Send an object of `size` bytes in parts of `part` bytes; the error of `chunks` where it has one."""
+        """Send an object of `size` bytes in parts of `part` bytes. Raise the error of `chunks` if it fails."""
 
     def claim(self, key: str) -> bool:
-        """Make an object that only one process can make; False if another one has, as far as the store tells."""
+        """Create an object that only one process can create. Return False if another process has it."""
 
     def remove(self, key: str) -> None:
-        """Remove an object, if it is there."""
+        """Remove an object if it exists."""
 
 
 @lru_cache
 def store(scheme: str, root: str) -> Store:
-    """The store of URLs that begin with `scheme://root`.  Raises UsageError, NotFoundError for a missing package."""
+    """Return the store for URLs that begin with `scheme://root`.
+
+    Raise UsageError, or NotFoundError for a missing package.
+    """
     if scheme in _OBSTORE:
         return _Obstore(scheme, root)
     if scheme == _HUB:
@@ -97,7 +100,7 @@ def store(scheme: str, root: str) -> Store:
 
 
 def split(url: str) -> tuple[str, str, str]:
-    """The scheme of a URL, what names its store (a bucket, a host, a repository), and the key in that.  UsageError."""
+    """Split a URL into its scheme, its store (a bucket, host or repository), and the key. Raise UsageError."""
     scheme, _, rest = url.partition("://")
     parts = rest.split("/")
     count = 2 if scheme == _HUB else 1
@@ -158,7 +161,7 @@ class _Obstore:
         def get() -> memoryview:
             answer = self.lib.get(self.client, entry.key, options=options)
             expected, found = _told(entry, entry), _told(_entry(answer.meta), entry)
-            if found != expected:  # of a server that knows no conditions
+            if found != expected:  # the server ignored the condition
                 raise _changed(f"{self._url}/{entry.key}", expected, found)
             try:
                 return memoryview(answer.bytes())
@@ -174,7 +177,7 @@ class _Obstore:
         def told() -> Iterator[memoryview]:
             try:
                 yield from chunks
-            except Exception as error:  # which the library would tell in words of its own
+            except Exception as error:  # the library would wrap it in its own error
                 failure.append(error)
                 raise
 
@@ -195,12 +198,12 @@ class _Obstore:
         with self.errors(key):
             try:
                 self.lib.put(self.client, key, mine, mode="create")
-            except self.lib.exceptions.AlreadyExistsError:  # made by a first try, whose answer was lost, or by another
+            except self.lib.exceptions.AlreadyExistsError:  # made by a try whose answer was lost, or by another process
                 return self._holds(key, mine)
         return True
 
     def _holds(self, key: str, content: bytes) -> bool:
-        """Whether an object that the store says is there has this content."""
+        """Return True if an existing object has this content."""
         try:
             there = self.lib.get(self.client, key)
         except (self.lib.exceptions.NotFoundError, FileNotFoundError):
@@ -236,7 +239,7 @@ class _Obstore:
 
 
 def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
-    """Yield the objects of a listing.  Raises StorageError where one comes twice: such a listing may have no end."""
+    """Yield the objects in a listing. Raise StorageError for a duplicate: such a listing may be endless."""
     known: set[str] = set()
     for entry in entries:
         if entry.key in known:
@@ -246,9 +249,9 @@ def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
 
 
 def _heard(action: Callable[[], T], limit: float | None = None) -> T:
-    """What `action` returns.  In the main thread another one waits for it: obstore hears of no Ctrl-C meanwhile.
+    """Return the result of `action`, run in another thread if called in the main thread: obstore ignores Ctrl-C.
 
-    Raises StorageError where it takes more than `limit` seconds.
+    Raise StorageError if it takes more than `limit` seconds.
     """
     if limit is None and threading.current_thread() is not threading.main_thread():
         return action()
@@ -267,11 +270,11 @@ def _heard(action: Callable[[], T], limit: float | None = None) -> T:
 
 
 class _BrokenOffError(OSError):
-    """An answer that ended before its end."""
+    """A truncated answer."""
 
 
 def _client(kind: str, bucket: str) -> Any:
-    """obstore's client of a bucket or container."""
+    """Return obstore's client for a bucket or container."""
     from obstore.store import from_url
 
     options: dict[str, Any] = {"client_options": {**_TIMEOUT, "allow_http": True}, "retry_config": RETRIES}
@@ -289,7 +292,7 @@ def _client(kind: str, bucket: str) -> Any:
 
 
 def _s3_options(bucket: str) -> dict[str, Any]:
-    """Credentials, region and endpoint where AWS's own tools look for them."""
+    """Return credentials, region and endpoint from the places used by AWS's own tools."""
     from botocore.configprovider import ConfiguredEndpointProvider
     from botocore.session import Session
     from obstore.auth.boto3 import Boto3CredentialProvider
@@ -308,7 +311,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
 
 
 def _told(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
-    """What tells a version of an object from others: its ETag, or, if not listed, its size and time in seconds."""
+    """Return an object's version: its ETag, or its size and time in seconds if the listing has no ETag."""
     if listed.identity is not None:
         return entry.identity, 0, 0
     return None, entry.size, entry.modified_ns // 10**9
@@ -320,12 +323,12 @@ def _entry(found: Any) -> Entry:
 
 
 def _quoted(tag: str | None) -> str | None:
-    """An ETag as headers have it: Azure lists it without the quotes."""
+    """Return an ETag with quotes, as in headers. Azure lists it without quotes."""
     return tag if tag is None or tag.endswith('"') else f'"{tag}"'
 
 
 def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]) -> memoryview:
-    """`length` bytes that `get` returns, asked for again where an error of the kind `passing` strikes."""
+    """Return `length` bytes from `get`. Retry truncated answers and errors of the type `passing`."""
     for tried in range(1, _TRIES + 1):
         try:
             data = get()
@@ -335,14 +338,14 @@ def _insist(get: Callable[[], memoryview], length: int, passing: type[Exception]
         except passing as raised:
             error = raised
         if tried < _TRIES:
-            import random  # as rarely as something fails
+            import random  # imported late: failures are rare
 
             time.sleep(min(_LONGEST_WAIT, FIRST_WAIT * 2**tried) * random.uniform(0.5, 1))
     raise error
 
 
 def _failed(error: Exception, url: str) -> CkptError:
-    """The error for the user if a library failed: the first line of its message, and a hint."""
+    """Return the user's error for a library failure: the first line of its message, and a hint."""
     text = " ".join(str(error).split("\n\nDebug source")[0].split())
     hint = None
     if any(word in text for word in ("ExpiredToken", "InvalidAccessKeyId", "SignatureDoesNotMatch", "credential")):
@@ -358,7 +361,7 @@ def _failed(error: Exception, url: str) -> CkptError:
 
 
 def _filesystem(scheme: str, url: str) -> Any:
-    """fsspec's file system of a URL.  Some kinds connect to the host as they are made."""
+    """Return fsspec's file system for a URL. Some connect to the host at once."""
     import fsspec
 
     try:
@@ -373,7 +376,7 @@ def _filesystem(scheme: str, url: str) -> Any:
 
 
 def _forget_frames(error: BaseException) -> None:
-    """Release what an error's frames hold, without messages: half-made objects there may fail as they go."""
+    """Silently release the objects in an error's frames: half-made ones may fail in their destructors."""
     before, sys.unraisablehook = sys.unraisablehook, lambda _: None
     try:
         error.__traceback__ = None
@@ -382,7 +385,7 @@ def _forget_frames(error: BaseException) -> None:
 
 
 class _Fsspec:
-    """A store that fsspec knows.  It has no conditional reads, so an object is looked at again after each read."""
+    """A store supported by fsspec. It has no conditional reads, so each read checks the object again."""
 
     def __init__(self, scheme: str, root: str) -> None:
         import fsspec
@@ -442,12 +445,12 @@ class _Fsspec:
             raise
         except FileNotFoundError as error:
             raise NotFoundError("no such object or folder", path=url) from error
-        except Exception as error:  # each kind of store has its own
+        except Exception as error:  # each kind of store has its own errors
             raise _failed(error, url) from error
 
 
 class _Hub:
-    """A model's repository on the Hugging Face Hub, read at one commit, which does not change."""
+    """A model repository on the Hugging Face Hub, read at one fixed commit."""
 
     def __init__(self, root: str) -> None:
         self._url = f"{_HUB}://{root}"
@@ -486,7 +489,7 @@ class _Hub:
             return _insist(get, stop - start, _BrokenOffError)
 
     def _get(self, url: str, **headers: str) -> Any:
-        """The Hub's answer, asked for again by its library as often as that does."""
+        """Return the Hub's answer, with its library's retries."""
         from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_backoff
 
         answer = http_backoff("GET", url, headers={**build_hf_headers(), **headers}, timeout=_SILENCE)
@@ -507,5 +510,5 @@ class _Hub:
         except RepositoryNotFoundError as error:
             hint = "a private or gated one takes a token: `hf auth login`, or HF_TOKEN"
             raise NotFoundError("there is no such repository", path=self._url, hint=hint) from error
-        except Exception as error:  # the library's own, those of its HTTP client, and OS errors
+        except Exception as error:  # the library's errors, its HTTP client's, and OS errors
             raise _failed(error, f"{self._url}/{key}".rstrip("/")) from error

@@ -1,4 +1,4 @@
-"""Local files that stand for the objects at a URL."""
+"""Local stand-in files for the objects at a URL."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
     from ckpt.stores.objects import Entry, Store
 
 _MOST = 1_000_000  # objects below one URL
-_ABOVE = 2  # folders above it whose own files are looked at: a step's run, and what that lies in
+_ABOVE = 2  # parent folders to list too: the step's run and its parent
 
-_there: dict[Path, Entry] = {}  # what stands where
+_there: dict[Path, Entry] = {}  # objects by stand-in path
 
 
 def local(where: str | os.PathLike[str]) -> Path:
-    """A local path as it is; for a URL, or for what stands for one, the place where files stand for what is there now.
+    """Return a local path unchanged. For a URL or a stand-in, update the stand-ins and return their path.
 
-    Raises UsageError for a URL of an unknown kind, NotFoundError for a package that it takes, StorageError.
+    Raise UsageError for an unsupported URL, NotFoundError for a missing package, or StorageError.
     """
     try:
         text = os.fspath(where)
@@ -39,7 +39,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     path = standins.place(text) if scheme_of(text) is not None else Path(where)
     url = standins.url_of(path)
     assert url is not None
-    from ckpt.stores.objects import each_once, split, store  # only for a URL: local paths come here, too
+    from ckpt.stores.objects import each_once, split, store  # imported late: local paths call this function too
 
     scheme, root, key = split(url)
     objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
@@ -50,7 +50,7 @@ def local(where: str | os.PathLike[str]) -> Path:
     for _ in range(_ABOVE if key else 0):
         key = key.rpartition("/")[0]
         looked_at.add(home / key)
-        with contextlib.suppress(StorageError, NotFoundError):  # what lies above may be nobody's business
+        with contextlib.suppress(StorageError, NotFoundError):  # parent folders may be forbidden
             found |= {home / entry.key: entry for entry in _files(objects.directly_in(key))}
         if not key:
             break
@@ -65,17 +65,17 @@ def local(where: str | os.PathLike[str]) -> Path:
 
 
 def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
-    """The entries that can be files; UnsafeError for a name that leads elsewhere."""
+    """Yield the entries that can be files. Raise UnsafeError for a name that leaves the folder."""
     for entry in entries:
         if not {"", ".", ".."}.isdisjoint(entry.key.split("/")) or "\0" in entry.key:
-            if entry.key.endswith("/") and not entry.size:  # what consoles make of a folder
+            if entry.key.endswith("/") and not entry.size:  # a folder created in a web console
                 continue
             raise UnsafeError("no file can have the name of this object", found=repr(entry.key))
         yield entry
 
 
 def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
-    """Let a file stand for each of the objects."""
+    """Create a stand-in for each object."""
     from ckpt.stores.ranges import Ranges
 
     newest: dict[Path, int] = {}
@@ -86,12 +86,12 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
         folder.mkdir(parents=True, exist_ok=True)
     for path, entry in found.items():
         if path in folders:
-            if not entry.size:  # what consoles make of a folder
+            if not entry.size:  # a folder created in a web console
                 continue
             hint = "no file can be a folder, too; give one of them another name"
             raise StorageError("an object has the same name as a folder of objects", path=path, hint=hint)
         if _there.get(path) != entry:
-            # Which version it is, is in the time, so that another one is another file.
+            # The time includes a hash of the version, so that a new version looks like a new file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9
             standins.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
             _there[path] = entry

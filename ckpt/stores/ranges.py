@@ -1,6 +1,6 @@
-"""Ranges of an object in a store: large ones are fetched as they are asked for, small ones in pages that are kept.
+"""Ranges of an object in a store: large ones are fetched on demand, small ones in cached pages.
 
-What is read on and on is fetched ahead, in the background, in windows that grow as long as it goes on.
+Sequential reads are fetched ahead in the background, in growing windows.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from itertools import pairwise
 
 from ckpt.move.source import DIRECT
 
-_PAGE = 256 << 10  # bytes that are fetched at least
-_PAGES = 16  # of a window at most
-_PART = 8 << 20  # bytes of one request at most
-_KEPT = 128 << 20  # bytes of pages that are kept, of all objects together
-_NUM_FETCHERS = 16  # threads that fetch ahead, and parts of a range side by side
+_PAGE = 256 << 10  # minimum bytes per fetch
+_PAGES = 16  # maximum pages per window
+_PART = 8 << 20  # maximum bytes per request
+_KEPT = 128 << 20  # bytes cached for all objects together
+_NUM_FETCHERS = 16  # threads that fetch ahead, and parallel parts of a range
 
-#: Fetches the bytes from one offset to another, all of them.
+#: Fetches all bytes between two offsets.
 Fetch = Callable[[int, int], memoryview]
 
 
 class Ranges:
-    """An object of `size` bytes, for several threads; `fetch` raises what is the matter, and is not asked again.
+    """A thread-safe reader for an object of `size` bytes. It passes on errors from `fetch` without a retry.
 
-    It does not read ahead where `fetch` itself reads from other objects, for which threads have to be left.
+    Turn `reads_ahead` off if `fetch` itself reads from other objects: it needs free threads.
     """
 
     def __init__(self, size: int, fetch: Fetch, *, reads_ahead: bool = True) -> None:
@@ -38,7 +38,7 @@ class Ranges:
         self._num_pages = -(-size // _PAGE)
 
     def read_into(self, offset: int, *buffers: memoryview) -> int:
-        """Fill `buffers` one after the other from `offset` on; returns the number of bytes that there were."""
+        """Fill `buffers` in order, starting at `offset`. Return the number of available bytes."""
         done = 0
         for part in self.parts(offset, offset + sum(map(len, buffers))):
             buffers = _scatter(part, buffers)
@@ -46,12 +46,12 @@ class Ranges:
         return done
 
     def fetched(self, start: int, stop: int) -> memoryview:
-        """The bytes from `start` to `stop`, or fewer at the end, as they arrive: without copies, and not cached."""
+        """Return the bytes from `start` to `stop`, fewer at the end, without copying or caching."""
         stop = min(self.size, stop)
         return self._fetch(start, stop) if start < stop else memoryview(b"")
 
     def parts(self, start: int, stop: int) -> Iterator[memoryview]:
-        """The bytes from `start` to `stop`, or as many as there are, one part after the other."""
+        """Yield the bytes from `start` to `stop` in parts, fewer at the end."""
         stop = min(self.size, stop)
         while start < stop:
             for part in self._parts(start, stop):
@@ -59,7 +59,7 @@ class Ranges:
                 start += len(part)
 
     def _parts(self, start: int, stop: int) -> list[memoryview]:
-        """The bytes from `start` to `stop`, or the first of them."""
+        """Return the bytes from `start` to `stop`, or only the first of them."""
         if stop - start >= DIRECT:
             cuts = [*range(start, stop, _PART), stop]
             ahead = [_pool(os.getpid()).submit(self._fetch, *cut) for cut in pairwise(cuts[1:])]
@@ -70,7 +70,10 @@ class Ranges:
         return [window.fetched.result()[start - at : stop - at]]
 
     def _window(self, page: int, stop: int) -> _PageWindow:
-        """What has `page`; where nothing has it, it is fetched with those up to `stop`, or more if it is read on."""
+        """Return the window with `page`.
+
+        Fetch it if necessary, with the pages up to `stop`, or more in a sequential read.
+        """
         mine = None
         with _kept.lock:
             run = _kept.run(self, page)
@@ -106,7 +109,7 @@ class Ranges:
 
 
 class _PageWindow:
-    """Pages that are fetched together."""
+    """Pages fetched in one request."""
 
     def __init__(self, first: int, stop: int) -> None:
         self.first, self.stop = first, stop
@@ -114,7 +117,7 @@ class _PageWindow:
 
 
 class _Kept:
-    """The pages that are kept, the least recently used dropped first.  `lock` is to be held."""
+    """Cache of pages, least recently used. Callers must hold `lock`."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -127,7 +130,7 @@ class _Kept:
         return window
 
     def run(self, of: Ranges, page: int) -> int:
-        """How many pages before this one are there without a gap, as far as that matters."""
+        """Return the number of cached pages directly before this one, up to the window size."""
         return next((n for n in range(_PAGES) if (of, page - n - 1) not in self._windows), _PAGES)
 
     def add(self, of: Ranges, window: _PageWindow) -> None:
@@ -148,19 +151,19 @@ _kept = _Kept()
 
 
 def forget() -> None:
-    """Keep no page: what is read again is fetched again."""
+    """Drop all cached pages."""
     with _kept.lock:
         _kept.clear()
 
 
 @lru_cache(1)
 def _pool(process: int) -> ThreadPoolExecutor:
-    """Threads of this process, and not of the one that it was forked from."""
+    """Return this process's threads. A forked child gets its own."""
     return ThreadPoolExecutor(_NUM_FETCHERS, "ckpt-fetch")
 
 
 def _scatter(data: memoryview, buffers: tuple[memoryview, ...]) -> tuple[memoryview, ...]:
-    """Fill `buffers` with `data`, and return the buffers that are left."""
+    """Fill `buffers` with `data`. Return the remaining buffers."""
     while data and buffers:
         first, *rest = buffers
         count = min(len(first), len(data))

@@ -1,8 +1,8 @@
-"""Files that stand for objects in a store: they have the names and the sizes, and the bytes are fetched.
+"""Stand-in files for objects in a store: they have names and sizes, and their bytes are fetched.
 
-Whatever asks for names, sizes and times sees ordinary files, in a temporary folder that goes with the process.  One
-that is opened by `ckpt.move.source` is a descriptor from which the kernel lets nobody read (`O_PATH`); what is asked of
-it is fetched.  Opened in any other way it would be a hole of zeros, so that Python is kept from that by an audit hook.
+Code that looks at names, sizes and times sees ordinary files, in a temporary folder that ends with the process.
+`ckpt.move.source` opens a stand-in as an `O_PATH` descriptor, without read access in the kernel, and fetches its bytes.
+Any other open would read a hole of zeros, so an audit hook forbids it in Python.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ckpt.base.text import scheme_of
 if TYPE_CHECKING:
     from ckpt.stores.ranges import Ranges
 
-#: The folder of all stand-ins, with `/` behind it; empty while there is none.
+#: Folder of all stand-ins, with a final `/`. Empty before the first one.
 _root = ""
 _behind: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
 
 
 def is_standin(path: str) -> bool:
-    """Whether `path` lies among the stand-ins."""
+    """Return True if `path` is in the stand-in folder."""
     return bool(_root) and path.startswith(_root)
 
 
 def in_use() -> bool:
-    """Whether any stand-in exists."""
+    """Return True if any stand-in exists."""
     return bool(_behind)
 
 
 def place(url: str) -> Path:
-    """The path of the stand-in for `url`: the same for `s3://bucket/run` and `s3:/bucket/run/`.
+    """Return the stand-in's path for `url`, the same for `s3://bucket/run` and `s3:/bucket/run/`.
 
-    Raises UsageError for a key that would be folded into another one, and for a URL with a user or a password.
+    Raise UsageError if the path would collapse to another key, or if the URL has a user or password.
     """
     scheme = scheme_of(url)
     rest = url.partition(":")[2]
@@ -56,14 +56,14 @@ def place(url: str) -> Path:
 
 
 def _has_user(scheme: str | None, root: str) -> bool:
-    """Whether what names the store is more than a bucket, which would be left out.  Azure has container@account."""
+    """Return True if the URL has more than a bucket in its root: it would be lost. Azure has container@account."""
     if scheme in ("abfs", "abfss"):
         return ":" in root
     return scheme in ("s3", "s3a", "gs", "az", "hf") and not {":", "@"}.isdisjoint(root)
 
 
 def url_of(path: str | os.PathLike[str]) -> str | None:
-    """The URL of the object for which the file at `path` stands; None for another path."""
+    """Return the object's URL for the stand-in `path`, or None for any other path."""
     text = os.fspath(path)
     if not is_standin(text):
         return None
@@ -72,7 +72,7 @@ def url_of(path: str | os.PathLike[str]) -> str | None:
 
 
 def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
-    """Let a file stand at `path`, whose parent is there, in place of any other one."""
+    """Create or replace the stand-in at `path`. Its parent folder must exist."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o000)
     try:
@@ -85,7 +85,7 @@ def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
 
 
 def behind(descriptor: int) -> Ranges | None:
-    """The object that an open file stands for; None for an ordinary file, even with the inode of an old stand-in."""
+    """Return the object for an open stand-in, or None for an ordinary file, even one that reuses a stand-in's inode."""
     if not _behind or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return None
     info = os.fstat(descriptor)
@@ -93,10 +93,10 @@ def behind(descriptor: int) -> Ranges | None:
 
 
 def _standin_folder() -> str:
-    """The folder of all stand-ins, which is made at the first call."""
+    """Return the folder for all stand-ins, created at the first call."""
     global _root
     if not _root:
-        import tempfile  # with all that it imports, only where there is a store
+        import tempfile  # imported late: only stores need it
 
         _root = os.path.realpath(tempfile.mkdtemp(prefix="ckpt-stores-")) + "/"
         atexit.register(_remove, _root, os.getpid())
@@ -105,7 +105,7 @@ def _standin_folder() -> str:
 
 
 def _remove(folder: str, process: int) -> None:
-    if os.getpid() == process:  # and not one that was forked
+    if os.getpid() == process:  # not in a forked process
         shutil.rmtree(folder, ignore_errors=True)
 
 

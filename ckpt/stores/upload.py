@@ -1,6 +1,6 @@
-"""A target in a store: its files are sent in parts as they are computed, and those that loaders look for last.
+"""Uploads of a target to a store: files are sent in parts while they are computed, and loaders' entry files last.
 
-An object is there when all of its parts are.  What was sent is removed where anything fails.
+An object exists once all of its parts do. If anything fails, the sent objects are removed.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from ckpt.stores import standins
 from ckpt.stores.objects import Entry, WritableStore, each_once, split, store
 from ckpt.stores.ranges import Ranges
 
-_FILES = 4  # that are sent side by side
-_PART = 8 << 20  # bytes of a part, of which several are on their way at a time
+_FILES = 4  # files sent in parallel
+_PART = 8 << 20  # bytes per part; several are in flight
 _COMPUTING = 8  # threads that compute parts
-_AHEAD = 3  # parts of a file that are computed before they are sent
-_CLAIM = ".ckpt-uploading"  # an object that is there as long as a process writes
-_MAX_PARTS = 9000  # of an object: S3 takes 10,000
+_AHEAD = 3  # parts computed ahead per file
+_CLAIM = ".ckpt-uploading"  # object that exists while a process writes
+_MAX_PARTS = 9000  # parts per object; S3's limit is 10,000
 
-#: What tells a loader that a checkpoint is there, and which: it is sent when all else has arrived.
+#: Files that tell a loader the checkpoint exists. They are sent after all others arrived.
 LAST_FILES = re.compile(
     r"config\.json|metadata\.json|.*\.index\.json|\.metadata|latest(_universal|_checkpointed_iteration\.txt)?"
 )
 
 
 class Views(Protocol):
-    """The files of the target, computed as they are read (`ckpt.views.files`)."""
+    """Target files, computed on read (`ckpt.views.files`)."""
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int: ...
 
@@ -59,12 +59,12 @@ def upload(
     check: Callable[[], None] = lambda: None,
     describe: Callable[[Path, FileDigests], Mapping[str, bytes]] = lambda *_: {},
 ) -> None:
-    """Send the plan's files to the store where `destination` is the place of a URL; arguments as of `run.execute`.
+    """Send the plan's files to the store at the stand-in path `destination`, with the arguments of `run.execute`.
 
-    `describe` gets digests only where `hashing`.
+    `describe` gets digests only if `hashing`.
 
-    Raises UsageError where anything is there already, or where the store is one that is only read, StorageError, and
-    CorruptError for a source that changed meanwhile.  Nothing of it is there then.
+    Raise UsageError if the destination is not empty or the store is read-only, StorageError, or CorruptError if the
+    source changed in the meantime. After an error, no object remains.
     """
     url = standins.url_of(destination)
     assert url is not None
@@ -82,7 +82,7 @@ def upload(
     try:
         if not sending.claim(claim):
             raise _taken(destination)
-        _check_free(to, folder, claim, destination, is_ours=True)  # another may have ended just now
+        _check_free(to, folder, claim, destination, is_ours=True)  # another process may have just finished
         first, last = _in_order(plan.target.files)
         digests = sending.send(first, hashing)
         _stand(destination, plan.target.files, views)
@@ -111,7 +111,7 @@ def upload(
 
 def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
     listed = each_once(to.below(folder), str(destination))
-    there = {entry.key: entry for entry in listed if entry.key != folder or entry.size}  # a console's folder
+    there = {entry.key: entry for entry in listed if entry.key != folder or entry.size}  # a console folder
     ours = there.pop(claim, None)
     if ours is not None and not is_ours:
         raise _taken(destination, ours, len(there))
@@ -141,20 +141,20 @@ def _is_removed(to: WritableStore, key: str) -> bool:
 
 
 def _removal(url: str) -> str:
-    """How all that is below a URL is removed."""
+    """Return the command that removes everything below a URL."""
     command = {"s3": "aws s3 rm --recursive", "gs": "gcloud storage rm --recursive"}.get(url.partition("://")[0])
     return f"`{command} {shlex.quote(url + '/')}`" if command else f"all objects below {url}/"
 
 
 def _in_order(files: Sequence[TargetFile]) -> tuple[list[TargetFile], list[TargetFile]]:
-    """The files that hold data, and the files that describe it, which are uploaded last."""
+    """Split the files into data files and the files that describe them. The latter are uploaded last."""
     last = [file for file in files if not file.slots and LAST_FILES.fullmatch(Path(file.name).name)]
     names = {file.name for file in last}
     return [file for file in files if file.name not in names], last
 
 
 def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
-    """Let files stand for those of the target, so that it can be read while it is not there yet."""
+    """Create stand-ins for the target's files, so that they can be read before the upload ends."""
 
     def fetch(name: str, start: int, stop: int) -> memoryview:
         buffer = memoryview(bytearray(stop - start))
@@ -168,35 +168,35 @@ def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
 
 
 class _Sending:
-    """Objects that are being sent below a key."""
+    """An upload below a key."""
 
     def __init__(self, to: WritableStore, below: str, views: Views, progress: Progress) -> None:
         self._to, self._below, self._views = to, below, views
         self._progress = progress
         self._lock = threading.Lock()
-        self._sent: dict[str, int] = {}  # the size of each, by name
+        self._sent: dict[str, int] = {}  # size by name
         self._stopping = self._claimed = False
         self._computing = ThreadPoolExecutor(_COMPUTING)
 
     def claim(self, key: str) -> bool:
-        """Claim the folder by an object of this key, in a thread: Ctrl-C cannot hide whether it is made."""
+        """Claim the folder with the object `key`, in a thread: Ctrl-C must not hide the result."""
 
         def claim() -> bool:
             self._claimed = self._to.claim(key)
             return self._claimed
 
-        self._computing.submit(int).result()  # the thread is there before it matters: its start can be interrupted
+        self._computing.submit(int).result()  # start the thread early, because Ctrl-C may interrupt its start
         return self._computing.submit(claim).result()
 
     def is_claimed(self) -> bool:
-        """End the threads after the part in hand; whether this process has claimed the folder."""
+        """Stop the threads after their current part. Return True if this process has claimed the folder."""
         self.close()
         return self._claimed
 
     def send(
         self, files: Sequence[TargetFile], hashing: bool, contents: Mapping[str, bytes] | None = None
     ) -> dict[str, FileDigest]:
-        """Send files, several at a time, and return their digests where `hashing`."""
+        """Send files in parallel. Return their digests if `hashing`."""
         pieces = {file.name: pieces_of(file, max_pieces(len(files))) for file in files}
         found: dict[str, FileDigest] = {}
 
@@ -223,7 +223,7 @@ class _Sending:
         return found
 
     def digests(self, files: Sequence[TargetFile]) -> dict[str, FileDigest]:
-        """The digests of files that are sent later."""
+        """Return the digests of files to be sent later."""
         found = {}
         for file in files:
             digest = _Digest(pieces_of(file, max_pieces(1)), file.size)
@@ -235,7 +235,7 @@ class _Sending:
     def _chunks(
         self, file: TargetFile, size: int, digest: _Digest | None, *, is_counted: bool = True
     ) -> Iterator[memoryview]:
-        """The bytes of a target file, some of which are computed ahead."""
+        """Yield a target file's bytes, computed ahead."""
         starts = iter(range(0, file.size, size))
         ahead = deque(self._computing.submit(self._compute, file, start, size) for start in islice(starts, _AHEAD))
         while ahead:
@@ -256,7 +256,7 @@ class _Sending:
         return chunk
 
     def check_arrived(self) -> None:
-        """StorageError unless the store lists everything that was sent, with its size."""
+        """Raise StorageError unless the store lists every sent object with its size."""
         listed = each_once(self._to.below(self._below.rstrip("/")), self._below)
         there = {entry.key.removeprefix(self._below): entry.size for entry in listed}
         for name, size in self._sent.items():
@@ -267,17 +267,17 @@ class _Sending:
                 )
 
     def close(self) -> None:
-        """End the threads after the part in hand."""
+        """Stop the threads after their current part."""
         self._computing.shutdown(cancel_futures=True)
 
     def remove(self) -> bool:
-        """Remove what was sent, and return whether the store allowed it."""
+        """Remove all sent objects. Return True if the store allowed it."""
         removed = [_is_removed(self._to, self._below + name) for name in reversed(self._sent)]
         return all(removed)
 
 
 class _Digest:
-    """The digest of a file whose bytes come one after the other."""
+    """Digest of a file whose bytes arrive in order."""
 
     def __init__(self, pieces: Sequence[Piece], size: int) -> None:
         self._size = size
