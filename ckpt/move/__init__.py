@@ -1,6 +1,6 @@
-"""The only code that moves tensor bytes: it lists, opens, reads ranges, casts, writes, stages, commits.
+"""Movement of tensor bytes: list, open, read ranges, cast, write, stage, commit.
 
-It knows no format.
+No other code moves tensor bytes, and this code knows no format.
 
 May import: `ckpt.base`, `ckpt.plan`, `ckpt.processes`.
 """

@@ -1,7 +1,7 @@
-"""Casts between floating dtypes, on raw bits: round to nearest, ties to even, as the frameworks cast.
+"""Casts between floating dtypes on raw bits: round to nearest, ties to even, like the frameworks.
 
-numpy knows no bfloat16, so bfloat16 is handled as the upper half of a float32.  A NaN stays a NaN: its sign and the
-upper bits of its payload are kept and it is made quiet, which is what hardware conversions do.
+numpy has no bfloat16, so it is handled as the upper half of a float32. A NaN stays a NaN with its sign and the upper
+bits of its payload, and becomes quiet, like in hardware conversions.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from numpy.typing import NDArray
 
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 
-#: Dtypes between which casts exist.
+#: Dtypes with casts between them.
 FLOATS = (FLOAT64, FLOAT32, FLOAT16, BFLOAT16)
 
-#: How numpy sees the raw elements; every other dtype is bytes of its item size and is never computed with.
+#: numpy dtypes for arithmetic. Every other dtype is only bytes.
 _NUMPY: dict[DType, np.dtype] = {FLOAT64: np.dtype("<f8"), FLOAT32: np.dtype("<f4"), FLOAT16: np.dtype("<f2")}
 _RAW: dict[int, np.dtype] = {
     1: np.dtype("u1"),
@@ -24,18 +24,18 @@ _RAW: dict[int, np.dtype] = {
     16: np.dtype("V16"),
 }
 
-#: Elements per step.  Its temporaries stay in the processor's cache; of smaller ones two threads do no more than one,
-#: as each takes and gives back the interpreter's lock (2 cores, 1 MB of L2 each: 0.27 ns an element, 0.55 at 1 << 16).
+#: Elements per step. The temporaries fit the processor's cache. With smaller steps two threads are no faster than one,
+#: because each step takes the interpreter's lock (2 cores, 1 MB L2 each: 0.27 ns per element, 0.55 at 1 << 16).
 _CACHE_SIZED = 1 << 18
 
 
 def storage_dtype(dtype: DType) -> np.dtype:
-    """The numpy dtype that carries the bits of `dtype` unchanged."""
+    """Return the numpy dtype for the raw bits of `dtype`."""
     return _RAW[dtype.itemsize]
 
 
 def cast_bits(bits: NDArray, source: DType, target: DType) -> NDArray:
-    """The 1-d array `bits` (elements of `source`, as raw bits) converted to raw bits of `target`."""
+    """Convert the 1-d array `bits` from raw bits in `source` to raw bits in `target`."""
     result = np.empty(bits.shape, storage_dtype(target))
     for start in range(0, bits.size, _CACHE_SIZED):
         step = slice(start, start + _CACHE_SIZED)
@@ -51,7 +51,7 @@ def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
         wide = bits.view(_NUMPY[source])
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if source == FLOAT64 and target in (FLOAT16, BFLOAT16):
-            wide = wide.astype(np.float32)  # as torch does: it rounds twice
+            wide = wide.astype(np.float32)  # torch also rounds twice
         if target == BFLOAT16:
             return _round_to_bfloat16(wide.astype(np.float32, copy=False))
         narrow: NDArray = wide.astype(_NUMPY[target]).view(storage_dtype(target))
@@ -60,14 +60,14 @@ def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
 
 def _round_to_bfloat16(values: NDArray) -> NDArray:
     bits = values.view(np.uint32)
-    # Adding half of the last kept bit, plus that bit itself, carries exactly when round-half-to-even goes up.
+    # Adding half of the last kept bit, plus that bit itself, carries exactly if round-half-to-even goes up.
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)
     rounded += bits
     rounded >>= np.uint32(16)
     result = rounded.astype(np.uint16)
-    if np.isnan(values.max(initial=0)):  # max() hands a NaN on, and is one pass without a temporary
+    if np.isnan(values.max(initial=0)):  # max() returns NaN if there is one, in one pass without a temporary
         nan = np.isnan(values)
         result[nan] = (bits[nan] >> np.uint32(16)).astype(np.uint16) | np.uint16(0x0040)
     return result

@@ -1,6 +1,6 @@
-"""Digests of files piece by piece: each tensor's bytes, and all the rest together.
+"""File digests by piece: one for each tensor's bytes, one for the rest.
 
-They are made while a file that was just written is still in memory, and tell later which part of it has changed.
+They are computed while a written file is still in memory, and later show where a file has changed.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from ckpt.move.source import GAP, read_into
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.spans import Piece
 
-CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
-_JOB = 32 << 20  # small pieces are handed to a thread together, up to this many bytes
-_MAX_PIECES = 4096  # of a file, and of all files together, so that digests take little room
+CHUNK = 1 << 20  # bytes read and hashed at a time, within the processor's cache
+_JOB = 32 << 20  # small pieces are batched up to this many bytes
+_MAX_PIECES = 4096  # limits per file and for all files, to keep digests small
 _MAX_PIECES_TOGETHER = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class FileDigest:
-    """A file's size in bytes, the xxh3-128 of each piece, and that of everything else in it, in order."""
+    """A file's size in bytes, each piece's xxh3-128, and the digest of the other bytes in order."""
 
     size: int
     pieces: dict[Piece, str]
@@ -32,14 +32,14 @@ class FileDigest:
 
 
 def max_pieces(num_files: int) -> int:
-    """The most pieces that one file is hashed in when `num_files` files are written at once."""
+    """Return the maximum number of pieces per file if `num_files` files are written together."""
     return max(1, min(_MAX_PIECES, _MAX_PIECES_TOGETHER // max(1, num_files)))
 
 
 def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
-    """The pieces of a file that is to be written: one for each slot, as far as they do not interleave.
+    """Return a target file's pieces: one per slot, merged if slots interleave.
 
-    With more than `at_most` slots, neighbouring slots are joined into pieces of about equal size.
+    If there are more than `at_most` slots, neighbours are joined into pieces of about equal size.
     """
     spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
     least = file.size // at_most if len(spans) > at_most else 0
@@ -56,12 +56,12 @@ def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
 
 
 def digest_of_bytes(content: bytes) -> FileDigest:
-    """The digest of a file without pieces."""
+    """Return the digest of a file without pieces."""
     return FileDigest(len(content), {}, xxh3_128(content).hexdigest())
 
 
 def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
-    """The work of hashing, in portions for several threads: lists of pieces, and None for the rest of the file."""
+    """Yield hashing jobs for several threads: lists of pieces, and None for the rest of the file."""
     job: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -76,29 +76,29 @@ def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
 
 
 class Hasher:
-    """One thread that hashes, in a buffer of `chunk` bytes; `advance` is called with the number of bytes read."""
+    """Hasher for one thread, with a buffer of `chunk` bytes. `advance` gets the number of bytes read."""
 
     def __init__(self, chunk: int = CHUNK, advance: Callable[[int], None] = lambda _: None) -> None:
         self._buffer = memoryview(bytearray(chunk))
         self._advance = advance
 
     def pieces(self, descriptor: int, path: str, pieces: Iterable[Piece]) -> dict[Piece, str]:
-        """The digest of each piece of an open file."""
+        """Return the digest of each piece in an open file."""
         hashers = {piece: xxh3_128() for piece in pieces}
         for piece, part in self._parts(descriptor, path, [*hashers]):
             hashers[piece].update(part)
         return {piece: hasher.hexdigest() for piece, hasher in hashers.items()}
 
     def rest(self, descriptor: int, path: str, size: int, pieces: Iterable[Piece]) -> str:
-        """The digest of the bytes outside of `pieces`, which are in order, in an open file of `size` bytes."""
+        """Return the digest of all bytes outside `pieces` (sorted) in an open file of `size` bytes."""
         hasher = xxh3_128()
         for _, part in self._parts(descriptor, path, [*_between(size, pieces)]):
             hasher.update(part)
         return hasher.hexdigest()
 
     def _parts(self, descriptor: int, path: str, ranges: Sequence[Piece]) -> Iterator[tuple[Piece, memoryview]]:
-        """The bytes of each range in order, in parts; ranges that stand close to each other are read together."""
-        start = end = 0  # of what the buffer holds
+        """Yield each range's bytes in parts, in order. Ranges close together share a read."""
+        start = end = 0  # range in the buffer
         for number, piece in enumerate(ranges):
             offset, stop = piece[0], sum(piece)
             while offset < stop:

@@ -1,7 +1,7 @@
-"""Staging, fsync, rename and path confinement: the only module that creates, renames or removes files.
+"""Staging, fsync, rename and path confinement. Only this module creates, renames or removes files.
 
-Output is written to a hidden folder beside the destination and renamed into place when every byte of it is on disk,
-so that the destination is at every moment either as it was before or complete.
+Output is written to a hidden folder next to the destination. Once every byte is on disk, the folder is renamed. So the
+destination is always either unchanged or complete.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ckpt.move.source import NO_NAME, open_file
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 _STAGED = ".ckpt-staging"
-#: Suffix of a replaced destination until it is removed.
+#: Suffix for a replaced destination until its removal.
 REPLACED = ".ckpt-old"
-_OPEN_FILES = 64  # source descriptors a thread keeps open
+_OPEN_FILES = 64  # source descriptors kept open per thread
 
-#: errno values with which a filesystem says that it has no fsync for such a file or folder.
+#: errno values from filesystems without fsync for a file or folder.
 _NO_SYNC = {errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP}
 
 
 @contextlib.contextmanager
 def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[None]:
-    """Turn an OSError into the CkptError with the exit code for it."""
+    """Turn an OSError into the CkptError with the right exit code."""
     try:
         yield
     except FileNotFoundError as error:
@@ -50,7 +50,7 @@ def translate_os_errors(path: str | os.PathLike[str] | None = None) -> Iterator[
 
 @contextlib.contextmanager
 def _writing(path: Path, how: str = "place with -o") -> Iterator[None]:
-    """Turn an OSError into a StorageError for `path`: where the user will find what is staged elsewhere."""
+    """Turn an OSError into a StorageError about `path`, the final path of staged files."""
     try:
         yield
     except OSError as error:
@@ -66,9 +66,9 @@ def _storage_error(error: OSError, path: str | os.PathLike[str] | None, hint: st
 
 
 class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
-    """Source files that one thread keeps open for reading, the least recently used closed first.
+    """Cache of one thread's open source files. The least recently used one is closed first.
 
-    Use as a context manager.
+    Use it as a context manager.
     """
 
     def __init__(self) -> None:
@@ -78,13 +78,13 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         self.close()
 
     def close(self) -> None:
-        """Close all of them.  Nothing was written to them, so that nothing is lost where closing fails."""
+        """Close all files. Errors are ignored: nothing was written."""
         while self._open:
             with contextlib.suppress(OSError):
                 os.close(self._open.popitem()[1])
 
     def descriptor(self, path: str) -> int:
-        """The file's descriptor, opened where it is not open already."""
+        """Return the file's descriptor, opening the file if necessary."""
         found = self._open.get(path)
         if found is None:
             if len(self._open) >= _OPEN_FILES:
@@ -96,15 +96,15 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
 
 
 def confined(root: Path, name: str) -> Path:
-    """`root / name`, if it cannot lead out of `root`; UnsafeError otherwise.
+    """Return `root / name`. Raise UnsafeError if it leaves `root`.
 
-    A symlink may lead out only into the `blobs` folder of the same Hugging Face cache entry, which is how that cache
-    stores its snapshots.
+    A symlink may leave `root` only for the `blobs` folder of the same Hugging Face cache entry, because the cache
+    stores its snapshots as such links.
     """
     if not name or "\0" in name or os.path.isabs(name) or ".." in Path(name).parts or not _is_encodable(name):
         raise UnsafeError("a file name leads out of the checkpoint's folder", path=root, found=repr(name))
     path, parts = root / name, accumulate(Path(name).parts, os.path.join, initial=os.fspath(root))
-    if not any(map(os.path.islink, islice(parts, 1, None))):  # nothing below the root leads anywhere else
+    if not any(map(os.path.islink, islice(parts, 1, None))):  # no link below the root
         return path
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
     allowed = [real_root, *(folder.parent / "blobs" for folder in real_root.parents if folder.name == "snapshots")]
@@ -119,7 +119,7 @@ def confined(root: Path, name: str) -> Path:
 
 
 def check_destination(destination: Path, source: Path) -> None:
-    """Refuse a destination that is the source, lies in it, or contains it."""
+    """Raise UsageError if the destination and the source are equal or contain each other."""
     if lies_in(destination, source) or lies_in(source, destination):
         raise UsageError(
             "the destination and the source overlap",
@@ -132,14 +132,14 @@ def check_destination(destination: Path, source: Path) -> None:
 
 
 def _what_lies_in(folder: Path) -> str:
-    """A few names in a folder, and when any was last added or removed."""
+    """Return a few names in a folder, and the time of its last change."""
     names, changed = sorted(os.listdir(folder)), datetime.fromtimestamp(os.stat(folder).st_mtime)
     more = ", ..." if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}, written {changed:%Y-%m-%d %H:%M:%S}"
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
-    """Whether `inner` is `outer` or lies in it, by whichever name: a bind mount gives a folder a second one."""
+    """Return True if `inner` is `outer` or lies in it, even under a second name from a bind mount."""
     real, container = Path(os.path.realpath(inner)), Path(os.path.realpath(outer))
     if real.is_relative_to(container):
         return True
@@ -150,11 +150,11 @@ def lies_in(inner: Path, outer: Path) -> bool:
 
 
 class Staging:
-    """A folder being written beside its destination.  Use as a context manager and call `commit` at the end.
+    """A staging folder next to its destination. Use it as a context manager and call `commit` at the end.
 
-    Without `commit` the destination stays as it was, and the folder is removed on leaving, unless `keep` was called.
-    What a stopped process left in the folder stays there until `clear` or `keep_only` is called, one of which has to
-    be, before anything is written.  A folder that a living process is writing is refused.
+    Without `commit`, the destination is unchanged and the folder is removed on exit, unless `keep` was called. Files
+    from a stopped process remain until `clear` or `keep_only`; call one of them before writing. A folder in use by a
+    running process is refused.
     """
 
     def __init__(
@@ -174,8 +174,8 @@ class Staging:
         self._old = self.destination.with_name(f".{self.destination.name}{REPLACED}")
         self._overwrite = overwrite
         self._total_bytes = total_bytes
-        self._is_kept = True  # what is in the folder, when it is left
-        self._may_be_there = False  # files that are to be created
+        self._is_kept = True  # keep the files on exit
+        self._may_be_there = False  # files to create
         self._lock = -1
 
     def __enter__(self) -> Staging:
@@ -201,7 +201,7 @@ class Staging:
         os.close(self._lock)
 
     def clear(self) -> int:
-        """Remove what a stopped process left, and return how many bytes of the disk that took."""
+        """Remove the files of a stopped process. Return their size on disk."""
         with _writing(self.destination):
             size, self._is_kept = disk_bytes(self.path), False
             for entry in list(self.path.iterdir()):
@@ -212,7 +212,7 @@ class Staging:
         return size
 
     def keep_only(self, names: Container[str]) -> None:
-        """Remove every file of another name; those of these names are taken over."""
+        """Remove all files except `names`. These will be reused."""
         with _writing(self.destination):
             for path in [path for path in self.path.rglob("*") if path.is_symlink() or not path.is_dir()]:
                 if str(path.relative_to(self.path)) not in names:
@@ -220,25 +220,23 @@ class Staging:
         self._is_kept, self._may_be_there = False, True
 
     def keep(self) -> None:
-        """Let the folder stay when it is left."""
+        """Keep the folder on exit."""
         self._is_kept = True
 
     def share(self, files: Iterable[tuple[str, int]]) -> None:
-        """Make all files of these names and sizes, for other processes to write in by a `SharedStaging`.
+        """Create all files with these names and sizes for other processes, which write through `SharedStaging`.
 
-        One process makes them, so that no other node remembers that one is not there (NFS).
+        One process creates them, because other nodes may cache that a file is missing (NFS).
         """
         for name, size in files:
             self.create(name, size).close()
         self._may_be_there = True
 
     def create(self, name: str, size: int) -> FileIO:
-        """Create the file `name` with `size` bytes, all zero, open for reading and writing, or take what is there.
+        """Open `name` for reading and writing, created with `size` zero bytes, or reused after `keep_only` or `share`.
 
-        Only behind `keep_only` or `share` may it be there.
-
-        An object and no bare descriptor, made by C alone, with no `opener` of Python, which Ctrl-C would strike when it
-        has the descriptor: so it is closed when nobody has it any more.
+        The result is a FileIO, not a bare descriptor, created in C without a Python `opener`. Ctrl-C can't interrupt
+        between the two steps, and the file is closed once nothing refers to it.
         """
         path = confined(self.path, name)
         with _writing(self.destination / name):
@@ -265,14 +263,14 @@ class Staging:
                     os.rename(self.path, self.destination)
                     self._sync_parent(self.destination)
         except KeyboardInterrupt as interrupt:
-            if not _same_file(self._lock, self.path):  # it is moved
+            if not _same_file(self._lock, self.path):  # already moved
                 rests = [path for path in (self.path, self._old) if path.exists()]
                 left = "".join(f"; of what it replaced there is still {path}" for path in rests)
                 interrupt.args = (printable(f"stopped; {self.destination} is complete{left}"),)
             raise
 
     def _sync_parent(self, at: Path) -> None:
-        """Make what was renamed durable; StorageError, which is about `at`, where the disk does not say that it is."""
+        """Make the rename durable. Raise StorageError with a note about `at` if the disk can't confirm it."""
         try:
             sync_folder(self.destination.parent)
         except OSError as error:
@@ -282,7 +280,7 @@ class Staging:
 
     def _check_destination_free(self) -> None:
         with contextlib.suppress(FileNotFoundError):
-            if not stat.S_ISDIR(os.lstat(self.destination).st_mode):  # one look: another process may rename it
+            if not stat.S_ISDIR(os.lstat(self.destination).st_mode):  # one check: another process may rename it
                 raise UsageError("the destination exists and is not a folder", path=self.destination)
         if os.path.ismount(self.destination):
             raise UsageError(
@@ -313,20 +311,20 @@ class Staging:
             )
 
     def _acquire(self) -> int:
-        """Create or take over the staging folder and lock it; the descriptor holds the lock."""
+        """Create or take over the staging folder and lock it. The returned descriptor holds the lock."""
         while True:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path)
             try:
-                descriptor = self._lock_folder(self.path)  # where this fails the folder stays: another may have it
+                descriptor = self._lock_folder(self.path)  # on failure the folder stays: another process may own it
             except FileNotFoundError:
-                continue  # another process finished with it just now
+                continue  # another process has just finished
             if _same_file(descriptor, self.path):
                 return descriptor
             os.close(descriptor)
 
     def _lock_folder(self, path: Path) -> int:
-        """A descriptor that holds the lock of a folder; StorageError where another process has it."""
+        """Return a descriptor with the lock for a folder. Raise StorageError if another process holds it."""
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -334,16 +332,16 @@ class Staging:
             os.close(descriptor)
             raise StorageError("another process is writing this destination", path=self.destination) from None
         except OSError:
-            pass  # a filesystem without locks: go on without one
+            pass  # a filesystem without locks
         except BaseException:
             os.close(descriptor)
             raise
         return descriptor
 
     def _swap(self) -> None:
-        """Exchange the staged folder and the existing destination, then remove the old destination.
+        """Exchange the staged folder with the existing destination, then remove the old one.
 
-        What was there takes the staging folder's name until it is gone, so it is locked as one.
+        The old destination has the staging folder's name until it is gone, so it is locked too.
         """
         previous = self._lock_folder(self.destination)
         try:
@@ -367,7 +365,7 @@ class Staging:
             os.close(previous)
 
     def _settle_interrupted_swap(self) -> None:
-        """Undo a swap in two renames that was cut off between them; finish one that was cut off behind them."""
+        """Finish or undo an interrupted swap by two renames."""
         if not self._old.exists():
             return
         lock = self._lock_folder(self._old)
@@ -381,16 +379,16 @@ class Staging:
 
 
 class SharedStaging:
-    """The staging folder for `destination` as a process sees it that only writes in files that another one makes."""
+    """The staging folder in a process that only writes to files created by another one."""
 
     def __init__(self, destination: Path) -> None:
         self.destination = Path(os.path.abspath(destination))
         self.path = staging_folder(self.destination)
 
     def create(self, name: str, size: int) -> FileIO:
-        """The file `name`, which has `size` bytes, open for reading and writing.
+        """Open the existing file `name` for reading and writing.
 
-        Raises StorageError where it does not: the processes see other files.
+        Raise StorageError if its size is not `size`: the processes see different files.
         """
         with _writing(self.destination / name):
             file = FileIO(confined(self.path, name), "r+")
@@ -401,24 +399,24 @@ class SharedStaging:
 
 
 def staging_folder(destination: Path) -> Path:
-    """The folder beside `destination` in which it is written first."""
+    """Return the staging folder for `destination`, in the same parent folder."""
     destination = Path(os.path.abspath(destination))
     return destination.with_name(f".{destination.name}{_STAGED}")
 
 
 def destination_of(staging: Path) -> Path:
-    """Return the destination of a staging folder, or of the folder that a replaced destination is moved to."""
+    """Return the destination of a staging folder or of a replaced destination's temporary folder."""
     name = staging.name.removeprefix(".").removesuffix(_STAGED).removesuffix(REPLACED)
     return staging.with_name(name)
 
 
 def is_staged(path: Path) -> bool:
-    """Whether it is a staging folder or lies in one: files there have their full size from the start."""
+    """Return True for a staging folder or a path in one. Files there have their full size from the start."""
     return any(part.startswith(".") and part.endswith(_STAGED) for part in Path(os.path.abspath(path)).parts)
 
 
 def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
-    """Write one file, which is there as a whole or not at all; UsageError where it exists, unless `overwrite`."""
+    """Write one file atomically. Raise UsageError if it exists, unless `overwrite`."""
     if path.is_dir():
         raise UsageError("this is a folder", path=path, expected="the name of a file")
     if not overwrite and os.path.lexists(path):
@@ -439,7 +437,7 @@ def write_file(path: Path, content: bytes, *, overwrite: bool) -> None:
 
 
 def sync(descriptor: int) -> None:
-    """Make a file or folder durable, where the filesystem can."""
+    """Make a file or folder durable if the filesystem supports it."""
     try:
         os.fsync(descriptor)
     except OSError as error:
@@ -448,7 +446,7 @@ def sync(descriptor: int) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the entries of a folder durable, where the filesystem can."""
+    """Make a folder's entries durable if the filesystem supports it."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         sync(descriptor)
@@ -457,7 +455,7 @@ def sync_folder(path: Path) -> None:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Whether `path` is still the file that was opened as `descriptor`."""
+    """Return True if `path` is still the file opened as `descriptor`."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -466,7 +464,7 @@ def _same_file(descriptor: int, path: Path) -> bool:
 
 
 def is_filled(folder: Path) -> bool:
-    """Whether it is a folder with anything in it."""
+    """Return True for a non-empty folder."""
     try:
         with os.scandir(folder) as entries:
             return any(True for _ in entries)
@@ -475,12 +473,12 @@ def is_filled(folder: Path) -> bool:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Bytes of the disk that the files in a folder take."""
+    """Return the disk usage of a folder's files in bytes."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 
 def _is_encodable(name: str) -> bool:
-    """False for lone surrogates, which JSON can spell and no file name holds."""
+    """Return False for lone surrogates: JSON can spell them, file names cannot."""
     try:
         os.fsencode(name)
     except UnicodeEncodeError:
@@ -489,7 +487,7 @@ def _is_encodable(name: str) -> bool:
 
 
 def _exchange(a: Path, b: Path) -> bool:
-    """Swap two folders atomically; False where the kernel or the filesystem cannot."""
+    """Swap two folders atomically. Return False if the kernel or the filesystem can't."""
     renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)
     if renameat2 is None:
         return False

@@ -1,7 +1,7 @@
-"""The journal of a conversion: which pieces of which files are written, with their digests, a line each.
+"""Journal of a conversion: the written pieces of each file with their digests, one per line.
 
-It lies in the staging folder, a file for each process.  Nothing in it is believed: what goes on from it first reads
-every piece again and compares its digest, so that it does not matter what a crash of the system took along.
+Each process has one in the staging folder. A later run trusts nothing in it: it first reads every piece again and
+compares the digest. So a system crash can't do harm.
 """
 
 from __future__ import annotations
@@ -35,27 +35,27 @@ from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
 
 JOURNAL = ".ckpt-journal"
-_LARGEST = 1 << 30  # bytes of a journal
+_LARGEST = 1 << 30  # maximum bytes in a journal
 _BEGINS_ANEW = "--restart clears what is there and begins anew"
 
-#: The digests of pieces, by the name of their target file.
+#: Digests of pieces, by target file name.
 Digests = dict[str, dict[Piece, str]]
 
 
 def header(plan: Plan) -> dict[str, Any]:
-    """The facts that must be equal for a conversion to continue another: the version, the files, the plan."""
+    """Return the facts that must match to continue a conversion: version, source files, plan."""
     return {"version": __version__, "plan": _digest(plan), "sources": [_facts(file) for file in plan.checkpoint.files]}
 
 
 def _facts(file: SourceFile) -> list[Any]:
-    """All of a file; what stands for an object is made anew by each process, and its time tells which version it is."""
+    """Return a file's facts. A stand-in has a new inode in each process, and its time identifies the version."""
     if is_standin(file.path):
         return list(astuple(SourceFile(shown(file.path), file.size, file.mtime_ns, 0)))
-    return list(astuple(replace(file, path=os.path.abspath(file.path))))  # whoever looks for it may be elsewhere
+    return list(astuple(replace(file, path=os.path.abspath(file.path))))  # a later run may start in another folder
 
 
 def _digest(plan: Plan) -> str:
-    """A digest of all bytes that a plan writes by itself, and of all places that it takes others from."""
+    """Return a digest of all bytes written by the plan itself, and of all source places."""
     hasher = xxh3_128()
     keys: dict[Key, None] = {}
 
@@ -78,16 +78,16 @@ def _digest(plan: Plan) -> str:
 
 
 class Journal:
-    """The record of what the process `rank` has written; several threads call `add`.
+    """Record of the pieces written by process `rank`. Threads may call `add` in parallel.
 
-    It begins with what is `done` already, and stands in the place of a former one as a whole or not at all.
+    It starts with the pieces already `done`, and replaces an older journal atomically.
     """
 
     def __init__(self, folder: Path, begin: Mapping[str, Any], done: Digests, rank: int = 0) -> None:
         self._path = _place(folder, rank)
         self._lock = threading.Lock()
         lines = [{**begin, "command": _command()}, *(line for name in done for line in _recorded(name, done[name]))]
-        staged = self._path.with_name(f"{self._path.name}.new")  # which is read as a journal, too
+        staged = self._path.with_name(f"{self._path.name}.new")  # read as a journal too
         with translate_os_errors(staged):
             staged.unlink(missing_ok=True)
             with open(staged, "xb") as file:
@@ -95,8 +95,9 @@ class Journal:
             os.replace(staged, self._path)
 
     def add(self, name: str, digests: Mapping[Piece, str]) -> None:
-        """Pieces of the target file `name` have been written."""
-        # Opened each time, so that other nodes see it (NFS).  Never made anew: the folder may be another's, or gone.
+        """Record written pieces of the target file `name`."""
+        # Opened each time, so that other nodes see it (NFS). Never created here: the folder may have changed owner or
+        # be gone.
         with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_there) as file:
             file.write(_text(_recorded(name, digests)))
 
@@ -106,12 +107,12 @@ def _recorded(name: str, digests: Mapping[Piece, str]) -> Iterator[list[Any]]:
 
 
 def _text(lines: Iterable[Any]) -> bytes:
-    """Lines of a journal; one that was cut off before them does not swallow the first."""
+    """Return journal lines. The leading newline protects them from a truncated line before."""
     return ("".join(f"\n{json.dumps(line)}" for line in lines) + "\n").encode()
 
 
 def _command() -> str:
-    """The command line of this process, as a user types it."""
+    """Return this process's command line, as the user typed it."""
     program, *words = sys.argv or [""]
     path = Path(program)
     return shown(shlex.join([path.parent.name if path.name == "__main__.py" else path.name, *words]))
@@ -119,7 +120,7 @@ def _command() -> str:
 
 @contextlib.contextmanager
 def without_journals(folder: Path, size: int) -> Iterator[None]:
-    """Take the journals of `size` processes out of a complete conversion; they come back where it is not moved."""
+    """Remove `size` processes' journals from a complete conversion. Restore them if it is not moved."""
     before, journals = os.stat(folder), {}
     try:
         for path in (_place(folder, rank) for rank in range(size)):
@@ -129,7 +130,7 @@ def without_journals(folder: Path, size: int) -> Iterator[None]:
         yield
     except BaseException:
         if folder.exists() and os.path.samestat(before, os.stat(folder)):
-            with contextlib.suppress(OSError):  # of a disk that is full, say: what stopped it is told, and not this
+            with contextlib.suppress(OSError):  # for example a full disk: the original error matters more
                 for path, content in journals.items():
                     path.write_bytes(content)
         raise
@@ -144,14 +145,14 @@ def _open_there(path: str, flags: int) -> int:
 
 
 def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
-    """The digests that the journals in `folder` record for the conversion with the header `expected`; empty if none.
+    """Return the digests recorded in `folder` for the conversion with the header `expected`.
 
-    Raises CorruptError where a file of the source is not as it was, or a journal is none that was written here,
-    UsageError where it was another conversion.
+    Raise CorruptError if a source file has changed or a journal is malformed, UsageError if it was a different
+    conversion.
     """
     found: Digests = {}
     for path in sorted(folder.glob(f"{JOURNAL}*")):
-        is_same = False  # without its header, which may be lost, nothing tells of which conversion it is
+        is_same = False  # the header may be lost, and then the conversion is unknown
         for line in _lines(path):
             if isinstance(line, dict):
                 _check_same(line, expected, path)
@@ -163,12 +164,12 @@ def read_journals(folder: Path, expected: Mapping[str, Any]) -> Digests:
 
 
 def holds_pieces(folder: Path) -> bool:
-    """Whether a journal in `folder` records anything that is written."""
+    """Return True if a journal in `folder` records any written piece."""
     return any(isinstance(line, list) for path in folder.glob(f"{JOURNAL}*") for line in _lines(path))
 
 
 def left_in(folder: Path) -> str:
-    """What a stopped conversion left in `folder`: how large it is, when it was last written, and by which command."""
+    """Describe a stopped conversion in `folder`: size, time of the last write, command."""
     found = f"{show_size(disk_bytes(folder))}"
     with contextlib.suppress(CorruptError):
         for path in folder.glob(JOURNAL):
@@ -181,7 +182,7 @@ def left_in(folder: Path) -> str:
 
 
 def sources_of(folder: Path) -> list[SourceFile]:
-    """The source files of the conversion that was begun in `folder`; empty without a journal.  Raises CorruptError."""
+    """Return the source files of the conversion in `folder`, or none without a journal. Raise CorruptError."""
     for path in sorted(folder.glob(f"{JOURNAL}*")):
         for line in _lines(path):
             if isinstance(line, dict) and "sources" in line:
@@ -190,7 +191,7 @@ def sources_of(folder: Path) -> list[SourceFile]:
 
 
 def _lines(path: Path) -> Iterator[Any]:
-    """The JSON values of a journal's complete lines.  CorruptError for a file that is not a journal."""
+    """Yield the JSON values in a journal's complete lines. Raise CorruptError if the file is no journal."""
     try:
         with translate_os_errors(path):
             if path.is_symlink():
@@ -201,7 +202,7 @@ def _lines(path: Path) -> Iterator[Any]:
                 for line in file:
                     try:
                         yield json.loads(line)
-                    except ValueError:  # cut off, or an empty one
+                    except ValueError:  # truncated or empty
                         continue
                     except RecursionError:
                         raise CorruptError("the journal is nested too deeply", path=path) from None
@@ -211,7 +212,7 @@ def _lines(path: Path) -> Iterator[Any]:
 
 
 def _sources(begun: Mapping[str, Any], path: Path) -> list[SourceFile]:
-    """The files that a header names."""
+    """Return the files in a header."""
     sources = begun.get("sources", [])
     kinds = [str, int, int, int, int]
     if not isinstance(sources, list) or not all(
@@ -232,7 +233,7 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     files = _sources(expected, path)
-    if known and files and not any(file.path in known for file in files):  # of a run that has saved a newer step, say
+    if known and files and not any(file.path in known for file in files):  # for example, the run has saved a newer step
         what = "the conversion that was stopped there is of another source"
         hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {left_in(path.parent)}"
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
@@ -248,9 +249,9 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:
-    """The pieces that `claimed` says are in files of `folder`, and that have the digests it gives.
+    """Return the pieces in `claimed` that are in `folder` with the claimed digests.
 
-    `memory` are the bytes of all buffers together.
+    All buffers together have `memory` bytes.
     """
     found: Digests = {}
     todo = [

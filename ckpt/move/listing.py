@@ -1,4 +1,4 @@
-"""The names in a folder: within one opening each folder is listed only once, and each small file read only once."""
+"""Folder listings and small reads, cached during one open."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ _seen: ContextVar[dict[Any, Any] | None] = ContextVar("_seen", default=None)
 
 @contextlib.contextmanager
 def listed_once() -> Iterator[None]:
-    """List each folder only once within this block, so that all answers agree with each other.
+    """List each folder only once in this block, so that all answers agree.
 
-    A nested block shares the outer one's listings.  The block must not write to the folders that are listed.
+    A nested block shares the outer listings. The block must not write to the listed folders.
     """
     if _seen.get() is not None:
         yield
@@ -37,7 +37,7 @@ def listed_once() -> Iterator[None]:
 
 
 def once(look: Callable[[Path], Found]) -> Callable[[Path], Found]:
-    """Within `listed_once`, call `look` only once for each path; an error is not kept."""
+    """Cache the result of `look` by path inside `listed_once`. Errors are not cached."""
 
     @wraps(look)
     def seen(path: Path) -> Found:
@@ -54,26 +54,26 @@ def once(look: Callable[[Path], Found]) -> Callable[[Path], Found]:
 
 @once
 def entries_in(folder: Path) -> Entries:
-    """All that is in a folder by name, sorted.  Raises the CkptError for a folder that cannot be listed."""
+    """Return a folder's entries by name, sorted. Raise a CkptError if it can't be listed."""
     with translate_os_errors(folder), os.scandir(folder) as entries:
         return {entry.name: entry for entry in sorted(entries, key=lambda entry: entry.name)}
 
 
 def names_in(folder: Path) -> list[str]:
-    """The names of all that is in a folder, sorted."""
+    """Return all names in a folder, sorted."""
     return list(entries_in(folder))
 
 
 def folders_in(path: Path) -> list[Path]:
-    """The folders in `path` and links to folders, sorted by name; none where it is no folder itself."""
+    """Return the folders in `path`, including links to folders, by name. Empty if `path` is no folder."""
     return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []
 
 
 def is_folder(entry: os.DirEntry[str]) -> bool:
-    """Whether it is a folder or a link to one; False for a link that leads nowhere or to itself."""
+    """Return True for a folder or a link to one, and False for a broken link."""
     return Path(entry.path).is_dir() if entry.is_symlink() else entry.is_dir()
 
 
 def has_name(folder: Path, pattern: re.Pattern[str]) -> bool:
-    """Whether it is a folder with a name in it that `pattern` fits."""
+    """Return True if `folder` is a folder with a name that matches `pattern`."""
     return folder.is_dir() and any(map(pattern.fullmatch, entries_in(folder)))

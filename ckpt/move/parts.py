@@ -1,4 +1,4 @@
-"""The parts of a plan that are still to be done, dealt out to processes: target files in pieces, by bytes."""
+"""Shares of a plan's remaining work, by process: target files in pieces, balanced by bytes."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from ckpt.plan.checkpoint import Slot, TargetFile
 from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece, Spans
 
-#: Pieces by the name of their target file.
+#: Pieces by target file name.
 Pieces = Mapping[str, Sequence[Piece]]
 
 
 @dataclass(frozen=True)
 class Share:
-    """What this process fills of a target file: the pieces `todo`, and where `is_owner` all that lies in no piece.
+    """One process's share of a target file: the pieces in `todo`, and all bytes outside pieces if `is_owner`.
 
-    `pieces` are all that the file is hashed in, in order; None where nothing is hashed and all of it is to be filled.
+    `pieces` lists all pieces of the file in order. None means no hashing: fill the whole file.
     """
 
     file: TargetFile
@@ -29,7 +29,7 @@ class Share:
     is_owner: bool = True
     _starts: list[int] = field(init=False, repr=False)
     _is_todo: list[bool] = field(init=False, repr=False)
-    #: Whether all of the file is filled here.
+    #: True if this process fills the whole file.
     is_whole: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -40,7 +40,7 @@ class Share:
         object.__setattr__(self, "is_whole", all(is_todo))
 
     def spans(self, plan: Plan) -> Iterator[Spans]:
-        """`Plan.spans`, without what is done."""
+        """Yield `Plan.spans` without finished pieces."""
         for spans in plan.spans(self.file):
             if self.is_whole:
                 yield spans
@@ -51,11 +51,11 @@ class Share:
                 yield found
 
     def copies(self, plan: Plan) -> Iterator[tuple[Slot, list[Copy]]]:
-        """`Plan.copies`, without what is done."""
+        """Yield `Plan.copies` without finished pieces."""
         return plan.copies(self.file, self._wants)
 
     def computed_copies(self, plan: Plan) -> dict[str, list[Copy]]:
-        """`Plan.computed_copies`, without what is done."""
+        """Return `Plan.computed_copies` without finished pieces."""
         return plan.computed_copies(self.file, self._wants)
 
     def _wants(self, slot: Slot) -> bool:
@@ -69,10 +69,10 @@ def deal(
     nodes: Sequence[Hashable],
     rank: int,
 ) -> list[Share]:
-    """What process `rank` is to do of each file; `nodes` are those of all processes, by rank.
+    """Return the shares of process `rank`. `nodes` holds each process's node, by rank.
 
-    A node gets whole files: two that write into one page of a file would each put the other's bytes back as they had
-    read them (NFS).  Processes of a node have one page cache, and each gets about as many bytes in a row.
+    A node gets whole files: two nodes writing to one page of a file would overwrite each other's bytes (NFS). Processes
+    of one node share a page cache, and each gets a contiguous range with about the same number of bytes.
     """
     sizes = {file.name: _own_size(file, pieces) + sum(length for _, length in todo[file.name]) for file in files}
     members: dict[Hashable, list[int]] = {}
@@ -88,7 +88,7 @@ def deal(
     place, count, total, reached, found = members[mine].index(rank), len(members[mine]), max(1, loads[mine]), 0, []
 
     def is_mine(size: int) -> bool:
-        """Whether the middle of the next so many bytes lies in this process's share."""
+        """Return True if the middle of the next `size` bytes is in this process's share."""
         nonlocal reached
         reached += size
         return min(count - 1, (2 * reached - size) * count // (2 * total)) == place
@@ -103,5 +103,5 @@ def deal(
 
 
 def _own_size(file: TargetFile, pieces: Pieces) -> int:
-    """Bytes that lie in no piece."""
+    """Return the number of bytes outside pieces."""
     return file.size - sum(length for _, length in pieces[file.name])

@@ -1,4 +1,4 @@
-"""Reading a range of a file, an extent, or a box of one tensor into memory, as raw bits."""
+"""Reads of a file range, an extent, or a tensor's box into memory, in raw bits."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.source import read_into, truncated
 from ckpt.plan.tensors import Box, Extent, Fragment, Shape, Tensor, flat_range, overlay, runs_of
 
-_PAGE = 4 << 10  # bytes that a disk gives at least
+_PAGE = 4 << 10  # minimum bytes per disk read
 
 Computed = Mapping[str, Callable[[], memoryview]]
 
 
 def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | None = None) -> NDArray:
-    """Return the elements of `box` of `tensor` as a contiguous array of raw bits, in the box's shape.
+    """Return the elements in `box` as a contiguous array of raw bits in the box's shape.
 
-    `computed` is `Checkpoint.computed`: the content of extents that lie in no file.  Files stay open in `sources`.
+    `computed` is `Checkpoint.computed`: contents of extents that are in no file. `sources` caches open files.
     """
     bits = np.empty(box.numel, storage_dtype(tensor.dtype))
     if bits.size:
@@ -31,9 +31,9 @@ def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | 
 
 
 def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles, buffer: memoryview) -> int:
-    """Fill `buffer` with the elements of `box` of `tensor`, whose fragments tile it.  Returns how many bytes were read.
+    """Fill `buffer` with the elements in `box`, and return the number of bytes read.
 
-    Only bytes of the box are read, but for gaps of less than a page.
+    It reads only the box's bytes, and gaps of less than a page.
     """
     size = tensor.dtype.itemsize
     flat = flat_range(box, tensor.shape)
@@ -61,7 +61,7 @@ def read_box_into(tensor: Tensor, box: Box, computed: Computed, sources: OpenFil
 
 
 def _extent_rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
-    """The parts of an extent that are read one by one, with their leading indices: those with a page between them."""
+    """Yield the parts of an extent to read separately, with their leading indices: parts at least a page apart."""
     if len(extent.shape) > 1 and extent.shape[0] > 1:
         row = extent._replace(shape=extent.shape[1:], strides=extent.strides[1:])
         step = extent.strides[0] * extent.dtype.itemsize
@@ -74,7 +74,7 @@ def _extent_rows(extent: Extent) -> Iterator[tuple[tuple[int, ...], Extent]]:
 
 
 def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview) -> None:
-    """Fill `buffer` from `offset` of a file on; CorruptError where it ends before, and what reading raises."""
+    """Fill `buffer` from a file's `offset`. Raise CorruptError if the file is too short, or a read error."""
     descriptor = sources.descriptor(path)
     with translate_os_errors(path):
         done = read_into(descriptor, offset, buffer)
@@ -83,9 +83,9 @@ def read_exactly(sources: OpenFiles, path: str, offset: int, buffer: memoryview)
 
 
 def read_bits(descriptor: int, extent: Extent) -> NDArray:
-    """The elements of `extent` as a contiguous array of raw bits, in the extent's shape.
+    """Return the elements in `extent` as a contiguous array of raw bits, in the extent's shape.
 
-    Raises CorruptError where the file ends before, StorageError.
+    Raise CorruptError if the file is too short, or StorageError.
     """
     raw = np.empty(extent.end - extent.offset, np.uint8)
     with translate_os_errors(extent.path):
@@ -96,7 +96,7 @@ def read_bits(descriptor: int, extent: Extent) -> NDArray:
 
 
 def in_shape(raw: NDArray, extent: Extent) -> NDArray:
-    """The elements of `extent`, whose bytes are `raw`, as a contiguous array of raw bits in the extent's shape."""
+    """Return the elements in `raw`, the extent's bytes, as a contiguous array of raw bits in the extent's shape."""
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)
@@ -104,7 +104,10 @@ def in_shape(raw: NDArray, extent: Extent) -> NDArray:
 
 
 def strided(elements: NDArray, shape: Shape, strides: Shape) -> NDArray:
-    """A view of the 1-d array `elements`, with strides in elements.  ValueError where it would lead out of them."""
+    """Return a strided view of the 1-d array `elements` (strides in elements).
+
+    Raise ValueError if it leaves the array.
+    """
     size = elements.itemsize
     view: NDArray = np.ndarray(shape, elements.dtype, elements.data, 0, [stride * size for stride in strides])
     return view

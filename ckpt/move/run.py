@@ -1,6 +1,6 @@
-"""Carry out a plan: the only code that moves tensor bytes.
+"""Execution of a plan.
 
-What is copied in one go is in `blocks`, the threads that do it in `workers`.  Work goes in the order of the target.
+`blocks` holds the copies and `workers` the threads. Work follows the target's order.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.processes.group import Alone
 
-#: What is cleared of what a stopped conversion kept: nothing, all, or what cannot be gone on with.
+#: Leftovers to clear: none, all, or only ones that can't be continued.
 Restart = bool | Literal["stale"]
 
-#: Codes of refusals that leave what is done as good as it was.
+#: Error codes after which finished work can be kept.
 _PASSING = (SourceGoneError.code, "destination-exists")
-_ZEROS = 1 << 20  # bytes of padding that are written at a time
+_ZEROS = 1 << 20  # padding bytes per write
 
 
 def execute(
@@ -58,30 +58,28 @@ def execute(
     group: Alone | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> int:
-    """Write the plan's files and move them to `destination` when all of them are complete and durable.
+    """Write the plan's files and move them to `destination` once they are complete and durable.
 
-    `progress` is called with numbers of bytes written, from several threads, one at a time; `phase` with the name of
-    what begins, and its bytes where they are measured.  `check` is called before the first byte is written, when the
-    destination has been found good, and may raise.  `describe` is given the folder when it is filled, while it is still
-    being synced, and the digests of all files in it; it returns the content of more files.  `verify` is given the
-    folder when all of it is durable, and may raise.
+    Callbacks: `check` runs before the first byte is written and may raise. `progress` gets numbers of bytes
+    written, from several threads but one at a time. `phase` gets the name of each phase, and its bytes if known.
+    `describe` gets the filled folder (still syncing) with its files' digests, and returns contents of further files.
+    `verify` gets the durable folder and may raise. `say` gets a line about leftovers.
 
-    What is done is kept when it is stopped: by Ctrl-C, SIGTERM, an error of the disk or of ours.  The error then has a
-    note that tells where.  The same conversion goes on with it; any other is refused, unless `restart`: True clears
-    whatever was kept, "stale" what cannot be gone on with.  `say` is given a line about what was found.  Returns how
-    many bytes were there already.
+    If stopped by Ctrl-C, SIGTERM, a disk error or our own error, finished work is kept, and a note on the error says
+    where. The same conversion continues it. Any other conversion is refused, unless `restart` is True (clear
+    everything) or "stale" (clear what can't be continued). Return the number of bytes that already existed.
 
-    All processes of `group` call it with the same plan and write a share of its bytes each; the first one of them makes
-    and moves the folder, and calls all that is to be called.
+    All processes in `group` call this with the same plan, and each writes a share. The first process creates and moves
+    the folder and runs the callbacks.
 
-    Raises StorageError for the disk's errors, CorruptError for a source that changed meanwhile, and what
-    `ckpt.move.journal.read_journals` does; the destination is then as it was.
+    Raise StorageError for disk errors, CorruptError if the source changed in the meantime, and the errors of
+    `ckpt.move.journal.read_journals`. The destination is then unchanged.
     """
     group = group or Alone()
     resources = resources or Resources()
     progress = group.counted(progress or (lambda _: None))
     is_first = group.rank == 0
-    for source in plan.checkpoint.files:  # which links may have led out of the checkpoint's own folder
+    for source in plan.checkpoint.files:  # links may lead out of the checkpoint's folder
         check_destination(destination, Path(source.path))
     whole = Staging(destination, overwrite=overwrite, total_bytes=plan.total_bytes) if is_first else None
     with whole or contextlib.nullcontext(SharedStaging(destination)) as staging, _keeping(whole):
@@ -97,7 +95,7 @@ def execute(
         workers = Workers(resources, progress, hashed=journal.add, num_here=num_here)
 
         def last() -> list[Output]:
-            """Write the files that need the digests of all others, when every process has closed its own."""
+            """Write the files that need all digests, after every process has closed its own files."""
             if not is_first:
                 return []
             found = group.gather(workers.digests())
@@ -107,7 +105,7 @@ def execute(
                 _create(Share(TargetFile.of_bytes(name, content), None), staging, workers) for name, content in more
             ]
 
-        # The last file of one process is the first of the next, and only one of them can write to it at a time.
+        # Neighbouring processes share a file at their border, and only one can write to it at a time.
         at_a_time = 1 if num_here > 1 else min(workers.num_fillers, MAX_UNFINISHED)
         with workers:
             _run_in_turn((_submit(part, plan, staging, workers) for part in work), at_a_time)
@@ -127,10 +125,10 @@ def execute(
 
 @contextlib.contextmanager
 def _keeping(staging: Staging | None) -> Iterator[None]:
-    """Keep what is done when the conversion is stopped, and note where it is; one that is refused keeps nothing.
+    """Keep finished work if the conversion is stopped, and note its folder.
 
-    What is wrong with the source, or with what was asked for, is wrong with what is done as well; a source that is away
-    may come back, and a destination that has appeared meanwhile can be removed.
+    Keep nothing if the source is damaged or the request is wrong. Keep finished work if the source is only unavailable,
+    or the destination appeared in the meantime: both can be mended.
     """
     try:
         yield
@@ -140,7 +138,7 @@ def _keeping(staging: Staging | None) -> Iterator[None]:
             staging.keep()
             size = show_size(disk_bytes(staging.path))
             note = f"kept: {size} in {printable(str(staging.path))}; the same command goes on"
-            vars(error).setdefault("__notes__", []).append(note)  # Python 3.11 has `add_note`
+            vars(error).setdefault("__notes__", []).append(note)  # `add_note` needs Python 3.11
         raise
 
 
@@ -152,7 +150,7 @@ def _prepare(
     restart: Restart,
     say: Callable[[str], None],
 ) -> tuple[list[Share], Digests, Journal]:
-    """This process's part of the work, the pieces that are there already, and the journal of this process."""
+    """Return this process's shares, the pieces already written, and its journal."""
     files = plan.target.files
     at_most = max_pieces(len(files))
     pieces = {file.name: pieces_of(file, at_most) for file in files}
@@ -167,7 +165,7 @@ def _prepare(
             done.setdefault(name, {}).update(digests)
     journal: Journal | None = None
     if isinstance(staging, Staging):
-        journal = Journal(staging.path, begin, done)  # before the former ones are removed
+        journal = Journal(staging.path, begin, done)  # before removing the old journals
         staging.keep_only({*done, JOURNAL})
         if group.size > 1:
             staging.share((file.name, file.size) for file in files)
@@ -178,7 +176,7 @@ def _prepare(
 
 
 def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: Callable[[str], None]) -> Digests:
-    """What the journals of a stopped conversion say that it has written.  What is not gone on with is cleared."""
+    """Return the pieces that a stopped conversion claims to have written. Clear them if it can't be continued."""
     if not is_filled(staging.path):
         return {}
     claimed, why = Digests(), ""
@@ -198,19 +196,19 @@ def _claimed(staging: Staging, begin: Mapping[str, Any], restart: Restart, say: 
 
 
 def _page_cache(folder: Path) -> tuple[str, int]:
-    """A key that is equal in processes that share a page cache for `folder`: one node, and the same mount."""
+    """Return a key shared by processes with one page cache for `folder`: same node, same mount."""
     with translate_os_errors(folder):
         return _node(), os.stat(folder).st_dev
 
 
 def _node() -> str:
-    """A key that is equal in all processes of a node, and differs between nodes."""
+    """Return a key for this node, shared by its processes."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     return boot.read_text() if boot.is_file() else os.uname().nodename
 
 
 def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
-    """Raise StorageError in a process that has another plan than the first one, or sees other files."""
+    """Raise StorageError in a process with another plan than the first one, or other files."""
     first = group.gather(json.dumps(begin) if group.rank == 0 else None)[0]
     if first != json.dumps(begin) and group.size > 1:
         here = {path: SourceFile(path, *facts).facts() for path, *facts in begin["sources"]}
@@ -226,7 +224,7 @@ def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
 
 
 def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]], done: Digests) -> FileDigests:
-    """The digests of all files that are filled and hashed, of what each process `found` and what was `done` before."""
+    """Return the digests of all filled files, from what each process `found` and what was already `done`."""
     together = {name: dict(digests) for name, digests in done.items()}
     rests: dict[str, tuple[int, str]] = {}
     for pieces, of_rests in found:
@@ -240,7 +238,7 @@ def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]]
 
 
 def _submit(part: Share, plan: Plan, staging: Staging | SharedStaging, workers: Workers) -> Iterator[None]:
-    """Create a target file and hand out its copies, one batch at each step."""
+    """Create a target file and submit its copies, one batch per step."""
     output = _create(part, staging, workers)
     for batch in batches(part.spans(plan), part.copies(plan), workers.buffer_size):
         workers.submit(output, batch)
@@ -252,7 +250,7 @@ def _submit(part: Share, plan: Plan, staging: Staging | SharedStaging, workers: 
 
 
 def _run_in_turn(iterators: Iterable[Iterator[None]], number: int) -> None:
-    """Let the first `number` iterators take a step each in turn; where one ends, the next takes its place."""
+    """Step through the first `number` iterators in turn. A finished one is replaced by the next."""
     end = object()
     waiting = iter(iterators)
     running = deque(islice(waiting, number))
@@ -265,15 +263,13 @@ def _run_in_turn(iterators: Iterable[Iterator[None]], number: int) -> None:
 
 
 def _create(part: Share, staging: Staging | SharedStaging, workers: Workers) -> Output:
-    """Create a target file with all that is known now."""
+    """Create a target file and write its known bytes."""
     file = part.file
     output = workers.open(staging.create(file.name, file.size), part)
     with translate_os_errors(file.name):
         for offset, data in file.literals if part.is_owner else ():
             write_all(output.descriptor, memoryview(data), offset)
-        for offset, length in (
-            file.zeros if part.is_owner and not part.is_whole else ()
-        ):  # of a file that was there before
+        for offset, length in file.zeros if part.is_owner and not part.is_whole else ():  # a reused file is not zeroed
             for start in range(offset, offset + length, _ZEROS):
                 write_all(output.descriptor, memoryview(bytes(min(_ZEROS, offset + length - start))), start)
     return output

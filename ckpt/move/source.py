@@ -1,4 +1,4 @@
-"""Opening a file of a checkpoint, and reading a range of it: the two things that every container asks of a source."""
+"""Opening source files and reading ranges: the interface for every container."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ckpt.base.errors import CorruptError, NotFoundError, StorageError
 from ckpt.base.text import counted
 from ckpt.plan.tensors import ZEROS
 
-#: Bytes that are read over in the time that one more read takes, for which its thread waits for the others, too.
+#: Maximum gap to read over. A second read would take longer, because its thread waits for the others.
 GAP = 32 << 10
-#: Bytes from which on a range of an object in a store is fetched as it is, and not kept.
+#: Minimum size of a range in a store to be fetched directly, without caching.
 DIRECT = 2 << 20
-#: errno values of names that no file has: longer than the filesystem takes, or a link to itself.
+#: errno values for impossible file names: too long, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}
 
 
@@ -33,7 +33,7 @@ class Remote(Protocol):
 
 
 class Stores(Protocol):
-    """Knows the files that stand for objects in a store (`ckpt.stores.standins`)."""
+    """Lookup of stand-in files for objects in a store (`ckpt.stores.standins`)."""
 
     def is_standin(self, path: str) -> bool: ...
     def in_use(self) -> bool: ...
@@ -41,7 +41,7 @@ class Stores(Protocol):
 
 
 class _NoStores:
-    """No file stands for an object in a store."""
+    """Lookup without any stores."""
 
     def is_standin(self, path: str) -> bool:
         return False
@@ -57,33 +57,33 @@ _stores: Stores = _NoStores()
 
 
 def ask(stores: Stores) -> None:
-    """Ask `stores` about each file that is opened from now on; `ckpt.stores` does when it is imported."""
+    """Look up stand-ins in `stores` from now on. `ckpt.stores` calls this on import."""
     global _stores
     _stores = stores
 
 
 def is_standin(path: str) -> bool:
-    """Whether the file at `path` stands for an object in a store."""
+    """Return True if the file at `path` is a stand-in."""
     return _stores.is_standin(path)
 
 
 def in_use() -> bool:
-    """Whether any file stands for an object in a store."""
+    """Return True if any stand-in exists."""
     return _stores.in_use()
 
 
 def behind(descriptor: int) -> Remote | None:
-    """The object that an open file stands for; None where it is an ordinary one."""
+    """Return the object for an open stand-in, or None for an ordinary file."""
     return _stores.behind(descriptor)
 
 
 def open_file(path: str) -> int:
-    """A descriptor of a regular file.
+    """Open a regular file and return its descriptor.
 
-    Raises NotFoundError, StorageError, and CorruptError for a folder, a pipe, a device, or a name that cannot be one.
+    Raise NotFoundError, StorageError, or CorruptError for a folder, pipe, device, or impossible name.
     """
     try:
-        # Without O_NONBLOCK a named pipe would be waited for.
+        # Without O_NONBLOCK, opening a named pipe would wait.
         flags = os.O_PATH if is_standin(path) else os.O_RDONLY | os.O_NONBLOCK
         fd = os.open(path, flags | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError):
@@ -93,7 +93,7 @@ def open_file(path: str) -> int:
     except OSError as error:
         kind = CorruptError if error.errno in NO_NAME else StorageError
         raise kind(f"the file cannot be opened: {error.strerror}", path=path) from None
-    if not stat.S_ISREG(os.fstat(fd).st_mode) and path != ZEROS:  # where a plan takes its padding from
+    if not stat.S_ISREG(os.fstat(fd).st_mode) and path != ZEROS:  # a plan's padding source
         os.close(fd)
         raise CorruptError("this is no regular file", path=path)
     return fd
@@ -101,7 +101,7 @@ def open_file(path: str) -> int:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[int]:
-    """A descriptor as of `open_file`, which is closed in the end."""
+    """Open a file like `open_file`, and close it at the end."""
     descriptor = open_file(path)
     try:
         yield descriptor
@@ -110,7 +110,10 @@ def opened(path: str) -> Iterator[int]:
 
 
 def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
-    """All of a small file, or at most its first `limit` bytes.  Raises as `open_file` and `read_at` do."""
+    """Return a small file's content, or at most its first `limit` bytes.
+
+    Raise errors like `open_file` and `read_at`.
+    """
     name = os.fspath(path)
     with opened(name) as descriptor:
         size = os.fstat(descriptor).st_size
@@ -118,7 +121,7 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
-    """A file to be read from its start on.  Raises as `open_file` does, and as `read_into` when it is read."""
+    """Open a file for reading from the start. Raise errors like `open_file`, and like `read_into` on reads."""
     descriptor = open_file(os.fspath(path))
     if behind(descriptor) is None:
         return open(descriptor, "rb")
@@ -126,7 +129,7 @@ def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 class Seekable(io.RawIOBase):
-    """A file of `size` bytes that is read from the place `_at` on; how, its kinds say."""
+    """A seekable stream of `size` bytes. Subclasses read at `_at`."""
 
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0
@@ -146,7 +149,7 @@ class Seekable(io.RawIOBase):
 
 
 class _Remote(Seekable):
-    """An object in a store, as a file."""
+    """A stream for an object in a store."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__(os.fstat(descriptor).st_size)
@@ -164,15 +167,15 @@ class _Remote(Seekable):
 
 
 def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
-    """Fill `buffers` of bytes one after the other from `offset` on; fewer than 1,024 of them, as the kernel has it.
+    """Fill `buffers` in order, starting at `offset`. The kernel allows fewer than 1,024 buffers.
 
-    Returns the number of bytes that there were: less where the file ends before.  Raises OSError, and for what is in
-    a store StorageError, and CorruptError where it was replaced since it was found.
+    Return the number of bytes read, fewer at the end of the file. Raise OSError, or for stores StorageError, and
+    CorruptError if the object was replaced.
     """
     if (remote := behind(fd)) is not None:
         return remote.read_into(offset, *buffers)
     done = 0
-    while buffers and (count := os.preadv(fd, buffers, offset + done)):  # less than was asked for on a signal, say
+    while buffers and (count := os.preadv(fd, buffers, offset + done)):  # a signal may shorten a read
         done += count
         filled = 0
         while filled < len(buffers) and count >= len(buffers[filled]):
@@ -183,15 +186,15 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
 
 
 def read_up_to(fd: int, offset: int, length: int) -> bytes:
-    """`length` bytes at `offset`, or as many as there are before the file ends.  Raises OSError."""
-    if behind(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # as nearly always
+    """Return `length` bytes at `offset`, or fewer at the end of the file. Raise OSError."""
+    if behind(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # the usual case
         return read
     data = memoryview(bytearray(length))
     return bytes(data[: read_into(fd, offset, data)])
 
 
 def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
-    """Exactly `length` bytes at `offset`.  Raises CorruptError where the file ends before, StorageError."""
+    """Return exactly `length` bytes at `offset`. Raise CorruptError if the file is too short, or StorageError."""
     try:
         data = read_up_to(fd, offset, length)
     except OSError as error:
@@ -207,5 +210,5 @@ def read_at(fd: int, path: str, offset: int, length: int) -> bytes:
 
 
 def truncated(path: str, offset: int) -> CorruptError:
-    """The error for a file that ends at `offset`, inside a tensor."""
+    """Return the error for a file that ends at `offset`, inside a tensor."""
     return CorruptError("the file ends inside a tensor", path=path, found=f"end of file at byte {offset}")

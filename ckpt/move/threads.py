@@ -1,4 +1,4 @@
-"""Several threads that take jobs from one heap, or from one that is still being filled."""
+"""Worker threads for a fixed list of jobs, or for a queue that is still being filled."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _Job = TypeVar("_Job")
 
 
 def num_cores() -> int:
-    """How many of the processor's cores this process may use."""
+    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], workers: int = 0) -> None:
-    """Let several threads take `jobs` one after the other; the first error of any of them is raised."""
-    from concurrent.futures import ThreadPoolExecutor  # with logging, only when there is something to be done
+    """Run `jobs` in several threads, and raise the first error."""
+    from concurrent.futures import ThreadPoolExecutor  # imported late: it loads logging
 
     left: queue.SimpleQueue[_Job] = queue.SimpleQueue()
     for job in jobs:
@@ -42,34 +42,34 @@ def in_threads(work: Callable[[Iterator[_Job]], None], jobs: Iterable[_Job], wor
             stop.set()
             raise
 
-    # what is in a store is waited for, and the more is asked for at a time the sooner it is there
+    # stores are slow to answer, so more requests in parallel help
     num_threads = workers or max(1, min(8, 8 if in_use() else num_cores()))
     with ThreadPoolExecutor(num_threads) as pool:
         try:
             for done in [pool.submit(run) for _ in range(num_threads)]:
                 done.result()
         finally:
-            stop.set()  # Ctrl-C: the others end after the piece in hand
+            stop.set()  # after Ctrl-C, other threads end after their current job
 
 
 class Jobs(Generic[_Job]):
-    """Jobs that one thread puts and several take: up to `size`, and of heavy ones as many, up to `num_heavy` at a time.
+    """Queue from one producer to several consumers, for up to `size` light and `size` heavy jobs.
 
-    Iterating takes them, and ends when all are taken and no more will come.  Whoever has done a heavy one takes the
-    next itself: to wake another thread for it would cost more than a job may take.
+    At most `num_heavy` heavy jobs run at once. Iteration takes jobs, and ends once the queue is closed and empty. A
+    thread that finished a heavy job takes the next one itself: waking another thread may cost more than the job.
     """
 
     def __init__(self, size: int, num_heavy: int) -> None:
         self._size, self._num_heavy = size, num_heavy
         self._light: deque[_Job] = deque()
         self._heavy: deque[_Job] = deque()
-        self._num_running = 0  # heavy ones that are being done
+        self._num_running = 0  # running heavy jobs
         self._is_closed = False
         lock = threading.Lock()
         self._more, self._room = threading.Condition(lock), threading.Condition(lock)
 
     def put(self, job: _Job, *, is_heavy: bool, timeout: float) -> bool:
-        """Whether there was room within `timeout` seconds."""
+        """Add a job. Return False if there was no room within `timeout` seconds."""
         jobs = self._heavy if is_heavy else self._light
         with self._room:
             if not self._room.wait_for(lambda: len(jobs) < self._size, timeout):
@@ -80,7 +80,7 @@ class Jobs(Generic[_Job]):
         return True
 
     def close(self, *, drop: bool = False) -> None:
-        """Say that no more jobs will come; with `drop`, the waiting jobs are not done either."""
+        """Announce that no more jobs will come. With `drop`, waiting jobs are discarded."""
         with self._more:
             self._is_closed = True
             if drop:
@@ -95,7 +95,7 @@ class Jobs(Generic[_Job]):
                 self._num_running -= is_heavy
                 self._more.wait_for(lambda: self._is_closed or self._next() is not None)
                 jobs = self._next()
-                if jobs is None:  # what is left is taken by those who are at heavy ones
+                if jobs is None:  # threads with heavy jobs take the rest
                     return
                 job, is_heavy = jobs.popleft(), jobs is self._heavy
                 self._num_running += is_heavy
@@ -103,7 +103,7 @@ class Jobs(Generic[_Job]):
             yield job
 
     def _next(self) -> deque[_Job] | None:
-        """The queue to take the next job from: a heavy job only while few enough of those run."""
+        """Return the queue with the next job. Heavy jobs come first, up to their limit."""
         if self._heavy and self._num_running < self._num_heavy:
             return self._heavy
         return self._light or None

@@ -1,4 +1,4 @@
-"""The threads of a run: some that fill target files, some that sync and some that hash those that are filled."""
+"""Threads of a run: some fill target files, others sync and hash filled ones."""
 
 from __future__ import annotations
 
@@ -27,29 +27,29 @@ from ckpt.plan.planner import Copy, Plan
 from ckpt.plan.spans import Piece
 
 Progress = Callable[[int], None]
-FileDigests = Mapping[str, FileDigest]  # by the file's name
+FileDigests = Mapping[str, FileDigest]  # by file name
 
 _MIN_BUFFER = 64 << 10
-_COMPUTING = 5  # what computing takes, in sizes of the result: a bf16 weight, its delta and their sum in fp32
-_PATIENCE = 0.3  # seconds that a run which has failed or been interrupted waits for its threads
+_COMPUTING = 5  # memory for computing, in sizes of the result: a bf16 weight, its delta and their sum in fp32
+_PATIENCE = 0.3  # seconds to wait for threads after an error or interrupt
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
-#: Threads of a node that copy.  Most of the time they wait for a disk, which is the faster the more is asked of it at a
-#: time: 9.1 GB that were in no cache took 24.7 s with two, and 19.2 s with eight, on two cores.
+#: Copying threads per node. They mostly wait for the disk, and disks are faster with more requests: 9.1 GB uncached
+#: took 24.7 s with two threads and 19.2 s with eight, on two cores.
 _NUM_WORKERS = 8
 
-#: A range of fewer bytes, which is to be cast, is not asked of a disk before it is a thread's turn to read it.
+#: Minimum bytes of a range with a cast for advising the kernel before the read.
 _ASKED = 64 << 10
 
-#: Threads that only wait for fsync.  A journalling filesystem commits for all that wait at once: ext4 took 0.3 s for
-#: 150 files of 4 MB from 8 threads, and 1.2 s from one.
+#: Threads that only wait for fsync. A journalling filesystem commits for all waiting threads at once: for 150 files of
+#: 4 MB, ext4 took 0.3 s with 8 threads and 1.2 s with one.
 _NUM_SYNCERS = 8
-MAX_UNFINISHED = 64  # target files that are open at a time
+MAX_UNFINISHED = 64  # open target files
 
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """Bounds on a run: `max_memory` bytes for all buffers together, `workers` threads that copy (0: the default)."""
+    """Limits for a run: `max_memory` bytes for all buffers, `workers` copying threads (0: the default)."""
 
     max_memory: int = 512 << 20
     workers: int = 0
@@ -58,7 +58,7 @@ class Resources:
     def num_workers(self) -> int:
         if self.workers > 0:
             return self.workers
-        return max(1, min(_NUM_WORKERS, self.max_memory // (4 * _MIN_BUFFER)))  # as many as there is memory for
+        return max(1, min(_NUM_WORKERS, self.max_memory // (4 * _MIN_BUFFER)))  # limited by memory
 
     @property
     def num_hashers(self) -> int:
@@ -66,9 +66,9 @@ class Resources:
 
     @property
     def buffer_size(self) -> int:
-        """Bytes of one buffer.
+        """Size of one buffer in bytes.
 
-        A copying thread holds up to three (as read, without gaps, cast), a hashing thread one.
+        A copying thread holds up to three (raw, without gaps, cast), a hashing thread one.
         """
         size = min(blocks.BUFFER, self.max_memory // (4 * self.num_workers))
         if size < _MIN_BUFFER:
@@ -78,7 +78,7 @@ class Resources:
         return size
 
     def peak_buffers(self, plan: Plan) -> int:
-        """Upper bound of the bytes of all buffers while `plan` runs."""
+        """Return an upper bound for the bytes in all buffers while `plan` runs."""
         one = _COMPUTING * plan.largest_computed
         computing = min(self.num_workers * one, max(self.max_memory, one))
         hashing = min(CHUNK, self.buffer_size) * self.num_hashers
@@ -87,28 +87,28 @@ class Resources:
 
 
 class Output:
-    """A target file that several threads fill, and some more sync and hash, the last of which closes it."""
+    """A target file filled by several threads, then synced and hashed. The last user closes it."""
 
     def __init__(self, file: FileIO, part: Share) -> None:
         self.descriptor = file.fileno()
         self.name = part.file.name
         self.size = part.file.size
-        #: What is hashed on its own; None where nothing is.
+        #: Pieces hashed separately, or None without hashing.
         self.pieces = pieces = part.pieces
-        #: Whether the rest is hashed here, too.
+        #: True if the rest is hashed here too.
         self.is_owner = part.is_owner
         self._starts = np.array([offset for offset, _ in pieces or ()], np.int64)
-        self._left = np.zeros(len(self._starts), np.int64)  # bytes of each piece that are still to be written
+        self._left = np.zeros(len(self._starts), np.int64)  # remaining bytes of each piece
         if pieces:
             extents = [slot.extent for slot in part.file.slots if slot.extent.numel]
             places = self._places(np.array([extent.offset for extent in extents], np.int64))
             np.add.at(self._left, places, [extent.nbytes for extent in extents])
         self.writing = threading.Lock()
         self._file = file
-        self._uses = 1  # to be synced
+        self._uses = 1  # the sync
         if pieces is not None:
-            self._uses += len(part.todo) + part.is_owner  # pieces and rest to be hashed
-        self._pending = 1  # one for the submitter, until it has submitted everything
+            self._uses += len(part.todo) + part.is_owner  # hashing of the pieces and the rest
+        self._pending = 1  # the submitter, until it has submitted everything
         self._lock = threading.Lock()
 
     def add(self) -> None:
@@ -116,13 +116,13 @@ class Output:
             self._pending += 1
 
     def done(self) -> bool:
-        """Whether this was the last part of the file."""
+        """Return True if this was the file's last part."""
         with self._lock:
             self._pending -= 1
             return not self._pending
 
     def written(self, offsets: NDArray[np.int64], sizes: NDArray[np.int64]) -> list[Piece]:
-        """The pieces that are complete now that `sizes` bytes have been written at `offsets`."""
+        """Return the pieces completed by writing `sizes` bytes at `offsets`."""
         if not self.pieces:
             return []
         places = self._places(offsets[sizes > 0])
@@ -134,7 +134,7 @@ class Output:
         return np.searchsorted(self._starts, offsets, side="right") - 1
 
     def release(self, uses: int = 1) -> bool:
-        """Give back some uses; True if they were the last ones, which closes the file."""
+        """Release some uses. The last release closes the file and returns True."""
         with self._lock:
             self._uses -= uses
             last = not self._uses
@@ -147,17 +147,17 @@ class Output:
         self._file.close()
 
 
-#: What is to be copied to a file; None stands for no more of it.
+#: A copy to a file. None marks the file's end.
 _Item = tuple[Output, Batch | None]
 
-#: A file and those of its pieces that are to be hashed; None stands for what is in none of them.
+#: A file and the pieces to hash. None marks bytes outside every piece.
 _HashJob = tuple[Output, list[Piece] | None]
 
 
 class Workers:
-    """A few daemon threads around a bounded queue, and some that sync and hash the files that are filled.
+    """Copying threads around a bounded queue, and threads that sync and hash filled files.
 
-    `num_here` processes share the processor and the disk.  The first error of any thread reaches the caller.
+    `num_here` processes share the processor and the disk. The caller gets the first error from any thread.
     """
 
     def __init__(
@@ -170,20 +170,20 @@ class Workers:
     ) -> None:
         self.num_fillers = max(1, resources.num_workers // (1 if resources.workers > 0 else num_here))
         num_cores_here = max(1, num_cores() // num_here)
-        # Each step of a cast takes and gives back the interpreter's lock: more threads than cores only hand it around.
+        # Each cast step takes the interpreter's lock, so more threads than cores would not help.
         self._jobs: Jobs[_Item] = Jobs(self.num_fillers, num_cores_here)
-        self._asked = OpenFiles()  # of which something is asked of a disk before it is read
+        self._asked = OpenFiles()  # files with read-ahead advice
         self.buffer_size = resources.buffer_size
         self._room = _Room(resources.max_memory)
         self._progress = progress
         self._progress_lock = threading.Lock()
         self._present = threading.Condition()
-        self._num_present = 1  # threads that may use what is open: the caller's too
+        self._num_present = 1  # threads that may use open files, including the caller's
         self._outputs: set[Output] = set()
         self._filled: queue.SimpleQueue[Output | None] = queue.SimpleQueue()
         self._to_hash: queue.SimpleQueue[_HashJob | None] = queue.SimpleQueue()
         self._pieces: dict[str, dict[Piece, str]] = {}
-        self._rests: dict[str, tuple[int, str]] = {}  # a file's size, and the digest of what is in no piece
+        self._rests: dict[str, tuple[int, str]] = {}  # each file's size, and the digest of bytes outside pieces
         self._room_for_outputs = threading.Semaphore(MAX_UNFINISHED)
         self._error: BaseException | None = None
         self._stopping = False
@@ -207,7 +207,7 @@ class Workers:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        """Let the threads end after the piece in hand."""
+        """Stop the threads after their current batch."""
         self._stopping = True
         self._jobs.close(drop=True)
         self._asked.close()
@@ -222,7 +222,7 @@ class Workers:
                     thread.join()
 
     def _leave(self) -> None:
-        """Called by every thread and by the caller's: the last of them closes the files that nobody will finish."""
+        """Leave as one of the threads or the caller. The last one closes all unfinished files."""
         with self._present:
             self._num_present -= 1
             while not self._num_present and self._outputs:
@@ -231,15 +231,15 @@ class Workers:
             self._present.notify_all()
 
     def _wait(self, num_present: int, timeout: float) -> bool:
-        """Whether no more than so many threads are left, after waiting for that.
+        """Wait until at most `num_present` threads remain. Return False on timeout.
 
-        `Thread.join` would do, but takes a running thread for a dead one when Ctrl-C interrupts it (Python 3.11).
+        `Thread.join` may take a running thread for a dead one if Ctrl-C interrupts it (Python 3.11).
         """
         with self._present:
             return self._present.wait_for(lambda: self._num_present <= num_present, timeout)
 
     def open(self, file: FileIO, part: Share) -> Output:
-        """Take over a target file, when there are not too many unfinished ones."""
+        """Take over a target file, after waiting if too many are unfinished."""
         try:
             while not self._room_for_outputs.acquire(timeout=0.2):
                 self._raise_error()
@@ -256,28 +256,28 @@ class Workers:
         self._put((output, batch), is_heavy=is_heavy)
 
     def compute(self, output: Output, copies: list[Copy], content: Callable[[], memoryview]) -> None:
-        """Let a thread compute `content`, which is as long as the copies' sources reach, and write it."""
+        """Compute `content` in a thread and write it. It is as long as the copies' sources reach."""
         room = self._room.taken(_COMPUTING * max(copy.source.end for copy in copies))
         output.add()
-        # of a store as much as can be is asked at a time
+        # stores need many parallel requests
         self._put((output, ComputedBatch(copies, content, room)), is_heavy=not in_use())
 
     def _ask_for(self, batch: Batch) -> bool:
-        """Let the kernel begin to read what will be cast.  False where it is in a store, of which threads ask."""
+        """Advise the kernel to read the batch's ranges. Return False for stores: their reads happen in threads."""
         for path, offset, size in batch.reads():
             if is_standin(path):
                 return False
             if size >= _ASKED:
-                with contextlib.suppress(OSError):  # it is only advice
+                with contextlib.suppress(OSError):  # only advice
                     os.posix_fadvise(blocks.descriptor_of(self._asked, path), offset, size, os.POSIX_FADV_WILLNEED)
         return True
 
     def finish(self, output: Output) -> None:
-        """Say that everything for `output` has been submitted."""
+        """Mark the end of `output`'s batches."""
         self._put((output, None))
 
     def join(self, last: Callable[[], list[Output]]) -> None:
-        """Wait until everything submitted is done; `last` is called when all files are filled, and may add some."""
+        """Wait until all work is done. `last` runs after all files are filled, and may return more files."""
         self._jobs.close()
         self._wait_for_all_but(len(self._syncers) + len(self._hashers))
         for _ in self._hashers:
@@ -342,7 +342,7 @@ class Workers:
         self._leave()
 
     def digests(self) -> tuple[dict[str, dict[Piece, str]], dict[str, tuple[int, str]]]:
-        """The digests of the filled pieces by file; and each file's size, with the digest of what is in no piece."""
+        """Return the digests of filled pieces by file, and each file's size with the digest of its other bytes."""
         return self._pieces, self._rests
 
     def _release(self, output: Output, uses: int = 1) -> None:
@@ -351,7 +351,7 @@ class Workers:
             self._room_for_outputs.release()
 
     def _fail(self, error: BaseException) -> None:
-        """Hand an error to the caller, whatever it is."""
+        """Pass any error to the caller."""
         self._error = self._error or error
         self._stopping = True
 
@@ -373,7 +373,7 @@ class Workers:
 
 
 def _start_writeback(descriptor: int, start: int, stop: int) -> None:
-    """Ask the kernel to start writing what was just copied, so that the final fsync finds little left to do."""
+    """Ask the kernel to write back the latest copy now, so that the final fsync has little left to do."""
     if _sync_file_range is not None:
         _sync_file_range(descriptor, ctypes.c_int64(start), ctypes.c_int64(stop - start), _SYNC_FILE_RANGE_WRITE)
 
@@ -382,7 +382,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class _Room:
-    """Memory for computed tensors: as many at the same time as fit, and always at least one."""
+    """Memory for computed tensors: as many at once as fit, and always at least one."""
 
     def __init__(self, size: int) -> None:
         self._size = size
