@@ -1,4 +1,4 @@
-"""What a training state means whatever the format: an optimizer's states, a schedule, an adapter's names.
+"""Meaning of a training state in any format: optimizer states, schedules, adapter names.
 
 May import: `ckpt.base`, `ckpt.containers`, `ckpt.plan`.
 """

@@ -1,12 +1,12 @@
-"""One Adam, as torch and as DeepSpeed record it: what each one's own class asks for and the other's does not write.
+"""Adam in torch and DeepSpeed: each class needs options that the other does not record.
 
-torch's Adam and AdamW fill in the options that an older version did not record, but only in `load_state_dict`; before
-that `torch.distributed.checkpoint.load` has failed on every option of the live optimizer that a checkpoint lacks.
-DeepSpeed's FusedAdam and CPUAdam look `bias_correction` up at each step, and hand the number of steps to code that
-takes an int.  None of this is a choice that the recording class had, so what it does without saying is written.
+torch's Adam and AdamW add missing options only in `load_state_dict`. Before that, `torch.distributed.checkpoint.load`
+fails on every option of the live optimizer missing in the checkpoint. DeepSpeed's FusedAdam and CPUAdam read
+`bias_correction` at each step, and pass the step to code that needs an int. The recording class had no choice in any of
+these, so its implied value is written.
 
-torch 2.13 (optim/adam.py and adamw.py, `__setstate__`), deepspeed 0.19.8 (ops/adam/fused_adam.py, cpu_adam.py;
-runtime/engine.py, `_configure_basic_optimizer`).
+Facts from torch 2.13 (optim/adam.py and adamw.py, `__setstate__`) and deepspeed 0.19.8 (ops/adam/fused_adam.py,
+cpu_adam.py; runtime/engine.py, `_configure_basic_optimizer`).
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ _OF_DEEPSPEED = {"bias_correction": True}
 
 
 def is_adam(options: Mapping[str, Any], roles: Collection[str]) -> bool:
-    """Whether a param group is one of Adam's: by its options, and by the states of its parameters, if there are any."""
+    """Return True for an Adam param group: by its options, and by its parameters' states if there are any."""
     return options.keys() >= _OPTIONS and (not roles or has_states(roles))
 
 
 def has_states(roles: Collection[str]) -> bool:
-    """Whether these are the states of Adam, or of an optimizer that is made from it."""
+    """Return True for the states of Adam or an optimizer derived from it."""
     return set(roles) >= _STATES
 
 
 def missing_for_torch(options: Mapping[str, Any], ds_config: Any) -> dict[str, Any]:
-    """Options that torch's Adam has and `options` do not.
+    """Return the options of torch's Adam that are missing in `options`.
 
-    Whether weight decay is decoupled, DeepSpeed's config tells where it has the optimizer.  Where it does not, False is
-    what leaves this to the live class: AdamW decouples whatever is recorded, Adam only what is recorded as True.
+    DeepSpeed's config says if weight decay is decoupled. If it does not say so, False leaves the choice to the live
+    class: AdamW always decouples, Adam only if True is recorded.
     """
     known = _OF_TORCH | {_DECAY: _is_decoupled(ds_config)}
     return {name: value for name, value in known.items() if name not in options}
 
 
 def missing_for_deepspeed(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options that DeepSpeed's Adam has and `options` do not."""
+    """Return the options of DeepSpeed's Adam that are missing in `options`."""
     return {name: value for name, value in _OF_DEEPSPEED.items() if name not in options}
 
 
 def whole_steps(value: Any) -> Any:
-    """A number of steps as DeepSpeed's Adam counts; torch's makes a tensor of it when it loads."""
+    """Return a step count as an int for DeepSpeed's Adam. torch's Adam turns it into a tensor on load."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 

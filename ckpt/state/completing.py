@@ -1,4 +1,4 @@
-"""A run's checkpoint with what it lacks from another one, of the model that was trained: `--complete-from`."""
+"""`--complete-from`: fill a run's missing tensors from its base model."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import difference, stated_otherwise
 
-#: The part of a model that a tensor is of: all before the second number in its name, or before what a layer has.
+#: Part of a model in a tensor's name: up to the layer number, or the first two components.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
 
 
 def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
-    """`run` under the Hub's names, with every tensor of `base` that it has not.
+    """Return `run` under the Hub's names, plus every tensor that only `base` has.
 
-    The last note lists them, and those before it say where the configs differ.  Nothing that the run has is replaced.
-    UsageError where the two are models of other kinds, LossError where a tensor that both have is not of one shape, but
-    for the rows of a vocabulary.
+    The last note lists the added tensors. Notes before it list differences between the configs. No tensor in the run is
+    replaced. Raise UsageError if the models differ in kind, LossError if a shared tensor has another shape (except the
+    number of vocabulary rows).
     """
     if (differing := difference(run.config, base.config)) is not None:
         key, one, other = differing
@@ -57,7 +57,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
 
 
 def _check_same(run: Checkpoint, base: Checkpoint, has: Mapping[str, Shape], gives: Mapping[str, Shape]) -> None:
-    """Raise an error where the tensors that both have tell that one is not the other's base."""
+    """Raise an error if shared tensors show that `base` is not the run's base model."""
     common = [fqn for fqn in has if fqn in gives]
     if not common:
         raise LossError("no name of the run is in this base", path=base.path, expected=next(iter(has), None))
@@ -83,13 +83,13 @@ def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
 
 
 def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:
-    """What the base's config has otherwise than the run's, which is the one that is written."""
+    """Yield notes on differences between the configs. The run's config is the one written."""
     for entry, one, other in stated_otherwise(run.config, base.config):
         yield f"config.json of the run has {entry} {one!r}, and that of {base.path} {other!r}"
 
 
 def _note_of_taken(path: str, taken: Mapping[Key, Tensor]) -> str:
-    """A note with the parts of the model that were taken, all of them."""
+    """Return a note with all added parts of the model."""
     if not taken:
         return f"nothing is taken from {path}: the run lacks nothing that it has"
     parts: dict[str, list[Tensor]] = {}

@@ -1,4 +1,4 @@
-"""A checkpoint under the names of another namespace."""
+"""Translation of a checkpoint to another namespace."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 
 
 def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout | None = None) -> Checkpoint:
-    """`checkpoint` under the names of `namespace`, where the two are related and differ.
+    """Return `checkpoint` with its names translated to `namespace`, if they differ and are related.
 
-    Every way leads over the Hub's names; `layout` decides what a namespace leaves open, as how far Megatron's
-    vocabulary is padded.  Raises LossError where a relation does not place a tensor, NotFoundError where it takes a
-    config and none is there.
+    Every translation goes through the Hub's names. `layout` supplies choices such as the padding of Megatron's
+    vocabulary. Raise LossError if a relation has no place for a tensor, NotFoundError if a needed config is missing.
     """
     layout = layout or Layout()
     if checkpoint.is_adapter and namespace != checkpoint.namespace:
@@ -25,7 +24,7 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
     if namespace == checkpoint.namespace:
         return checkpoint if namespace in OF_THE_MODEL else registry.namespace(namespace).adapted(checkpoint, layout)
     if checkpoint.namespace == TORCHTITAN and namespace == TRANSFORMERS:
-        return checkpoint  # a run's own names, whichever framework's, are what it goes on under
+        return checkpoint  # a run keeps its framework's names
     if not {checkpoint.namespace, namespace} <= OF_THE_MODEL:
         checkpoint = _with_known_names(checkpoint, namespace)
     if checkpoint.namespace in (OWN, namespace):
@@ -36,7 +35,7 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
 
 
 def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -> Checkpoint:
-    """An adapter under the names that `namespace` has for adapters: its own, or those of PEFT's files."""
+    """Return an adapter under the adapter names of `namespace`: its own, or PEFT's."""
     if checkpoint.namespace not in OF_THE_MODEL:
         to_peft = registry.namespace(checkpoint.namespace).adapter_to_peft
         assert to_peft is not None
@@ -51,7 +50,7 @@ def _adapter_in(checkpoint: Checkpoint, namespace: str | None, layout: Layout) -
 
 
 def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
-    """`checkpoint` with the names of its config's architecture; NotFoundError if there is no config that tells it."""
+    """Return `checkpoint` with its architecture's names. Raise NotFoundError without a config that names it."""
     model_type = (checkpoint.config or {}).get("model_type")
     if not model_type:
         raise NotFoundError(
@@ -65,7 +64,7 @@ def _with_known_names(checkpoint: Checkpoint, namespace: str) -> Checkpoint:
 
 
 def as_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` under the Hub's names, where its config names an architecture; an adapter under PEFT's."""
+    """Return `checkpoint` under the Hub's names if its config names an architecture. An adapter gets PEFT's names."""
     if checkpoint.is_adapter:
         return to_namespace(checkpoint, OWN)
     if checkpoint.namespace == OWN and checkpoint.config and checkpoint.config.get("model_type"):

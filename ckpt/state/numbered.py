@@ -1,9 +1,8 @@
-"""Numbers of parameters in an optimizer's state that records no names: found by order, proved by shapes.
+"""Names for numbered optimizer states without names, found by order and proven by shapes.
 
-An optimizer numbers parameters as they are handed to it: group after group, and in each in the order in which the model
-registers them (torch/optim/optimizer.py, `state_dict`).  Three ways to deal them to groups are known: all in one, and
-those with weight decay before those without, which are told by name, as HF Trainer does (transformers 5.23, trainer.py,
-`get_decay_parameter_names`), or by having less than two dims, as many scripts do.
+An optimizer numbers its parameters by group, then by the order in the model (torch/optim/optimizer.py, `state_dict`).
+Three groupings are known: one group; with weight decay before without, chosen by name like HF Trainer (transformers
+5.23, trainer.py, `get_decay_parameter_names`); or the same, chosen by having fewer than two dims, like many scripts.
 """
 
 from __future__ import annotations
@@ -13,23 +12,23 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ckpt.plan.tensors import Shape
 
-#: Names of parameters that HF Trainer gives no weight decay.
+#: Parameters without weight decay in HF Trainer.
 _WITHOUT_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
 
 
 def has_decay(fqn: str) -> bool:
-    """Whether HF Trainer gives a parameter weight decay."""
+    """Return True if HF Trainer applies weight decay to a parameter."""
     return not _WITHOUT_DECAY.search(fqn.lower())
 
 
 def names_by_shapes(
     parameters: Mapping[str, Shape], groups: Sequence[Sequence[Shape | None]]
 ) -> list[tuple[str, ...]] | None:
-    """The fqns of each group of an optimizer, in the order of their numbers; None where the shapes do not prove them.
+    """Return the fqns in each group by number, or None if the shapes do not prove them.
 
-    `parameters` are the model's in the order in which it registers them, frozen ones included, each tied one once;
-    `groups` are the shapes of the optimizer's states by number, None for one without states.  A proof is that the
-    shapes of each group fit, in order, and in one way only.
+    `parameters` lists the model's parameters in order, including frozen ones, each tied one once. `groups` lists the
+    optimizer states' shapes by number, None for a parameter without states. The proof: each group's shapes fit in
+    order, in exactly one way.
     """
     for names in _ways(parameters, groups):
         if None not in names:
@@ -52,7 +51,7 @@ def _ways(
 
 
 def _only_way(parameters: list[tuple[str, Shape]], shapes: list[Shape | None]) -> tuple[str, ...] | None:
-    """The names that `shapes` belong to as a part of `parameters` in the same order, if that is so in one way only."""
+    """Return the names for `shapes`, a subsequence of `parameters`, if there is exactly one match."""
     first = _first_way(parameters, shapes)
     last = _first_way(parameters[::-1], shapes[::-1])
     return first if first is not None and last is not None and first == last[::-1] else None

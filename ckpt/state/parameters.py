@@ -1,4 +1,4 @@
-"""What a model is made of, as its memory depends on it: parameters with their shapes, and the sizes of its layers."""
+"""Model sizes for memory estimates: parameters with shapes, and layer sizes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from math import prod
 
 from ckpt.plan.tensors import Shape
 
-#: Kinds of parameters: matrices of linear layers, all experts of a layer in one, and what chooses among these.
+#: Kinds of parameters: linear layers' matrices, a layer's experts together, and the router, among others.
 EMBEDDING, HEAD, LINEAR, EXPERT, ROUTER, OTHER = "embedding", "head", "linear", "expert", "router", "other"
 
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A parameter, or `count` of them that are alike.
+    """A parameter, or `count` equal ones.
 
-    `layer` is the number of the layer that it belongs to, None outside all.  `adapter` says how many times the rank of
-    a LoRA adapter it gets where all linear layers have one.
+    `layer` is its layer number, or None outside all layers. `adapter` is the number of elements per LoRA rank if all
+    linear layers have an adapter.
     """
 
     name: str
@@ -29,25 +29,25 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements of all `count` of them."""
+        """Elements in all `count` parameters."""
         return self.count * prod(self.shape)
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Elements of all of them together."""
+    """Return the number of elements in all parameters together."""
     return sum(parameter.numel for parameter in parameters)
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """The sizes of a layer that its activations depend on; all are elements per token.
+    """Layer sizes that determine its activations, in elements per token.
 
-    `queries`, `keys`, `values` are those of all heads, `attended` what attention gives to its output layer, which
-    transformers' fused attention saves `again` so many times; its eager attention saves each score `scores` times in
-    the model's dtype, and in float32 where `scores_fp32`.  `latent`
-    the low-rank queries, keys and values of latent attention.  `qk_norms` is the number of heads whose queries or keys
-    are normalised.  `ffn` is the width of a dense MLP or of shared experts, `ffn_saved` the number of tensors of that
-    width that the backward pass needs; the same of one expert.  Each token goes through `top` experts.
+    `queries`, `keys` and `values` count all heads. `attended` is attention's input to its output layer; transformers'
+    fused attention saves it `again` more times. Eager attention saves each score `scores` times in the model's dtype,
+    and in float32 if `scores_fp32`. `latent` is the size of low-rank queries, keys and values in latent attention.
+    `qk_norms` is the number of heads with normalised queries or keys. `ffn` is the width of a dense MLP or of shared
+    experts, and `ffn_saved` the number of tensors with this width needed in the backward pass. `expert_ffn` and
+    `expert_saved` are the same for one expert. Each token uses `top` experts.
     """
 
     hidden: int
@@ -73,7 +73,7 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model in the form in which transformers holds it; `blocks` is empty where its layers are not known."""
+    """A model in transformers' form. `blocks` is empty if its layers are unknown."""
 
     name: str
     parameters: tuple[Parameter, ...]
@@ -83,12 +83,11 @@ class Model:
 
 
 def flops_per_token(model: Model, length: int, *, frozen: bool = False) -> int | None:
-    """Floating-point operations of the forward and the backward pass for each token; None where layers are not known.
+    """Return the floating-point operations per token in forward and backward pass, or None if layers are unknown.
 
-    6 N + 12 s q, as of PaLM (Chowdhery et al. 2022, appendix B): N are the parameters that a token is multiplied with,
-    the embedding's only where it is the output layer too, and of the experts those that it is sent to; s is the
-    `length` of a sequence, q the width of all layers' queries together.  Of a `frozen` model, trained by an adapter,
-    no gradients of parameters are made: 4 N.
+    The formula is 6 N + 12 s q from PaLM (Chowdhery et al. 2022, appendix B). N counts the parameters multiplied with a
+    token: the embedding only if it is the output layer too, and only the experts in use. s is the sequence `length`, q
+    the queries' width over all layers. A `frozen` model with an adapter needs no parameter gradients: 4 N.
     """
     if not model.blocks:
         return None
@@ -104,7 +103,7 @@ def flops_per_token(model: Model, length: int, *, frozen: bool = False) -> int |
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """What one tensor-parallel rank of a pipeline stage of megatron-core's holds, and of which layers."""
+    """Parameters and layers of one tensor-parallel rank in a megatron-core pipeline stage."""
 
     parameters: tuple[Parameter, ...]
     layers: range

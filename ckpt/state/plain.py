@@ -1,4 +1,4 @@
-"""Training state that needs no framework to be loaded."""
+"""Training state that loads without a framework."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SCALARS = (
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is made of values that any Python with torch can load: of no object of a framework's own class."""
+    """Return True if any Python with torch can load the value: it contains no object of a framework's class."""
     if type(value) in (list, tuple, set, frozenset, deque):
         return all(map(is_plain, value))
     if type(value) in (dict, StoredDict):

@@ -1,10 +1,10 @@
-"""How far a run has come, under the names by which each framework's schedules and data loaders know it.
+"""A run's progress, in the terms of each framework's schedules and data loaders.
 
-A checkpoint records the steps taken and most record the sequences seen.  Between DeepSpeed's and torch's schedules on
-one side and Megatron's on the other that is all that is carried: the shape of a schedule is the next run's own option.
+A checkpoint records the steps taken, and mostly the sequences seen. Only these convert between Megatron's schedules and
+DeepSpeed's or torch's. The shape of a schedule is the next run's own option.
 
 Format facts: megatron-core 0.16.1 (optimizer_param_scheduler.py), Megatron-LM core_v0.16.1 (training/checkpointing.py,
-`load_checkpoint`, which loads no optimizer without `opt_param_scheduler`; training/training.py counts its steps in
+`load_checkpoint`: no optimizer is loaded without `opt_param_scheduler`; training/training.py: steps are counted in
 sequences), deepspeed 0.19.8 (runtime/lr_schedules.py: -1 before the first step), torch 2.13 (optim/lr_scheduler.py).
 """
 
@@ -17,7 +17,7 @@ from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, TrainingState
 
-#: Entries of a Megatron schedule's state beside its position: what the shape is.
+#: Shape entries in a Megatron schedule's state. The other entry is the position.
 _SHAPE = (
     "max_lr",
     "min_lr",
@@ -32,7 +32,7 @@ _SHAPE = (
 
 
 def sequences_seen(state: TrainingState) -> int | None:
-    """Sequences consumed so far: DeepSpeed's count, that of a trainer's `train_state`, or Megatron-LM's argument."""
+    """Return the number of sequences seen, from DeepSpeed, a trainer's `train_state`, or Megatron-LM's arguments."""
     count = state.global_samples
     for holder, key in ((state.train_state, "sequences"), (state.args, "consumed_train_samples")):
         if count is None and holder is not None:
@@ -43,9 +43,9 @@ def sequences_seen(state: TrainingState) -> int | None:
 
 
 def with_counted_step(checkpoint: Checkpoint) -> tuple[Checkpoint, tuple[str, ...]]:
-    """With the step that the optimizer has counted, where no other is recorded and all parameters have the same; notes.
+    """Use the optimizer's step count if no step is recorded and all counts agree. Also return notes.
 
-    A script of torch's may save the model and the optimizer alone, which is all that `load_state_dict` asks for.
+    A torch script may save only model and optimizer, because `load_state_dict` needs no more.
     """
     counts = set(checkpoint.state.scalars.get("step", {}).values())
     if checkpoint.state.step is not None or not counts or not all(map(_is_count, counts)):
@@ -64,14 +64,14 @@ def _is_count(value: Any) -> bool:
 
 
 def megatron_schedule(sequences: int) -> dict[str, Any]:
-    """The state of Megatron's schedule after so many sequences.
+    """Return Megatron's schedule state after `sequences` sequences.
 
-    With `--override-opt-param-scheduler` its loader takes the position alone; without, it compares the shape with that
-    of the run's options, and says so of the first entry that is None here.
+    With `--override-opt-param-scheduler`, Megatron's loader only reads the position. Without it, the loader compares
+    the shape with its options and reports the first entry that is None here.
     """
     return {"num_steps": sequences, **dict.fromkeys(_SHAPE)}
 
 
 def deepspeed_schedule(steps: int) -> dict[str, Any]:
-    """The state after so many steps of DeepSpeed's own schedules and of torch's: each reads the entries it knows."""
+    """Return the state after `steps` steps for DeepSpeed's and torch's schedules. Each reads the entries it knows."""
     return {"last_batch_iteration": steps - 1, "last_epoch": steps, "_step_count": steps + 1}

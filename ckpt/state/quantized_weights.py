@@ -1,4 +1,4 @@
-"""Rules for quantized weights: every weight has all of its parts, no part is cast, and a target must take them."""
+"""Rules for quantized weights: all parts present, none cast, and only in targets that support them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MAX_SHOWN = 3
 
 
 def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
-    """Return the names of tensors that are parts of quantized weights: packed values, scales and the like."""
+    """Return the names of all parts of quantized weights: packed values, scales and so on."""
     found: frozenset[str] = registry.service("quantized_weights")(checkpoint).parts
     return found
 
 
 def check_parts(checkpoint: Checkpoint) -> None:
-    """Raise LossError if a quantized weight lacks a part, or has an unexpected or misshapen one."""
+    """Raise LossError if a quantized weight has missing, unexpected or misshapen parts."""
     if not (faults := registry.service("quantized_weights")(checkpoint).faults):
         return
     more = len(faults) - _MAX_SHOWN
@@ -34,7 +34,7 @@ def check_parts(checkpoint: Checkpoint) -> None:
 
 
 def dequantizing_hint(checkpoint: Checkpoint) -> str:
-    """Return a hint that leads to plain weights: `--dequantize`, or another source."""
+    """Return a hint for getting plain weights: `--dequantize`, or another source."""
     if registry.service("can_dequantize")(checkpoint):
         return "--dequantize makes plain weights of them"
     return "take the full-precision model: weights of this quantization method can't be dequantized here"
@@ -43,7 +43,7 @@ def dequantizing_hint(checkpoint: Checkpoint) -> str:
 def check_place(checkpoint: Checkpoint, target: Format) -> None:
     """Raise LossError if a quantized model is converted to a format that trains plain weights.
 
-    A run that trains on a quantized base keeps it: its own engine wrote it that way.
+    A run trained on a quantized base may keep it: its engine wrote it in this form.
     """
     weights = registry.service("quantized_weights")(checkpoint)
     if target.namespace == HUB and weights.unwritable:
@@ -66,9 +66,9 @@ def check_place(checkpoint: Checkpoint, target: Format) -> None:
 
 
 def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """Return `checkpoint` with the parts of quantized weights excluded from casts.
+    """Return `checkpoint` with quantized weights' parts excluded from casts.
 
-    Raise LossError if `--dtype` is given and ckpt does not know which tensors are parts.
+    Raise LossError if `--dtype` is given and the parts are unknown.
     """
     weights = registry.service("quantized_weights")(checkpoint)
     if layout.dtype is not None and weights.unproved:
@@ -82,7 +82,7 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def check_casts(checkpoint: Checkpoint, target: Target) -> None:
-    """Raise LossError if `target` has a part of a quantized weight in another dtype."""
+    """Raise LossError if `target` changes the dtype of a quantized weight's part."""
     parts = quantized_parts(checkpoint)
     for slot in (slot for file in target.files for slot in file.slots) if parts else ():
         tensor = checkpoint.tensors.get(slot.key)

@@ -1,13 +1,13 @@
-"""Whether two configs tell of the same model, where the names and the shapes of tensors do not."""
+"""Comparison of two configs for model differences that tensor names and shapes do not show."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: How configs call the number of layers.
+#: Config keys for the number of layers.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
-#: Entries of a config that do not change what a model computes of given tensors, or that its tensors show as well.
+#: Config keys without effect on the model's results, or visible in its tensors.
 _PASSED = {
     *("_name_or_path", "architectures", "dtype", "quantization_config", "tie_word_embeddings", "torch_dtype"),
     *("transformers_version", "use_cache"),
@@ -15,7 +15,7 @@ _PASSED = {
 
 
 def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -> tuple[str, Any, Any] | None:
-    """The entry in which two configs tell of different models, with both values; None where there is none."""
+    """Return the first entry that shows different models, with both values, or None."""
     kind, depth = ([read(config) for config in (one, other)] for read in (_kind, _depth))
     for name, (a, b) in (("model_type", kind), (_DEPTHS[0], depth)):
         if None not in (a, b) and a != b:
@@ -26,9 +26,9 @@ def difference(one: Mapping[str, Any] | None, other: Mapping[str, Any] | None) -
 def stated_otherwise(
     one: Mapping[str, Any] | None, other: Mapping[str, Any] | None, within: str = "", *, alone: bool = False
 ) -> Iterator[tuple[str, Any, Any]]:
-    """Yield the entries that two configs state differently, with both values.
+    """Yield the entries with different values in two configs, with both values.
 
-    With `alone`, also entries that only one of two given configs states: the other value is None.
+    With `alone`, also yield entries in only one of two given configs, with None for the other value.
     """
     alone = alone and None not in (one, other)
     one, other = one or {}, other or {}
@@ -47,7 +47,7 @@ def _kind(config: Mapping[str, Any] | None) -> Any:
 
 
 def _depth(config: Mapping[str, Any] | None) -> Any:
-    """The number of layers, of a model with images those of its text model."""
+    """Return the number of layers. A vision-language model has it in its text config."""
     config = config or {}
     inner = config.get("text_config")
     sources = (config, inner if isinstance(inner, Mapping) else {})

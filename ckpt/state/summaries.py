@@ -1,6 +1,6 @@
-"""Values that a framework saved, as text and plain data that are safe to show: bounded, and escaped.
+"""Saved values as text and plain data for safe display: bounded and escaped.
 
-No object that a reader made of a pickle is asked for its own text.
+No unpickled object is asked for its own text.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 from ckpt.base.text import counted, one_line
 from ckpt.plan.dtypes import DType
 
-_MAX_TEXT = 120  # characters of one value
-MAX_MEMBERS = 8  # members shown of one container
+_MAX_TEXT = 120  # characters per value
+MAX_MEMBERS = 8  # members shown per container
 _MAX_DEPTH = 4
-_MAX_NODES = 200  # values shown of one entry
+_MAX_NODES = 200  # values shown per entry
 
 JSON = None | bool | int | float | str | list[Any] | dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Bounds:
-    """How much is shown of a value: characters of a text, members of a container, depth, and values of all."""
+    """Display limits: text length, members per container, depth, and number of values."""
 
     text: int = _MAX_TEXT
     members: int = MAX_MEMBERS
@@ -33,12 +33,12 @@ class Bounds:
 
 
 SHORT = Bounds()
-#: Nothing that a framework saves is cut by these, and nothing that is made to harm gets past them.
+#: High enough for everything that frameworks save, low enough to stop an attack.
 FULL = Bounds(100_000, 100_000, 50, 1_000_000)
 
 
 def summarise(value: Any, bounds: Bounds = SHORT) -> JSON:
-    """`value` as bounded plain data: long texts cut, large or deep containers shortened, other objects by type only."""
+    """Return `value` as bounded plain data: long texts and containers are cut, other objects show only their type."""
     return _summarise(value, bounds, bounds.depth, [bounds.nodes])
 
 
@@ -47,7 +47,7 @@ def _summarise(value: Any, bounds: Bounds, depth: int, budget: list[int]) -> JSO
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, int):
-        # Digits of a long integer take quadratic time, and Python refuses to print the longest ones.
+        # Printing a long integer takes quadratic time, and Python refuses the longest ones.
         return value if value.bit_length() <= 64 else f"<integer of {counted(value.bit_length(), 'bit')}>"
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
@@ -91,7 +91,7 @@ def _key(key: Any) -> str:
 
 
 def _kind_of_value(value: Any) -> str:
-    """What an object is, by the name that it records of its class, or else by its type."""
+    """Describe an object by its recorded class name, or by its type."""
     name = getattr(value, "typename", None)
     shape = getattr(value, "shape", None)
     dtype = getattr(value, "dtype", None)
@@ -102,12 +102,12 @@ def _kind_of_value(value: Any) -> str:
 
 
 def summary_text(value: Any) -> str:
-    """`value` in one short line."""
+    """Return `value` in one short line."""
     return json_text(summarise(value))
 
 
 def json_text(value: JSON, limit: int = _MAX_TEXT) -> str:
-    """What `summarise` returned, in one line of at most `limit` characters."""
+    """Return the result of `summarise` in one line of at most `limit` characters."""
     if isinstance(value, list):
         text = "[" + ", ".join(json_text(member, limit) for member in value) + "]"
     elif isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Optimizer states that a reader makes no tensor of: for `Checkpoint.unread`."""
+"""Optimizer states that a reader skips, for `Checkpoint.unread`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ckpt.base.text import counted
 
 @dataclass
 class Unread:
-    """The states that are left out, by name and reason, and the parameters whose they are."""
+    """Skipped states with the reason, and the parameters they belong to."""
 
     fqns: dict[tuple[str, str], list[str]] = field(default_factory=dict)
 

@@ -1,4 +1,4 @@
-"""Names that wrappers of a model put into the names of its tensors, in state dicts and in adapters' files."""
+"""Prefixes from model wrappers in tensor names, in state dicts and adapter files."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from ckpt.base.errors import CorruptError
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.relation import Relation, translate
 
-#: Names that wrappers put into the middle of a name: torch.compile, FSDP1, activation checkpointing.
+#: Names inserted by wrappers: torch.compile, FSDP1, activation checkpointing.
 _INNER = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)\.")
-#: DistributedDataParallel and DataParallel put it before every name.
+#: Prefix from DistributedDataParallel and DataParallel.
 _OUTER = "module."
 
 
 def stripper(names: Iterable[str]) -> Callable[[str], str]:
-    """A function that removes from an fqn what wrappers add: DDP's prefix only where all of `names` begin with it."""
+    """Return a function that removes wrapper names. DDP's prefix is removed only if all `names` have it."""
     inner = [_INNER.sub("", name) for name in names]
     outer = _OUTER if inner and all(name.startswith(_OUTER) for name in inner) else ""
     return lambda name: _INNER.sub("", name).removeprefix(outer)
 
 
 def clean_names(names: Collection[str], path: str) -> dict[str, str]:
-    """Each name without the wrappers of DDP, FSDP1, torch.compile and activation checkpointing."""
+    """Map each name to the name without wrappers (DDP, FSDP1, torch.compile, activation checkpointing)."""
     strip = stripper(names)
     inner = {name: strip(name) for name in names}
     seen: dict[str, str] = {}
@@ -38,9 +38,9 @@ def clean_names(names: Collection[str], path: str) -> dict[str, str]:
 
 
 def without_wrappers(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` without what torch.compile and others put into names, and a note where there was any.
+    """Return `checkpoint` without wrapper names, and with a note if there were any.
 
-    DeepSpeed saves a wrapped model's names as they are, and loads no others; torch's state dicts have them removed.
+    DeepSpeed saves a wrapped model's names unchanged and loads no others. torch's state dicts remove wrapper names.
     """
     names = {*checkpoint.shapes, *checkpoint.ties}
     if not any(_INNER.search(name) for name in names):
