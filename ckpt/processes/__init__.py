@@ -1,4 +1,4 @@
-"""Several processes of one command: how they were started, and how they talk.
+"""Several processes running one command: launch and communication.
 
 May import: `ckpt.base`.
 """

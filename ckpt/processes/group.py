@@ -1,8 +1,7 @@
-"""The processes that carry something out together, over torch.distributed.
+"""Communication between the processes of one command, over torch.distributed.
 
-In each of them a thread exchanges news with all others a few times a second: values that are gathered, bytes that are
-done, an error.  So a process that fails or dies is known to all within that time, whatever they are at,
-and no process waits for one that is no more.
+In each process, a thread exchanges messages with all others a few times a second: gathered values, progress, errors. So
+every process soon learns about a failure anywhere, whatever it is doing, and none waits for a dead one.
 """
 
 from __future__ import annotations
@@ -22,9 +21,9 @@ from ckpt.base.errors import CkptError, StorageError, UsageError
 
 T = TypeVar("T")
 
-#: What launchers tell each process: its rank, the number of all, the number of those on its node.  torchrun's are
-#: accelerate's and deepspeed's, too; srun's are of the processes of one step: SLURM_NTASKS would be there in the shell
-#: of `salloc`, and in a batch script that starts torchrun once on each node.
+#: Launchers, with their variables for rank, world size and local world size. accelerate and deepspeed use torchrun's.
+#: srun's variables describe one step: SLURM_NTASKS also exists in the shell of `salloc`, and in a batch script that
+#: starts torchrun once per node.
 LAUNCHERS = (
     ("torchrun", "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     ("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),
@@ -32,31 +31,30 @@ LAUNCHERS = (
     ("mpirun", "PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"),
 )
 
-_INTERVAL = 0.25  # seconds between exchanges while nobody waits for one
-_SILENCE = timedelta(minutes=5)  # after which a process counts as dead whose node or network is gone
-_ROLL_CALL = timedelta(seconds=2)  # that is waited for those who live, when one has died
+_INTERVAL = 0.25  # seconds between exchanges if nobody waits for one
+_SILENCE = timedelta(minutes=5)  # timeout for a process on a lost node or network
+_ROLL_CALL = timedelta(seconds=2)  # time to wait for live processes after one has died
 
 
 class Alone:
-    """One process."""
+    """A group with one process."""
 
     rank, size = 0, 1
 
     def gather(self, value: T) -> list[T]:
-        """What each process gives, by rank; called by all of them."""
+        """Return each process's value, by rank. All processes must call it."""
         return [value]
 
     def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """A function to call instead of `progress`: the first process's `progress` then hears of all processes."""
+        """Wrap `progress` so that the first process's `progress` counts all processes."""
         return progress
 
 
 class TorchGroup(Alone):
-    """All processes of torch.distributed, over gloo: what is exchanged stays off the GPUs.
+    """All processes in torch.distributed, connected by gloo to keep messages off the GPUs.
 
-    `store` is torch.distributed's, to find out who has died; without it that is not told.  An error of any process is
-    raised in all of them: from `gather`, from what `counted` returns, or when the group is left.  Use as a context
-    manager; only what happens inside of it is told to the others.
+    `store` is torch.distributed's, used to find dead processes. An error in any process is raised in all of them: from
+    `gather`, from the result of `counted`, or on exit. Use it as a context manager: only errors inside it are shared.
     """
 
     def __init__(self, distributed: Any, store: Any = None) -> None:
@@ -64,13 +62,13 @@ class TorchGroup(Alone):
         self._group = distributed.new_group(backend="gloo", timeout=_SILENCE)
         self.rank, self.size = distributed.get_rank(), distributed.get_world_size()
         self._values: list[deque[Any]] = [deque() for _ in range(self.size)]
-        self._left = [False] * self.size  # which of them have come to their end
+        self._left = [False] * self.size  # ranks that are finished
         self._outgoing: list[Any] = []
-        self._failure: BaseException | None = None  # of this process, to be told
-        self._error: BaseException | None = None  # of any
-        self._is_lost = False  # whether a process has died
+        self._failure: BaseException | None = None  # this process's own, still to be sent
+        self._error: BaseException | None = None  # any process's error
+        self._is_lost = False  # True if a process has died
         self._is_leaving = False
-        self._done = self._told = 0  # bytes of this process; of all, as far as they were told
+        self._done = self._told = 0  # bytes done here; bytes reported by all
         self._progress: Callable[[int], None] = lambda _: None
         self._changed = threading.Condition()
         self._wake = threading.Event()
@@ -81,10 +79,10 @@ class TorchGroup(Alone):
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        """Wait until all are here, or tell an error to them.
+        """Wait for all processes, or send them an error.
 
-        Raises the error that all others raise, too; but not in the first process where it has done what was to be done
-        and another one has died since, nor where this one was interrupted itself.
+        Raise the same error as the other processes, with two exceptions: the first process had finished before another
+        one died, or this process was interrupted.
         """
         with self._changed:
             self._failure, self._is_leaving = error, True
@@ -97,7 +95,7 @@ class TorchGroup(Alone):
             raise self._error from None
 
     def gather(self, value: T) -> list[T]:
-        """Same as `Alone.gather`.  Raises what another process raised, StorageError where one has died."""
+        """Gather like `Alone.gather`. Raise another process's error, or StorageError if one has died."""
         with self._changed:
             self._outgoing.append(value)
             self._wake.set()
@@ -111,11 +109,11 @@ class TorchGroup(Alone):
             return [values.popleft() for values in self._values]
 
     def _is_in_vain(self) -> bool:
-        """Whether a process that has said nothing yet will not say anything any more."""
+        """Return True if a process left without sending a value."""
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 
     def counted(self, progress: Callable[[int], None]) -> Callable[[int], None]:
-        """Same as `Alone.counted`.  It raises what another process raised."""
+        """Count like `Alone.counted`. The result raises another process's error."""
         self._progress = progress if self.rank == 0 else self._progress
         return self._count
 
@@ -128,7 +126,7 @@ class TorchGroup(Alone):
             raise self._error
 
     def _exchange(self) -> None:
-        """The thread: until all leave, or one has failed."""
+        """Exchange messages until all processes leave or one fails. Runs in the thread."""
         while True:
             self._wake.wait(_INTERVAL)
             with self._changed:
@@ -139,11 +137,11 @@ class TorchGroup(Alone):
                 self._distributed.all_gather_object(messages, message, group=self._group)
                 self._progress(sum(done for *_, done in messages) - self._told)
                 self._told = sum(done for *_, done in messages)
-            except RuntimeError as error:  # what torch raises where a process has ended or says nothing
+            except RuntimeError as error:  # torch's error if a process has ended or is silent
                 lost = self._lost(error)
                 with self._changed:
                     self._error, self._is_lost = lost, True
-            except Exception as error:  # of `progress`
+            except Exception as error:  # from `progress`
                 self._failure = error
                 continue
             with self._changed:
@@ -152,14 +150,14 @@ class TorchGroup(Alone):
                         values.extend(new)
                     self._error = next((error for _, error, *_ in messages if error is not None), None)
                     self._left = [is_leaving for _, _, is_leaving, _ in messages]
-                if all(self._values) and not self._is_leaving:  # otherwise who waits for a value does not wait longer
+                if all(self._values) and not self._is_leaving:  # otherwise a waiting process would wait longer
                     self._wake.clear()
                 self._changed.notify_all()
                 if self._error is not None or all(is_leaving for _, _, is_leaving, _ in messages):
                     return
 
     def _lost(self, error: RuntimeError) -> StorageError:
-        """The error for processes that have died: those that do not answer in the store any more."""
+        """Return the error for dead processes: the ones that do not answer in the store."""
         missing: list[int] = []
         if self._store is not None:
             keys = [f"alive/{rank}" for rank in range(self.size)]
@@ -179,7 +177,7 @@ class TorchGroup(Alone):
 
 
 def check_alike(given: Mapping[str, str], group: Alone) -> None:
-    """Raise UsageError in a process that was given other options than the first one."""
+    """Raise UsageError in a process with other options than the first one."""
     first = group.gather(given if group.rank == 0 else {})[0]
     for name in {**first, **given}:
         if given.get(name) != first.get(name):
@@ -192,7 +190,7 @@ def check_alike(given: Mapping[str, str], group: Alone) -> None:
 
 
 def _portable(error: BaseException | None, rank: int, size: int) -> BaseException | None:
-    """`error` in a form that can be sent to other processes, with the rank where it happened."""
+    """Return `error` in a picklable form, with the rank it came from."""
     if error is None or getattr(error, "is_told", False):
         return error
     portable: Any = error
@@ -213,7 +211,7 @@ def _portable(error: BaseException | None, rank: int, size: int) -> BaseExceptio
 
 @contextlib.contextmanager
 def the_callers() -> Iterator[Alone]:
-    """The processes of the script that is running: those of torch.distributed if it is initialized."""
+    """Yield the running script's group: torch.distributed's processes if it is initialized."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is None or not distributed.is_available() or not distributed.is_initialized():
         yield Alone()

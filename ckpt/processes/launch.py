@@ -1,4 +1,4 @@
-"""Several processes of one command, as torchrun, srun and mpirun start them."""
+"""Detection of several processes started by torchrun, srun or mpirun, and their meeting."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from ckpt.base.errors import CkptError, StorageError, UsageError
 from ckpt.base.text import counted
 from ckpt.processes.group import LAUNCHERS, Alone, TorchGroup
 
-_JOINING = timedelta(minutes=5)  # that processes wait for each other to start
-_TELLING = timedelta(seconds=5)  # that an error waits for the first process to have told it
+_JOINING = timedelta(minutes=5)  # timeout for all processes to start
+_TELLING = timedelta(seconds=5)  # time to wait for the first process to print an error
 _TOLD = "ckpt/told"
-_PORT = 29500  # as torchrun's default
+_PORT = 29500  # torchrun's default
 _LAST_PORT = 65535
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among `size`; `by` says who started them, and `variables` by what that is known."""
+    """This process among `size`. `by` names the launcher, `variables` the environment variables used."""
 
     by: str
     rank: int
     size: int
     variables: tuple[str, str]
-    #: Where the first process listens; None where nothing tells.
+    #: Address of rank 0, or None if it is not set.
     address: str | None = None
     port: int = _PORT
 
@@ -43,7 +43,7 @@ class Launch:
 
 
 def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
-    """How this process was started; None where it is the only one, or stands in a script that has its own group."""
+    """Return this process's launch, or None if it is alone or its script has already initialized torch.distributed."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return None
@@ -57,7 +57,7 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
         found = int(port) if port.isdecimal() else _PORT
         if by == "srun" and not port:
             step = int(environment.get("SLURM_JOB_ID", "0")) * 31 + int(environment.get("SLURM_STEP_ID", "0"))
-            found = 20000 + step % 20000  # so that two steps on one node do not collide
+            found = 20000 + step % 20000  # avoid a collision between two steps on one node
         if not address:
             nodes = environment.get("SLURM_STEP_NODELIST", "") if by == "srun" else ""
             address = _first_host(nodes) or ("127.0.0.1" if size == local_size else None)
@@ -66,13 +66,13 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 
 
 def _first_host(nodes: str) -> str:
-    """The first host of a list of nodes in Slurm's spelling: rack03n1 of `rack[03-05,7]n[1-2],other`."""
+    """Return the first host in Slurm's node list: rack03n1 for `rack[03-05,7]n[1-2],other`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]) if first else ""
 
 
 def silence_all_but_one() -> None:
-    """Let only the first of several processes print, what all of them would say alike."""
+    """Silence all processes except the first, because they would print the same text."""
     start = launch()
     if start is not None and start.rank:
         sys.stdout = sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -80,10 +80,10 @@ def silence_all_but_one() -> None:
 
 @contextlib.contextmanager
 def joined(start: Launch | None) -> Iterator[Alone]:
-    """The processes that were started with this one.
+    """Join the processes that were started with this one.
 
-    Raises UsageError where torch is missing, or nothing tells where they meet, StorageError where not all of them come;
-    and in each process the error that one of them raises inside.
+    Raise UsageError if torch or the address is missing, StorageError if not all processes come. An error inside one
+    process is raised in all of them.
     """
     if start is None:
         yield Alone()
@@ -91,7 +91,7 @@ def joined(start: Launch | None) -> Iterator[Alone]:
     try:
         distributed, store, group = _join(start)
     except CkptError:
-        sys.stderr = sys.__stderr__ or sys.stderr  # each tells by itself what keeps it apart from the first
+        sys.stderr = sys.__stderr__ or sys.stderr  # each process reports its own problem
         raise
     try:
         with group:
@@ -105,7 +105,7 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 
 
 def _let_the_first_tell(store: Any, rank: int) -> None:
-    """Let the first process, which prints what is wrong for all, end before the others: launchers kill those left."""
+    """Let the first process print the common error and end first. Launchers kill the remaining processes."""
     if rank == 0:
         atexit.register(_if_there, store.set, _TOLD, "")
     else:
@@ -113,7 +113,7 @@ def _let_the_first_tell(store: Any, rank: int) -> None:
 
 
 def _if_there(ask: Callable[..., object], *what: object) -> None:
-    """Ask a store that may be gone, with the process that it was in."""
+    """Call a store that may have ended with its process."""
     with contextlib.suppress(RuntimeError):
         ask(*what)
 
@@ -125,7 +125,7 @@ def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
             raise UsageError(
                 f"this {what} is out of range", expected=f"at most {last}, of {start}", found=number, hint=alone
             )
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of torch's own warnings; errors are raised, too
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # hides torch's warnings; errors are raised anyway
     try:
         import torch.distributed as distributed
     except ImportError as error:
@@ -163,7 +163,7 @@ def _join(start: Launch) -> tuple[Any, Any, TorchGroup]:
 
 
 def _wait_for_first(address: str, port: int) -> None:
-    """Until the first process listens.  torch waits for that in C++, where neither Ctrl-C nor SIGTERM ends it."""
+    """Wait until the first process listens. torch's own wait is in C++ and ignores Ctrl-C and SIGTERM."""
     end = time.monotonic() + _JOINING.total_seconds()
     while True:
         try:
@@ -175,11 +175,11 @@ def _wait_for_first(address: str, port: int) -> None:
 
 
 def _attempt(store: Any, rank: int, size: int) -> str:
-    """A name for what these processes write in the store, which nobody has had before.
+    """Return a unique key prefix for these processes in the store.
 
-    An agent of torchrun that starts its processes again has the same store for them (torch 2.13), in which are the
-    addresses of those that have ended.  So the first one answers each token that it finds; who finds its own answered
-    knows the name, and says that it does.
+    If torchrun's agent restarts its processes, they get the same store (torch 2.13) with the addresses of dead
+    processes. So each process posts a token, and the first process answers every token with the prefix. A process whose
+    token was answered knows the prefix, and confirms it.
     """
     mine = uuid4().hex
     if rank:
