@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import DTypeLike, NDArray
 
+    from ckpt.move.files import OpenFiles
     from ckpt.move.reading import Computed
 
 Index = int | slice | EllipsisType
@@ -34,9 +35,10 @@ _ROWS = 20  # tensors that a notebook shows of a checkpoint
 class LazyTensor:
     """A tensor that is read where it is indexed: `tensor[0:8]` reads the bytes of these rows and no others."""
 
-    def __init__(self, tensor: Tensor, computed: Computed) -> None:
+    def __init__(self, tensor: Tensor, computed: Computed, sources: OpenFiles | None = None) -> None:
         self._tensor = tensor
         self._computed = computed
+        self._sources = sources  # keeps the files open between reads
 
     @property
     def shape(self) -> Shape:
@@ -104,7 +106,7 @@ class LazyTensor:
         from ckpt.move.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
-        bits = read_box(self._tensor, box, self._computed)
+        bits = read_box(self._tensor, box, self._computed, self._sources)
         return bits.squeeze(dropped) if dropped else bits
 
 

@@ -1,4 +1,4 @@
-"""How often one command reads a run's record of its step, and lists each folder of the run."""
+"""How often one command reads a run's record of its step, lists each folder of the run, and opens an adapter's file."""
 
 from __future__ import annotations
 
@@ -7,17 +7,20 @@ import subprocess
 import sys
 from pathlib import Path
 
-#: Run each command in a process of its own; count opens of `latest` and listings below the runs with an audit hook.
+#: Run each command in a process of its own; count opens of `latest` and of adapters, and listings below the runs, with
+#: an audit hook. A name with the prefix `ckpt.` is a Python function.
 _COUNT = """
 import json, os, sys
 from collections import Counter
+import ckpt
 from ckpt.cli import main
 
 seen = Counter()
 
 def watch(event, given):
     path = os.path.abspath(os.fsdecode(given[0])) if given and isinstance(given[0], (str, bytes)) else ""
-    if path.startswith(runs) and (event in ("os.listdir", "os.scandir") or path.endswith("/latest")):
+    counted = path.endswith(("/latest", "/adapter_model.safetensors"))
+    if path.startswith(runs) and (event in ("os.listdir", "os.scandir") or counted):
         seen[event.removeprefix("os."), os.path.relpath(path, runs)] += 1
 
 runs, commands = json.loads(sys.argv[1])
@@ -28,7 +31,11 @@ for command in commands:
         continue
     sys.argv = ["ckpt", *command, "-q"]
     try:
-        main()
+        if command[0].startswith("ckpt."):
+            _, adapter, base, output = command
+            getattr(ckpt, command[0][5:])(adapter, output, base=base, accept_base=True)
+        else:
+            main()
         code = 0
     except SystemExit as stop:
         code = stop.code
@@ -39,21 +46,24 @@ for command in commands:
 """
 
 
-def test_a_command_reads_latest_once_and_lists_each_folder_once(fixtures: Path, tmp_path: Path) -> None:
+def test_a_command_opens_and_lists_once(fixtures: Path, tmp_path: Path) -> None:
     run, other = str(fixtures / "toy-zero3"), str(fixtures / "toy-zero2")
     adapter, base = (
         str(fixtures / name) for name in ("trl-lora-zero3/outputs/qwen3-lora", "trl-zero3/outputs/qwen3-sft")
     )
     once, both = {"toy-zero3/latest": 1}, {"toy-zero3/latest": 1, "toy-zero2/latest": 1}
+    merged = {f"{base[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1}
+    merged[f"{adapter[len(str(fixtures)) + 1 :]}/checkpoint-2/adapter_model.safetensors"] = (
+        2  # its header, and all of its factors
+    )
     commands = {
         ("inspect", run): once,
         ("convert", "zero3", "hf", run, str(tmp_path / "hf")): once,
         ("verify", run, other): both,
         ("check", run): once,
         ("resume", run): once,
-        ("merge-lora", adapter, "--base", base, "--accept-base", "-o", str(tmp_path / "merged")): {
-            f"{base[len(str(fixtures)) + 1 :]}/checkpoint-2/latest": 1
-        },
+        ("merge-lora", adapter, "--base", base, "--accept-base", "-o", str(tmp_path / "merged")): merged,
+        ("ckpt.merge_lora", adapter, base, str(tmp_path / "by-function")): merged,
     }
     given = json.dumps([str(fixtures), [list(command) for command in commands]])
     ended = subprocess.run([sys.executable, "-c", _COUNT, given], capture_output=True, text=True, check=True)

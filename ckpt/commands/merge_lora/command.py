@@ -168,7 +168,6 @@ def merge_lora(
             workers=workers,
             ignored=parts.ignore_file or (),
         )
-        conversion.to_json()  # it lists the folders that were listed to open the base
     if to is not None and not outcome.dry_run:
         from ckpt.commands.push.push import check_room
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, counted
-from ckpt.move.files import translate_os_errors
+from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
@@ -62,8 +64,9 @@ class Factor:
     choice: Choice | None = None
 
     @classmethod
-    def stored(cls, fqn: str, choice: Choice, of: Checkpoint) -> Factor:
-        return cls(fqn, choice.tensor.shape, lambda: load(choice, of), of, choice=choice)
+    def stored(cls, fqn: str, choice: Choice, of: Checkpoint, files: AdapterFiles | None = None) -> Factor:
+        read = load if files is None else files.load
+        return cls(fqn, choice.tensor.shape, lambda: read(choice, of), of, choice=choice)
 
     @property
     def file(self) -> str | None:
@@ -82,12 +85,25 @@ class Factor:
         return self if self.choice and self.choice.dtype == dtype else replace(self, load=load, choice=None)
 
 
-def load(choice: Choice, of: Checkpoint) -> torch.Tensor:
-    """The tensor of a choice of the checkpoint `of`, in the choice's dtype."""
+def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
+    """Return the tensor of a choice of the checkpoint `of`, in the choice's dtype."""
     import torch
 
-    tensor = LazyTensor(choice.tensor, of.computed)[...]
+    tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
     return tensor.to(getattr(torch, choice.dtype.name)) if choice.is_cast else tensor
+
+
+class AdapterFiles:
+    """An adapter's files, opened once for all factors and all threads."""
+
+    def __init__(self) -> None:
+        self._sources, self._lock = OpenFiles(), threading.RLock()
+        weakref.finalize(self, self._sources.close)
+
+    def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
+        """Return the tensor of a choice of the checkpoint `of`, in the choice's dtype."""
+        with self._lock:  # a file must not be closed to open another one while a thread reads it
+            return load(choice, of, self._sources)
 
 
 @dataclass(frozen=True)
@@ -158,7 +174,8 @@ def open_adapter(
         files = (*checkpoint.files, *([SourceFile.stat(str(found))] if found.is_file() else []))
     given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
     checkpoint = replace(checkpoint, files=files, given=given)
-    factors = {fqn: Factor.stored(fqn, choice, checkpoint) for fqn, choice in chosen.items()}
+    opened = AdapterFiles()
+    factors = {fqn: Factor.stored(fqn, choice, checkpoint, opened) for fqn, choice in chosen.items()}
     return Adapter(where, folder, settings, checkpoint, factors, (*checkpoint.notes, *notes))
 
 

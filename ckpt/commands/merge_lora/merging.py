@@ -14,6 +14,7 @@ from ckpt.commands.merge_lora.effect import Merge, MergedModel
 from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import plan
 from ckpt.commands.merge_lora.neighbours import without_ignored
+from ckpt.move.listing import listed_once
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
@@ -54,7 +55,9 @@ def planned(
 
         adapters = [combine(adapters, adapter_weights, model, combination or "svd", density, seed)]
     layout = Layout(cast, parse_size(max_shard_size), names=names)
-    return plan(adapters, model, layout, Resources(workers=workers), as_peft=as_peft), adapters
+    merge = plan(adapters, model, layout, Resources(workers=workers), as_peft=as_peft)
+    merge.to_json()  # it lists the folders that were listed to open the base
+    return merge, adapters
 
 
 @typed
@@ -139,22 +142,23 @@ def merge_lora(
     model = None if base is None else fspath(base)
     asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
     asked |= {"peft_version": peft_version, "accept_settings": accept_settings}
-    conversion, _ = planned(
-        [open_adapter(fspath(one), config=place, **asked) for one in several],
-        base=model,
-        config=place,
-        accept_base=accept_base,
-        adapter_weights=adapter_weights,
-        combination=combination,
-        density=density,
-        seed=seed,
-        dtype=dtype,
-        dequantize=dequantize,
-        max_shard_size=max_shard_size,
-        names=names,
-        as_peft=as_peft,
-        workers=workers,
-        ignored=ignore_files,
-    )
+    with listed_once():
+        conversion, _ = planned(
+            [open_adapter(fspath(one), config=place, **asked) for one in several],
+            base=model,
+            config=place,
+            accept_base=accept_base,
+            adapter_weights=adapter_weights,
+            combination=combination,
+            density=density,
+            seed=seed,
+            dtype=dtype,
+            dequantize=dequantize,
+            max_shard_size=max_shard_size,
+            names=names,
+            as_peft=as_peft,
+            workers=workers,
+            ignored=ignore_files,
+        )
     how = {"overwrite": overwrite, "restart": restart, "progress": progress}
     return conversion.write(output, manifest=manifest, verify=verify, **how)
