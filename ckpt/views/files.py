@@ -1,6 +1,6 @@
-"""A target that is read without being written: the bytes of its files are computed as they are asked for.
+"""Target files computed on read instead of written.
 
-What is read is what `ckpt.move.run` would write, byte for byte.
+The bytes equal the output of `ckpt.move.run`.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from ckpt.plan.tensors import Extent
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_MARGIN = 16  # bytes of the largest element: a range may begin and end in the middle of one
-_READ_AHEAD = 256 << 10  # bytes that a file object reads at a time
-_SLOTS = 256  # slots whose copies are kept once they are found
+_MARGIN = 16  # size of the largest element: a range may begin and end inside one
+_READ_AHEAD = 256 << 10  # read size of file objects
+_SLOTS = 256  # slots with cached copies
 
 
 class Views:
-    """The files of a plan's target, any range of which can be read, by several threads at a time.
+    """Files of a plan's target, readable in any range and from several threads.
 
-    What is computed as a whole is kept while there is room for it in `max_memory` bytes, the latest in any case;
-    beside that a read takes a few buffers, however much is asked for.
+    Computed tensors are cached up to `max_memory` bytes, and the latest one always. Apart from the cache, a read needs
+    only a few buffers, whatever its size.
     """
 
     def __init__(self, plan: Plan, max_memory: int) -> None:
@@ -50,15 +50,15 @@ class Views:
         self._computing = threading.Lock()
 
     def open(self, name: str) -> io.BufferedReader:
-        """A file of the target.  NotFoundError where it has none of this name."""
+        """Open a target file. Raise NotFoundError if there is no such file."""
         if name not in self._files:
             raise NotFoundError("the target has no such file", path=name, expected=", ".join([*self._files][:8]))
         return io.BufferedReader(_ViewFile(self, self._files[name]), _READ_AHEAD)
 
     def read_into(self, name: str, offset: int, buffer: memoryview) -> int:
-        """Fill `buffer` from `offset` of a file on; returns how many bytes there were before its end.
+        """Fill `buffer` from a file's `offset`. Return the number of bytes before the end of the file.
 
-        Raises CorruptError where a file of the source was replaced or cut since it was described, StorageError.
+        Raise CorruptError if a source file has changed since it was described, or StorageError.
         """
         file = self._files[name]
         count = max(0, min(len(buffer), file.size - offset))
@@ -73,7 +73,7 @@ class Views:
         return count
 
     def _content(self, name: str) -> memoryview:
-        """What `Checkpoint.computed` has under `name`."""
+        """Return the content `name` from `Checkpoint.computed`."""
         with self._computing:
             content = self._computed.pop(name, None)
             if content is None:
@@ -85,7 +85,7 @@ class Views:
 
 
 class _Window:
-    """A range of a target file that is being filled, with room for an element that begins or ends outside of it."""
+    """A range of a target file to fill, with margins for elements that cross its borders."""
 
     def __init__(self, start: int, size: int) -> None:
         self.start, self.stop = start, start + size
@@ -99,7 +99,7 @@ class _Window:
         return extent.offset < self.stop and self.start < extent.end
 
     def put(self, offset: int, raw: NDArray) -> None:
-        """Bytes at `offset` of the file, none further out than the margin."""
+        """Store bytes at `offset` in the file, at most the margin outside the range."""
         at = offset - self.start + _MARGIN
         self._bytes[at : at + len(raw)] = raw
 
@@ -110,7 +110,7 @@ class _Window:
 
 
 class _File:
-    """A file of the target, and what is known of it by offset."""
+    """A target file with lookups by offset."""
 
     def __init__(self, plan: Plan, file: TargetFile) -> None:
         self.name, self.size = file.name, file.size
@@ -123,7 +123,7 @@ class _File:
         self._copies = lru_cache(_SLOTS)(lambda number: list(plan.slot_copies(self._slots[number])))
 
     def fill(self, window: _Window, content: Any) -> set[str]:
-        """Everything of the file that lies in `window`; returns the paths of the files that were read."""
+        """Fill `window` with the file's bytes. Return the paths of the files read."""
         used: set[str] = set()
         self._put_literals(window)
         with OpenFiles() as sources, translate_os_errors(self.name):
@@ -159,7 +159,7 @@ class _File:
 
 
 def _rows_in(spans: Spans, window: _Window) -> Iterator[Spans]:
-    """The rows of `spans` that touch a window, cut to whole elements in it; a bounded number at a time."""
+    """Yield the rows that touch a window, cut to its elements, in batches of bounded length."""
     size = spans.target_dtype.itemsize
     first = max(0, int(np.searchsorted(spans.target, window.start, "right")) - 1)
     last = int(np.searchsorted(spans.target, window.stop, "left"))
@@ -191,7 +191,7 @@ def _put_rows(part: Spans, window: _Window, sources: OpenFiles) -> None:
 
 
 def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
-    """The parts of a copy whose elements lie in a window, if only partly."""
+    """Yield the parts of a copy with elements in a window."""
     source, target = copy.source, copy.target
     if not target.numel or not window.touches(target):
         return
@@ -202,7 +202,7 @@ def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
     step = target.strides[dim] * target.dtype.itemsize
     one = sliced(target, dim, 0, 1)
     reach = one.end - one.offset
-    # Indices of which something is in the window, and of which everything is.
+    # Indices that touch the window, then indices that lie fully inside.
     first = max(0, (window.start - target.offset - reach) // step + 1)
     last = min(target.shape[dim], -((target.offset - window.stop) // step))
     whole_first = max(first, -((target.offset - window.start) // step))
@@ -215,7 +215,7 @@ def _copies_in(copy: Copy, window: _Window) -> Iterator[Copy]:
 
 
 class _ViewFile(Seekable):
-    """A file of the target as Python's own files are, at a position."""
+    """A target file as a Python file object."""
 
     def __init__(self, views: Views, file: _File) -> None:
         super().__init__(file.size)

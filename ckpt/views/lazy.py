@@ -1,4 +1,4 @@
-"""Reading a part of one tensor of a checkpoint, as a torch tensor or a numpy array."""
+"""Lazy reads of tensors and their parts, as torch tensors or numpy arrays."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 
-#: The attributes of an open checkpoint that `dir` shows to users; the others are for formats.
+#: Attributes of an open checkpoint listed by `dir`. The others are for formats.
 _PUBLIC = (
     *("config", "files", "format", "framework", "get", "is_adapter", "items", "keys", "notes", "optimizer_states"),
     *("parameters", "path", "shapes", "state", "step", "tag", "tensors", "ties", "values", "world_size"),
 )
-_ROWS = 20  # tensors that a notebook shows of a checkpoint
+_ROWS = 20  # tensors shown in a notebook
 
 
 class LazyTensor:
-    """A tensor that is read where it is indexed: `tensor[0:8]` reads the bytes of these rows and no others."""
+    """A tensor that is read on indexing: `tensor[0:8]` reads only the bytes in these rows."""
 
     def __init__(self, tensor: Tensor, computed: Computed, sources: OpenFiles | None = None) -> None:
         self._tensor = tensor
@@ -53,9 +53,9 @@ class LazyTensor:
         return f"LazyTensor({tensor.fqn!r}, {tensor.role!r}, {tensor.dtype}, {list(tensor.shape)})"
 
     def __getitem__(self, index: Index | tuple[Index, ...]) -> torch.Tensor:
-        """The indexed part as a torch tensor: integers, slices with step 1 and an ellipsis, as torch takes them.
+        """Read the indexed part as a torch tensor. Integers, slices with step 1 and an ellipsis work as in torch.
 
-        Raises UsageError for other indices and without torch, IndexError for one that is out of range; CorruptError,
+        Raise UsageError for other indices or without torch, IndexError if an index is out of range, CorruptError or
         StorageError.
         """
         import numpy as np
@@ -72,10 +72,10 @@ class LazyTensor:
         return torch.from_numpy(bits.reshape(-1).view(np.uint8)).view(getattr(torch, self.dtype)).reshape(bits.shape)
 
     def numpy(self, index: Index | tuple[Index, ...] = ...) -> NDArray[Any]:
-        """The indexed part as a numpy array, by default the whole tensor; torch is not needed.
+        """Read the indexed part as a numpy array, by default the whole tensor. torch is not needed.
 
-        bfloat16 and the 8-bit floats are those of `ml_dtypes`.  Raises what indexing raises, and UsageError where that
-        package is needed and not installed.
+        bfloat16 and the 8-bit floats need `ml_dtypes`. Raise the same errors as indexing, and UsageError if that
+        package is needed but missing.
         """
         import numpy as np
 
@@ -90,19 +90,19 @@ class LazyTensor:
         return self._read(index).view(name)
 
     def __array__(self, dtype: DTypeLike | None = None, copy: bool | None = None) -> NDArray:
-        """So that `np.asarray(tensor)` reads it all."""
+        """Read the whole tensor for `np.asarray(tensor)`."""
         array = self.numpy()
         return array if dtype is None else array.astype(dtype, copy=False)
 
     def __dlpack__(self, **options: Any) -> Any:
-        """So that `torch.as_tensor(tensor)` reads it all."""
+        """Read the whole tensor for `torch.as_tensor(tensor)`."""
         return self[...].__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return 1, 0  # the processor's memory, whatever is read
+        return 1, 0  # the result is always in CPU memory
 
     def _read(self, index: Index | tuple[Index, ...]) -> NDArray:
-        """The bits of the indexed part, in its shape."""
+        """Read the bits in the indexed part, in its shape."""
         from ckpt.move.reading import read_box
 
         box, dropped = _box(index if isinstance(index, tuple) else (index,), self.shape)
@@ -111,15 +111,20 @@ class LazyTensor:
 
 
 class OpenCheckpoint(Checkpoint):
-    """A description whose tensors can be read: what `ckpt.open` returns, by name like a dict of its parameters.
+    """A checkpoint with readable tensors, as returned by `ckpt.open`. It works like a dict from names to tensors.
 
-    Its keys are the names of parameters and buffers.  The names of tied ones, and the pairs `(fqn, role)` of `tensors`
-    with which optimizer states are had, are in it too, but are not counted.
+    Its keys are the names of parameters and buffers. Lookup also accepts tied names, and `(fqn, role)` pairs for
+    optimizer states, but iteration and `len` skip them.
+
+    Example:
+        checkpoint = ckpt.open("outputs")
+        rows = checkpoint["model.embed_tokens.weight"][0:8]
+        momentum = checkpoint["model.embed_tokens.weight", "exp_avg"][...]
     """
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> OpenCheckpoint:
-        """`checkpoint` as one whose tensors can be read."""
+        """Return `checkpoint` with readable tensors."""
         return cls(**{field.name: getattr(checkpoint, field.name) for field in fields(Checkpoint)})
 
     def __dir__(self) -> list[str]:
@@ -130,9 +135,9 @@ class OpenCheckpoint(Checkpoint):
         return {tensor.fqn: tensor for tensor in self.with_role(BUFFER)} | self.parameters
 
     def __getitem__(self, key: str | Key) -> LazyTensor:
-        """The tensor `fqn` (the model's weight, or its master where only that is stored), or `(fqn, role)`.
+        """Return the tensor `fqn` (the model's weight, or its master if there is no other), or `(fqn, role)`.
 
-        It is read where it is indexed: `checkpoint["fqn"][0:8]`.  Raises KeyError where there is none.
+        Indexing reads it: `checkpoint["fqn"][0:8]`. Raise KeyError if it is missing.
         """
         tensor = self.tensors.get(key) if isinstance(key, tuple) else self._named.get(self.ties.get(key, key))
         if tensor is None:
@@ -140,7 +145,7 @@ class OpenCheckpoint(Checkpoint):
         return LazyTensor(tensor, self.computed)
 
     def get(self, fqn: str, role: str | None = None) -> Any:
-        """Return the tensor `fqn` as indexing does, or its description in `role`; None if there is none."""
+        """Return the tensor `fqn`, or its description in `role`. None if it is missing."""
         if role is not None:
             return super().get(fqn, role)
         with suppress(KeyError):
@@ -165,7 +170,7 @@ class OpenCheckpoint(Checkpoint):
         return True
 
     def _missing(self, key: str | Key) -> str:
-        """What to say of a key that is not there."""
+        """Return the message for a missing key."""
         fqn, role = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
         roles = [role for name, role in self.tensors if name == fqn]
         if role is not None and roles:
@@ -201,7 +206,7 @@ class OpenCheckpoint(Checkpoint):
 
 
 def _box(index: tuple[Index, ...], shape: Shape) -> tuple[Box, tuple[int, ...]]:
-    """The box that an index names, and the dims that an integer took away."""
+    """Return the box for an index, and the dims removed by integers."""
     if index.count(...) > 1 or len([i for i in index if i is not ...]) > len(shape):
         raise UsageError("too many indices", expected=f"at most {len(shape)}", found=str(index))
     split = index.index(...) if ... in index else len(index)

@@ -1,4 +1,4 @@
-"""Filling a plain module of torch's with the weights of any checkpoint."""
+"""Loading of a checkpoint's weights into a torch module."""
 
 from __future__ import annotations
 
@@ -28,22 +28,21 @@ _SHOWN = 5
 def load_into(
     model: torch.nn.Module, source: str | Path | Checkpoint, format: str = AUTO, *, strict: bool = True
 ) -> list[str]:
-    """Fill the parameters and persistent buffers of `model` from a checkpoint of any format, in place.
+    """Fill the parameters and persistent buffers of `model` in place, from a checkpoint in any format.
 
-    `source` is a path, or what `ckpt.open` returned.  The names are those of the model's state dict; where the
-    checkpoint has other ones (the Hub's, Megatron's), they are related by its config.  A parameter takes the stored
-    weight of its own dtype, or else the float32 master, rounded to nearest even where the parameter is narrower.  One
-    tensor after the other is in memory.  Returns the model's names that the checkpoint does not have, which keep what
-    they held; `strict` makes these, and names that the model lacks, an error.
+    Names follow the model's state dict. If the checkpoint has other names (the Hub's, Megatron's), its config relates
+    them. A parameter takes the stored weight in its own dtype, otherwise the float32 master, rounded to nearest even if
+    the parameter is narrower. Only one tensor is in memory at a time. Return the model's names missing in the
+    checkpoint; they keep their values. With `strict`, missing and unexpected names are an error.
 
-    Raises UsageError for a model that is sharded or has no memory (meta), LossError where names, shapes or kinds of
-    dtype do not match, and what `ckpt.open` raises.
+    Raise UsageError for a sharded model or one without memory (meta), LossError if names, shapes or kinds of dtype do
+    not match, and the errors of `ckpt.open`.
 
     Args:
         model: The torch module to fill.
-        source: A path, a URL or what `ckpt.open` returned.
+        source: A path, a URL or the result of `ckpt.open`.
         format: The format to read; `auto` finds it.
-        strict: Raise if either side lacks a name of the other.
+        strict: Raise an error if names are missing on either side.
     """
     try:
         import torch
@@ -91,7 +90,7 @@ def _check_plain(wanted: Mapping[str, torch.Tensor]) -> None:
 
 
 def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) -> Checkpoint:
-    """`checkpoint` under its own names, the Hub's or those in memory: under which it has most of the wanted ones."""
+    """Return `checkpoint` in the namespace with the most matches: its own, transformers' or the Hub's."""
 
     def matches(one: Checkpoint) -> int:
         names = {fqn for fqn, _ in one.tensors} | one.ties.keys()
@@ -103,14 +102,14 @@ def _under_the_names_of(checkpoint: Checkpoint, wanted: Mapping[str, object]) ->
             break
         try:
             other = to_namespace(checkpoint, namespace)
-        except (LossError, NotFoundError, UsageError):  # names that lead nowhere: those that there are decide
+        except (LossError, NotFoundError, UsageError):  # this namespace is not available
             continue
         best = max(best, other, key=matches)
     return replace(best, notes=())
 
 
 def stored_for(checkpoint: Checkpoint, fqn: str, dtype: DType | None) -> Tensor | None:
-    """The tensor that fills `fqn`, of `dtype` where there are two."""
+    """Return the tensor for `fqn`. If there are a weight and a master, `dtype` decides."""
     for name in (fqn, checkpoint.ties.get(fqn, fqn)):
         weight, master = checkpoint.get(name, WEIGHT), checkpoint.get(name, MASTER)
         if weight or master:

@@ -1,6 +1,6 @@
-"""`ckpt mount`: a checkpoint as a read-only folder of another format, whose files are computed as they are read.
+"""`ckpt mount`: a checkpoint as a read-only folder in another format, computed on read.
 
-The library is mfusepy, the maintained one of those for FUSE's interface by paths; it needs libfuse 2 or 3.
+It uses mfusepy, the maintained library for FUSE's path-based interface, with libfuse 2 or 3.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from ckpt.plan.planner import Plan
 from ckpt.views.files import Views
 
 DEVICE = "/dev/fuse"
-_BLOCK = 1 << 20  # bytes that are computed at a time
-_BLOCKS = 64  # that are kept
-_POLL = 0.02  # seconds between looks at whether something is mounted
+_BLOCK = 1 << 20  # bytes computed at a time
+_BLOCKS = 64  # cached blocks
+_POLL = 0.02  # seconds between checks for the mount
 
 
 class Conversion(Protocol):
-    """What is mounted, as `ckpt.plan` returns it."""
+    """A conversion to mount, as returned by `ckpt.plan`."""
 
     @property
     def plan(self) -> Plan: ...
@@ -41,11 +41,10 @@ class Conversion(Protocol):
 
 
 def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> None:
-    """Mount the target of `conversion` at `view`, an empty folder or none yet, and serve it until it is unmounted.
+    """Mount the target of `conversion` at `view`, an empty or missing folder, and serve it until it is unmounted.
 
-    Not in the `foreground`, another process serves it, and this one ends when the folder is there.  Raises
-    NotFoundError where the library or the device is missing, UsageError for a folder that is not to be had,
-    StorageError.
+    Unless `foreground`, another process serves it, and this one ends once the mount exists. Raise NotFoundError if the
+    library or the device is missing, UsageError for an unusable folder, or StorageError.
     """
     fuse = library()
     check_free(conversion, view)
@@ -56,13 +55,13 @@ def mount(conversion: Conversion, view: Path, *, foreground: bool = False) -> No
     try:
         fuse.FUSE(served, str(view), foreground=foreground, ro=True, kernel_cache=True, fsname=name, subtype="ckpt")
     except RuntimeError as error:
-        if not served.was_mounted:  # libfuse returns a code for an unmounting, too
+        if not served.was_mounted:  # libfuse also returns a code on unmount
             hint = "libfuse's own message is above; in a container it needs --device /dev/fuse --cap-add SYS_ADMIN"
             raise StorageError("the folder could not be mounted", path=view, hint=hint) from error
 
 
 def check_free(conversion: Conversion, view: Path) -> None:
-    """Raise UsageError unless `view` is an empty folder, or none yet, that the source has nothing to do with."""
+    """Raise UsageError unless `view` is an empty or missing folder apart from the source."""
     conversion.check_destination(view)
     try:
         if view.is_symlink() or (view.exists() and not view.is_dir()) or is_filled(view) or os.path.ismount(view):
@@ -74,14 +73,14 @@ def check_free(conversion: Conversion, view: Path) -> None:
 
 
 def library() -> Any:
-    """mfusepy, with libfuse and the device that it needs.  NotFoundError where one of them is missing."""
+    """Return mfusepy. Raise NotFoundError if mfusepy, libfuse or the device is missing."""
     try:
         import mfusepy
     except ImportError:
         raise NotFoundError(
             "`ckpt mount` needs the package mfusepy", hint="pip install 'ckpt-toolkit[mount]'"
         ) from None
-    except OSError as error:  # what it raises where it finds no libfuse
+    except OSError as error:  # raised without libfuse
         raise NotFoundError(
             "`ckpt mount` needs libfuse, which is not installed", found=str(error), hint="apt-get install fuse3"
         ) from None
@@ -95,7 +94,7 @@ def library() -> Any:
 
 
 class _Served:
-    """What FUSE asks: a tree of read-only files.  Errors are OSErrors, whose numbers the kernel hands on."""
+    """FUSE callbacks for a tree of read-only files. Errors are OSErrors, because the kernel passes on their errno."""
 
     use_ns = True
 
@@ -114,7 +113,7 @@ class _Served:
 
     def init(self, path: str) -> None:
         self.was_mounted = True
-        os.chdir(self._home)  # which libfuse leaves, and paths of the source may be relative
+        os.chdir(self._home)  # libfuse changes the folder, but source paths may be relative
 
     def getattr(self, path: str, handle: object = None) -> dict[str, int]:
         name = path.strip("/")
@@ -149,10 +148,10 @@ class _Served:
 
 @contextmanager
 def served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Have `ckpt WORDS VIEW` serve `view`, or a temporary folder, while the block runs.
+    """Have `ckpt WORDS VIEW` serve `view` (default: a temporary folder) during the block.
 
-    It is a process of its own: a page fault in a mapped file would wait for this one's interpreter for ever.  Raises
-    StorageError where it ends before the folder is there.
+    It runs as a separate process: a page fault in a mapped file would block this interpreter forever. Raise
+    StorageError if the process ends before the mount exists.
     """
     place = Path(tempfile.mkdtemp(prefix="ckpt-view-")) if view is None else Path(view)
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -170,7 +169,7 @@ def served_by(words: Sequence[str], view: str | os.PathLike[str] | None) -> Iter
             unmount = next(filter(shutil.which, ("fusermount3", "fusermount")), "umount")
             flags = [] if unmount == "umount" else ["-u"]
             subprocess.run([unmount, *flags, str(place)], check=False, capture_output=True)
-            time.sleep(_POLL)  # while somebody has a file open it is busy
+            time.sleep(_POLL)  # busy while a file is open
         process.terminate()
         process.communicate()
         if view is None:

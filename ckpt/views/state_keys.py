@@ -1,9 +1,9 @@
-"""The keys by which torch's `dcp.load` asks for a model's and an optimizer's state, and what each of them means.
+"""Keys that torch's `dcp.load` requests for models and optimizers, and their meaning.
 
-As torch's planner flattens what `get_model_state_dict` and `get_optimizer_state_dict` return (2.13,
+torch's planner flattens the results of `get_model_state_dict` and `get_optimizer_state_dict` (2.13,
 `distributed/checkpoint/default_planner.py` and `state_dict.py`):
 
-    model.<fqn>                                the outer name is left out for a model's state dict by itself
+    model.<fqn>                                a model's state dict alone has no outer name
     optimizer.state.<fqn>.<name>
     optimizer.param_groups.<number>.<option>   or, flattened, optimizer.param_groups.<fqn>.<option>
 """
@@ -25,10 +25,10 @@ _PARAMS = "params"
 
 @dataclass(frozen=True)
 class StateKeys:
-    """What can be asked for of a checkpoint under its names.
+    """Keys that can be requested from a checkpoint in one namespace.
 
-    `leaves` has everything, a tensor of the checkpoint as `SourceTensor`, anything else by its value; `paths` their
-    places in a nested state dict.  Param groups are in `find` and `value`, as the caller's may differ.
+    `leaves` maps each key to a `SourceTensor` or a plain value, and `paths` to its place in a nested state dict. `find`
+    and `value` handle param groups, because the caller's groups may differ.
     """
 
     checkpoint: Checkpoint
@@ -45,17 +45,17 @@ class StateKeys:
         return option == _PARAMS or any(option in options for options in self.groups)
 
     def find(self, key: str) -> Any:
-        """What `key`, which is in here, means: a tensor, or about what value it has."""
+        """Return the meaning of an existing `key`: a tensor, or an example value."""
         group, option = self._option(key)
         if group is None:
             return self.leaves[self._untied(key)]
         return next(options.get(option) for options in self.groups if option == _PARAMS or option in options)
 
     def value(self, key: str, asked: Mapping[str, Any]) -> Any:
-        """The value to give for `key`, with `asked` the flattened state dict that asks.
+        """Return the value for `key`. `asked` is the flattened state dict of the request.
 
-        A param group that is asked for by its number has the options that the checkpoint has for the parameters in it.
-        LossError where these differ, or are in no param group.
+        A param group requested by number gets the options of its parameters in the checkpoint. Raise LossError if their
+        options differ, or if a parameter is in no param group.
         """
         group, option = self._option(key)
         if group is None:
@@ -63,12 +63,12 @@ class StateKeys:
         if not group.isdigit() or group in self.group_of:
             return self._of_parameters(option, [group], key)
         members = asked.get(f"{self.groups_at}{group}.{_PARAMS}")
-        if not isinstance(members, list):  # it is not known who asks, as where all there is is loaded
+        if not isinstance(members, list):  # the caller is unknown, for example if everything is loaded
             return self.leaves[key]
         return members if option == _PARAMS else self._of_parameters(option, members, key)
 
     def _option(self, key: str) -> tuple[str | None, str]:
-        """The group or the parameter that an option's key is of, and the option; None where it is no such key."""
+        """Split an option's key into its group or parameter, and the option. The group is None for other keys."""
         if not key.startswith(self.groups_at):
             return None, ""
         rest = key.removeprefix(self.groups_at)
@@ -82,13 +82,13 @@ class StateKeys:
         return self.checkpoint.ties.get(fqn, fqn)
 
     def aliases_with_states(self, asked: Iterable[str]) -> list[str]:
-        """Tied parameters whose own optimizer states are asked for: the model that asks has not tied them."""
+        """Return tied parameters with requested optimizer states of their own: the requesting model has no such tie."""
         keys = set(asked)
         states = self.groups_at.replace("param_groups.", "state.")
         return [fqn for fqn in self.checkpoint.ties if any(key.startswith(f"{states}{fqn}.") for key in keys)]
 
     def _untied(self, key: str) -> str:
-        """`key`, or where it is of a state of a tied parameter, that of the name under which it is kept."""
+        """Return `key`. For a tied parameter's state, return the key of its stored name."""
         states = self.groups_at.replace("param_groups.", "state.")
         fqn, _, name = key.removeprefix(states).rpartition(".")
         return f"{states}{self._owner(fqn)}.{name}" if key.startswith(states) and key not in self.leaves else key
@@ -118,7 +118,7 @@ class StateKeys:
         return values[0] if values else None
 
     def left(self, asked: Iterable[str]) -> str:
-        """A line on what is there and not asked for; nothing where that is nothing."""
+        """Describe the content that was not requested, or return an empty string."""
         asked = set(asked)
         taken = {
             leaf.key[0] for key in asked if isinstance(leaf := self.find(key), SourceTensor) and _is_parameter(leaf)
@@ -144,7 +144,7 @@ def _is_parameter(leaf: SourceTensor) -> bool:
 
 
 def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
-    """The keys of `checkpoint`, with the model's state dict under the name `model` (`""`: under none)."""
+    """Return the keys of `checkpoint`, with the model's state dict under the name `model` (`""`: no outer name)."""
     state = registry.service("state_dict")(replace(checkpoint, namespace=OWN), None)
     outer = {"model": (model,) if model else (), "optimizer": (optimizer,) if optimizer else ()}
     leaves: dict[str, Any] = {}
@@ -154,7 +154,7 @@ def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
         place = (*outer[path[0]], *path[1:]) if path[0] in outer else path
         if isinstance(leaf, AliasOf):
             leaf = leaves[_key((*outer["model"], *leaf.path[1:]))]
-        if _key(place) not in leaves:  # a model by itself may have the name of something else
+        if _key(place) not in leaves:  # without an outer name, a model's key may collide with another
             leaves[_key(place)], paths[_key(place)] = leaf, place
         if path[:2] == ("optimizer", "param_groups"):
             groups.setdefault(path[2], {})[_key(path[3:])] = leaf

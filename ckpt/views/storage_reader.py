@@ -1,10 +1,11 @@
-"""`ckpt.StorageReader`: torch's `dcp.load` from a checkpoint of any format, with no file written.
+"""`ckpt.StorageReader`: torch's `dcp.load` from a checkpoint in any format, without writing a file.
 
     dcp.load({"model": model, "optimizer": optimizer}, storage_reader=ckpt.StorageReader("outputs"))
 
-What can be asked for is what `ckpt convert auto dcp` would write, under the names of `get_model_state_dict` and
-`get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`).  Each rank reads
-the bytes of its own shards, and of several ranks each a sample of all, which tells whether they opened the same.
+It offers the content that `ckpt convert auto dcp` would write, with the names of `get_model_state_dict` and
+`get_optimizer_state_dict`, nested or flattened (torch 2.13, `distributed/checkpoint/state_dict.py`). Each rank reads
+only its own shards' bytes. If there are several ranks, each also reads a sample of everything, to check that all ranks
+opened the same checkpoint.
 """
 
 from __future__ import annotations
@@ -45,24 +46,23 @@ from ckpt.views.state_keys import StateKeys, state_keys
 
 
 class StorageReader(dcp.StorageReader):  # type: ignore[misc]
-    """Read a checkpoint of any format for `torch.distributed.checkpoint.load`.
+    """Read a checkpoint in any format for `torch.distributed.checkpoint.load`.
 
-    `path`, `format`, `tag`, `config` and `replica` are those of `ckpt.open`; without a path, it is the `checkpoint_id`
-    that `load` is given.  The state dict is a model's alone, or has the model's under the name `model` and the
-    optimizer's under `optimizer`.  A tensor takes what is stored in its own dtype: a float32 parameter the master, one
-    of bfloat16 the weight.  Param groups are found by the parameters in them, whatever their number.  `bytes_read`
-    counts what was read of tensors since the last load began.
+    `path`, `format`, `tag`, `config` and `replica` work as in `ckpt.open`. Without a path, `load`'s `checkpoint_id` is
+    used. The state dict is a model's alone, or has the keys `model` and `optimizer`. A tensor takes the stored content
+    in its own dtype: the master for a float32 parameter, the weight for bfloat16. Param groups are matched by their
+    parameters, not by number. `bytes_read` counts tensor bytes since the last load began.
 
-    Raises what `ckpt.open` raises.  What is asked for and not there is torch's error for a missing key, and a warning
-    names the checkpoint; where no tensor that is asked for is there, that is an error under `allow_partial_load`, too.
-    What is there and was not asked for is said in a warning of the first rank.
+    Raise the errors of `ckpt.open`. For a missing key, torch raises its own error and a warning names the checkpoint.
+    If every requested tensor is missing, that is an error even with `allow_partial_load`. The first rank warns about
+    content that was not requested.
 
     Args:
-        path: The checkpoint or run folder, or a URL of one; None for the `checkpoint_id` of `load`.
+        path: The checkpoint or run folder, or its URL; None for the `checkpoint_id` in `load`.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are taken.
+        replica: The rank to take replicated tensors from.
         model: The model's key in the state dict.
         optimizer: The optimizer's key in the state dict.
     """
@@ -92,7 +92,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return Path(checkpoint_id).exists()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Begin to read: the checkpoint at `checkpoint_id`, where one is given."""
+        """Start a load, from the checkpoint at `checkpoint_id` if given."""
         if checkpoint_id is not None:
             options: dict[str, Any] = {"tag": self._tag, "config": self._config, "replica": self._replica}
             checkpoint = open_checkpoint(os.fspath(checkpoint_id), self._format, **options)
@@ -100,7 +100,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self.bytes_read = 0
 
     def read_metadata(self) -> Any:
-        """What there is, as torch describes it, under the names that its own functions use."""
+        """Return the content in torch's description, with the names used by torch's own functions."""
         self._opened().missing.clear()
         return described.Metadata(_Described(self._opened()), self._opened().first.paths)
 
@@ -108,14 +108,14 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         self._opened().speaks = is_coordinator
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Find the names under which all that is asked for is there."""
+        """Find a namespace that has every requested key."""
         opened = self._opened()
         self._keys = opened.keys_of([item.dest_index.fqn for item in plan.items])
         found = frozenset(item.type for item in plan.items)
         return replace(plan, storage_data=_Share(*_identity(opened.checkpoint), found, tuple(opened.missing)))
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Raise StorageError if a rank has opened other contents than the first, LossError if nothing is asked for."""
+        """Raise StorageError if a rank has opened different contents, LossError if no requested tensor exists."""
         first, *others = shares = [plan.storage_data for plan in plans]
         for rank, other in enumerate(others, 1):
             if (other.name, other.contents) != (first.name, first.contents):
@@ -131,7 +131,7 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
-        """Read what this rank needs, straight into its tensors where these are in its memory."""
+        """Read this rank's parts, directly into its tensors if they are in CPU memory."""
         assert self._keys is not None
         with _RankReading(self._keys, planner) as reading:
             for item in plan.items:
@@ -160,23 +160,23 @@ class StorageReader(dcp.StorageReader):  # type: ignore[misc]
 
 
 class _Contents:
-    """A checkpoint under each of the names that it may be asked for by."""
+    """A checkpoint in each namespace that a request may use."""
 
     def __init__(self, checkpoint: Checkpoint, model: str, optimizer: str) -> None:
         self.checkpoint = checkpoint
-        self.speaks = False  # of what is missing and what is left: one rank does
-        self.missing: dict[str, None] = {}  # names that were asked for and are not there
+        self.speaks = False  # only one rank warns about missing and unrequested keys
+        self.missing: dict[str, None] = {}  # requested keys that do not exist
         self._outer = model, optimizer
         self._known: list[StateKeys] = []
         self._unknown = self._make()
 
     @property
     def first(self) -> StateKeys:
-        """The names in memory, with the model under a name of its own."""
+        """Keys in memory's namespace, with an outer name for the model."""
         return next(self.all())
 
     def all(self) -> Iterator[StateKeys]:
-        """All there are, made as they are asked for."""
+        """Yield the keys for every namespace, built on demand."""
         yield from self._known
         for one in self._unknown:
             self._known.append(one)
@@ -187,7 +187,7 @@ class _Contents:
         for namespace in (TRANSFORMERS, None, HUB, TORCHTITAN):
             try:
                 named = to_namespace(self.checkpoint, namespace)
-            except (LossError, NotFoundError, UsageError):  # names that lead nowhere
+            except (LossError, NotFoundError, UsageError):  # this namespace is not available
                 continue
             if any(named.tensors is one.tensors for one in seen):
                 continue
@@ -196,17 +196,20 @@ class _Contents:
                 yield state_keys(named, model, self._outer[1])
 
     def find(self, key: str) -> StateKeys | None:
-        """Names among which `key` is one; None where it means nothing here."""
+        """Return the keys with `key`, or None."""
         return next((keys for keys in self.all() if key in keys), None)
 
     def keys_of(self, asked: list[str]) -> StateKeys:
-        """The names under which all of `asked` is there.  Says what is left; LossError where there are none."""
+        """Return the keys that have all of `asked`, and warn about unrequested content.
+
+        Raise LossError if there are none.
+        """
         for keys in self.all():
             if all(key in keys for key in asked):
                 left = keys.left(asked)
                 notes = self.checkpoint.with_plain_states().notes if self.checkpoint.quantized.methods else ()
                 self.say(*self.checkpoint.passed_over, *notes, *([f"there and not asked for: {left}"] if left else ()))
-                if len(self.missing) > 1:  # one was named
+                if len(self.missing) > 1:  # the first was already named
                     self.say(f"asked for, not there and left as they were: {', '.join(self.missing)}")
                 return keys
         raise LossError(
@@ -216,12 +219,12 @@ class _Contents:
         )
 
     def say(self, *lines: str) -> None:
-        """Warn of each, on the one rank that does."""
+        """Warn about each line, but only on one rank."""
         for line in lines if self.speaks else ():
             warnings.warn(f"{shown(self.checkpoint.path)} ({self.checkpoint.format}): {line}", stacklevel=3)
 
     def check_found(self, kinds: frozenset[LoadItemType], missing: list[str]) -> None:
-        """LossError where no tensor that is asked for is there, or nothing; the last part of a name tells a tensor."""
+        """Raise LossError if none of the requested tensors exists. A name's last component shows if it is a tensor."""
         endings = {key.rpartition(".")[2] for key, leaf in self.first.leaves.items() if isinstance(leaf, SourceTensor)}
         lost = [name for name in missing if name.rpartition(".")[2] in endings] if kinds else missing
         if not lost or LoadItemType.TENSOR in kinds:
@@ -238,7 +241,7 @@ class _Contents:
         return [name for name in self.first.leaves if ".param_groups." not in name]
 
     def say_missing(self, key: str) -> None:
-        if not self.missing:  # the others are reported together, if torch goes on without them
+        if not self.missing:  # the others are reported together if torch continues
             names = self._names()
             self.say(
                 f"{key!r} is requested, but not in the checkpoint, which has {', '.join(names[:3])}, ... ({len(names)})"
@@ -247,7 +250,7 @@ class _Contents:
 
 
 class _Described(dict[str, Any]):
-    """`Metadata.state_dict_metadata`: what is there under its first names, and what can be asked for by others."""
+    """`Metadata.state_dict_metadata` with the first namespace's keys. Lookup also accepts the other namespaces."""
 
     def __init__(self, contents: _Contents) -> None:
         super().__init__((key, _description(leaf)) for key, leaf in contents.first.leaves.items())
@@ -268,7 +271,7 @@ class _Described(dict[str, Any]):
 
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """What a rank tells the first one: which checkpoint it opened, the kinds of items found there, the names missed."""
+    """A rank's message to the first: the checkpoint it opened, the kinds of items found, the missing names."""
 
     name: str
     contents: str
@@ -277,14 +280,17 @@ class _Share:
 
 
 def _identity(checkpoint: Checkpoint) -> tuple[str, str]:
-    """A description that is equal for equal contents, even of copies on several nodes: in words, and as a digest."""
+    """Return a label and a digest for a checkpoint.
+
+    They are equal for equal contents, even in copies on several nodes.
+    """
     name = f"{Path(checkpoint.path).name} ({checkpoint.format}), step {checkpoint.state.step}"
     has_others = torch.distributed.is_available() and torch.distributed.is_initialized()
     return name, sample_digest(checkpoint) if has_others else ""
 
 
 def _description(leaf: Any) -> Any:
-    """A leaf as torch describes it: a tensor in one piece, whose parts the ranks ask for; or a value."""
+    """Return torch's description of a leaf: a tensor in one chunk, or a value."""
     if not isinstance(leaf, SourceTensor | NewTensor | StoredTensor):
         return described.BytesStorageMetadata()
     shape = torch.Size(leaf.shape)
@@ -294,7 +300,7 @@ def _description(leaf: Any) -> Any:
 
 
 def _torch_bytes(value: Any) -> bytes:
-    """The bytes that `torch.load` reads as `value`."""
+    """Return bytes that `torch.load` reads as `value`."""
     item = torch_item(value)
     content = bytearray(item.size)
     for offset, data in item.literals:
@@ -303,7 +309,7 @@ def _torch_bytes(value: Any) -> bytes:
 
 
 class _Sources(OpenFiles):
-    """Files that are read, and which these were."""
+    """Open source files, with a record of the ones used."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -315,7 +321,7 @@ class _Sources(OpenFiles):
 
 
 class _RankReading:
-    """One rank's part of a load.  At its end, that no file was replaced meanwhile is checked."""
+    """One rank's part of a load. At its end, it checks that no file was replaced."""
 
     def __init__(self, keys: StateKeys, planner: LoadPlanner) -> None:
         self.bytes_read = 0
@@ -336,11 +342,11 @@ class _RankReading:
                     file.check_unchanged()
 
     def value(self, key: str) -> Any:
-        """What is no tensor of the model's or the optimizer's."""
+        """Return a plain value for `key`."""
         return self._keys.value(key, self._asked)
 
     def fill(self, item: ReadItem, target: torch.Tensor) -> None:
-        """Fill a tensor of this rank's memory with the part of the stored one that `item` asks for."""
+        """Fill a tensor in this rank's memory with the part requested by `item`."""
         leaf = self._keys.find(item.dest_index.fqn)
         box = Box(tuple(item.storage_offsets), tuple(item.lengths))
         if tuple(target.shape) != box.sizes:
@@ -373,12 +379,12 @@ class _RankReading:
             self._checked.add(found.key)
             if asked in FLOATS and asked != found.dtype and asked.itemsize <= found.dtype.itemsize:
                 kind = "parameter" if is_parameter else f"{role} state"
-                if not is_parameter or found.dtype != FLOAT32:  # the weight is what its float32 master rounds to
+                if not is_parameter or found.dtype != FLOAT32:  # the weight equals its rounded float32 master
                     self._casts.setdefault((kind, found.dtype, asked), set()).add(key)
         return found
 
     def casts(self) -> Iterator[str]:
-        """What was rounded though no framework does that by itself."""
+        """Yield a line for each kind of rounding that no framework does by itself."""
         for (kind, stored, asked), keys in self._casts.items():
             yield f"{counted(len(keys), kind)} rounded: stored in {stored}, and asked for in {asked}"
 
