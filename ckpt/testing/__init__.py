@@ -1,13 +1,13 @@
-"""What a package that brings a format, a store or a command tests it with; needs pytest.
+"""Test suites for packages that add a format, a store or a command. They need pytest.
 
-A `Declaration` says where a real sample comes from and what its truth is.  Register a function that returns it in the
-entry-point group `ckpt.declarations`, under the format's name, and run
+A `Declaration` gives a format's real sample and its truth. Register a function that returns it in the entry-point group
+`ckpt.declarations`, with the format's name, and run
 
     pytest --pyargs ckpt.testing
 
-or subclass `Conformance` in a test module, with `declarations`.  A store does the same with a `StoreDeclaration`, the
-group `ckpt.store_declarations` and `StoreConformance`.  A command needs no declaration but its own; its suite is
-`CommandConformance`.  Nothing else of ckpt imports this package.
+or subclass `Conformance` in a test module and set `declarations`. For a store, use `StoreDeclaration`, the group
+`ckpt.store_declarations` and `StoreConformance`. A command's suite is `CommandConformance`; it needs only the command's
+declaration. No other part of ckpt imports this package.
 
 May import: `ckpt`, `ckpt.base`, `ckpt.compare`, `ckpt.options`, `ckpt.plan`, `ckpt.runs`, `ckpt.stores`.
 """

@@ -1,4 +1,4 @@
-"""What every command must do.  A command takes part by its declaration in the entry-point group `ckpt.commands`."""
+"""Conformance suite for commands declared in the entry-point group `ckpt.commands`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _WIDTH = 80  # columns of a terminal without a size
 
 
 class CommandConformance:
-    """The suite.  Subclass it in a test module, with `commands`; each must be registered."""
+    """Conformance suite for commands. Subclass it in a test module and set `commands`; each must be registered."""
 
     commands: ClassVar[Sequence[Command]]
 
@@ -61,12 +61,12 @@ class CommandConformance:
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """Run `ckpt WORDS` in a process of its own."""
+    """Run `ckpt WORDS` in a new process."""
     return subprocess.run([sys.executable, "-m", "ckpt", *words], capture_output=True, text=True, check=False)
 
 
 def _names_taken(command: Command) -> set[str]:
-    """Return the names of a command's parameters and of the fields of its groups."""
+    """Return the names of a command's parameters, and of the fields in its groups."""
     found: set[str] = set()
     for name, parameter in inspect.signature(command.function, eval_str=True).parameters.items():
         group: Any = parameter.annotation

@@ -1,7 +1,7 @@
-"""What every format must do.  A format takes part by declaring where a real sample comes from and what its truth is.
+"""Conformance suite for formats. A format joins with a declaration: a real sample and its truth.
 
-A sample is a checkpoint that the format's own framework wrote; its truth was gathered from the live engine, or is what
-the framework's own loader returns.  A round trip through ckpt's own code alone proves nothing.
+A sample is a checkpoint written by the format's own framework. Its truth comes from the live engine, or from the
+framework's own loader. A round trip through ckpt's code alone proves nothing.
 """
 
 from __future__ import annotations
@@ -33,36 +33,37 @@ from ckpt.testing.describing import Content, content
 from ckpt.testing.forgetful import forgotten, tampered
 
 Tensors = Mapping[Key, Content]
-#: The errors that a refusal may be, and a pattern of its message, where it is one.
+#: Expected error types and message pattern.
 Refusal = tuple[tuple[type[CkptError], ...], str | None]
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """A format's sample, and what is particular about the format.
+    """A format's sample and properties.
 
-    `make` puts the sample into an empty folder and returns its path and its truth, by fqn and role.  `vital` are glob
-    patterns of files without which, or with half of which, nothing may be read.
+    `make` puts the sample into an empty folder and returns its path and truth, by fqn and role. `vital` holds glob
+    patterns for files that must be complete: if one is missing or cut in half, nothing may be read.
     """
 
     format: str
     make: Callable[[Path], tuple[Path, Tensors]]
     vital: tuple[str, ...]
     _: KW_ONLY
-    #: Which container the sample is in, where the framework lets its user choose one and this is not the usual one.
+    #: The sample's container, if the framework lets users choose and this is not the default.
     container: str = ""
     marks: tuple[pytest.MarkDecorator, ...] = ()
-    #: Patterns of names of files, large or not, whose head finding reads, where only that tells the format.
+    #: Patterns for file names with a head that must be read to detect the format, even in large files.
     reads_head: tuple[str, ...] = ()
-    #: Whether vital files end in tensor data, of which only a manifest or a second checkpoint could tell damage.
+    #: True if vital files end in tensor data: damage there only shows in a comparison with a manifest or another
+    #: checkpoint.
     is_unchecked_data: bool = False
-    #: Whether the sample is a whole model of an architecture that is known by its config.
+    #: True if the sample is a complete model with an architecture known from its config.
     is_known_model: bool = False
-    #: As a target: whether it needs a number of ranks, where the source has none.
+    #: For a target: True if it needs a number of ranks, and the source has none.
     is_sharded: bool = False
-    #: As a target: whether a parameter that never had a gradient gets zeros for optimizer states.
+    #: For a target: True if a parameter without gradients gets optimizer states of zeros.
     adds_states: bool = False
-    #: As a target: the refusal of a sample, declared and opened, that the format has no place for.
+    #: For a target: the expected refusal for a sample it can't store, or None.
     refuses: Callable[[Declaration, Checkpoint], Refusal | None] = lambda _, __: None
 
 
@@ -77,17 +78,17 @@ def _note_open(event: str, arguments: tuple[object, ...]) -> None:
         _OPENED.append(os.fspath(arguments[0]))
 
 
-sys.addaudithook(_note_open)  # there is no removing it: it rests while nobody asks
+sys.addaudithook(_note_open)  # it can't be removed, but does nothing outside the fixture
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file of a folder, by relative path."""
+    """Return the SHA-256 of every file in a folder, by relative path."""
     files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
     return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in files}
 
 
 def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
-    """Assert that the files which a conversion opens, as a whole and in ranges, are those that it wrote."""
+    """Assert that the files in a conversion's views, read whole and in ranges, equal the written files."""
     random = Random(conversion.format)
     for name in conversion.files:
         expected = (written / name).read_bytes()
@@ -102,11 +103,12 @@ def check_views(conversion: ckpt.api.Conversion, written: Path) -> None:
 
 
 class Conformance:
-    """The suite.  A subclass has the `declarations` whose samples are read, damaged, converted and compared.
+    """Conformance suite for formats.
 
-    Each is converted to every writable format, whose own particulars are those of its declaration.  A target that is
-    declared nowhere may refuse a sample with an error of ckpt; the test is then skipped, with the error for a reason.
-    `containers` are samples of declared formats in other containers: they are read, damaged and converted to `hf`.
+    A subclass sets `declarations`: their samples are read, damaged, converted and compared. Each sample is converted to
+    every writable format. A target's own declaration describes its expected results. A target without a declaration may
+    refuse a sample; the test is then skipped with the error message. `containers` are samples in other containers: they
+    are read, damaged and converted to `hf`.
     """
 
     declarations: ClassVar[Sequence[Declaration]] = ()
@@ -129,14 +131,14 @@ class Conformance:
 
     @pytest.fixture
     def opened(self) -> Iterator[list[str]]:
-        """The path of each file that is opened from now on, by whatever call, as often as it is opened."""
+        """Paths of all files opened from now on, in order and with repetitions."""
         global _OPENED
         _OPENED = []
         yield _OPENED
         _OPENED = None
 
     def plan(self, declaration: Declaration, checkpoint: Checkpoint, target: str) -> ckpt.api.Conversion | None:
-        """The conversion; None where the pair is declared to be refused, which is checked here."""
+        """Return the conversion, or None after checking a declared refusal."""
         to = next((one for one in self.declarations if one.format == target), None)
         ranks = 2 if to is not None and to.is_sharded and checkpoint.world_size is None else None
         if to is not None and (refusal := to.refuses(declaration, checkpoint)) is not None:
@@ -157,7 +159,7 @@ class Conformance:
     # -- finding and reading -----------------------------------------------------------------------------------------
 
     def test_finding_opens_no_large_file(self, sample: Sample, opened: list[str]) -> None:
-        """All are as large as real ones here."""
+        """Enlarge all files to a realistic size and check that finding opens none."""
         declaration, path, _ = sample
         for file in [file for pattern in declaration.vital for file in path.glob(pattern)]:
             os.truncate(file, 2 << 20)
@@ -165,7 +167,7 @@ class Conformance:
         found = []
         places = [path, *(step.path for step in run_at(path).steps)]
         for one in (one for one in registry.all_formats() if one.reads):
-            with contextlib.suppress(CkptError):  # a format near to this one may say why it is none of its own
+            with contextlib.suppress(CkptError):  # a similar format may explain why it does not apply
                 found += [one.name] if any(one.find(place, None) for place in places) else []
         assert declaration.format in found
         large = [name for name in opened if Path(name).is_file() and Path(name).stat().st_size > 1 << 20]
@@ -204,7 +206,7 @@ class Conformance:
     # -- damage ------------------------------------------------------------------------------------------------------
 
     def test_damage_is_found(self, sample: Sample) -> None:
-        """A vital file that is missing, empty, cut short or zeroed at its end: CorruptError, naming folder or file."""
+        """A missing, empty, truncated or zeroed vital file raises CorruptError with its path."""
         declaration, path, _ = sample
         files = [file for pattern in declaration.vital for file in sorted(path.glob(pattern))]
         assert files
@@ -218,8 +220,8 @@ class Conformance:
                     file.write_bytes(damaged)
                 if declaration.is_unchecked_data and damaged is not None and len(damaged) == len(original):
                     continue
-                # Without its only file there is nothing left to recognise.
-                # Without the model's only file it is half a checkpoint.
+                # Without its only file, the format can't be recognised. Without the model's only file, only half a
+                # checkpoint is left.
                 alone = (NotFoundError,) if len(files) <= 2 else ()
                 kinds = (CorruptError, HalfError, *alone) if damaged is None else (CorruptError,)
                 with pytest.raises(kinds) as caught:
@@ -229,7 +231,7 @@ class Conformance:
         ckpt.open(path, declaration.format)
 
     def test_mutations_raise_only_our_errors(self, sample: Sample) -> None:
-        """Every 97th byte of vital files (300 of a large one), inverted: read as something, or one of our errors."""
+        """Inverted bytes in vital files (every 97th, 300 in a large file) are either read or raise a CkptError."""
         declaration, path, _ = sample
         outcomes = {"read": 0, "refused": 0}
         for file in [file for pattern in declaration.vital for file in sorted(path.glob(pattern))][:2]:
@@ -284,10 +286,10 @@ class Conformance:
         conversion.run(tmp_path / "out")
         back: Checkpoint = ckpt.open(tmp_path / "out", target)
         named = conversion.plan.checkpoint
-        if registry.get(target).namespace is None:  # it keeps names, whatever they are
+        if registry.get(target).namespace is None:  # it keeps all names
             back = replace(back, namespace=named.namespace)
         report = ckpt.verify(checkpoint, back)
-        # A format that flattens has zeros for the states of a parameter which never had a gradient.
+        # A flattening format stores zeros for the states of a parameter that never had a gradient.
         stateless = set(checkpoint.parameters) - {
             f for f, role in checkpoint.tensors if role in checkpoint.optimizer_states
         }

@@ -1,4 +1,4 @@
-"""A described tensor's bytes, read fragment by fragment, independently of the code that converts."""
+"""Reader for a described tensor's bytes, independent of the conversion code."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import numpy as np
 
 from ckpt.plan.tensors import FlatRange, Shape, Tensor
 
-#: A tensor's dtype by name, its shape, and its bytes in row-major order.
+#: A tensor's dtype name, shape, and bytes in row-major order.
 Content = tuple[str, Shape, bytes]
 _NOTHING: Mapping[str, Callable[[], memoryview]] = {}
 
 
 def content(tensor: Tensor, computed: Mapping[str, Callable[[], memoryview]] = _NOTHING) -> Content:
-    """The bytes that the files hold of a described tensor; `computed` is `Checkpoint.computed`."""
+    """Return a described tensor's content from its files. `computed` is `Checkpoint.computed`."""
     dtype = np.dtype(f"u{tensor.dtype.itemsize}")
     flat = np.zeros(tensor.numel, dtype)
     for fragment in tensor.fragments():

@@ -1,7 +1,7 @@
-"""Targets as a writer with a bug would make them, which forgets one tensor; a plan refuses each.
+"""Targets from a buggy writer that forgets one tensor. A plan must refuse each.
 
-Two tensors of one size in each other's slots are out of reach: every slot is filled and every tensor is used.  Only a
-comparison with the live engine's truth finds that.
+Swapped slots between two tensors of the same size can't be found here: every slot is filled and every tensor is used.
+Only a comparison with the live engine's truth finds them.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint
 
 
 def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, frozenset[Key]]]:
-    """A parameter (its weight and its master), a buffer and an optimizer state, as far as `target` places any."""
+    """Yield a parameter (weight and master), a buffer and an optimizer state, if `target` has them."""
     placed = dict.fromkeys(slot.key for file in target.files for slot in file.slots if slot.extent.numel)
     for what, roles in (("parameter", (WEIGHT, MASTER)), ("buffer", (BUFFER,))):
         fqn = next((fqn for fqn, role in placed if role in roles), None)
@@ -25,7 +25,7 @@ def forgotten(checkpoint: Checkpoint, target: Target) -> Iterator[tuple[str, fro
 
 
 def tampered(checkpoint: Checkpoint, target: Target, keys: Set[Key]) -> Iterator[tuple[str, Target]]:
-    """`target` with something else in the place of these tensors, by what it is."""
+    """Yield variants of `target` without these tensors' slots, each with a label."""
     slots = [slot for file in target.files for slot in file.slots if slot.key in keys]
     yield "slots to zeros", _without(target, slots, "zeros")
     yield "slots to literals", _without(target, slots, "literals")
@@ -42,7 +42,7 @@ def tampered(checkpoint: Checkpoint, target: Target, keys: Set[Key]) -> Iterator
 
 
 def _without(target: Target, slots: list[Slot], instead: str) -> Target:
-    """`target` without these slots, whose bytes are in its files' `zeros` or `literals`, or in nothing."""
+    """Return `target` with these slots replaced by `zeros` or `literals`, or dropped."""
     files = []
     for file in target.files:
         gone = [slot.extent for slot in file.slots if any(slot is one for one in slots)]

@@ -1,7 +1,6 @@
-"""What every store must do.  A store takes part by declaring how an empty one is made.
+"""Conformance suite for stores. A store joins with a declaration that creates an empty one.
 
-Objects are put and looked at by the store's own means: what goes through ckpt's code alone in both directions proves
-nothing.
+Objects are written and checked with the store's own tools. A round trip through ckpt's code alone proves nothing.
 """
 
 from __future__ import annotations
@@ -21,9 +20,9 @@ from ckpt.stores.objects import Entry, Store, WritableStore, store
 
 
 class Served(NamedTuple):
-    """An empty store: what stands behind `scheme://` in its URLs, and objects in it by the store's own means.
+    """An empty store: the text after `scheme://` in its URLs, and functions for objects that bypass ckpt.
 
-    `get` returns None for an object that is not there, `remove` removes one that is.
+    `get` returns None for a missing object. `remove` removes an existing one.
     """
 
     root: str
@@ -34,10 +33,9 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True)
 class StoreDeclaration:
-    """A store of URLs of one `scheme`; `serve` makes an empty one, which is there as long as the context lasts.
+    """A store for URLs with one `scheme`. `serve` creates an empty one for the life of its context.
 
-    `part` is the size in bytes of the smallest part that the store takes of an object that is sent in several.
-    `writes`: it is a `WritableStore`, too.
+    `part` is the store's minimum part size in bytes for multipart uploads. `writes` is True for a `WritableStore`.
     """
 
     scheme: str
@@ -54,7 +52,7 @@ class _Opened(NamedTuple):
 
 
 class StoreConformance:
-    """Subclass it in a test module, with `declarations`."""
+    """Conformance suite for stores. Subclass it in a test module and set `declarations`."""
 
     declarations: ClassVar[Sequence[StoreDeclaration]] = ()
 
@@ -187,7 +185,7 @@ def _chunks(content: bytes, part: int) -> Iterator[memoryview]:
 
 
 def _model_files() -> dict[str, bytes]:
-    """The files of a model of two tensors, safetensors by hand."""
+    """Return the files of a model with two tensors, written as safetensors by hand."""
     header: dict[str, object] = {
         "a": {"dtype": "F32", "shape": [300], "data_offsets": [0, 1200]},
         "b": {"dtype": "U8", "shape": [2, 3], "data_offsets": [1200, 1206]},

@@ -1,4 +1,4 @@
-"""The formats, stores and commands of installed packages through the suites."""
+"""Run the suites on the formats, stores and commands of installed packages."""
 
 from __future__ import annotations
 
