@@ -1,7 +1,7 @@
-"""The process that `ckpt.TrainerCallback` starts for one checkpoint: `python -m ckpt.training.after_save JSON`.
+"""The process started by `ckpt.TrainerCallback` for one checkpoint: `python -m ckpt.training.after_save JSON`.
 
-It checks, converts, verifies and pushes, as far as it is asked to, prints a line for each, and exits with the code of
-the first error.
+It checks, converts, verifies and pushes as requested, prints a line for each step, and exits with the code of the first
+error.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, CorruptError
 
 @dataclass(frozen=True)
 class AfterSave:
-    """What is done with the checkpoint at `path`: `output` is where it is converted to."""
+    """Work for the checkpoint at `path`. `output` is the converted folder."""
 
     path: str
     output: str
@@ -29,11 +29,11 @@ class AfterSave:
     options: dict[str, Any] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), default=str)  # a dtype of torch's by its name
+        return json.dumps(asdict(self), default=str)  # a torch dtype by its name
 
 
 def carry_out(work: AfterSave) -> None:
-    """Do it; CkptError where the checkpoint is not whole, or what was converted is not what it holds."""
+    """Run the work. Raise CorruptError if the checkpoint is incomplete, and any error from ckpt's functions."""
     if work.check:
         checked = ckpt.check(work.path)
         if not checked.whole:
@@ -41,7 +41,7 @@ def carry_out(work: AfterSave) -> None:
         print(f"{work.path} is whole")
     if work.to is None:
         return
-    # What a killed process left may be of the same step as it was before the run saved it again.
+    # A killed process may have left output for the same step, from before the run saved it again.
     how: dict[str, Any] = {"overwrite": True, "restart": True, "verify": work.verify}
     done = ckpt.convert(work.path, work.to, work.output, **how, **work.options)
     print(f"{work.path} is converted to {done.path}")

@@ -1,4 +1,4 @@
-"""`ckpt.TrainerCallback`: each checkpoint of a run of HF Trainer, TRL or Axolotl is checked, converted and pushed."""
+"""`ckpt.TrainerCallback`: check, convert and push each checkpoint of an HF Trainer, TRL or Axolotl run."""
 
 from __future__ import annotations
 
@@ -26,25 +26,24 @@ _LOG = logging.getLogger("ckpt.training")
 
 
 class TrainerCallback(_Base):  # type: ignore[misc]
-    """Check, convert, verify and push each checkpoint that a Trainer saves, in a process of its own.
+    """Check, convert, verify and push each checkpoint saved by a Trainer, in a separate process.
 
         Trainer(..., callbacks=[ckpt.TrainerCallback(push="org/name", dtype="bf16")])
 
-    `check` says whether the checkpoint is whole; `to` is the format it is converted to (None: to none), into
-    `output/checkpoint-N`, by default `OUTPUT_DIR-TO/checkpoint-N` beside the run folder; `verify` compares every bit of
-    what was written; `push` is the repository on the Hub, whose main branch becomes the newest checkpoint.  `keep`
-    keeps that many of the newest conversions and removes older ones of this run.  `options` are those of
-    `ckpt.convert`, and are checked at once.
+    `check` tests each checkpoint for completeness. `to` is the target format (None: no conversion). The default output
+    is `OUTPUT_DIR-TO/checkpoint-N`, next to the run folder. `verify` compares every written bit. `push` is a repository
+    on the Hub: its main branch becomes the newest checkpoint. `keep` limits the number of conversions from this run;
+    older ones are removed. `options` are passed to `ckpt.convert`, and checked at once.
 
-    Training is not held up: the first rank hands each checkpoint to a queue, whose processes run one after the other,
-    and the end of training waits for the last.  What fails is a warning in the log (`ckpt.training`) and ends nothing,
-    as where `save_total_limit` has removed the checkpoint meanwhile.
+    Training does not wait: the first rank queues each checkpoint, and the work runs one process at a time. Only the end
+    of training waits for the queue. A failure is a warning in the log `ckpt.training` and stops nothing, for example if
+    `save_total_limit` has already removed the checkpoint.
 
     Args:
-        check: Look whether each checkpoint is whole.
+        check: Test each checkpoint for completeness.
         to: The format to write; None for no conversion.
-        output: The folder of conversions; None for `OUTPUT_DIR-TO`.
-        verify: Compare every bit that was written.
+        output: The folder for conversions; None for `OUTPUT_DIR-TO`.
+        verify: Compare every written bit.
         push: The repository on the Hub, `ORG/NAME`.
         keep: Number of newest conversions to keep; None for all.
         **options: Options of `ckpt.convert`.
@@ -56,7 +55,7 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         except ImportError:
             what, hint = "ckpt.TrainerCallback needs transformers, which is not installed", "pip install transformers"
             raise UsageError(what, hint=hint) from None
-        # Trainer calls every event of its own class; it is a base only now, as `import ckpt` imports no framework
+        # Trainer requires its own base class. It is added only here, because `import ckpt` imports no framework.
         return object.__new__(cls if issubclass(cls, Theirs) else type(cls.__name__, (cls, Theirs), {}))
 
     def __init__(
@@ -84,18 +83,21 @@ class TrainerCallback(_Base):  # type: ignore[misc]
         self._worker: threading.Thread | None = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by Trainer in each rank that has saved."""
+        """Record a saved checkpoint. Trainer calls this in each rank that has saved."""
         if state.is_world_process_zero:
             name, run = f"checkpoint-{state.global_step}", Path(args.output_dir)
             output = Path(self._output or f"{os.path.normpath(run)}-{self._asked['to']}") / name
             self._saved.append(AfterSave(str(run / name), str(output), **self._asked))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by Trainer behind each step: the other ranks have saved, as this one has heard of them since."""
+        """Queue the recorded checkpoints.
+
+        After a step, all ranks have saved, because this rank has heard from them since.
+        """
         self._hand_over()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called by Trainer at the end: wait for what is still being done."""
+        """Queue the last checkpoints and wait for all work to finish."""
         self._hand_over()
         self._queue.join()
 
@@ -114,21 +116,21 @@ class TrainerCallback(_Base):  # type: ignore[misc]
                 if _run(work) and work.to is not None:
                     self._converted.append(work.output)
                     self._remove_old()
-            except Exception as error:  # whatever it is: training goes on
+            except Exception as error:  # training must go on
                 _LOG.warning("ckpt: nothing was done with %s: %s", work.path, error)
             finally:
                 self._queue.task_done()
 
     def _remove_old(self) -> None:
-        """Remove the oldest conversions of this run, so that `keep` are left."""
+        """Remove this run's oldest conversions, so that `keep` are left."""
         while self._keep is not None and len(self._converted) > self._keep:
             shutil.rmtree(self._converted.pop(0))
 
 
 def _check_options(to: str | None, options: dict[str, Any]) -> None:
-    """Raise UsageError for a format or an option that `ckpt.convert` does not take.
+    """Raise UsageError for a format or option that `ckpt.convert` does not accept.
 
-    The source does not exist, so a right call ends with NotFoundError and writes nothing.
+    The source does not exist, so a valid call ends with NotFoundError and writes nothing.
     """
     missing = os.path.join(os.devnull, "checkpoint")
     with contextlib.suppress(NotFoundError):
@@ -136,7 +138,7 @@ def _check_options(to: str | None, options: dict[str, Any]) -> None:
 
 
 def _run(work: AfterSave) -> bool:
-    """Do the work in a process, without GPUs, and log what it printed; True if all of it was done."""
+    """Do the work in a process without GPUs, and log its output. Return True if all of it succeeded."""
     env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, "-m", "ckpt.training.after_save", work.to_json()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False)

@@ -1,12 +1,12 @@
-"""Signs of life of every rank, in files that `python -m ckpt.training.watch` reads.
+"""Heartbeats of every rank, in files that `ckpt watch` reads.
 
-    OUTPUT/heartbeats/rank-R.json     who and where the rank is, what it does since when, and a count that goes up
-    OUTPUT/heartbeats/rank-R.stack    where its main thread was at the last beat
-    OUTPUT/heartbeats/rank-R.dump     stacks of all its threads, written when SIGUSR2 or a request comes
-    OUTPUT/heartbeats/request         touched by a watcher that wants the dumps of ranks on other machines
+    OUTPUT/heartbeats/rank-R.json     the rank and its host, its phase and the phase's start, and a rising count
+    OUTPUT/heartbeats/rank-R.stack    the main thread's stack at the last beat
+    OUTPUT/heartbeats/rank-R.dump     stacks of all threads, written on SIGUSR2 or a request
+    OUTPUT/heartbeats/request         touched by a watcher to get dumps from ranks on other machines
 
-A thread beats, so a rank that only waits for others goes on beating; what it waits in is in its stack. A process that
-is stopped, or whose interpreter is held by C code, beats no more: then the last beat's stack is what is known of it.
+The beats come from a thread, so a rank keeps beating while it waits for others; its stack shows the wait. If a process
+is stopped or C code holds its interpreter, the beats end. The last beat's stack then shows the place.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ DONE = "done"
 
 
 class Heart:
-    """The beating thread of this process, and the dumps of its stacks. A context manager."""
+    """Thread that writes this process's heartbeats and stack dumps. Use it as a context manager."""
 
     def __init__(self, output: Path, rank: int, world_size: int, every: float, started: float) -> None:
-        """`every` and `started` are in seconds; `started` is the same on all ranks, and another one at each start."""
+        """Set up the beats.
+
+        `every` and `started` are in seconds; `started` is equal on all ranks and new at each start.
+        """
         self.folder, self.rank, self.every = output / FOLDER, rank, every
         self._main = threading.main_thread().ident or 0
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -52,7 +55,7 @@ class Heart:
         self._thread = threading.Thread(target=self._run, name="heartbeat", daemon=True)
 
     def __enter__(self) -> Heart:
-        self._dump = self.path("dump").open("w")  # stays open: a signal handler opens no files
+        self._dump = self.path("dump").open("w")  # stays open because signal handlers can't open files
         faulthandler.register(signal.SIGUSR2, file=self._dump, all_threads=True)
         self._beat()
         self._thread.start()
@@ -67,11 +70,11 @@ class Heart:
         self._dump.close()
 
     def enter(self, phase: str, step: int) -> None:
-        """Says what the main thread does from now on, in optimizer step `step`."""
+        """Record the main thread's phase from now on, in optimizer step `step`."""
         self.facts |= {"phase": phase, "step": step, "since": time.time()}
 
     def path(self, kind: str) -> Path:
-        """A file of this rank."""
+        """Return a file path for this rank."""
         return self.folder / f"rank-{self.rank}.{kind}"
 
     def _run(self) -> None:
@@ -83,7 +86,7 @@ class Heart:
 
     def _beat(self) -> None:
         self.facts["beats"] += 1
-        # The stack first: a watcher that sees this beat finds a stack that is at least as new.
+        # Write the stack first: a watcher that sees this beat finds a stack at least as new.
         frame = sys._current_frames().get(self._main)
         if frame is not None:
             _replace(self.path("stack"), "".join(traceback.format_stack(frame)))
@@ -97,7 +100,7 @@ class Heart:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Writes a file that nobody sees half written. A full disk stops no run: a watcher sees that beats are missing."""
+    """Write a file atomically. Ignore errors such as a full disk: the watcher notices missing beats."""
     new = path.with_name(path.name + ".new")
     try:
         new.write_text(text)

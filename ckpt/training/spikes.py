@@ -1,4 +1,4 @@
-"""Spikes of the loss: far above the steps just before, or no number at all."""
+"""Loss spikes: a loss far above the steps just before, or NaN or infinity."""
 
 from __future__ import annotations
 
@@ -8,36 +8,36 @@ import statistics
 from dataclasses import dataclass, field
 
 WINDOW = 50
-"""Steps whose changes say what is usual."""
+"""Number of steps for the usual changes."""
 RECENT = 8
-"""Steps whose median a loss is held against; before there are as many, only what is no number is a spike."""
+"""Number of steps for the median to compare with. Before that, only NaN and infinity are spikes."""
 DEVIATIONS = 8.0
-"""How many of the usual deviations of a change (1.4826 times the median absolute one, as in a normal distribution)."""
+"""Limit in standard deviations of the change, estimated as 1.4826 times the median absolute deviation."""
 FRACTION = 0.1
-"""And at least this part of the median: a run that has settled deviates by nearly nothing."""
+"""Minimum limit in parts of the median, because a settled run deviates by almost nothing."""
 
 
 @dataclass
 class SpikeWatch:
-    """Remembers the losses that were none; `history` of an earlier start may be handed in."""
+    """Detector with the losses that were no spikes. `history` may come from an earlier start."""
 
     history: list[float] = field(default_factory=list)
     first: int | None = None
-    """The first batch of the spike that is on; None when none is."""
+    """First batch of the current spike, or None."""
 
     def limit(self) -> float:
-        """The largest loss that is no spike."""
+        """Return the largest loss that is no spike."""
         if len(self.history) < RECENT:
             return math.inf
         median = statistics.median(self.history[-RECENT:])
-        # Changes and not losses: those of a run that learns quickly deviate by what it learns.
+        # Use changes, not losses: in a run that learns quickly, losses deviate by their trend.
         changes = [after - before for before, after in itertools.pairwise(self.history)]
         middle = statistics.median(changes)
         deviation = 1.4826 * statistics.median(abs(change - middle) for change in changes)
         return median + max(DEVIATIONS * deviation, FRACTION * abs(median))
 
     def is_spike(self, batch: int, loss: float) -> bool:
-        """Whether the loss of a batch is a spike; what is none is remembered."""
+        """Return True if a batch's loss is a spike. Other losses are added to the history."""
         if not math.isfinite(loss) or loss > self.limit():
             self.first = batch if self.first is None else self.first
             return True

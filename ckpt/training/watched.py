@@ -1,7 +1,7 @@
-"""Heartbeats and a look-out for spikes in any script of HF Trainer: `Trainer(..., callbacks=[Watched()])`.
+"""Heartbeats and loss spike detection for any HF Trainer script: `Trainer(..., callbacks=[Watched()])`.
 
-OUTPUT_DIR/heartbeats/      signs of life, for `python -m ckpt.training.watch OUTPUT_DIR`
-OUTPUT_DIR/spikes.jsonl     a line for each logged loss that was a spike, which is also said on stderr
+OUTPUT_DIR/heartbeats/      heartbeats for `ckpt watch OUTPUT_DIR`
+OUTPUT_DIR/spikes.jsonl     a line for each logged loss spike, also printed on stderr
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from ckpt.training.spikes import SpikeWatch
 
 
 class Watched(TrainerCallback):  # type: ignore[misc]
-    """One run's; `beat` is in seconds. A rank that ends with an error beats no more, which the watcher sees."""
+    """Trainer callback with heartbeats every `beat` seconds.
+
+    A rank that fails stops beating, and the watcher notices.
+    """
 
     def __init__(self, beat: float = 5.0) -> None:
         self.beat, self.spikes = beat, SpikeWatch()
         self.heart: Heart | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called once, in every rank."""
+        """Start the heartbeats. Trainer calls this once in every rank."""
         started: list[Any] = [time.time()]
         if dist.is_initialized():
             dist.broadcast_object_list(started)
@@ -35,15 +38,15 @@ class Watched(TrainerCallback):  # type: ignore[misc]
         self.heart.__enter__()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called before every optimizer step."""
+        """Record the training phase before an optimizer step."""
         self._enter("training", state)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called after every optimizer step, and before a checkpoint."""
+        """Record the saving or data phase after an optimizer step."""
         self._enter("saving" if control.should_save else "data", state)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
-        """Called where Trainer logs, as args.logging_steps say."""
+        """Check each logged loss for a spike, every `args.logging_steps` steps."""
         if not state.is_world_process_zero or "loss" not in (logs or {}):
             return
         loss, limit = float((logs or {})["loss"]), self.spikes.limit()
@@ -54,7 +57,7 @@ class Watched(TrainerCallback):  # type: ignore[misc]
             print(f"warning: {text}", file=sys.stderr, flush=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Called once, when all is done."""
+        """Stop the heartbeats when all is done."""
         if self.heart:
             self.heart.__exit__(None)
 
