@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = (*ZERO, "ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", "megatron", "megatron-deepspeed")
-_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  # models that tp-fsdp can shard
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral")  #: models that tp-fsdp can shard
 ARCHITECTURES = (*_TENSOR_PARALLEL, "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next")
 MODELS = (*ARCHITECTURES, "llama_even", *(f"{name}_wide" for name in ARCHITECTURES), "toy")
 DTYPES = ("bf16", "fp16", "fp32")
