@@ -11,7 +11,7 @@ from io import BufferedReader
 from os import PathLike, fspath
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
 from ckpt.base.returned import Returned
@@ -64,6 +64,8 @@ Cast = Literal["keep", "fp32", "bf16", "fp16"]
 Only = Literal["all", "weights", "optimizer"]
 Progress = Callable[[int], None]  # it is told of bytes that were read or written since the last call
 OptionValue = str | int | float | None  # of an option that a format declares; a bool is an int
+#: Value of an option for reading, which `typed` looks up.
+ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
 _RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
 _REPLICA = Option("replica", int, None, "The rank whose copies are taken", min=0)
@@ -78,17 +80,17 @@ def open(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
-    adapter_slot: str | None = None,
     accept_settings: Sequence[str] | None = None,
+    **options: ReadOption,
 ) -> OpenCheckpoint:
     """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
 
     `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
     `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
-    Hub id; `replica` is the rank whose copy of replicated tensors is taken; `adapter_slot` is one of the adapters of a
-    run of MultiLoRA, `"1:8:16"`: its slot, and the rank and alpha that it was claimed with.  `accept_settings` names
-    recorded settings to ignore, though the target cannot hold them.  How the checkpoint was found is in its `notes`.
-    Raises the errors of `ckpt.errors`.
+    Hub id; `replica` is the rank whose copy of replicated tensors is taken.  `accept_settings` names recorded settings
+    to ignore, though the target cannot hold them.  `options` are options for reading that formats declare: for an
+    adapter of a run of MultiLoRA, `adapter_slot="1:8:16"` is its slot, and the rank and alpha that it was claimed with.
+    How the checkpoint was found is in its `notes`.  Raises the errors of `ckpt.errors`.
 
     Args:
         path: The checkpoint or run folder, or a URL of one.
@@ -96,11 +98,11 @@ def open(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are taken.
-        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
         accept_settings: Recorded settings to ignore, by name.
+        **options: Options for reading, such as `adapter_slot="1:8:16"`.
     """
     place = None if config is None else fspath(config)
-    asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "adapter_slot": adapter_slot}
+    asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "options": options}
     asked["accept_settings"] = accept_settings
     return OpenCheckpoint.of(open_checkpoint(fspath(path), format, **asked))
 
@@ -362,7 +364,6 @@ def plan(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
-    adapter_slot: str | None = None,
     accept_settings: Sequence[str] | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
@@ -390,7 +391,6 @@ def plan(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are taken.
-        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
         accept_settings: Recorded settings to ignore, by name.
         complete_from: A model with the tensors that the run lacks.
         dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
@@ -400,11 +400,12 @@ def plan(
         world_size: Ranks of a sharded target; None for the source's.
         max_memory: Bound on all buffers together, in bytes or as `512MB`.
         workers: Threads that copy; 0 chooses.
-        **options: Options of the target format, such as `tp=2`.
+        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
     """
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
+    for_reading = {name: options.pop(name) for name in options.keys() & registry.options_for_reading().keys()}
     asked = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
     if layout is not None and asked != Layout():
         raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
@@ -417,7 +418,7 @@ def plan(
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
-    reading: dict[str, Any] = {"tag": tag, "config": config, "replica": replica, "adapter_slot": adapter_slot}
+    reading: dict[str, Any] = {"tag": tag, "config": config, "replica": replica, **for_reading}
     checkpoint = opened(source, format, accept_settings=accept_settings, **reading)
     check_holds_model(checkpoint)
     if dequantize:
@@ -520,7 +521,6 @@ def convert(
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
     replica: int | None = None,
-    adapter_slot: str | None = None,
     accept_settings: Sequence[str] | None = None,
     complete_from: Source | None = None,
     dtype: Cast = "keep",
@@ -552,7 +552,6 @@ def convert(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         replica: The rank whose copies of replicated tensors are taken.
-        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
         accept_settings: Recorded settings to ignore, by name.
         complete_from: A model with the tensors that the run lacks.
         dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
@@ -568,7 +567,7 @@ def convert(
         restart: Clear what a stopped run has kept, and begin anew.
         manifest: Write digests of the output to ckpt-manifest.json.
         progress: Called with the number of bytes since the last call.
-        **options: Options of the target format, such as `tp=2`.
+        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
     """
     conversion = plan(
         source,
@@ -579,7 +578,6 @@ def convert(
         tag=tag,
         config=config,
         replica=replica,
-        adapter_slot=adapter_slot,
         accept_settings=accept_settings,
         complete_from=complete_from,
         dtype=dtype,
@@ -687,7 +685,7 @@ def mount(
         dequantize: Take the plain values of quantized weights.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         world_size: Ranks of a sharded target; None for the source's.
-        **options: Options of the target format, such as `tp=2`.
+        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
     """
     from ckpt.views.mount import check_free, library, served_by
 

@@ -26,22 +26,27 @@ R = TypeVar("R")
 
 
 def typed(function: Callable[P, R]) -> Callable[P, R]:
-    """Make `function` raise UsageError for an unknown argument or a value its annotation forbids."""
+    """Make `function` raise UsageError for an unknown argument or a value its annotation forbids.
+
+    If its `**options` are `Annotated` with a function, only the names that this function returns are known.
+    """
     signature = inspect.signature(function)
     known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD and name != "self"]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    others = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
     names = ChainMap(
         inspect.unwrap(function).__globals__, vars(builtins), defaultdict(lambda: Any)
     )  # Any for names imported only for type checking
-    hints = functools.cache(lambda: get_type_hints(function, localns=names))
+    hints = functools.cache(lambda: get_type_hints(function, localns=names, include_extras=True))
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
         name = f"ckpt.{function.__qualname__}"
-        for unknown in kwargs if not takes_any else ():
-            if unknown not in known:
-                hint = did_you_mean(unknown, known)
-                raise UsageError(f"{name} takes no {unknown!r}", expected=", ".join(known), hint=hint)
+        for unknown in kwargs.keys() - {*known}:
+            declared = None if others is None else getattr(hints()[others], "__metadata__", None)
+            taken = [*known, *(one for names in declared or () for one in names())]
+            if unknown not in taken and (others is None or declared):
+                hint = did_you_mean(unknown, taken)
+                raise UsageError(f"{name} takes no {unknown!r}", expected=", ".join(taken), hint=hint)
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:

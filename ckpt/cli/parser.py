@@ -27,7 +27,7 @@ from ckpt.cli import defaults, registered
 from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.options.command import Command
-from ckpt.options.groups import SECTIONS
+from ckpt.options.groups import READ, SECTIONS
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -238,7 +238,7 @@ class CommandGroup(_Help, TyperGroup):
             if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
                 # `Path` would fold it into another key
                 raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
-        if declared.with_format_options:
+        if declared.format_options:
             command = _alone(declared)
         _check_spelled_once(command.params, rest)
         found = defaults.of_command(name, command.params)
@@ -276,23 +276,25 @@ def _alone(command: Command) -> Any:
     from ckpt.plan import registry
 
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-    add(alone, command, registry.declared_options() if command.with_format_options else None)
+    add(alone, command, registry.declared_options() if command.format_options else None)
     return typer.main.get_command(alone)
 
 
 def add(app: typer.Typer, command: Command, owners: Mapping[type, Sequence[str]] | None = None) -> None:
     """Add a command to `app`, with options that formats declare (`owners`: see `with_options`)."""
-    run = guarded(with_options(command.function, owners), command)
+    run = guarded(with_options(command.function, owners, command.format_options), command)
     app.command(command.name, cls=TypedCommand, rich_help_panel=command.section)(run)
 
 
 def with_options(
-    function: Callable[..., Any], owners: Mapping[type, Sequence[str]] | None = None
+    function: Callable[..., Any],
+    owners: Mapping[type, Sequence[str]] | None = None,
+    kinds: Sequence[str] = (),
 ) -> Callable[..., Any]:
     """`function` with an option for each field of its groups, and for each that the dataclasses of formats declare.
 
-    A group arrives as one object.  Of the formats' options (`owners` says whose each dataclass is) those that were
-    asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
+    A group arrives as one object.  Of the formats' options (`owners` says whose each dataclass is) those of the `kinds`
+    that were asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
     known: dict[str, inspect.Parameter] = {}
@@ -308,14 +310,16 @@ def with_options(
     declared: dict[str, Option] = {}
     for owner, formats in (owners or {}).items():
         for one in options_of(owner):
+            if ("reading" if one.is_for_reading else "writing") not in kinds:
+                continue
             if one.name in known:
                 raise UsageError(
-                    f"two options of `ckpt convert` are called --{one.name.replace('_', '-')}",
+                    f"two options of `ckpt convert` are called {one.flag}",
                     found=f"one of them is of {', '.join(formats)}",
                     hint="uninstall the package of one of the two, or rename its option",
                 )
             declared[one.name] = one
-            known[one.name] = _parameter(one, f"{_OF_FORMATS}{', '.join(formats)}")
+            known[one.name] = _parameter(one, READ if one.is_for_reading else f"{_OF_FORMATS}{', '.join(formats)}")
 
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
@@ -341,7 +345,7 @@ def _members(group: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:
     kind: Any = Literal[one.choices] if one.choices else one.type
-    flags = [f"--{one.name.replace('_', '-')}"] if one.type is bool else []  # without a --no- of its own
+    flags = [one.flag] if one.type is bool else []  # without a --no- of its own
     metavar = f"<{'|'.join(one.choices)}>" if one.choices else one.metavar
     info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=metavar, rich_help_panel=section)
     return inspect.Parameter(

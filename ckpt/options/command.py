@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 #: Entry-point group of the commands of other packages.
 GROUP = "ckpt.commands"
@@ -25,7 +26,7 @@ class Command:
         urls: Parameters that may be URLs.
         texts: Parameters that are no places, whatever they look like.
         writes: True if its work is the files that it writes, not the text that it prints.
-        with_format_options: True if it takes the options that formats declare, in the parameter `options`.
+        format_options: Kinds of options that formats declare and that it takes, in the parameter `options`.
         place: Place in its section; equal ones come in the order of their names.
     """
 
@@ -37,7 +38,7 @@ class Command:
     urls: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     writes: bool = False
-    with_format_options: bool = False
+    format_options: tuple[Literal["reading", "writing"], ...] = ()
     place: int = 100
 
 

@@ -78,15 +78,6 @@ ExpertLayoutOption = Annotated[
         rich_help_panel=READ,
     ),
 ]
-AdapterSlotOption = Annotated[
-    str | None,
-    typer.Option(
-        "--adapter-slot",
-        metavar="SLOT:RANK:ALPHA",
-        help="The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
-        rich_help_panel=READ,
-    ),
-]
 PeftVersionOption = Annotated[
     str | None,
     typer.Option(

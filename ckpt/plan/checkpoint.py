@@ -7,18 +7,17 @@ data, and neither knows which other formats exist.
 from __future__ import annotations
 
 import os
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar, cast
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import counted
 from ckpt.plan.dtypes import DType
 from ckpt.plan.loads import Loads
-from ckpt.plan.options import OF_FILES
+from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
 #: Roles with a meaning of their own, those of the model itself; every other role is the name of an optimizer state.
@@ -41,7 +40,6 @@ AXES = {
 }
 
 Key = tuple[str, str]  # (fqn, role)
-Options = TypeVar("Options")
 Facts = TypeVar("Facts")
 
 
@@ -257,8 +255,8 @@ class Checkpoint:
     is_adapter: bool = False
     #: What PEFT's `adapter_config.json` would say of an adapter that another trainer configured otherwise.
     adapter_config: Mapping[str, Any] | None = None
-    #: Which one it is of the adapters that a run holds beside each other.
-    adapter_slot: AdapterSlot | None = None
+    #: Names of the options for reading that had a meaning.
+    used_options: frozenset[str] = frozenset()
     #: Recorded settings that the user has accepted, though the target cannot hold them.
     accepted: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
@@ -339,39 +337,21 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterSlot:
-    """One of the adapters that a run trains beside each other, with the rank and the alpha that it was given there."""
-
-    number: int
-    rank: int
-    alpha: float
-
-    @classmethod
-    def parse(cls, text: str) -> AdapterSlot:
-        """The slot that `text` names, as `1:8:16` or `1:8:2.5`; UsageError for any other text."""
-        if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
-            number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
-            if rank and alpha:
-                return cls(number, rank, int(alpha) if alpha == int(alpha) else alpha)
-        raise UsageError(
-            "--adapter-slot takes a slot with its rank and its alpha",
-            expected="SLOT:RANK:ALPHA, as 1:8:16",
-            found=text or "nothing",
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class ReadRequest:
     """What the user said about the source: `tag` of the step folder, and the folder or file of the model's config.
 
-    `adapter_slot` is which adapter is meant of a run that holds several.  `accepted` are names of recorded settings to
-    ignore.
+    `accepted` are names of recorded settings to ignore.  `options` are those that formats declare for reading, by name
+    (see `ckpt.plan.options`).
     """
 
     tag: str | None = None
     config: Path | None = None
-    adapter_slot: AdapterSlot | None = None
     accepted: frozenset[str] = frozenset()
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, declaration: type[Options]) -> Options:
+        """Return the given options of those that a format declares, as its dataclass."""
+        return read_options(declaration, self.options)
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -401,8 +381,7 @@ class Layout:
 
     def read(self, declaration: type[Options]) -> Options:
         """What was asked for of the options that a format declares, as that dataclass.  Other options are ignored."""
-        names = {one.name for one in fields(cast(Any, declaration))}
-        return declaration(**{name: value for name, value in self.options.items() if name in names})
+        return read_options(declaration, self.options)
 
     def of_files(self) -> dict[str, Any]:
         """The options of `ckpt.plan.options.OF_FILES` that were asked for, by name."""

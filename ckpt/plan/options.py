@@ -1,15 +1,16 @@
-"""Options that a format adds to `ckpt convert` and to `Layout`.
+"""Options that a format adds to commands: for writing (`Layout`) and for reading (`ReadRequest`).
 
-A format declares them as a frozen dataclass, each field made by `option`.  Its writer reads what was asked for with
-`layout.read(TheDataclass)`, typed.  The module of the dataclass is imported for `ckpt convert --help`, so it stays
-small: neither numpy nor torch.
+A format declares them as frozen dataclasses, each field made by `option`.  Its writer reads the given options with
+`layout.read(TheDataclass)`, its reader with `request.read(TheDataclass)`, both typed.  The module of the dataclass is
+imported for `ckpt convert --help`, so it stays small: neither numpy nor torch.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from types import NoneType
-from typing import Any, get_args, get_type_hints
+from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from ckpt.base.errors import UsageError
 
@@ -22,12 +23,15 @@ OF_FILES = {
     "max_shard_size": "its files are not cut by size",
 }
 
+Options = TypeVar("Options")
+
 
 @dataclass(frozen=True, slots=True)
 class Option:
     """`--name` on the command line, `Layout(name=...)` in Python.
 
-    `type` is bool, int, float or str; `choices` are all values that a str may have, if not any.
+    `type` is bool, int, float or str; `choices` are all values that a str may have, if not any.  Options for reading
+    have `applies_to`, the checkpoints for which they have a meaning, and `absent`, the error for all others.
     """
 
     name: str
@@ -38,6 +42,17 @@ class Option:
     max: int | None = None
     metavar: str | None = None
     choices: tuple[str, ...] = ()
+    applies_to: str | None = None
+    absent: str = ""
+
+    @property
+    def is_for_reading(self) -> bool:
+        return self.applies_to is not None
+
+    @property
+    def flag(self) -> str:
+        """The option on the command line."""
+        return f"--{self.name.replace('_', '-')}"
 
     def check(self, value: Any) -> None:
         """Raise UsageError where `value` is none that the option takes; the command line has looked before."""
@@ -55,6 +70,12 @@ class Option:
 def option(help: str, *, default: Any = None, **more: Any) -> Any:
     """A field of a format's options: its help text, and what else an `Option` has."""
     return field(default=default, metadata={"help": help, **more})
+
+
+def read_options(declaration: type[Options], asked: Mapping[str, Any]) -> Options:
+    """Return the `asked` options as the dataclass that declares them, without all others."""
+    names = {one.name for one in fields(cast(Any, declaration))}
+    return declaration(**{name: value for name, value in asked.items() if name in names})
 
 
 def options_of(declaration: type) -> tuple[Option, ...]:

@@ -13,6 +13,7 @@ Other packages register theirs by entry points, each with a name and the value `
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -21,7 +22,7 @@ from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
 from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
-from ckpt.plan.options import OF_FILES, options_of
+from ckpt.plan.options import OF_FILES, Option, options_of
 
 #: In the order in which a folder is asked what it is: what holds most comes first.
 FORMATS = {
@@ -45,7 +46,8 @@ FORMATS = {
 _MEGATRON = "converters.names.megatron.options:MegatronOptions"
 OPTIONS = {
     "megatron": _MEGATRON,
-    "megatron-dist": f"{_MEGATRON} converters.names.megatron.options:DistOptions",
+    "megatron-dist": f"{_MEGATRON} converters.names.megatron.options:DistOptions "
+    "converters.megatron.dist.options:SlotOptions",
     "megatron-deepspeed": _MEGATRON,
     **dict.fromkeys(("hf", "dcp"), "converters.names.options:NameOptions"),
     "universal": "converters.deepspeed.options:UniversalOptions",
@@ -187,6 +189,11 @@ def declared_options() -> dict[type, list[str]]:
     return found
 
 
+def options_for_reading() -> dict[str, Option]:
+    """Return all options for reading that formats declare, by name."""
+    return {one.name: one for owner in declared_options() for one in options_of(owner) if one.is_for_reading}
+
+
 def check_layout(format: Format, layout: Layout) -> None:
     """Raise UsageError where `layout` asks for what says nothing about the files of `format`."""
     for name in layout.of_files().keys() - set(format.takes):
@@ -206,14 +213,16 @@ def check_options(format: str, asked: Mapping[str, Any], command: str = "convert
     `command` is the one whose help lists what it takes.
     """
     declared = declared_options()
-    known = {one.name: one for owner, formats in declared.items() if format in formats for one in options_of(owner)}
+    of_owner = {owner: {one.name: one for one in options_of(owner) if not one.is_for_reading} for owner in declared}
+    known = dict(ChainMap(*(of_owner[owner] for owner, formats in declared.items() if format in formats)))
     if not (others := [name for name in asked if name not in known]):
         for name, value in asked.items():
             known[name].check(value)
         return
-    owners = {owner: formats for owner, formats in declared.items() if {o.name for o in options_of(owner)} & {*others}}
+    owners = {owner: formats for owner, formats in declared.items() if of_owner[owner].keys() & {*others}}
     if not owners:
-        hint = did_you_mean(others[0], [*known, *_OF_ALL[command]]) or f"see `ckpt {command} --help`"
+        reading = options_for_reading() if command == "convert" else ()
+        hint = did_you_mean(others[0], [*known, *reading, *_OF_ALL[command]]) or f"see `ckpt {command} --help`"
         raise UsageError(f"the format {format!r} has no option {others[0]!r}", hint=hint)
     of = [getattr(owner, "about", "the options of " + ", ".join(formats)) for owner, formats in owners.items()]
     raise UsageError(

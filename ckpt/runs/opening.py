@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundError, UsageError
@@ -19,7 +20,6 @@ from ckpt.plan import registry
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
-    AdapterSlot,
     Checkpoint,
     Format,
     Given,
@@ -56,24 +56,22 @@ def open_checkpoint(
     tag: str | None = None,
     config: str | None = None,
     replica: int | None = None,
-    adapter_slot: str | None = None,
     accept_settings: Sequence[str] | None = None,
     unfinished: bool = False,
+    options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
     """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
 
-    What a conversion is still writing, or left when it was stopped, is refused unless it may be `unfinished`.
+    `options` are those that formats declare for reading.  What a conversion is still writing, or left when it was
+    stopped, is refused unless it may be `unfinished`.
     """
     formats = registry.all_formats() if format == AUTO else registry.named(format)
     for one in formats:
         if not one.reads:
             raise UsageError(f"the format {one.name!r} cannot be read", hint="see `ckpt formats`")
     path = places.local(path)
-    slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
-    accepted = frozenset(accept_settings or ())
-    checkpoint = _opened(
-        path, formats, tag, config, unfinished=unfinished, slot=slot, accepted=accepted, replica=replica
-    )
+    how: dict[str, Any] = {"unfinished": unfinished, "replica": replica, "options": options}
+    checkpoint = _opened(path, formats, tag, config, accepted=frozenset(accept_settings or ()), **how)
     if checkpoint is None or (format != AUTO and checkpoint.format not in [one.name for one in formats]):
         with translate_os_errors(path):
             raise _nothing_found(path, format, tag, [checkpoint.format] if checkpoint else [])
@@ -99,12 +97,11 @@ def open_model(path: Path, *, tag: str | None = None, config: str | None = None)
 
 
 def open_wanted(
-    path: Path, want: Want, *, tag: str | None, config: str | None, adapter_slot: str | None
+    path: Path, want: Want, *, tag: str | None, config: str | None, options: Mapping[str, Any] | None
 ) -> Checkpoint | None:
     """Return the checkpoint that `open` chooses among those that `want` accepts; None without one."""
     formats = sorted((one for one in registry.all_formats() if one.reads), key=lambda one: one.name != want.prefers)
-    slot = None if adapter_slot is None else AdapterSlot.parse(adapter_slot)
-    return _opened(path, formats, tag, config, want, slot=slot)
+    return _opened(path, formats, tag, config, want, options=options)
 
 
 @listed_once()
@@ -116,12 +113,15 @@ def _opened(
     want: Want = ANY,
     *,
     unfinished: bool = False,
-    slot: AdapterSlot | None = None,
     accepted: frozenset[str] = frozenset(),
     replica: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> Checkpoint | None:
     if tag == "":
         raise UsageError("the tag is empty", expected="the name of a folder")
+    asked = {name: value for name, value in (options or {}).items() if value is not None}
+    for name, value in asked.items():
+        registry.options_for_reading()[name].check(value)
     with translate_os_errors(path):
         if not path.exists():
             raise NotFoundError("no such file or folder", path=path, hint=_neighbour(path))
@@ -131,13 +131,13 @@ def _opened(
                 "when it has, what it wrote is at its destination",
             )
             raise IncompleteError(what, path=path, hint=hint)
-        request = ReadRequest(tag, None if config is None else find_config(config), slot, accepted)
+        request = ReadRequest(tag, None if config is None else find_config(config), accepted, asked)
         try:
             checkpoint = Chooser(formats, request, want).open(path)
         except HalfError as error:
             raise with_hint(error) from None
-        if checkpoint is not None and slot is not None:
-            _check_slots(checkpoint)
+        if checkpoint is not None:
+            _check_used(checkpoint, asked)
         if checkpoint is not None and not want.is_newest:
             check_one_is_meant(Path(checkpoint.path), path, tag)
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
@@ -389,15 +389,16 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
     return with_computing_dtype(found)
 
 
-def _check_slots(checkpoint: Checkpoint) -> None:
-    """Raise UsageError if a slot is asked for in a checkpoint without slots."""
-    if checkpoint.adapter_slot is None:
+def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
+    """Raise UsageError if an option for reading has no meaning for the checkpoint."""
+    for name in options.keys() - checkpoint.used_options:
+        option = registry.options_for_reading()[name]
         raise UsageError(
-            "there are no slots with several adapters here",
+            option.absent,
             path=checkpoint.path,
-            expected="a run of Megatron-Bridge's MultiLoRA",
+            expected=option.applies_to,
             found=checkpoint.framework or checkpoint.format,
-            hint="leave --adapter-slot out",
+            hint=f"leave {option.flag} out",
         )
 
 

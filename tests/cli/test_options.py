@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import ckpt
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan import registry
-from ckpt.plan.checkpoint import Layout
+from ckpt.plan.checkpoint import Layout, ReadRequest
 from ckpt.plan.options import OF_FILES, Option, option, options_of
 from ckpt.views.lazy import OpenCheckpoint
 from converters.names.megatron.options import MegatronOptions
@@ -77,6 +78,29 @@ def test_a_layout_gives_a_format_its_own_options() -> None:
     assert layout.read(Marks) == Marks("red")
     assert layout == Layout(options={"tp": 2}, mark="red")
     assert replace(layout, world_size=4).options == layout.options
+
+
+def test_an_option_for_reading_is_taken_where_it_has_a_meaning(fixtures: Path, marks: ModuleType) -> None:
+    """The reader gets it typed; it is refused elsewhere, and no option for writing."""
+    more = {"applies_to": "a run with shades", "absent": "there are no shades here"}
+    shades = {"strategy": option("A shade.", **more, choices=("dark",)), "__annotations__": {"strategy": "str | None"}}
+    marks.Marks = dataclass(frozen=True)(type("Shades", (), shades))  # type: ignore[attr-defined]
+    assert ReadRequest(options={"strategy": "dark", "adapter_slot": "1:2:3"}).read(marks.Marks) == marks.Marks("dark")
+    assert "--strategy <dark>" in section(run_ckpt("convert", "--help").out, "What is read")
+    assert "--strategy <dark>" in section(run_ckpt("merge-lora", "--help").out, "What is read")
+    assert "--strategy" not in run_ckpt("resume", "--help").out
+    run = fixtures / "toy-zero3"
+    for function in (ckpt.open, partial(ckpt.plan, to="hf"), partial(ckpt.merge_lora, output=run / "out")):
+        with pytest.raises(UsageError, match=r"(?s)no shades here.*expected: a run with shades.*leave strategy out"):
+            function(run, strategy="dark")
+        with pytest.raises(UsageError, match="strategy cannot be 'light'"):
+            function(run, strategy="light")
+    with pytest.raises(UsageError, match=r"(?s)ckpt.open takes no 'strategies'.*did you mean strategy?"):
+        ckpt.open(run, strategies="dark")
+    with pytest.raises(UsageError, match=r"(?s)has no option 'strategies'.*did you mean strategy?"):
+        ckpt.plan(run, "hf", strategies="dark")
+    with pytest.raises(UsageError, match="has no option 'strategy'"):
+        ckpt.plan(run, "hf", Layout(strategy="dark"))
 
 
 def test_options_of_every_format_are_parameters() -> None:
@@ -211,10 +235,11 @@ def outcomes(source: OpenCheckpoint, target: str, base: dict[str, Any], values: 
 @pytest.mark.parametrize("target", [one.name for one in registry.all_formats() if one.writes])
 def test_every_option_has_an_effect_or_is_refused(fixtures: Path, target: str) -> None:
     declared = {one.name for owner in registry.declared_options() for one in options_of(owner)}
+    declared -= registry.options_for_reading().keys()
     assert VALUES.keys() == declared | {"dtype", "optimizer_dtype", *OF_FILES}
     takes = {"dtype", *registry.get(target).takes}
     for owner, formats in registry.declared_options().items():
-        takes |= {one.name for one in options_of(owner)} if target in formats else set()
+        takes |= {one.name for one in options_of(owner) if not one.is_for_reading} if target in formats else set()
     values = VALUES | ({"names": "torchtitan"} if target == "dcp" else {})
     found: dict[str, set[str | None]] = {name: set() for name in values}
     for place, bases in SOURCES.items():

@@ -40,7 +40,6 @@ class Read:
             metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.", rich_help_panel=opt.READ
         ),
     ] = None
-    adapter_slot: opt.AdapterSlotOption = None
     accept_setting: opt.AcceptSettingOption = None
     complete_from: Annotated[
         str | None,
@@ -168,7 +167,6 @@ def convert(
                 tag=read.tag,
                 config=config,
                 replica=read.replica,
-                adapter_slot=read.adapter_slot,
                 accept_settings=read.accept_setting,
                 complete_from=read.complete_from,
                 **vars(precision),
@@ -303,6 +301,6 @@ COMMAND = Command(
     guide="formats.md",
     urls=("source", "path", "output", "config", "complete_from"),
     writes=True,
-    with_format_options=True,
+    format_options=("reading", "writing"),
     place=1,
 )

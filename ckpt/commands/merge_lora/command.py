@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,7 +55,6 @@ class MergeOptions:
     expert_layout: opt.ExpertLayoutOption = None
     peft_version: opt.PeftVersionOption = None
     accept_setting: opt.AcceptEntryOption = None
-    adapter_slot: opt.AdapterSlotOption = None
     ignore_file: opt.IgnoreFileOption = None
 
 
@@ -133,6 +133,7 @@ def merge_lora(
     ] = False,
     at_hub: opt.HubTarget,
     outcome: opt.Outcome,
+    options: Mapping[str, Any],
 ) -> None:
     """Merge a LoRA adapter into its base model without loading the model."""
     from ckpt.commands.merge_lora.find import open_adapter
@@ -145,8 +146,9 @@ def merge_lora(
     given = [run_of(where, quiet=quiet) for where in sources or ["."]]
     wanted, base = [where for where, _ in given], parts.base or given[0][1]
     destination = output or default_output(Path(wanted[0]), "merged")
-    names = ("config", "tag", "expert_layout", "peft_version", "adapter_slot")
+    names = ("config", "tag", "expert_layout", "peft_version")
     asked = {"accept_settings": parts.accept_setting, **{name: getattr(parts, name) for name in names}}
+    asked["options"] = options
     with listed_once():
         opened = [open_adapter(where, base=base, **asked) for where in wanted]
         if not push and at_hub != opt.HubTarget():
@@ -237,5 +239,6 @@ COMMAND = Command(
     urls=("sources", "base", "config", "output"),
     texts=("commit_message",),
     writes=True,
+    format_options=("reading",),
     place=4,
 )

@@ -136,7 +136,7 @@ def open_adapter(
     config: str | None = None,
     tag: str | None = None,
     expert_layout: ExpertLayout | None = None,
-    adapter_slot: str | None = None,
+    options: Mapping[str, Any] | None = None,
     base: str | None = None,
     base_config: str | None = None,
     peft_version: str | None = None,
@@ -145,8 +145,8 @@ def open_adapter(
     """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
 
     `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
-    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `adapter_slot` is the
-    one that is meant of a run with several, as for `ckpt.open`.  Hub ids are looked up in the local cache only.  An
+    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `options` are for
+    `ckpt.open`.  Hub ids are looked up in the local cache only.  An
     adapter under names that a model's config gives those of PEFT takes it from `base`, where it has none of its own,
     and `base_config` is where the base has none.  `peft_version` is the release of PEFT that trained the adapter, if
     its config records none; `accept_settings` names unknown entries of the config that are ignored.
@@ -158,13 +158,13 @@ def open_adapter(
         if not path.exists():
             expected = "a folder, or a Hub id in the local cache"
             raise NotFoundError("no such adapter", path=where, expected=expected, hint=unknown_hint(where))
-        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, adapter_slot), base, base_config), OWN)
+        checkpoint = to_namespace(_with_config_of(_open(path, config, tag, options or {}), base, base_config), OWN)
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     raw, notes = _of_release(raw, peft_version)
-    options = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
-    settings = registry.service("checked_settings")(checkpoint, raw, found, accept_settings or (), **options)
+    spelled = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
+    settings = registry.service("checked_settings")(checkpoint, raw, found, accept_settings or (), **spelled)
     settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
@@ -214,7 +214,7 @@ def _model(path: Path, config: str | None) -> Checkpoint:
     return model
 
 
-def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> Checkpoint:
+def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str, Any]) -> Checkpoint:
     """Return the adapter that `ckpt.open` would choose, or the adapter's own file in the same place."""
     empty: list[tuple[str, str, int, int]] = []
 
@@ -226,7 +226,7 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
 
     want = Want("adapter", holds, prefers=PEFT)
     try:
-        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot)
+        checkpoint = open_wanted(path, want, tag=tag, config=config, options=options)
     except CorruptError:
         if not empty:
             raise
@@ -235,7 +235,7 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
         # a file without its config, whose absence is reported later; PEFT prefers safetensors to a torch file
         alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
         path = alone[0] if alone else path
-        checkpoint = open_wanted(path, want, tag=tag, config=config, adapter_slot=slot) if alone else None
+        checkpoint = open_wanted(path, want, tag=tag, config=config, options=options) if alone else None
     if checkpoint is None and empty:
         place, fqn, count, of = empty[0]
         raise CorruptError(
@@ -246,7 +246,7 @@ def _open(path: Path, config: str | None, tag: str | None, slot: str | None) -> 
             hint="the sharded checkpoint that it was saved from still has them; give that",
         )
     if checkpoint is None:
-        checkpoint = api.open(path, tag=tag, config=config, adapter_slot=slot)
+        checkpoint = api.open(path, tag=tag, config=config, **options)
         names.check_is_no_others(checkpoint)
         raise NotFoundError(
             "there is no LoRA adapter here", path=path, found=f"a checkpoint of format {checkpoint.format}"

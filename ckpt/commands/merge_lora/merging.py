@@ -70,7 +70,6 @@ def merge_lora(
     tag: str | None = None,
     accept_base: bool = False,
     expert_layout: ExpertLayout | None = None,
-    adapter_slot: str | None = None,
     peft_version: str | None = None,
     accept_settings: Sequence[str] | None = None,
     ignore_files: Sequence[str] = (),
@@ -89,6 +88,7 @@ def merge_lora(
     restart: bool = False,
     manifest: bool = True,
     progress: api.Progress | None = None,
+    **options: api.ReadOption,
 ) -> MergedModel:
     """Merge a LoRA adapter into its base model without loading the model, and write it to `output`.
 
@@ -96,7 +96,7 @@ def merge_lora(
     several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
     the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
     not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
-    Unsloth before 2026.9.6, where nothing records it.  `adapter_slot` is for `ckpt.open`.  `peft_version` is the
+    Unsloth before 2026.9.6, where nothing records it.  `options` are for `ckpt.open`.  `peft_version` is the
     release of PEFT that trained an adapter, if its config records none; `accept_settings` names unknown entries of
     `adapter_config.json` that are ignored.
 
@@ -114,7 +114,6 @@ def merge_lora(
         tag: The step's folder or number; None for the latest.
         accept_base: Merge into a base that the adapter does not name.
         expert_layout: Who packed stacked experts: `peft` or `unsloth`.
-        adapter_slot: The adapter of a MultiLoRA run, as `1:8:16` (slot, rank, alpha).
         peft_version: PEFT release that trained the adapter, if none is recorded.
         accept_settings: Recorded settings to ignore, by name.
         ignore_files: Files next to the adapter to leave out.
@@ -133,6 +132,7 @@ def merge_lora(
         restart: Clear what a stopped run has kept, and begin anew.
         manifest: Write digests of the output to ckpt-manifest.json.
         progress: Called with the number of bytes since the last call.
+        **options: Options for reading, such as `adapter_slot="1:8:16"`.
     """
     api.WORKERS.check(workers)
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
@@ -140,7 +140,7 @@ def merge_lora(
         raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
     place = None if config is None else fspath(config)
     model = None if base is None else fspath(base)
-    asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "adapter_slot": adapter_slot, "base": model}
+    asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "options": options, "base": model}
     asked |= {"peft_version": peft_version, "accept_settings": accept_settings}
     with listed_once():
         conversion, _ = planned(

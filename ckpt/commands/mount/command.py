@@ -86,6 +86,6 @@ COMMAND = Command(
     guide="views.md",
     urls=("path", "config"),
     writes=True,
-    with_format_options=True,
+    format_options=("reading", "writing"),
     place=3,
 )

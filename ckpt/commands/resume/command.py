@@ -98,6 +98,6 @@ COMMAND = Command(
     ),
     guide="resume.md",
     urls=("config",),
-    with_format_options=True,
+    format_options=("writing",),
     place=2,
 )

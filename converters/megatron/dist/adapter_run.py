@@ -41,11 +41,11 @@ from ckpt.base.errors import CorruptError, LossError, NotFoundError, UsageError
 from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
-from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, AdapterSlot, Checkpoint, SourceFile
+from ckpt.plan.checkpoint import MEGATRON, MODEL_ROLES, Checkpoint, SourceFile
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Tensor
 from ckpt.runs.yaml_files import read_run_config
-from converters.megatron.dist.adapter_slots import MULTI, MULTIS_CLASS, cut_to_rank, slots_in, tensors_of
+from converters.megatron.dist.adapter_slots import MULTI, MULTIS_CLASS, cut_to_rank, select_slot, slots_in
 from converters.megatron.dist.folder import CONTEXT, MODEL, RUN_CONFIG, WEIGHTS, is_nemo
 from converters.megatron.dist.read import DistReading
 from converters.megatron.optimizer import Optimizers
@@ -89,14 +89,15 @@ def without_optimizer(reading: DistReading) -> Optimizers:
     return Optimizers()
 
 
-def as_adapter(checkpoint: Checkpoint, folder: Path, slot: AdapterSlot | None = None) -> Checkpoint:
-    """The `checkpoint` of the iteration `folder`, which holds an adapter: its rows in the order of the whole.
+def as_adapter(checkpoint: Checkpoint, folder: Path, asked: str | None = None) -> Checkpoint:
+    """Return the `checkpoint` of an iteration that holds an adapter, with its rows in the order of the whole.
 
-    Of a run of MultiLoRA it is the adapter of `slot`.  Raises NotFoundError without the run's config, UsageError for an
+    Of a run of MultiLoRA take the slot `asked`.  Raise NotFoundError without the run's config, UsageError for an
     adapter of a class that is not read.
     """
-    if has_slots := bool(slots_in(fqn for fqn, _ in checkpoint.tensors)):
-        checkpoint = tensors_of(checkpoint, slot, folder)
+    slot = None
+    if slots_in(fqn for fqn, _ in checkpoint.tensors):
+        checkpoint, slot = select_slot(checkpoint, asked, folder)
     is_swifts = any(_PEFTS.search(fqn) for fqn, _ in checkpoint.tensors)
     if is_swifts:
         renamed = {key: _PEFTS.sub(lambda found: _FACTORS[found["factor"]], key[0]) for key in checkpoint.tensors}
@@ -123,15 +124,15 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, slot: AdapterSlot | None = 
     if trainer is _NEMOS:
         _refuse_experts(checkpoint, path)
     checkpoint = trainer.in_order(checkpoint, run)
-    if has_slots != (run.kind == MULTI):
+    if (slot is not None) != (run.kind == MULTI):
         raise CorruptError(
             "the run's config and its files do not agree on whether it has several adapters",
             path=path,
             expected=f"names with `.adapters.` in them for {MULTIS_CLASS}, and for no other class",
-            found=f"{CLASSES.get(run.kind, MULTIS_CLASS)}, {'with' if has_slots else 'without'} such names",
+            found=f"{CLASSES.get(run.kind, MULTIS_CLASS)}, {'with' if slot else 'without'} such names",
         )
-    if has_slots:
-        checkpoint, run = cut_to_rank(checkpoint, run)
+    if slot is not None:
+        checkpoint, run = cut_to_rank(checkpoint, run, slot)
     return replace(
         checkpoint,
         is_adapter=True,

@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ckpt.base.errors import CorruptError, UsageError
-from ckpt.plan.checkpoint import MEGATRON, AdapterSlot, Checkpoint
+from ckpt.plan.checkpoint import MEGATRON, Checkpoint
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from converters.names.megatron.adapter import OUT
@@ -29,16 +29,39 @@ MULTI, MULTIS_CLASS = "multi_lora", "MultiLoRA"
 _SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterSlot:
+    """One of the adapters that a run trains beside each other, with the rank and the alpha that it was given there."""
+
+    number: int
+    rank: int
+    alpha: float
+
+    @classmethod
+    def parse(cls, text: str) -> AdapterSlot:
+        """Return the slot that `text` names, such as `1:8:16` or `1:8:2.5`; UsageError for any other text."""
+        if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
+            number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
+            if rank and alpha:
+                return cls(number, rank, int(alpha) if alpha == int(alpha) else alpha)
+        raise UsageError(
+            "--adapter-slot takes a slot with its rank and its alpha",
+            expected="SLOT:RANK:ALPHA, as 1:8:16",
+            found=text or "nothing",
+        )
+
+
 def slots_in(fqns: Iterable[str]) -> list[int]:
     """The numbers of the slots that tensors of these names are of, rising."""
     return sorted({int(found["slot"]) for fqn in fqns if (found := _SLOT.search(fqn))})
 
 
-def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -> Checkpoint:
-    """`checkpoint` with the tensors of one slot alone, under the names that those of a single adapter have.
+def select_slot(checkpoint: Checkpoint, asked: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
+    """Return `checkpoint` with the tensors of the slot `asked` under the names of a single adapter, and the slot.
 
-    UsageError where no slot is asked for, or one that is not there: it says which there are, and their ranks.
+    Raise UsageError, with all slots and their ranks, if no slot is asked for or it is missing.
     """
+    slot = None if asked is None else AdapterSlot.parse(asked)
     known = slots_in(fqn for fqn, _ in checkpoint.tensors)
     if slot is None or slot.number not in known:
         held = {number: _factors(checkpoint, number) for number in known}
@@ -61,16 +84,14 @@ def tensors_of(checkpoint: Checkpoint, slot: AdapterSlot | None, folder: Path) -
         if match is None or int(match["slot"]) == slot.number:
             name = _SLOT.sub(".adapter.", fqn)
             tensors[name, role] = tensor.renamed(name)
-    return replace(checkpoint, tensors=tensors, adapter_slot=slot)
+    return replace(checkpoint, tensors=tensors, used_options=frozenset({"adapter_slot"})), slot
 
 
-def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun) -> tuple[Checkpoint, AdapterRun]:
+def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> tuple[Checkpoint, AdapterRun]:
     """The adapter of a slot without the ranks behind its own, and what its run's config would say of it alone.
 
     UsageError for a rank that is not the slot's, CorruptError for factors that have not the ranks of the config.
     """
-    slot = checkpoint.adapter_slot
-    assert slot is not None
     if slot.rank > run.dim:
         raise UsageError(
             f"no slot of this run has rank {slot.rank}",

@@ -35,6 +35,7 @@ from converters.megatron.dist.folder import (
 )
 from converters.megatron.dist.nemo_1 import model_fields
 from converters.megatron.dist.optimizer import OF_BUFFERS, is_optimizers, read_optimizer
+from converters.megatron.dist.options import SlotOptions
 from converters.megatron.dist.read import DistReading, read_folder
 from converters.megatron.entries import FP8, OF_RANKS, read_state
 from converters.megatron.optimizer import without_states
@@ -102,7 +103,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         ),
     )
     if is_adapter:
-        return as_adapter(checkpoint, path, request.adapter_slot)
+        return as_adapter(checkpoint, path, request.read(SlotOptions).adapter_slot)
     check_args(reading.args, checkpoint.shapes, path)
     return checkpoint
 

@@ -1,0 +1,19 @@
+"""The options for reading of `megatron-dist`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ckpt.plan.options import option
+
+
+@dataclass(frozen=True, slots=True)
+class SlotOptions:
+    """None is right for every run but one of MultiLoRA."""
+
+    adapter_slot: str | None = option(
+        "The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",
+        metavar="SLOT:RANK:ALPHA",
+        applies_to="a run of Megatron-Bridge's MultiLoRA",
+        absent="there are no slots with several adapters here",
+    )
