@@ -1,4 +1,4 @@
-"""Two checkpoints compared bit by bit, digests of one, and the manifest of what was written.
+"""Bitwise comparison of two checkpoints, digests of one, and manifests.
 
 May import: `ckpt.adapters`, `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
 """

@@ -1,7 +1,7 @@
-"""How far one tensor is from another: relative error, cosine, largest change.
+"""Distance between two tensors: relative error, cosine, largest change.
 
-Both sides are read as `ckpt.compare.compare` reads them, a block at a time, and summed in float64, so memory does not
-depend on the tensors.  NaN and infinity, on either side, are counted and left out of the sums.
+Both sides are read in blocks like in `ckpt.compare.compare` and summed in float64, so memory use does not depend on
+tensor sizes. NaN and infinity on either side are counted and left out of the sums.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import first_index
 from ckpt.plan.tensors import Fragment, Shape, overlay
 
-_STEP = 1 << 15  # elements that are measured at a time: as float64 they stay in the processor's cache
+_STEP = 1 << 15  # elements measured at a time: as float64 they fit the processor's cache
 
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """How far an element of B may be from that of A: `atol + rtol * abs(a)`, as in numpy and torch."""
+    """Allowed distance between elements in A and B: `atol + rtol * abs(a)`, like in numpy and torch."""
 
     rtol: float = 0.0
     atol: float = 0.0
@@ -32,11 +32,11 @@ class Tolerance:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """How far a tensor of B is from that of A, or several tensors as if they were one.
+    """Distance from A to B for one tensor, or for several taken together.
 
-    `squares` are the sums of squares of A, of B and of B - A, `product` that of A times B.  `not_finite` counts the
-    elements of A and of B that are NaN or infinite, `num_beyond` those that are not within the tolerance.  `largest` is
-    the largest absolute difference, None where numpy cannot decode the dtype; `index` is where that is.
+    `squares` are the sums of squares for A, B and B - A. `product` is the dot product of A and B. `not_finite` counts
+    NaN and infinity in A and in B, `num_beyond` the elements beyond the tolerance. `largest` is the largest absolute
+    difference, or None if numpy cannot decode the dtype. `index` is its position.
     """
 
     numel: int = 0
@@ -50,7 +50,7 @@ class Change:
 
     @property
     def relative(self) -> float | None:
-        """The norm of B - A by that of A; None where nothing was measured, or where A is zero and B is not."""
+        """Norm of B - A relative to A's norm. None if nothing was measured, or if only A is zero."""
         of_a, _, between = self.squares
         if self.largest is None or not isfinite(of_a + between):
             return None
@@ -58,7 +58,7 @@ class Change:
 
     @property
     def cosine(self) -> float | None:
-        """The cosine of the angle between A and B; None where one of them is zero, or nothing was measured."""
+        """Cosine between A and B. None if one is zero, or nothing was measured."""
         norms = sqrt(self.squares[0]) * sqrt(self.squares[1])
         if self.largest is None or not norms or not isfinite(norms):
             return None
@@ -78,7 +78,7 @@ class Change:
 
 
 def together(changes: Iterable[Change]) -> Change:
-    """The change of several tensors, or parts of one, as if they were one."""
+    """Return the change for several tensors, or for one tensor's parts, taken together."""
     every = list(changes)
     measured = (one for one in every if one.largest is not None)
     most = max(measured, key=lambda one: one.largest or 0.0, default=Change())
@@ -103,10 +103,10 @@ def measure(
     allowed: Tolerance = Tolerance(),
     advance: Callable[[int], None] = lambda _: None,
 ) -> Change:
-    """Measure how far the elements in fragments `b` are from those in fragments `a`, whatever their dtypes.
+    """Measure the distance from fragments `a` to fragments `b`, in any dtypes.
 
-    Of dtypes that numpy cannot decode it only counts the elements whose bits differ.  `advance` is told of the bytes of
-    A.  Raises CorruptError where the two together do not cover the shape, or a file ends too early.
+    If numpy cannot decode a dtype, only the elements with different bits are counted. `advance` gets the bytes read
+    from A. Raise CorruptError if the fragments do not cover the shape, or a file ends too early.
     """
     found = Change()
     for common in overlay(a, b, shape):
@@ -124,19 +124,19 @@ def measure(
 
 
 def can_measure(a: DType, b: DType) -> bool:
-    """Whether tensors of these dtypes can be held against each other: as numbers, or bit by bit."""
+    """Return True if tensors with these dtypes can be compared, as numbers or bit by bit."""
     return a == b or all(numbers(np.zeros(dtype.itemsize, np.uint8), dtype) is not None for dtype in (a, b))
 
 
 def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
-    """The change between bits of two sides; its `index` is the position in the block of the largest difference."""
+    """Return the change between two blocks of bits. `index` is the largest difference's position in the block."""
     is_same = a_dtype == b_dtype and np.array_equal(a, b)
     x = numbers(a, a_dtype)
     y = x if is_same else numbers(b, b_dtype)
     if x is None or y is None:
         different = 0 if is_same else int(np.count_nonzero(a != b))
         return Change(len(a), different, different)
-    # Whole numbers beyond 2**53 may differ and be one float64: what differs is 1 apart at least.
+    # Different integers beyond 2**53 may be equal as float64. Their difference is at least 1.
     apart = x != y if x.dtype.kind in "iu" and y.dtype.kind in "iu" and not is_same else None
     x, y = (one if one.dtype.kind == "c" else one.astype(np.float64, copy=False) for one in (x, y))
     with np.errstate(over="ignore", invalid="ignore"):
@@ -166,7 +166,7 @@ def _square(x: NDArray) -> float:
 
 
 def _finite(x: NDArray, y: NDArray) -> tuple[NDArray, NDArray, int, tuple[int, int]]:
-    """Both, 0 where one of them is NaN or infinite; how many of these places differ; how many each side has."""
+    """Return both with 0 for NaN and infinity, the number of differing places among them, and the count per side."""
     odd_x, odd_y = ~np.isfinite(x), ~np.isfinite(y)
     odd = odd_x | odd_y
     num_different = int(np.count_nonzero(odd & (x != y) & ~(np.isnan(x) & np.isnan(y))))

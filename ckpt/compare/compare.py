@@ -1,8 +1,8 @@
-"""Compare two descriptions of the same logical tensor, element by element, on raw bits.
+"""Comparison of two descriptions of one tensor, element by element, on raw bits.
 
-Both sides are read through buffers of fixed size, so memory does not depend on the tensors, and what is compared is
-still in the processor's cache.  Equal means equal bits: a NaN equals itself and not another payload, and -0.0 is not
-0.0.  Numbers are only made of bits to describe a difference that the bits have shown.
+Both sides are read through fixed-size buffers, so memory use does not depend on tensor sizes, and the compared bytes
+fit the processor's cache. Equal means equal bits: a NaN only equals the same payload, and -0.0 differs from 0.0. Bits
+become numbers only to describe a difference.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from ckpt.plan.tensors import Box, Extent, Fragment, Overlap, Region, Shape, Ten
 
 Value = int | float | str
 
-_CHUNK = 1 << 20  # bytes of each buffer: both sides together stay within a usual second-level cache
-_READ_COSTS = 6 << 10  # bytes that could be copied in the time that one more read call takes
+_CHUNK = 1 << 20  # bytes per buffer: both sides together fit a usual L2 cache
+_READ_COSTS = 6 << 10  # bytes copied in the time of one more read call
 
 _FLOAT_VIEWS = {"float64": "<f8", "float32": "<f4", "float16": "<f2"}
 _INT_VIEWS = {f"{sign}int{8 * n}": f"<{sign or 'i'}{n}" for sign in ("", "u") for n in (1, 2, 4, 8)}
@@ -40,11 +40,10 @@ _COMPLEX_VIEWS = {"complex64": "<c8", "complex128": "<c16"}
 
 @dataclass(frozen=True, slots=True)
 class Element:
-    """One element of one side: its bits in hex, most significant first, its value, and where it lies.
+    """One element on one side: its bits in hex (most significant first), its value, and its position.
 
-    `value` is text where Python has no number for it (complex), and None where numpy cannot decode the dtype.  With a
-    cast, bits and value are those that were compared, and `offset` (in bytes from the file's start) is where the
-    element lies in its own dtype.
+    `value` is text for complex numbers, and None if numpy cannot decode the dtype. With a cast, bits and value are the
+    compared ones, and `offset` (in bytes from the file's start) is the element's position in its own dtype.
     """
 
     bits: str
@@ -54,7 +53,7 @@ class Element:
     rank: int | None
 
     def __str__(self) -> str:
-        """The value, and the bits too where the value alone does not tell."""
+        """Return the value, with the bits if the value alone is ambiguous."""
         if self.value is None:
             return f"0x{self.bits}"
         if isinstance(self.value, float) and not math.isfinite(self.value):
@@ -64,10 +63,10 @@ class Element:
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """How two tensors differ.  `index` is the first differing element in row-major order.
+    """Difference between two tensors. `index` is the first differing element in row-major order.
 
-    `largest` is the largest absolute difference, over the pairs in which both sides are numbers (None if there is
-    none, or the dtype has no numbers); `num_nan` counts the differing pairs with a NaN.
+    `largest` is the largest absolute difference between numbers (None if there are no numbers). `num_nan` counts
+    differing pairs with a NaN.
     """
 
     num_different: int
@@ -89,7 +88,7 @@ class Difference:
 
 
 def number_text(value: int | float) -> str:
-    """A number as text that is the same for the same value (4 and 4.0, any NaN) and tells 0.0 from -0.0."""
+    """Format a number so that equal values give equal text (4 and 4.0, any NaN), but 0.0 and -0.0 do not."""
     try:
         as_float = float(value)
     except OverflowError:
@@ -98,7 +97,7 @@ def number_text(value: int | float) -> str:
 
 
 def narrower(a: DType, b: DType) -> DType | None:
-    """The dtype that the wider of two floating dtypes can be cast to, or None where there is no such pair."""
+    """Return the narrower floating dtype, or None if there is no cast between them."""
     if a == b:
         return a
     if a not in FLOATS or b not in FLOATS or a.itemsize == b.itemsize:
@@ -107,10 +106,10 @@ def narrower(a: DType, b: DType) -> DType | None:
 
 
 class Reader(AbstractContextManager["Reader"]):
-    """The buffers and open files of one comparing thread.  Use as a context manager.
+    """Buffers and open files for one comparing thread. Use it as a context manager.
 
-    `advance` is called with the number of bytes that were read from side `a`, after each piece of them.  `computed` is
-    `Checkpoint.computed` of both sides; the last contents are kept, as they are read piece by piece.
+    `advance` gets the byte count after each read from side `a`. `computed` is `Checkpoint.computed` for both
+    sides. The last contents are cached, because they are read in pieces.
     """
 
     def __init__(self, advance: Callable[[int], None] | None = None, computed: Computed | None = None) -> None:
@@ -130,26 +129,26 @@ class Reader(AbstractContextManager["Reader"]):
         self._files.close()
 
     def fill(self, side: int, path: str, offset: int, size: int) -> None:
-        """Read `size` bytes into the buffer of `side`."""
+        """Read `size` bytes into the buffer for `side`."""
         assert size <= _CHUNK, "more than the buffer holds"
         self._read(path, offset, self._views[side][:size])
 
     def hold(self, span: tuple[str, int, int] | None) -> None:
-        """Fetch a range (path, offset, number of bytes) from a store, for `held` to return; None: no range."""
+        """Fetch a range (path, offset, length) from a store for `held`. None releases it."""
         if span != self._held_span:
-            self._held_span, self._held = None, memoryview(b"")  # given back before more is asked for
+            self._held_span, self._held = None, memoryview(b"")  # release before fetching more
             if span is not None:
                 self._held_span, self._held = span, self.fetch(*span)
 
     def held(self, path: str, offset: int, size: int) -> memoryview | None:
-        """These bytes, if they are in the range that is held."""
+        """Return these bytes if they are in the fetched range."""
         if self._held_span is None or self._held_span[0] != path:
             return None
         first = offset - self._held_span[1]
         return self._held[first : first + size] if 0 <= first <= first + size <= len(self._held) else None
 
     def fetch(self, path: str, offset: int, size: int) -> memoryview:
-        """Bytes of what is in a store, as they come: copied nowhere, and not kept."""
+        """Return bytes from a store without copying or caching."""
         remote = behind(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:
@@ -163,7 +162,7 @@ class Reader(AbstractContextManager["Reader"]):
         read_exactly(self._files, path, offset, into)
 
     def is_same(self, size: int) -> bool:
-        """Whether the first `size` bytes of both buffers are the same."""
+        """Return True if the first `size` bytes in both buffers are equal."""
         words = size >> 3
         if words:
             unequal = np.not_equal(self._words[0][:words], self._words[1][:words], out=self._unequal[:words])
@@ -173,11 +172,11 @@ class Reader(AbstractContextManager["Reader"]):
         return size & 7 == 0 or a[words << 3 : size] == b[words << 3 : size]
 
     def bits(self, side: int, numel: int, dtype: DType) -> NDArray:
-        """The first elements of the buffer of `side`, as raw bits."""
+        """Return the first elements in the buffer for `side` as raw bits."""
         return self._buffers[side][: numel * dtype.itemsize].view(storage_dtype(dtype))
 
     def gather(self, side: int, extent: Extent) -> NDArray:
-        """The elements of `extent`, which fit the buffer of `side`, as an array of raw bits in the extent's shape."""
+        """Return the elements in `extent` as raw bits in its shape. They must fit the buffer for `side`."""
         order = sorted(range(len(extent.shape)), key=lambda dim: -extent.strides[dim])
         stored = extent._replace(
             shape=tuple(extent.shape[dim] for dim in order),
@@ -188,9 +187,9 @@ class Reader(AbstractContextManager["Reader"]):
         return elements.transpose([order.index(dim) for dim in range(len(order))])
 
     def _read_strided(self, extent: Extent, into: NDArray) -> None:
-        """Read an extent whose strides fall from dim to dim, in as few calls as pay.
+        """Read an extent with descending strides, in few calls.
 
-        Rows that lie close together are read in one go, gaps included, into a scratch buffer; others one by one.
+        Rows close together are read in one call with their gaps, into a scratch buffer. Other rows are read one by one.
         """
         if extent.is_contiguous:
             self._read(extent.path, extent.offset, into.reshape(-1).view(np.uint8).data)
@@ -212,7 +211,7 @@ class Reader(AbstractContextManager["Reader"]):
 
 
 def _num_runs(extent: Extent) -> int:
-    """How many pieces without a gap the extent consists of."""
+    """Return the number of contiguous pieces in an extent."""
     run = 1
     for size, stride in zip(reversed(extent.shape), reversed(extent.strides), strict=True):
         if size != 1 and stride != run:
@@ -224,10 +223,10 @@ def _num_runs(extent: Extent) -> int:
 def compare(
     shape: Shape, a: Iterable[Fragment], b: Iterable[Fragment], reader: Reader, *, cast: bool = False
 ) -> Difference | None:
-    """How the elements in fragments `a` differ from those in fragments `b`, or None where every bit is the same.
+    """Return the difference between the elements in `a` and `b`, or None if all bits are equal.
 
-    With `cast`, the side with the wider floating dtype is first cast to the narrower one.  Raises CorruptError where
-    the two together do not cover the shape, the dtypes do not allow it, or a file ends too early.
+    With `cast`, the side with the wider floating dtype is cast to the narrower one. Raise CorruptError if the fragments
+    do not cover the shape, the dtypes do not allow a comparison, or a file ends too early.
     """
     found = _Tally(shape)
     covered = 0
@@ -242,7 +241,7 @@ def compare(
 
 
 def check_covered(covered: int, shape: Shape) -> None:
-    """Raise CorruptError unless so many elements, which both sides have in common, are all of a tensor of `shape`."""
+    """Raise CorruptError unless `covered`, the number of common elements, is a full tensor of `shape`."""
     if covered != prod(shape):
         raise CorruptError(
             "the stored parts of a tensor do not cover it once",
@@ -266,7 +265,7 @@ def _compare_bytes(common: Overlap, reader: Reader, found: _Tally) -> None:
 
 
 def _compare_elements(common: Overlap, reader: Reader, found: _Tally, cast: bool) -> None:
-    """Compare where elements have to be cast or put in order first."""
+    """Compare elements that need a cast or a new order first."""
     dtype = narrower(common.a.dtype, common.b.dtype) if cast else common.a.dtype
     if dtype is None or (not cast and common.b.dtype != dtype):
         raise CorruptError(
@@ -289,9 +288,9 @@ def _cast(bits: NDArray, source: DType, target: DType) -> NDArray:
 
 
 def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
-    """The common part of two fragments, in pieces that fit the buffers.
+    """Yield two fragments' common part in pieces that fit the buffers.
 
-    Of each part: a region, the position in it of the part's first element, and the part's extents on both sides.
+    Each piece is a region, the position of the piece's first element in it, and the extents on both sides.
     """
     a, b = common.a, common.b
     if a.is_contiguous and b.is_contiguous:
@@ -307,10 +306,10 @@ def blocks(common: Overlap) -> Iterator[tuple[Region, int, Extent, Extent]]:
 
 
 def _cut_to_buffers(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
-    """`box` in parts that fit the buffers.
+    """Yield `box` in parts that fit the buffers.
 
-    The dim whose elements lie farthest apart on both sides is halved first, and of equals the longest: so a matrix
-    that is transposed on one side is cut into squares, which have runs of some length in both files.
+    The dim with the largest stride on both sides is halved first; between equals, the longest. A matrix that is
+    transposed on one side is thus cut into squares, with contiguous runs in both files.
     """
     if box.numel * max(a.dtype.itemsize, b.dtype.itemsize) <= _CHUNK:
         yield box
@@ -325,7 +324,7 @@ def _cut_to_buffers(box: Box, a: Extent, b: Extent) -> Iterator[Box]:
 
 
 class _Tally:
-    """Differences of a tensor as they are found, in any order."""
+    """Collector for a tensor's differences, in any order."""
 
     def __init__(self, shape: Shape) -> None:
         self.shape = shape
@@ -335,7 +334,7 @@ class _Tally:
         self.first: tuple[int, Shape, Element, Element] | None = None
 
     def add(self, common: Overlap, region: Region, start: int, dtype: DType, x: NDArray, y: NDArray) -> None:
-        """Count in the 1-d arrays `x` and `y`: the elements of `region` from position `start` on, not all the same."""
+        """Count differences between the 1-d arrays `x` and `y`, elements in `region` from position `start` on."""
         if dtype.itemsize in (1, 2, 4, 8):
             different = np.flatnonzero(x != y)
         else:
@@ -356,7 +355,7 @@ class _Tally:
         if a is None or b is None:
             return
         if a.dtype.kind in "iu":
-            # The difference of two 64-bit numbers may not fit a signed one; modulo 2^64 it is exact.
+            # The difference between two 64-bit numbers may not fit a signed one, but is exact modulo 2^64.
             largest: int | float = int((np.maximum(a, b).view(np.uint64) - np.minimum(a, b).view(np.uint64)).max())
         else:
             nan = np.isnan(a) | np.isnan(b)
@@ -375,7 +374,7 @@ class _Tally:
 
 
 def _offset(region: Region, extent: Extent, shape: Shape, index: Shape) -> int:
-    """Where in its file the element at `index` of the tensor lies, given the region that `extent` holds."""
+    """Return the file offset of the element at `index`, in an extent that holds `region`."""
     if isinstance(region, Box):
         dims = zip(index, region.offsets, region.all_steps, extent.strides, strict=True)
         position = sum((i - start) // step * stride for i, start, step, stride in dims)
@@ -390,7 +389,7 @@ def _element(bits: NDArray, dtype: DType, extent: Extent, offset: int, rank: int
 
 
 def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
-    """The 1-d array `bits` as 64-bit integers, float64 or complex128; None where numpy cannot decode the dtype."""
+    """Return `bits` as 64-bit integers, float64 or complex128. None if numpy cannot decode the dtype."""
     with np.errstate(invalid="ignore"):  # a signalling NaN
         if dtype.name in _FLOAT_VIEWS:
             return bits.view(_FLOAT_VIEWS[dtype.name]).astype(np.float64)
@@ -406,7 +405,7 @@ def numbers(bits: NDArray, dtype: DType) -> NDArray | None:
 
 
 def value(bits: NDArray, dtype: DType) -> Value | None:
-    """The one element of `bits` as a Python number, as text where JSON has none, or None where it is unknown."""
+    """Return the only element in `bits` as a Python number, as text if JSON has no such number, or None if unknown."""
     array = numbers(bits, dtype)
     if array is None:
         return None
@@ -416,13 +415,13 @@ def value(bits: NDArray, dtype: DType) -> Value | None:
 
 
 def location(tensor: Tensor) -> tuple[str, int]:
-    """Where a tensor begins: path and offset, to read tensors in the order in which they lie in the files."""
+    """Return the path and offset of a tensor's start, for reading tensors in file order."""
     first = next(iter(tensor.fragments()), None)
     return (first.extent.path, first.extent.offset) if first else ("", 0)
 
 
 def check_replicas(tensor: Tensor, reader: Reader) -> None:
-    """Raise CorruptError where a replica of the tensor does not hold the same bits as its source."""
+    """Raise CorruptError if a replica's bits differ from the tensor's source."""
     for replica in tensor.replicas:
         check_source(replace(tensor, source=replica))
         difference = compare(tensor.shape, tensor.fragments(), replica.fragments(tensor.shape), reader)
@@ -444,9 +443,9 @@ def check_replicas(tensor: Tensor, reader: Reader) -> None:
 
 
 def check_masters(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError where a fp32 master, rounded to the dtype of the weight stored beside it, is not that weight.
+    """Raise CorruptError if a weight is not its rounded fp32 master.
 
-    All of both is read.  Partitions of ranks that were exchanged, or are of another step, cannot pass.
+    Both are read completely. Swapped rank partitions, or ones from another step, cannot pass.
     """
     with Reader() as reader:
         for master in checkpoint.with_role(MASTER):
@@ -468,7 +467,7 @@ def check_masters(checkpoint: Checkpoint) -> None:
 
 
 def check_replicas_of(checkpoint: Checkpoint, keys: Iterable[Key] | None = None) -> None:
-    """Raise CorruptError if a tensor (of `keys`, by default any) is not the same on all of the ranks that hold it."""
+    """Raise CorruptError if a tensor's replicas (for `keys`, default: all) differ between ranks."""
     with Reader(computed=checkpoint.computed) as reader:
         for key in dict.fromkeys(checkpoint.tensors if keys is None else keys):
             check_replicas(checkpoint.tensors[key], reader)

@@ -1,7 +1,7 @@
-"""What changed between two checkpoints, in numbers: by tensor, by layer, and within tolerances.
+"""Changes between two checkpoints in numbers: by tensor, by layer, and against tolerances.
 
-`ckpt.compare.pairs` says whether two checkpoints are the same; this describes how far they are apart, over the same
-pairs of tensors.
+`ckpt.compare.pairs` tells if two checkpoints are equal. This module measures their distance, over the same pairs of
+over the same tensor pairs.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint
 from ckpt.plan.tensors import Tensor
 
 HEADS = ("changed", "relative", "cosine", "largest")
-_SHOWN = 20  # tensors that are listed without `verbose`
+_SHOWN = 20  # tensors listed without `verbose`
 #: A name up to its first number.
 _LAYER = re.compile(r".*?\.\d+(?=\.)")
 
 
 @dataclass(frozen=True, repr=False)
 class Diff(Report):
-    """What changed from `a` to `b`; `tolerance` is what was allowed, None where nothing was."""
+    """Changes from `a` to `b`. `tolerance` is None if not given."""
 
     verdict: ClassVar[str] = ".equal or .within"
 
@@ -53,7 +53,7 @@ class Diff(Report):
 
     @property
     def within(self) -> bool | None:
-        """Whether every element is within the tolerance, and no tensor on one side only; None without a tolerance."""
+        """True if every element is within the tolerance and every tensor is on both sides. None without a tolerance."""
         if self.tolerance is None:
             return None
         near = (one.status == EQUAL or (one.change is not None and not one.change.num_beyond) for one in self.results)
@@ -61,19 +61,19 @@ class Diff(Report):
 
     @property
     def exit_code(self) -> int:
-        """0, or 1 where a tolerance is exceeded; where something could not be read, the code of the first error."""
+        """0, or 1 if a tolerance is exceeded. If a tensor could not be read, the code of the first error."""
         unreadable = (one.exit_code for one in self.results if one.status == UNREADABLE)
         return next(unreadable, int(self.within is False))
 
     @property
     def changed(self) -> tuple[Result, ...]:
-        """The tensors that changed: first the model's, and of these the one with the largest relative error."""
+        """Changed tensors: the model's before the optimizer's, each by descending relative error."""
         found = [one for one in self.results if one.status == DIFFERENT and one.change is not None]
         return tuple(sorted(found, key=lambda one: (self._is_state(one), -_relative(one))))
 
     @property
     def layers(self) -> dict[str, tuple[Result, ...]]:
-        """The tensors that were measured, by layer; behind them the optimizer's, by what they are."""
+        """Measured tensors by layer, then the optimizer's by role."""
         found: dict[str, list[Result]] = {}
         for one in self.results:
             if one.change is not None:
@@ -86,7 +86,7 @@ class Diff(Report):
         return {one.role for one in self.results if one.change is not None}
 
     def _is_state(self, result: Result) -> bool:
-        """Whether a tensor is the optimizer's: a master is the model's where no weights were measured."""
+        """Return True for an optimizer tensor. A master counts as the model's if no weights were measured."""
         return result.role not in MODEL_ROLES or (result.role == MASTER and WEIGHT in self._roles)
 
     def to_json(self) -> dict[str, Any]:
@@ -98,9 +98,9 @@ class Diff(Report):
         return super().to_json() | {"tolerance": allowed, "within": self.within, "layers": layers}
 
     def lines(self, verbose: bool = False, width: int | None = None) -> Iterator[str]:
-        """Yield the layers, the tensors that changed most (with `verbose` all), what has no partner, and the outcome.
+        """Yield the layers, the most changed tensors (all with `verbose`), tensors without a partner, and the outcome.
 
-        Tables have at most `width` columns.
+        Tables are at most `width` columns wide.
         """
         rows = [(one_line(n), str(len(found)), *_cells(_together(found))) for n, found in self.layers.items()]
         if rows:
@@ -150,9 +150,9 @@ def diff(
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> Diff:
-    """Measure how far every tensor of `b` is from that of `a` under the same name, each in its own dtype.
+    """Measure each tensor's distance between `a` and `b`, matched by name, each in its own dtype.
 
-    Errors as of `ckpt.compare.pairs.verify`.
+    Raise the errors of `ckpt.compare.pairs.verify`.
     """
     for name, value in (("rtol", tolerance.rtol), ("atol", tolerance.atol)) if tolerance else ():
         if not 0 <= value < math.inf:
@@ -162,13 +162,13 @@ def diff(
 
 
 def layer_of(fqn: str) -> str:
-    """`model.layers.3` of `model.layers.3.mlp.up_proj.weight`, `lm_head` of `lm_head.weight`."""
+    """Return `model.layers.3` for `model.layers.3.mlp.up_proj.weight`, `lm_head` for `lm_head.weight`."""
     found = _LAYER.match(fqn)
     return found[0] if found else fqn.rpartition(".")[0] or fqn
 
 
 def _natural(name: str) -> list[tuple[int, str]]:
-    """What sorts `layers.2` before `layers.10`."""
+    """Return a sort key that puts `layers.2` before `layers.10`."""
     return [(len(part) if part.isdecimal() else 0, part) for part in re.split(r"(\d+)", name)]
 
 
@@ -181,7 +181,7 @@ def _measure_tensors(a: Tensor, b: Tensor, reader: Reader, *, allowed: Tolerance
 
 
 def _relative(result: Result) -> float:
-    """The relative error to sort by; what was zero, or could not be measured, comes first."""
+    """Return the relative error for sorting. Tensors that were zero or could not be measured come first."""
     found = result.change.relative if result.change is not None else None
     return math.inf if found is None else found
 
@@ -197,7 +197,7 @@ def _changed_row(result: Result) -> tuple[str, ...]:
 
 
 def _cells(change: Change) -> tuple[str, ...]:
-    """The cells under `HEADS`."""
+    """Return the cells under `HEADS`."""
     share = "-" if not change.num_changed else f"{max(change.num_changed / change.numel, 0.001):.1%}"
     return share, _number(change.relative), _number(change.cosine, ".6f"), _number(change.largest)
 

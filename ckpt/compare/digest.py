@@ -1,13 +1,13 @@
-"""Digests of the logical content of a checkpoint: the same whatever the format, the sharding or the order of files.
+"""Digests of a checkpoint's logical content: independent of format, sharding and file order.
 
-A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order.  They
-are read in that order from wherever they lie, so a ZeRO-3 folder's flat pieces, Megatron's slices and a safetensors
-file come out the same.  Weights are what a conversion to weights alone would write: a parameter that only an
-optimizer's master holds counts in the model's own dtype, rounded as the engine rounds it; a tied one counts once.
+A tensor's digest covers its name, role, dtype, shape, and its elements' little-endian bytes in row-major order. The
+elements are read in that order from any layout, so ZeRO-3's flat pieces, Megatron's slices and a safetensors file give
+the same digest. Weights are hashed as a weights-only conversion would write them. A parameter with only an optimizer
+master counts in the model's dtype, rounded like in the engine. A tied parameter counts once.
 
-A digest is 32 hex digits of xxh3-128 (xxHash 0.8): of `name NUL role NUL dtype NUL d0,d1,... NUL` in UTF-8 and the
-16 bytes of the elements' own xxh3-128; the digest of several tensors is that of theirs, as lines `digest role name`,
-sorted.  It tells damage and difference, and is no protection against an attacker.
+A digest is 32 xxh3-128 hex digits (xxHash 0.8), over `name NUL role NUL dtype NUL d0,d1,... NUL` in UTF-8 and the 16
+bytes of the elements' own xxh3-128. The digest for several tensors covers their sorted lines `digest role name`. It
+detects damage and differences, but does not protect against an attacker.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, FlatRange, Fragment, Tensor, overlay
 
 ALGORITHM = "xxh3-128"
-#: Kinds of tensors that have a digest together, in the order in which they are shown.
+#: Kinds of tensors with a common digest, in display order.
 WEIGHTS, MASTERS, OPTIMIZER = "weights", "masters", "optimizer"
 KINDS = (WEIGHTS, MASTERS, OPTIMIZER)
 
-#: A range of a file: path, offset and length in bytes.
+#: File range: path, offset and length in bytes.
 Span = tuple[str, int, int]
 
-#: Tensors, and the range in which all of them lie where a store is asked for them together.
+#: Tensors, and their common range if they are fetched from a store in one request.
 _Portion = tuple[list[Key], Span | None]
 
-#: Called with the bytes that were read since the last call, by one thread at a time.
+#: Called with the bytes read since the last call, by one thread at a time.
 Progress = Callable[[int], None]
 
-_CHUNK = 1 << 20  # bytes that are read and hashed at a time, while they are in the processor's cache
-_REQUEST = 8 << 20  # bytes that are asked of a store at a time
-_SLAB = 16 << 20  # bytes of a tensor that are put in order at a time, where they do not lie so
-_NUMBER = "number"  # the dtype of an optimizer state that is one number per parameter
+_CHUNK = 1 << 20  # bytes read and hashed at a time, within the processor's cache
+_REQUEST = 8 << 20  # bytes per request to a store
+_SLAB = 16 << 20  # bytes reordered at a time, per tensor
+_NUMBER = "number"  # dtype for optimizer states with one number per parameter
 
 
 @dataclass(frozen=True, slots=True)
 class TensorDigest:
-    """The digest of one tensor; `kind` says what it counts among."""
+    """One tensor's digest. `kind` is its group."""
 
     kind: str
     fqn: str
@@ -74,7 +74,7 @@ class TensorDigest:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Digests(Returned):
-    """Digests of a checkpoint's tensors, sorted by kind, name and role; `not_hashed` says what none covers."""
+    """Digests of a checkpoint's tensors, by kind, name and role. `not_hashed` lists content without a digest."""
 
     tensors: tuple[TensorDigest, ...]
     not_hashed: tuple[str, ...] = field(default=(), compare=False)
@@ -83,7 +83,7 @@ class Digests(Returned):
         return f"<{', '.join(f'{kind} {digest}' for kind, digest in self.whole.items())}>"
 
     def lines(self, tensors: bool = False) -> Iterator[str]:
-        """The digest of each kind, and with `tensors` that of every tensor."""
+        """Yield each kind's digest, and each tensor's digest if `tensors`."""
         for kind, digest in self.whole.items():
             yield f"{ALGORITHM}:{digest}  {kind}  ({counted(len(self.of_kind(kind)), 'tensor')})"
         for one in self.tensors if tensors else ():
@@ -98,12 +98,12 @@ class Digests(Returned):
 
     @property
     def whole(self) -> dict[str, str]:
-        """One digest for each kind that is there."""
+        """One digest for each kind."""
         return {kind: together(tensors) for kind in KINDS if (tensors := self.of_kind(kind))}
 
 
 def together(tensors: Iterable[TensorDigest]) -> str:
-    """The digest of several tensors, in whatever order they come."""
+    """Return the digest for several tensors, in any order."""
     lines = sorted(f"{tensor.digest} {tensor.role} {tensor.fqn}\n" for tensor in tensors)
     return xxh3_128("".join(lines).encode(errors="surrogatepass")).hexdigest()
 
@@ -117,18 +117,18 @@ def digests(
     workers: int = 0,
     progress: Progress | None = None,
 ) -> Digests:
-    """Digests of the tensors of `checkpoint`.
+    """Return digests for all tensors in `checkpoint`.
 
-    `dtype` is that in which weights count, None for the model's own; `names` are those of tensors that count under
-    another name than they have there.  Where there are `known` hashes of ranges of files, kinds are left out of which
-    a tensor does not lie in one such range, and nothing is read.  `workers` threads, each of which holds less than
-    40 MiB, do the work; 0 stands for as many as there are processors, up to 8.  Raises CorruptError where parts of a
-    tensor are missing, ranks disagree, or a file was replaced meanwhile.
+    `dtype` is the dtype for hashing weights (None: the model's own). `names` maps tensors to the names to hash. If
+    `known` gives hashes for file ranges, nothing is read, and kinds are skipped unless each tensor is in one such
+    range. The work is done by `workers` threads with less than 40 MiB each (0: one per processor, up to 8).
+
+    Raise CorruptError if parts of a tensor are missing, ranks disagree, or a file has been replaced.
     """
     entries = list(_entries(checkpoint, dtype))
     left_out: set[str] = set()
     if known is None:
-        forms: dict[Key, dict[DType, None]] = {}  # in which dtypes each tensor counts
+        forms: dict[Key, dict[DType, None]] = {}  # dtypes for hashing each tensor
         for entry in entries:
             forms.setdefault(entry.tensor.key, {})[entry.dtype] = None
         contents = _hash_contents(checkpoint, forms, workers, progress)
@@ -153,7 +153,7 @@ def digests(
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """One line of the result: `tensor`, in the form `dtype`, as `role`."""
+    """One line of the result: `tensor` in `dtype`, with `role`."""
 
     kind: str
     role: str
@@ -163,7 +163,7 @@ class _Entry:
 
 def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
     for choice in choices(checkpoint, dtype).values():
-        # whether a tensor is a buffer, which no cast of a conversion touches, is not known to every format
+        # not every format knows its buffers, and conversions never cast a buffer
         as_dtype = dtype if dtype is not None and choice.tensor.dtype in CAST_SOURCES else choice.dtype
         yield _Entry(WEIGHTS, WEIGHT, choice.tensor, as_dtype)
     for (_, role), tensor in checkpoint.tensors.items():
@@ -172,9 +172,9 @@ def _entries(checkpoint: Checkpoint, dtype: DType | None) -> Iterator[_Entry]:
 
 
 def _numbers(checkpoint: Checkpoint) -> Iterator[tuple[str, str, bytes]]:
-    """Optimizer states that are one number, such as Adam's step: fqn, role and the hash of the value.
+    """Yield optimizer states with one number, such as Adam's step: fqn, role and the value's hash.
 
-    The value's, since formats store 4 and 4.0.
+    The value is hashed, not the bytes, because formats store 4 or 4.0.
     """
     stored = {fqn for fqn, _ in checkpoint.tensors}
     for role, values in checkpoint.state.scalars.items():
@@ -193,7 +193,7 @@ def _named_digest(kind: str, fqn: str, role: str, dtype: str, shape: Sequence[in
 def _hash_contents(
     checkpoint: Checkpoint, forms: Mapping[Key, Iterable[DType]], workers: int, progress: Progress | None
 ) -> dict[Key, dict[DType, bytes]]:
-    """The hash of each tensor's elements in each of its forms, read in the order in which they lie in the files."""
+    """Hash each tensor's elements in each dtype, reading in file order."""
     found: dict[Key, dict[DType, bytes]] = {}
     advance = progress or (lambda _: None)
     lock = threading.Lock()
@@ -212,7 +212,7 @@ def _hash_contents(
                         as_form = bits if dtype == tensor.dtype else cast_bits(bits, tensor.dtype, dtype)
                         hasher.update(as_form.view(np.uint8).data)
                     num_bytes = bits.nbytes
-                    del bits, as_form  # what a store sent is given back before more is asked for
+                    del bits, as_form  # release a store's answer before fetching more
                     with lock:
                         advance(num_bytes)
                 found[key] = {dtype: hasher.digest() for dtype, hasher in hashers.items()}
@@ -223,7 +223,7 @@ def _hash_contents(
 
 
 def _portions(tensors: Iterable[tuple[Key, Tensor]]) -> Iterator[_Portion]:
-    """Tensors in the order in which they lie; those that lie close to each other in a store together."""
+    """Yield tensors in file order. Tensors close together in a store share a request."""
     keys: list[Key] = []
     whole: Span | None = None
     for key, tensor in tensors:
@@ -244,7 +244,7 @@ def _portion(keys: list[Key], whole: Span | None) -> _Portion:
 
 
 def _remote_span(tensor: Tensor) -> Span | None:
-    """Where all of a tensor lies in one piece in a store; None for any other tensor."""
+    """Return a tensor's range in a store if it is contiguous there, otherwise None."""
     first, *others = islice(tensor.fragments(), 2) if tensor.numel else [None]
     if first is None or others or not first.extent.is_contiguous or not is_standin(first.extent.path):
         return None
@@ -252,13 +252,13 @@ def _remote_span(tensor: Tensor) -> Span | None:
 
 
 def _together(a: Span, b: Span) -> Span | None:
-    """Both, and what is between them, where `b` stands close behind `a` and one request fetches all."""
+    """Return the range over both and their gap, if `b` closely follows `a` and one request fetches all."""
     gap, size = b[1] - (a[1] + a[2]), b[1] + b[2] - a[1]
     return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 
 
 def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
-    """The hash of the tensor's elements by dtype, if they lie in a range whose hash is known."""
+    """Return a tensor's element hash by dtype, if its range has a known hash."""
     tensor = entry.tensor
     if tensor.dtype != entry.dtype:
         return {}
@@ -271,7 +271,7 @@ def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
 
 
 def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
-    """The elements of `tensor` as 1-d arrays of raw bits, in row-major order; each is overwritten by the next."""
+    """Yield 1-d arrays with the elements' raw bits in row-major order. Each array overwrites the last."""
     if not tensor.numel:
         return
     in_order = FlatRange(0, tensor.numel)
@@ -306,7 +306,7 @@ def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
         content = reader.held(part.path, part.offset, part.nbytes)
         if content is None and is_fetched:
             content = reader.fetch(part.path, part.offset, part.nbytes)
-        if content is not None:  # hashed where it arrives
+        if content is not None:  # hashed without a copy
             yield np.frombuffer(content, storage_dtype(part.dtype))
         else:
             reader.fill(0, part.path, part.offset, part.nbytes)
@@ -314,5 +314,5 @@ def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
 
 
 def _is_fetched(path: str, size: int) -> bool:
-    """Whether bytes lie in a store, and are so many that nothing of them is kept."""
+    """Return True if the bytes are in a store and too many to cache."""
     return size >= DIRECT and is_standin(path)

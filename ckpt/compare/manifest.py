@@ -1,10 +1,9 @@
-"""`ckpt-manifest.json`: digests of what a conversion wrote, against which the folder can be checked later.
+"""`ckpt-manifest.json`: digests of a conversion's output, for checking the folder later.
 
-It holds the size of every file and xxh3-128 digests of its pieces: of each tensor's bytes in it, and of all the rest
-together (headers, pickles, padding), so that every bit is accounted for and a change can be named.  Where every tensor
-lies in one piece, as in safetensors, it holds the logical digests too (`ckpt.compare.digest`), under the names that the
-format itself stores.  It has a digest of its own, and nothing in it depends on time or place: the same conversion
-writes the same manifest.
+It holds each file's size and xxh3-128 digests for its pieces: one for each tensor's bytes, and one for all other bytes
+(headers, pickles, padding). So every bit is covered and a change can be located. If every tensor is contiguous, like in
+safetensors, it also holds the logical digests (`ckpt.compare.digest`), with the names in the format. It has its own
+digest. Nothing in it depends on time or place, so the same conversion writes the same manifest.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs.search import MANIFEST as MANIFEST
 
 _VERSION = 2
-_MAX_NAMES = 5  # of tensors in one message
+_MAX_NAMES = 5  # tensor names per message
 
 
 def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
-    """The manifest of a checkpoint of `format` that lies in `folder`, of the digests of its files by name."""
+    """Return the manifest for a checkpoint in `folder`, from its files' digests by name."""
     found = format.find(folder, None)
     if found is None:
         raise CorruptError(f"what was written is not recognised as {format.name}", path=folder)
@@ -70,7 +69,7 @@ def make_manifest(folder: Path, format: Format, files: FileDigests) -> bytes:
 
 
 def _dump(content: dict[str, Any]) -> bytes:
-    """JSON with one line for each file and tensor."""
+    """Return JSON with one line per file and tensor."""
     lines = []
     for name, value in content.items():
         if isinstance(value, list) and value:
@@ -91,7 +90,7 @@ def own_digest(content: dict[str, Any]) -> str:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ManifestCheck(Returned):
-    """The outcome of a check: `problems` with files and tensors, and files that the manifest does not know."""
+    """Outcome of a check: `problems` in files and tensors, and files missing in the manifest."""
 
     verdict: ClassVar[str] = ".good"
 
@@ -136,15 +135,15 @@ class ManifestCheck(Returned):
 
 
 def expected_bytes(folder: Path) -> int:
-    """Bytes of all files that the manifest of `folder` names."""
+    """Return the total bytes for all files in a folder's manifest."""
     return sum(entry["bytes"] for entry in _load(folder)["files"].values())
 
 
 def check(folder: Path, progress: Progress | None = None, *, elements: bool = True) -> ManifestCheck:
-    """Hash every file that the manifest in `folder` names, and find which tensors are in those that changed.
+    """Hash every file in the folder's manifest, and find the tensors in changed files.
 
-    Without `elements` the bytes of tensors are not read, only all others.  Raises NotFoundError where there is no
-    manifest and CorruptError where it is damaged itself.
+    Without `elements`, tensor bytes are not read, only the others. Raise NotFoundError without a manifest, CorruptError
+    if it is damaged.
     """
     content = _load(folder)
     expected: dict[str, Any] = content["files"]
@@ -211,7 +210,7 @@ def _load(folder: Path) -> dict[str, Any]:
 
 
 def _is_entry(entry: Any) -> bool:
-    """Whether this entry describes a file whose pieces are in order, do not overlap and lie in it."""
+    """Return True if an entry describes a file with pieces in order, without overlaps, and inside the file."""
     if not isinstance(entry, dict) or type(entry.get("bytes")) is not int or not isinstance(entry.get("rest"), str):
         return False
     if not isinstance(entry.get("pieces"), list):
@@ -229,14 +228,14 @@ def _is_entry(entry: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """A piece of a file that has changed; None stands for what lies outside of all pieces."""
+    """A changed piece in a file. None marks bytes outside every piece."""
 
     file: str
     piece: Piece | None
 
 
 def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]:
-    """What has changed: tensors by name, or else that it lies outside of all tensors."""
+    """Describe the changes: tensors by name, or bytes outside every tensor."""
     try:
         checkpoint = _read(folder, format)
         holders = _tensors_in(checkpoint, folder, changes)
@@ -257,7 +256,7 @@ def _explain(folder: Path, changes: list[_Change], format: str) -> Iterator[str]
 
 
 def _tensors_in(checkpoint: Checkpoint, folder: Path, changes: list[_Change]) -> dict[_Change, list[Tensor]]:
-    """The tensors with elements in each changed piece."""
+    """Return the tensors with elements in each changed piece."""
     by_path: dict[str, list[tuple[_Change, Piece]]] = {}
     for change in changes:
         if change.piece is not None:
@@ -289,7 +288,7 @@ def _read(folder: Path, name: str) -> Checkpoint:
 def _hash_files(
     folder: Path, files: dict[str, FileDigest], progress: Progress | None, elements: bool
 ) -> dict[str, FileDigest]:
-    """The digests of the pieces that `files` have, as they are now; of the rest alone without `elements`."""
+    """Hash the pieces in `files` and their other bytes again. Without `elements`, hash only the other bytes."""
     found: dict[str, dict[Piece, str]] = {name: {} for name in files}
     rests: dict[str, str] = {}
     todo = [(name, job) for name, file in files.items() for job in jobs(file.pieces) if elements or job is None]

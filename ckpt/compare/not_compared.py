@@ -1,4 +1,4 @@
-"""The parts of a checkpoint that `verify` does not compare, or that `hash` does not count."""
+"""Checkpoint content that `verify` does not compare or `hash` does not cover."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ckpt.runs.not_read import STATE, not_read
 from ckpt.state.same_model import stated_otherwise
 
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"
-_RANDOM = ("rng", "random")  # in the names of random states
+_RANDOM = ("rng", "random")  # words in names of random states
 
 
 def tensors_beside(checkpoint: Checkpoint) -> dict[str, int]:
-    """How many tensors each entry of the training state has (`ema`); random states and single numbers are none."""
+    """Count the tensors in each training state entry (`ema`), without random states and single numbers."""
     entries = checkpoint.state.entries()
     named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
     found = {}
@@ -29,7 +29,7 @@ def tensors_beside(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def _tensors(value: Any) -> Iterator[StoredTensor]:
-    """The tensors in `value`.  Each container is looked into once, however often a pickle refers to it."""
+    """Yield the tensors in `value`. Each container is visited once, even if a pickle refers to it many times."""
     left, seen = [value], set()
     while left:
         one = left.pop()
@@ -42,7 +42,7 @@ def _tensors(value: Any) -> Iterator[StoredTensor]:
 
 
 def not_tensors(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield notes on files with tensors that no reader opened, and on entries in which the configs differ."""
+    """Yield notes on files with tensors that no reader opened, and on differences between the configs."""
     for label, side in (("A", a), ("B", b)):
         if names := [one.name for one in not_read(side) if one.kind == STATE]:
             yield f"not compared, of {label}: {first_names(names)}: no reader opened {'them' if names[1:] else 'it'}"
@@ -58,11 +58,11 @@ def _entry(name: str, one: Any, other: Any) -> str:
 
 
 def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
-    """Return a sentence for each part of a checkpoint that no digest covers; `named` has the Hub's names."""
+    """Return a sentence for each part without a digest. `named` has the Hub's names."""
     found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
         if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):
             found.append(f"optimizer state {one_line(role)} of {counted(num_others, 'parameter')}: it is no number")
-    left = [note for note in named.notes if note not in checkpoint.notes]  # tensors that have no name on the Hub
+    left = [note for note in named.notes if note not in checkpoint.notes]  # tensors without a name on the Hub
     return [f"not in the digests: {sentence}" for sentence in (*found, *map(one_line, (*left, *checkpoint.unread)))]

@@ -1,4 +1,4 @@
-"""Files of a model other than its tensors, such as the tokenizer, compared between two checkpoints."""
+"""Comparison of two models' other files, for example the tokenizer."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.model_files import CONFIG, RUN_PATTERNS, companions, find_config
 from ckpt.runs.search import MANIFEST
 
-#: Suffixes of configs, tokenizers, templates and code.
+#: Suffixes for configs, tokenizers, templates and code.
 _SUFFIXES = (".bpe", ".codes", ".jinja", ".json", ".model", ".py", ".spm", ".tiktoken", ".txt", ".vocab", ".yaml")
-#: Reports, licenses and files of a run, in which two copies of a model may differ.
+#: Reports, licenses and run files. They may differ between two copies.
 _PASSED = (
     *RUN_PATTERNS,
     MANIFEST,
@@ -31,14 +31,14 @@ _PASSED = (
     "*requirements*",
 )
 _MAX_SHOWN = 4
-#: JSON entries that name the program or the place of a model.
+#: JSON keys for a program's or a model's name.
 _NAMING = ("_name_or_path", "name_or_path", "transformers_version")
 
 
 def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Yield a note on the files in which two models differ.
+    """Yield a note on the files that differ between two models.
 
-    A training checkpoint or a single file may have no config and no tokenizer: then nothing is missing.
+    A training checkpoint or a single file may have no config and no tokenizer. Nothing is missing then.
     """
     try:
         one, other = _file_contents(a), _file_contents(b)
@@ -59,13 +59,13 @@ def differing_files(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def first_names(found: list[str]) -> str:
-    """Return the first of some names and the number of the others."""
+    """Return the first names and a count for the rest."""
     more = [f"{len(found) - _MAX_SHOWN} more"] if len(found) > _MAX_SHOWN else []
     return ", ".join([*map(one_line, found[:_MAX_SHOWN]), *more])
 
 
 def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
-    """Return the content of each file by name. The nearest folder wins."""
+    """Return each file's content by name. The nearest folder wins."""
     folders = [Path(folder) for folder in side.run_folders]
     own = Path(side.path)
     found = companions(folders)
@@ -76,18 +76,18 @@ def _file_contents(side: Checkpoint) -> Mapping[str, bytes]:
 
 
 def is_of_training(checkpoint: Checkpoint) -> bool:
-    """Return True for a training checkpoint, which has ranks, a step or an optimizer, unlike a model's folder."""
+    """Return True for a training checkpoint: unlike a model folder, it has ranks, a step or an optimizer."""
     state = checkpoint.state
     return bool(checkpoint.world_size or checkpoint.optimizer_states or state.param_groups or state.step is not None)
 
 
 def _is_model_folder(side: Checkpoint) -> bool:
-    """Return True for a folder with a model, unless it belongs to a training run."""
+    """Return True for a model folder outside a training run."""
     return not is_of_training(side) and Path(side.path).is_dir()
 
 
 def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:
-    """Yield the names of further files in a model's folder."""
+    """Yield other file names in a model folder."""
     if not _is_model_folder(side):
         return
     opened = {file.path for file in side.files}
@@ -98,7 +98,7 @@ def _model_files(side: Checkpoint, folder: Path) -> Iterator[str]:
 
 
 def _is_same(name: str, one: bytes, other: bytes) -> bool:
-    """Return True for equal bytes and for JSON of equal values."""
+    """Return True for equal bytes, or for JSON with equal values."""
     if one == other:
         return True
     if not name.endswith(".json"):

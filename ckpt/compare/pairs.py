@@ -1,7 +1,7 @@
-"""Compare two checkpoints: which tensors stand on both sides, and whether they hold the same bits.
+"""Comparison of two checkpoints: matching tensors, and bit equality.
 
-Tensors are paired by fqn and by what they are for, whatever the two formats are.  What one side as a whole has no place
-for (optimizer states, in a folder of weights) is listed as not compared, and never taken for equal.
+Tensors are paired by fqn and role, independent of the formats. If one side has no place for a role at all (optimizer
+states in a weights folder), it is listed as not compared, and never counts as equal.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ from ckpt.plan.tensors import Tensor
 from ckpt.state.summaries import summary_text
 
 Only = Literal["all", "weights", "optimizer"]
-#: Called with the bytes of side A that were compared since the last call.
+#: Called with side A's bytes compared since the last call.
 Progress = Callable[[int], None]
 
 EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE = "=", "*", "-", "+", "!"
 
-_SHOWN = 20  # results of a kind that are listed without `verbose`
-_MAX_NODES = 1000  # values looked at in one hyperparameter
+_SHOWN = 20  # results listed per kind without `verbose`
+_MAX_NODES = 1000  # values compared in one hyperparameter
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """The outcome for one tensor.
+    """Outcome for one tensor.
 
-    `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable.
-    `kind` says how: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`.  `fqn` and
-    `role` are those of side A where the tensor stands there; `b_fqn` and `b_role` those of side B.  `a` and `b` are the
-    shapes, dtypes or scalars that differ; `cast` the dtype in which the two were compared, where it is not their own.
-    `is_scalar` marks an optimizer state that is one number (Adam's step) and no tensor.  `exit_code` is that of the
-    `error`, where there is one.  `change` is how far B is from A, where that was measured.
+    `status` is one of rclone's signs: `=` equal, `*` different, `-` only in A, `+` only in B, `!` not readable. `kind`
+    gives the reason: `equal`, `values`, `shape`, `dtype`, `scalar`, `missing`, `extra` or `unreadable`. `fqn` and
+    `role` are side A's if it has the tensor; `b_fqn` and `b_role` are side B's. `a` and `b` are the differing shapes,
+    dtypes or scalars. `cast` is the comparison's dtype if it is not the tensors' own. `is_scalar` marks an
+    optimizer state with one number (Adam's step). `exit_code` belongs to the `error`. `change` is the distance from A
+    to B, if measured.
     """
 
     status: str
@@ -71,7 +71,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class NotCompared:
-    """Tensors of one side, all of one role, that were not compared, and why."""
+    """Tensors on one side with one role that were not compared, and the reason."""
 
     side: str
     role: str
@@ -84,7 +84,7 @@ class NotCompared:
 
 @dataclass(frozen=True)
 class Report(Returned):
-    """The outcome of a verification.  `num_bytes` counts those of side A that were compared."""
+    """Outcome of a verification. `num_bytes` counts side A's compared bytes."""
 
     verdict: ClassVar[str] = ".equal"
 
@@ -102,22 +102,22 @@ class Report(Returned):
 
     @property
     def equal(self) -> bool:
-        """Whether everything that was to be compared is the same, and some tensor was compared."""
+        """True if at least one tensor was compared and everything compared is equal."""
         return self.num_compared > 0 and all(result.status == EQUAL for result in self.results)
 
     @property
     def exit_code(self) -> int:
-        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        """0: equal, 1: different. If a tensor could not be read, the code of the first error."""
         return next((one.exit_code for one in self.results if one.status == UNREADABLE), 0 if self.equal else 1)
 
     @property
     def num_compared(self) -> int:
-        """Tensors whose elements were compared."""
+        """Number of tensors with compared elements."""
         return sum(result.kind in ("equal", "values") and not result.is_scalar for result in self.results)
 
     @property
     def counts(self) -> dict[str, int]:
-        """How many results there are of each status, in the order in which they are shown."""
+        """Number of results by status, in display order."""
         found = Counter(result.status for result in self.results)
         return {status: found[status] for status in (EQUAL, DIFFERENT, ONLY_A, ONLY_B, UNREADABLE)}
 
@@ -125,7 +125,7 @@ class Report(Returned):
         return tuple(result for result in self.results if result.kind == kind)
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values, all of them finite and free of control characters."""
+        """Return the report as plain values: finite, without control characters."""
         return {
             "equal": self.equal,
             "a": {"path": one_line(self.a.path), "format": one_line(self.a.format)},
@@ -141,7 +141,7 @@ class Report(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """The report as text: what differs, line by line (with `verbose` also what does not), then the outcome."""
+        """Yield the report's lines: the differences (with `verbose` everything), then the outcome."""
         shown: Counter[str] = Counter()
         for result in self.results:
             if verbose or (result.status != EQUAL and shown[result.kind] < _SHOWN):
@@ -181,7 +181,7 @@ class Report(Returned):
         return f"{'not verified' if counts[UNREADABLE] else 'different'}: {found}"
 
 
-#: What makes the result for two tensors of one shape.
+#: Makes the result for two tensors with the same shape.
 Judge = Callable[[Tensor, Tensor, Reader], Result]
 
 
@@ -196,18 +196,17 @@ def verify(
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> Report:
-    """Compare every tensor of two checkpoints under the same names, bit for bit.
+    """Compare every tensor in two checkpoints by name, bit for bit.
 
-    A float32 master is rounded for a weight of 16 bits before the comparison, and so is a float32 weight of a training
-    checkpoint: `ckpt convert` writes these roundings.  With `exact` nothing is rounded; with `cast`,
-    the wider of any two floating dtypes is cast to the narrower one.
+    `ckpt convert` rounds float32 masters to 16-bit weights, and a training checkpoint's float32 weights too. The
+    comparison applies the same rounding. With `exact`, nothing is rounded. With `cast`, the wider of any two floating
+    dtypes is cast to the narrower one.
 
-    `only` confines it to the model's tensors or to the optimizer's.  With `measured`, tensors that differ are read
-    again for how far they do.  What cannot be read is a result of its own.  `expected` is told first of how many bytes
-    `progress` will be told.
+    `only` limits it to the model's or the optimizer's tensors. With `measured`, different tensors are read again to
+    measure their distance. An unreadable tensor gets its own result. `expected` gets the total bytes for
+    `progress` first.
 
-    Raises UsageError where one side holds nothing of what `only` asks for, CorruptError where a file was replaced
-    meanwhile.
+    Raise UsageError if one side has nothing that `only` selects, CorruptError if a file was replaced in the meantime.
     """
     judge = partial(
         _compare_tensors, cast=cast, exact=exact, trained=(is_of_training(a), is_of_training(b)), measured=measured
@@ -223,7 +222,7 @@ def walk(
     progress: Progress | None,
     expected: Progress | None,
 ) -> tuple[tuple[Result, ...], tuple[NotCompared, ...], int, tuple[str, ...]]:
-    """Have `judge` compare every pair of tensors: the results, what was not compared, the bytes of A, and notes."""
+    """Run `judge` on every pair. Return the results, the tensors not compared, side A's bytes, and notes."""
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
@@ -257,7 +256,7 @@ def _check_holds(checkpoint: Checkpoint, only: Only) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Scalar:
-    """An optimizer state that is one number."""
+    """An optimizer state with one number."""
 
     fqn: str
     role: str
@@ -270,7 +269,7 @@ _Roles = dict[str, _Thing]
 
 @dataclass(frozen=True, slots=True)
 class _Side:
-    """What a checkpoint holds: things by fqn and role, and which roles it knows at all."""
+    """A checkpoint's content by fqn and role, and all its roles."""
 
     label: str
     format: str
@@ -292,20 +291,20 @@ class _Side:
         return cls(label, checkpoint.format, names, roles, optimizes)
 
     def reason_missing(self, thing: _Thing, format: str) -> str | None:
-        """Why this side has no place for what `thing`, of the other side's `format`, is; None if it has one."""
+        """Return the reason if this side has no place for `thing` from the other side, otherwise None."""
         if thing.role in self.roles:
             return None
         if thing.role == MASTER:
             return f"{self.label} holds no masters"
         if not self.trains:
             return f"{self.label} holds no optimizer states"
-        has_place = thing.role == "step" or format == self.format  # no format of optimizers leaves out the step
+        has_place = thing.role == "step" or format == self.format  # every optimizer format records the step
         return None if has_place or isinstance(thing, Tensor) else f"{self.label} does not record it"
 
 
 @dataclass
 class _Work:
-    """The pairs that are still to be compared, and the results that are known without comparing."""
+    """Pairs still to compare, and results known without a comparison."""
 
     a: _Side
     b: _Side
@@ -318,7 +317,7 @@ class _Work:
         self.skipped[side.label, thing.role, why] += 1
 
     def alone(self, side: _Side, other: _Side, thing: _Thing) -> None:
-        """Note that the other side has nothing that `thing` could be compared with."""
+        """Record that the other side has no partner for `thing`."""
         if (why := other.reason_missing(thing, side.format)) is not None:
             self.skip(side, thing, why)
         else:
@@ -332,9 +331,9 @@ class _Work:
 def _match(
     a: _Side, b: _Side, a_ties: Mapping[str, str], b_ties: Mapping[str, str]
 ) -> Iterator[tuple[str | None, str | None]]:
-    """Pairs of a name of A and its name in B; None where a side has no such tensor.
+    """Yield pairs with a name in A and its name in B. None means that the side has no such tensor.
 
-    A name that one side stores and the other records as tied is the other side's owner of that tie.
+    If one side stores a name and the other records it as tied, its partner is the tie's owner on the other side.
     """
     of_a = [(x, _owner(x, b_ties, b.names)) for x in a.names if x not in b.names]
     of_b = [(_owner(y, a_ties, a.names), y) for y in b.names if y not in a.names]
@@ -350,7 +349,7 @@ def _match(
 
 
 def _owner(fqn: str, ties: Mapping[str, str], names: Mapping[str, Any]) -> str | None:
-    """The stored tensor that `fqn` is tied to, through any number of ties."""
+    """Return the stored tensor that `fqn` is tied to, through several ties if necessary."""
     seen = set()
     while fqn in ties and fqn not in seen:
         seen.add(fqn)
@@ -385,10 +384,10 @@ def _pair_up(a: Checkpoint, b: Checkpoint, only: Only) -> _Work:
 
 
 def _model_tensors(a: _Roles, b: _Roles) -> tuple[_Thing | None, _Thing | None]:
-    """The tensors that stand for the parameter or buffer itself on either side.
+    """Return the tensors that represent the parameter or buffer on each side.
 
-    A weight goes with a weight and a master with a master.  Where that leaves one side without a partner, its weight
-    goes with the other's master; so does a weight in another dtype than the other's weight.
+    A weight is paired with a weight, a master with a master. If one side lacks the partner, its weight is paired with
+    the other's master. The same holds for weights with different dtypes.
     """
     x, y = a.get(WEIGHT) or a.get(BUFFER), b.get(WEIGHT) or b.get(BUFFER)
     x_master, y_master = a.get(MASTER), b.get(MASTER)
@@ -423,7 +422,7 @@ def _put_model(work: _Work, a: _Roles, b: _Roles, model: tuple[_Thing | None, _T
 
 
 def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _Thing | None], second: bool) -> None:
-    """Masters and optimizer states.  A master that stands for the parameter itself is `done` already."""
+    """Add masters and optimizer states. A master compared as the parameter itself is already `done`."""
     for role in dict.fromkeys((*a, *b)):
         x, y = a.get(role), b.get(role)
         if role in (WEIGHT, BUFFER):
@@ -440,7 +439,7 @@ def _put_states(work: _Work, a: _Roles, b: _Roles, done: tuple[_Thing | None, _T
 def _carry_out(
     work: _Work, judge: Judge, progress: Progress | None, expected: Progress | None
 ) -> tuple[list[Result], int]:
-    """The results in the order of `work`, reading in the order in which side A lies in its files."""
+    """Return the results in the same order, reading in side A's file order."""
     results: list[Result | None] = []
     jobs: list[tuple[int, Tensor, Tensor]] = []
     for item in work.pairs:
@@ -465,7 +464,7 @@ def _carry_out(
 
 
 def _judged(judge: Judge, a: Tensor, b: Tensor, reader: Reader, other_ranks: Reader) -> Result:
-    """What `judge` makes of two tensors of one shape that can be read."""
+    """Run `judge` on two readable tensors with the same shape."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
         for tensor in (a, b):
@@ -495,15 +494,15 @@ def _compare_tensors(
 
 
 def differing_dtypes(a: Tensor, b: Tensor) -> Result:
-    """The result for tensors that cannot be compared, as their dtypes are not the same."""
+    """Return the result for tensors that can't be compared because their dtypes differ."""
     return Result(DIFFERENT, "dtype", a.fqn, a.role, b.fqn, b.role, a=a.dtype.name, b=b.dtype.name)
 
 
 def _is_rounded(wide: Tensor, weight: Tensor, is_trained: bool) -> bool:
-    """Return True if `weight` is to be the rounding of `wide`, which a trainer keeps in a wider dtype.
+    """Return True if `weight` should be the rounded `wide`, a trainer's copy in a wider dtype.
 
-    That is a master, or a weight in float32 of a training checkpoint: FSDP keeps its masters so.  The engine's own
-    weight is the rounding of the master to the model's dtype.
+    `wide` is a master, or a training checkpoint's float32 weight, because FSDP stores masters in this form. The
+    engine's own weight is the master rounded to the model's dtype.
     """
     if weight.role != WEIGHT or wide.dtype == weight.dtype:
         return False
@@ -522,7 +521,7 @@ def _error_text(error: CkptError) -> str:
 
 
 def _compare_scalars(work: _Work, a: _Thing, b: _Thing) -> Result | None:
-    """Compare two numbers, one of which may be stored as a tensor of one element.  None where they are no numbers."""
+    """Compare two numbers, also if one is stored as a one-element tensor. Return None for other values."""
     names = a.fqn, a.role, b.fqn, b.role
     try:
         x, y = _scalar_value(a), _scalar_value(b)
@@ -549,9 +548,9 @@ def _scalar_value(thing: _Thing) -> Any:
 
 
 def same_value(a: Any, b: Any) -> bool | None:
-    """Whether two plain values are the same; numbers by value, so that 4 is 4.0, NaN is NaN, and 0.0 is not -0.0.
+    """Return True if two plain values are equal. Numbers compare by value: 4 is 4.0, NaN is NaN, 0.0 is not -0.0.
 
-    None where a value is neither plain nor a list or mapping of plain values, or has too many parts to look at.
+    Return None if a value is not plain (or a list or mapping of plain values), or has too many parts.
     """
     left, unknown = [(a, b)], False
     for _ in range(_MAX_NODES):
@@ -582,7 +581,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _side_notes(a: Checkpoint, b: Checkpoint, results: Iterable[Result]) -> Iterator[str]:
-    """What a user should know beside the results."""
+    """Yield notes for the user about the results."""
     results = list(results)
     if not any(r.status in (EQUAL, DIFFERENT) for r in results):
         yield "nothing was compared, so nothing was found equal"
@@ -607,7 +606,7 @@ def _castable(result: Result) -> bool:
 
 
 def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
-    """Options of param groups that differ, by how many parameters they hold for.  No difference of the checkpoints."""
+    """Yield differing param group options with their number of parameters. They do not make checkpoints different."""
     a_groups, b_groups = a.state.param_groups, b.state.param_groups
     group_in_b = {fqn: number for number, group in enumerate(b_groups) for fqn in group.fqns}
     common = Counter(
@@ -626,7 +625,7 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
-    """A result as a line of text."""
+    """Return a result in one line."""
     roles = one_line(result.role)
     if result.b_role != result.role:
         roles += f" against {one_line(result.b_role)}"
@@ -695,5 +694,5 @@ def _element_json(element: Element) -> dict[str, Any]:
 
 
 def _finite(value: int | float | str | None) -> int | float | str | None:
-    """`value`, or its name where JSON has no such number."""
+    """Return `value`, or its name if JSON has no such number."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

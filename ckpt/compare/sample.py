@@ -1,8 +1,8 @@
-"""A digest of a few bytes of a checkpoint, by which processes tell whether they have opened the same contents.
+"""Digest over a sample of a checkpoint's bytes, to check that several processes opened the same contents.
 
-It covers the sizes and both ends of all files, where headers and zip archives' checksums of their records are, and some
-bytes of some tensors.  Copies on several disks have the same digest.  Two runs, or two steps, have different ones; a
-change of a few bytes in the middle of a file without checksums is not seen.
+It covers the sizes and both ends of all files, including headers and zip archives' checksums, and some bytes of some
+tensors. Copies on several disks have the same digest. Two runs or two steps have different ones. A change of a few
+bytes in the middle of a file without checksums goes unnoticed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ckpt.move.source import is_standin
 from ckpt.move.threads import in_threads
 from ckpt.plan.checkpoint import Checkpoint, SourceFile
 
-_END = 16 << 10  # bytes at the beginning and at the end of a file
-_TENSORS, _BYTES = 64, 4 << 10  # how many tensors, and bytes of each
+_END = 16 << 10  # bytes at each end
+_TENSORS, _BYTES = 64, 4 << 10  # tensors, and bytes per tensor
 
 
 def sample_digest(checkpoint: Checkpoint) -> str:
-    """The digest.  Raises CorruptError where a file ends early, NotFoundError where it has gone, StorageError."""
+    """Return the digest. Raise CorruptError if a file ends early, NotFoundError if one is missing, or StorageError."""
     found: list[tuple[str, int, str]] = []
 
     def look(files: Iterator[SourceFile]) -> None:
@@ -39,13 +39,13 @@ def sample_digest(checkpoint: Checkpoint) -> str:
 
 def _of_file(file: SourceFile, opened: OpenFiles) -> str:
     if is_standin(file.path):
-        return str(file.mtime_ns)  # which version of the object it stands for
+        return str(file.mtime_ns)  # identifies the object's version
     ends = {(0, min(file.size, _END)), (max(0, file.size - _END), min(file.size, _END))}
     return _read_ranges(opened, ((file.path, *end) for end in sorted(ends)))
 
 
 def _tensor_ranges(checkpoint: Checkpoint) -> Iterator[tuple[str, int, int]]:
-    """The first bytes of some tensors, spread evenly over roles and names."""
+    """Yield the first bytes of some tensors, spread evenly over roles and names."""
     keys = sorted(checkpoint.tensors, key=lambda key: (key[1], key[0]))
     for key in keys[:: max(1, -(-len(keys) // _TENSORS))]:
         extent = next((part.extent for part in checkpoint.tensors[key].fragments() if part.extent.numel), None)

@@ -1,9 +1,9 @@
-"""Compare what two runs recorded beside their tensors: schedule, scaler, random states, data position, settings.
+"""Comparison between two runs' training states: schedule, scaler, random states, data position, settings.
 
-Every value has a dotted name (`lr_scheduler.last_epoch`, `rng_state.0`). It comes from the checkpoint's own files, from
-those that HF Trainer leaves beside them, and from the record that the bundled trainer makes of each checkpoint
-(`records/step-N.json`), which has the run's settings, the dropout in use and the dtypes.  Tensors and long lists are
-compared by their bytes and shown by a digest.
+Every value has a dotted name (`lr_scheduler.last_epoch`, `rng_state.0`). The values come from the checkpoint's files,
+from HF Trainer's files in the same folder, and from the bundled trainer's record for each checkpoint
+(`records/step-N.json`) with the run's settings, active dropout and dtypes. Tensors and long lists are compared by their
+bytes and shown as a digest.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from ckpt.plan.tensors import Tensor, Whole
 from ckpt.runs.model_files import run_files
 from ckpt.state.positions import sequences_seen
 
-#: Files beside a checkpoint that are torch's and have states of the run, not of the optimizer.
+#: torch files with run states outside the optimizer.
 _BESIDE = ("scheduler*.pt", "scaler*.pt", "rng_state*.pth")
-#: What a record of the bundled trainer has that says where the files are.
+#: Keys in the bundled trainer's record that describe file places.
 _PLACES = ("files", "checkpoint", "version")
-_LONG = 16  # values of a list that are shown one by one
-_SHOWN = 40  # differences that are shown without -v
+_LONG = 16  # list values shown one by one
+_SHOWN = 40  # differences shown without -v
 _ABSENT = object()
 
 
 @dataclass(frozen=True, slots=True)
 class StateDifference:
-    """A value that differs; None stands for one that a side does not have."""
+    """A differing value. None means that the side does not have it."""
 
     name: str
     a: str | None
@@ -58,7 +58,7 @@ class StateDifference:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunReport(Returned):
-    """The outcome: the values that differ, and how many are the same."""
+    """The differing values, and the number of equal ones."""
 
     verdict: ClassVar[str] = ".equal"
 
@@ -69,7 +69,7 @@ class RunReport(Returned):
 
     @property
     def equal(self) -> bool:
-        """Whether nothing differs, and anything was compared."""
+        """True if something was compared and nothing differs."""
         return not self.differences and self.num_equal > 0
 
     def __repr__(self) -> str:
@@ -90,7 +90,7 @@ class RunReport(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """The report as text; `verbose` shows every difference."""
+        """Yield the report's lines. `verbose` shows every difference."""
         shown = self.differences if verbose else self.differences[:_SHOWN]
         yield from map(str, shown)
         if len(shown) < len(self.differences):
@@ -105,9 +105,9 @@ class RunReport(Returned):
 
 
 def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare the training states of two checkpoints, whose tensors are left alone.
+    """Compare two checkpoints' training states, but not their tensors.
 
-    Raises as `ckpt.containers.torchfile.read` where a file beside a checkpoint is damaged.
+    Raise the errors of `ckpt.containers.torchfile.read` if a run file is damaged.
     """
     with Reader() as reader:
         sides = [dict(_plain_values(_recorded(side), "", reader)) for side in (a, b)]
@@ -123,7 +123,7 @@ def compare_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 
 
 def _sign(value: Any) -> float:
-    """What tells 0.0 from -0.0."""
+    """Return the sign, to tell 0.0 from -0.0."""
     return math.copysign(1, value) if isinstance(value, float) else 1
 
 
@@ -151,13 +151,13 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _united(values: Mapping[str, Any]) -> Any:
-    """One value for all parameters where they have the same, as Adam's step, else each one's."""
+    """Return one value if all parameters share it (Adam's step), otherwise all values by fqn."""
     plain = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in sorted(values.items())}
     return next(iter(plain.values())) if len({repr(value) for value in plain.values()}) == 1 else plain
 
 
 def _plain_values(value: Any, name: str, reader: Reader) -> Iterator[tuple[str, Any]]:
-    """The plain values that `value` is made of, by dotted name."""
+    """Yield the plain values in `value` by dotted name."""
     if isinstance(value, Record):
         value = {"class": value.typename, **value.attributes}
     if isinstance(value, Mapping):
@@ -175,7 +175,7 @@ def _is_long(value: list[Any] | tuple[Any, ...]) -> bool:
 
 
 def _comparable(value: Any, reader: Reader) -> Any:
-    """A value that can be compared and shown; what is longer than a line, by a digest."""
+    """Return a value for comparison and display. Long values become a digest."""
     if isinstance(value, StoredTensor):
         extent = value.extent
         if extent.numel == 1:

@@ -1,8 +1,7 @@
-"""Whether a folder is one that `from_pretrained` loads: its weights, tokenizer and generation config.
+"""Check if `from_pretrained` loads a folder: its weights, tokenizer and generation config.
 
-The installed transformers is asked itself, with the model on the meta device, so that no memory is taken for it.  Only
-4 bits of bitsandbytes are really loaded, as it reads their shapes from data.  No code that comes with a model is run,
-and nothing is fetched.
+The installed transformers does the loading, with the model on the meta device to save memory. Only bitsandbytes 4-bit
+weights are really loaded, because their shapes are in the data. No model code runs, and nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from ckpt.runs.model_files import CONFIG, read_config
 
 GENERATION = "generation_config.json"
 _TOKENIZERS = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
-#: Ids of special tokens, which must be rows of the embedding.
+#: Special token ids. Each must be a row in the embedding.
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "decoder_start_token_id")
 
 
 @dataclass(frozen=True, repr=False)
 class Loading(Returned):
-    """What became of loading a folder: `problems` by part, and what was looked at."""
+    """Result of loading a folder: `problems` by part, and the parts checked."""
 
     verdict: ClassVar[str] = ".good"
 
@@ -72,12 +71,12 @@ class Loading(Returned):
 
 
 def check_loads(path: Path) -> Loading:
-    """Load the folder as its users will, and say what is wrong with it.
+    """Load the folder like its users will, and return the problems.
 
-    Raises UsageError without transformers and what it takes to load, NotFoundError where there is no config, which says
-    what to load.
+    Raise UsageError if transformers, torch or accelerate is missing, NotFoundError without a config: it says what to
+    load.
     """
-    taken = ("torch", "transformers", "accelerate")  # which puts it on the meta device
+    taken = ("torch", "transformers", "accelerate")  # accelerate puts the model on the meta device
     if lacking := [name for name in taken if importlib.util.find_spec(name) is None]:
         hint = "pip install 'transformers>=5' torch accelerate"
         raise UsageError(f"loading a model needs {' and '.join(lacking)}", found="not installed", hint=hint)
@@ -94,7 +93,7 @@ def check_loads(path: Path) -> Loading:
         if any((path / file).is_file() for file in _TOKENIZERS):
             looked_at.append("tokenizer")
             tokenizer = _attempt(problems, "tokenizer", lambda: transformers.AutoTokenizer.from_pretrained(path))
-        rows = getattr(config and config.get_text_config(), "vocab_size", None)  # of the embedding
+        rows = getattr(config and config.get_text_config(), "vocab_size", None)  # embedding rows
         size = rows if isinstance(rows, int) else None
         if tokenizer is not None:
             problems += _tokenizer_problems(tokenizer, size)
@@ -105,7 +104,7 @@ def check_loads(path: Path) -> Loading:
 
 
 def _load_model(transformers: Any, path: Path, config: Any, problems: list[str]) -> tuple[str, int]:
-    """The model's class, and how many tensors its state dict has."""
+    """Load the model. Return its class, and its number of tensors."""
     name = next(iter(config.architectures or ()), None)
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if cls is None:
@@ -133,7 +132,7 @@ def _load_model(transformers: Any, path: Path, config: Any, problems: list[str])
 
 
 def _knows(quantization: dict[str, Any]) -> bool:
-    """Return True if transformers has this quantization method; it loads weights of any other as plain ones."""
+    """Return True if transformers has this quantization method. Weights with other methods load as plain ones."""
     from transformers.quantizers import AutoHfQuantizer
 
     return bool(AutoHfQuantizer.supports_quant_method(quantization))
@@ -175,9 +174,10 @@ def _ids(holder: Any, size: int | None) -> Iterator[str]:
 
 
 def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
-    """What `action` returns, or None with its failure among the problems: the library raises errors of any kind.
+    """Return the result of `action`.
 
-    What the system refuses says nothing of the folder, and goes through: an OSError of the library's own has no number.
+    If it fails, record a problem and return None: the library raises any error type. System errors say nothing about
+    the folder and are raised. The library's own OSErrors have no errno.
     """
     try:
         return action()
@@ -192,7 +192,7 @@ def _attempt(problems: list[str], what: str, action: Callable[[], Any]) -> Any:
 
 @contextlib.contextmanager
 def _quiet(transformers: Any) -> Iterator[None]:
-    """Without progress bars and warnings of the library's: what they say is in the report."""
+    """Turn off the library's progress bars and warnings: the report has their content."""
     logger = logging.getLogger("transformers")
     level = logger.level
     before = os.environ.get("HF_HUB_OFFLINE")

@@ -1,4 +1,4 @@
-"""What a conversion wrote, read back and held against its source."""
+"""Comparison of a conversion's output with its source."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 
 def as_written(plan: Plan, *, every_cast: bool = False) -> Checkpoint:
-    """The plan's checkpoint with tensors that are cast between bf16 and fp16 as they are written.
+    """Return the plan's checkpoint, with casts between bf16 and fp16 already applied.
 
-    Neither of the two dtypes holds what the other does, so that no rounding makes them comparable.  With `every_cast`
-    tensors of any dtypes that are cast are as they are written.
+    Neither dtype can represent the other, so no rounding makes them comparable. With `every_cast`, casts between all
+    dtypes are applied.
     """
     source = plan.checkpoint
     tensors, computed = dict(source.tensors), dict(source.computed)
@@ -43,12 +43,12 @@ def _cast(tensor: Tensor, dtype: DType, computed: Computed) -> memoryview:
     return bits.data.cast("B")
 
 
-#: Bytes that are read at once.
+#: Bytes per read.
 _BLOCK = 1 << 20
 
 
 def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
-    """Yield a sentence for each file in `folder` that has another size, or other bytes outside of its tensors."""
+    """Yield a sentence for each file in `folder` with a wrong size, or wrong bytes outside its tensors."""
     for file in plan.target.files:
         path = folder / file.name
         with translate_os_errors(path):
@@ -61,7 +61,7 @@ def changed_files(plan: Plan, folder: Path) -> Iterator[str]:
 
 
 def _first_change(file: TargetFile, path: Path) -> int | None:
-    """Return the offset of the first known bytes of `file` that `path` does not have; None if it has all of them."""
+    """Return the offset of the first wrong bytes in `path`, or None if all known bytes match."""
     with open(path, "rb") as opened:
         for offset, expected in _planned_bytes(file):
             opened.seek(offset)
@@ -78,7 +78,7 @@ def _planned_bytes(file: TargetFile) -> Iterator[tuple[int, bytes]]:
 
 
 def is_equal(view: BinaryIO, path: Path) -> bool:
-    """Return True if the file at `path` has the bytes of `view`."""
+    """Return True if the file at `path` has the same bytes as `view`."""
     with translate_os_errors(path), open(path, "rb") as file:
         while (block := view.read(_BLOCK)) == file.read(_BLOCK):
             if not block:
@@ -87,10 +87,10 @@ def is_equal(view: BinaryIO, path: Path) -> bool:
 
 
 def has_more(report: Report) -> bool:
-    """Return True if what was written (B) has tensors that the source (A) does not have under their names."""
+    """Return True if the output (B) has tensors that the source (A) lacks."""
     return any(result.status == ONLY_B for result in report.results)
 
 
 def is_as_the_source(report: Report) -> bool:
-    """Whether all of the source (A) was found in what was written (B), which may have zeros where A has no state."""
+    """Return True if the output (B) contains the whole source (A). B may have zeros for states missing in A."""
     return report.num_compared > 0 and all(result.status in (EQUAL, ONLY_B) for result in report.results)
