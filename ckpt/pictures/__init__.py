@@ -1,4 +1,4 @@
-"""Pictures and pages: rectangles, texts and colours as SVG, and pages of one file.
+"""Pictures in SVG, and self-contained HTML pages.
 
 May import: `ckpt.base`.
 """

@@ -1,6 +1,6 @@
-"""Stacked bars under a limit: what each GPU holds by strategy, as `ckpt estimate --picture` draws it.
+"""Stacked bars under a limit: memory per GPU by strategy, for `ckpt estimate --picture`.
 
-Pure, and an SVG as the picture of `ckpt inspect` is.
+A pure function returns the SVG text, like `ckpt inspect`'s picture.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ckpt.pictures.canvas import COLOURS, GAP, LETTER, MARGIN, RED, SANS, Canvas
 
 _LENGTH, _TOTALS = 720.0, 190.0
 _TALL, _LOW, _BETWEEN = 17.0, 9.0, 12.0
-#: Bars are cut at so many times the limit, so that one that is far beyond leaves the others to be seen.
+#: Bars are cut at this multiple of the limit, to keep short ones readable next to a huge one.
 _MOST = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A strategy: bytes by part as it is, and with activation checkpointing, None where that is not known."""
+    """One strategy: bytes by part, and the same with activation checkpointing (None if unknown)."""
 
     title: str
     parts: Mapping[str, int]
@@ -27,7 +27,7 @@ class Bar:
 
 
 def draw_bars(title: str, facts: Sequence[str], bars: Sequence[Bar], limit: int, usable: float) -> str:
-    """The bars as the text of an SVG file; `limit` is a GPU's memory, `usable` the part of it that may be filled."""
+    """Return the bars as SVG text. `limit` is a GPU's memory, `usable` the fraction that may be filled."""
     names = list(dict.fromkeys(name for bar in bars for parts in (bar.parts, bar.checkpointed or {}) for name in parts))
     colours = {name: COLOURS[number] for number, name in enumerate(names)}
     totals = [sum(parts.values()) for bar in bars for parts in (bar.parts, bar.checkpointed or {})]
@@ -72,7 +72,7 @@ def _legend(canvas: Canvas, colours: Mapping[str, str]) -> None:
 def _stack(
     canvas: Canvas, parts: Mapping[str, int], colours: Mapping[str, str], scale: float, height: float, usable: float
 ) -> None:
-    """One bar and its total, red where that is more than may be filled."""
+    """Draw one bar and its total, in red if it exceeds the usable memory."""
     x, end, total = canvas.bar, canvas.bar + canvas.length, sum(parts.values())
     for name, nbytes in parts.items():
         width = min(nbytes * scale, end - x)

@@ -1,6 +1,6 @@
-"""What a picture is drawn with: rectangles, texts, colours and stripes, as the parts of an SVG file.
+"""SVG drawing: rectangles, texts, colours and stripes.
 
-Names come from files that somebody else wrote: all text is bounded, and escaped for the terminal and for XML.
+Names come from other people's files, so all text is bounded, and escaped for the terminal and for XML.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from html import escape
 
 from ckpt.base.text import one_line
 
-#: The first eight are told apart by everybody; of all of them, neighbours are, and none is near a red, which is for
-#: faults, or a grey.  Chosen for their distance in OKLab, as seen with normal vision and with red-green blindness.
+#: Everybody can tell the first eight apart. Beyond them, neighbours are distinct, and none is close to red (for faults)
+#: or grey. They were chosen by distance in OKLab, for normal vision and red-green blindness.
 # fmt: off
 COLOURS = (
     "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#f0e442", "#61206f", "#7c9217",
@@ -28,11 +28,11 @@ COLOURS = (
 RED, INK, GREY, PAPER, TRACK = "#d00000", "#1a1a1a", "#5f5f5f", "#ffffff", "#f1f1f1"
 
 MARGIN, GAP = 24.0, 16.0
-LETTER, SANS = 7.85, 7.0  # widths of a letter of a name, and of one of other text at most
+LETTER, SANS = 7.85, 7.0  # maximum letter widths: names, other text
 _SMALL, _SMALLEST = 11.0, 8.0  # labels in slices
-_STRIPES = 6  # colours of one pattern
+_STRIPES = 6  # colours per pattern
 
-#: Classes of what has another colour on a dark page: paper, the track of a bar, the frame of a hole, the axis, bytes.
+#: CSS classes with another colour on a dark page: paper, bar track, hole frame, axis, bytes.
 _STYLE = (
     "text{font:13px system-ui,-apple-system,'Segoe UI',Helvetica,Arial,'DejaVu Sans',sans-serif}"
     ".n{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
@@ -49,13 +49,13 @@ _STYLE = (
 
 @dataclass
 class Canvas:
-    """The parts of a picture that is drawn from top to bottom; `y` is where the next one goes.
+    """A picture drawn from top to bottom. `y` is the position of the next part.
 
-    `numbers` are of the holders, which have their colours by them.
+    `numbers` gives each holder its number, which selects its colour.
     """
 
     numbers: Mapping[int | str, int]
-    bar: float  # where bars begin
+    bar: float  # left end of the bars
     length: float
     width: float
     y: float = MARGIN
@@ -63,7 +63,7 @@ class Canvas:
     patterns: dict[tuple[str, tuple[str, ...]], str] = field(default_factory=dict)
 
     def file(self, title: str) -> str:
-        """All that was drawn, as the text of a file."""
+        """Return the picture as SVG text."""
         return "\n".join([*self._opening(title), *self.parts, "</svg>", ""])
 
     def _opening(self, title: str) -> Iterator[str]:
@@ -107,7 +107,7 @@ class Canvas:
             self.say(x + width / 2, y + height / 2 + 4, text, style)
 
     def label_in(self, x: float, y: float, text: str, colours: Sequence[str], width: float, height: float) -> None:
-        """A label around the middle of a slice of these colours, where it has room."""
+        """Draw a label in the middle of a slice with these colours, if there is room."""
         for size in (_SMALL, _SMALLEST):
             if (needed := len(text) * size * 0.58 + 1) <= width and size <= height:
                 break
@@ -129,7 +129,7 @@ class Canvas:
         return str(holder) if isinstance(holder, int) else f"f{self.numbers[holder] + 1}"
 
     def fill(self, holders: Sequence[int | str], is_several: bool = False) -> str:
-        """The colour of a slice, or the pattern of the colours of all that hold it."""
+        """Return a slice's colour, or a pattern with all its holders' colours."""
         colours = tuple(dict.fromkeys(map(self.colour, holders)))[:_STRIPES]
         if len(colours) == 1:
             return colours[0]
@@ -148,7 +148,7 @@ def _is_light(colour: str) -> bool:
 
 
 def n(value: float) -> str:
-    """A length, to a hundredth of a pixel."""
+    """Format a length to a hundredth of a pixel."""
     return f"{value:.2f}".rstrip("0").rstrip(".")
 
 
@@ -157,7 +157,7 @@ def escaped(text: str, limit: int = 400) -> str:
 
 
 def shortened(text: str, limit: int) -> str:
-    """`text`, without its middle where it is longer."""
+    """Return `text`, without its middle if it is too long."""
     text = one_line(text)
     if len(text) <= limit:
         return text

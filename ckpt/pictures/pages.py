@@ -1,7 +1,7 @@
-"""Pages of one file each, which a browser shows without a server or network: `ckpt inspect --html`, `verify`, `diff`.
+"""Self-contained HTML pages that need no server or network: `ckpt inspect --html`, `verify`, `diff`.
 
-A page is the files of `ckpt/pictures/web/` put together, and its content: JSON, compressed, in base64.  So no text of a
-checkpoint is ever markup or script, and the page's policy lets no other script run and nothing be loaded.
+A page joins the files in `ckpt/pictures/web/` with its content: compressed JSON in base64. So no text from a checkpoint
+becomes markup or script. The page's policy forbids any other script, and any loading.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-#: The scripts of each page, in order.
+#: Scripts of each page, in order.
 _SCRIPTS = {
     "inspect": ("common.js", "tensors.js", "map.js", "inspect.js"),
     "heat": ("common.js", "heat.js"),
@@ -40,7 +40,7 @@ style-src 'unsafe-inline'; script-src 'sha256-{digest}'">
 
 
 def page(name: str, content: dict[str, Any]) -> str:
-    """The page `name` (`inspect`, `heat`) of its content, which has a `title`."""
+    """Return the page `name` (`inspect`, `heat`) with its content. The content has a `title`."""
     script = "".join(map(_file, _SCRIPTS[name]))
     packed = zlib.compress(json.dumps(content, separators=(",", ":")).encode(), 6)
     return _PAGE.format(
@@ -54,7 +54,7 @@ def page(name: str, content: dict[str, Any]) -> str:
 
 
 def heat_map(report: dict[str, Any]) -> str:
-    """The page of a comparison; `report` is the `to_json()` of `ckpt.verify` or `ckpt.diff`."""
+    """Return the page for a comparison. `report` is `to_json()` from `ckpt.verify` or `ckpt.diff`."""
     return page("heat", report | {"title": f"{report['a']['path']} and {report['b']['path']}"})
 
 
