@@ -1,12 +1,12 @@
-"""PyTorch Distributed Checkpoint (DCP), as FSDP1, FSDP2, torchtitan, Accelerate and HF Trainer save it.
+"""PyTorch Distributed Checkpoint (DCP), written by FSDP1, FSDP2, torchtitan, Accelerate and HF Trainer.
 
-What torch writes is described in `dcp_metadata` and `dcp_items`, what the keys mean in `dcp_names`, which folders there
-are in `dcp_folder`, and what is written in `dcp_layout`.  Nothing of torch is used.
+`ckpt.containers.dcp` describes torch's files, `keys` their keys, `folder` the folders, and `state` the output. Nothing
+here uses torch.
 
-Roles.  FSDP's optimizer steps the sharded parameters themselves; with mixed precision these are fp32 and cast for the
-computation only.  So a parameter has the one role `weight`, in the dtype that is stored; a target that needs fp32
-masters takes it as it is.  What is written holds the source's fp32 masters, bit for bit, as its parameters, unless
-`--dtype` asks for another precision.  DCP tells buffers and parameters not apart: both are `weight`.
+Roles: FSDP's optimizer steps the sharded parameters themselves. With mixed precision they are fp32, and only computing
+casts them. So a parameter has the single role `weight` in its stored dtype, and targets with fp32 masters use it as the
+master. The output holds the source's fp32 masters, bit for bit, as its parameters, unless `--dtype` is given. DCP does
+not distinguish buffers from parameters: both are `weight`.
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
 _Error = TypeVar("_Error", bound=CkptError)
-#: Where trainers record the number of steps taken: torch's recipes and Lightning, torchtitan.
+#: Keys of the step count: torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
 
 class DistributedCheckpoint(Format):
-    """The format `dcp`."""
+    """Format `dcp`."""
 
     name = "dcp"
     title = "PyTorch DCP (FSDP)"
     aliases = ("fsdp", "fsdp2")
-    #: An engine that loads it asks for the names that the model has in memory.
+    #: The loading engine uses the in-memory model's names.
     namespace = TRANSFORMERS
     carries_blocks = True
     takes = ("world_size",)
@@ -90,7 +90,7 @@ class DistributedCheckpoint(Format):
         return reading.checkpoint(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """One folder, or Accelerate's two where the source is a step of HF Trainer or Accelerate."""
+        """Lay out one folder, or Accelerate's two if the source is a step of HF Trainer or Accelerate."""
         from ckpt.containers.dcp.write import Writing
 
         num_ranks = layout.world_size or checkpoint.world_size or 1
@@ -113,9 +113,9 @@ DCP = DistributedCheckpoint()
 
 
 def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[Path_, Any]]:
-    """Yield the model's or the optimizer's entries at the path that they have in the source's state dict.
+    """Yield the model's or optimizer's entries under their path in the source's state dict.
 
-    torchtitan's model has no path of its own.
+    torchtitan's model has an empty path.
     """
     from ckpt.containers.dcp.write import AliasOf
 
@@ -125,9 +125,10 @@ def _placed(entries: Iterable[tuple[Path_, Any]], at: Path_) -> Iterator[tuple[P
 
 
 def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Prefixes of the folders to write, model first.  A step of HF Trainer or Accelerate keeps its form, for resuming.
+    """Return the prefixes of the folders to write, model first.
 
-    Accelerate 1.15, `utils/fsdp_utils.py`.
+    A step of HF Trainer or Accelerate keeps its two folders, so it can be resumed (Accelerate 1.15,
+    `utils/fsdp_utils.py`).
     """
     path = Path(checkpoint.path)
     homes = {Path(file.path).parent for file in checkpoint.files}
@@ -140,7 +141,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 @dataclass
 class _DcpReading:
-    """What has been read so far of one checkpoint."""
+    """Parts of one checkpoint read so far."""
 
     data: DataFiles = field(default_factory=DataFiles)
     leaves: list[tuple[Path_, Any]] = field(default_factory=list)
@@ -153,7 +154,7 @@ class _DcpReading:
     # -- DCP's own files -----------------------------------------------------------------------------------------
 
     def folder(self, folder: Path) -> None:
-        """Add what a folder with `.metadata` holds."""
+        """Add the contents of a folder with `.metadata`."""
         metadata = read_metadata(folder)
         self.metadata = self.metadata or metadata.path
         _refuse_flat(metadata)
@@ -176,9 +177,9 @@ class _DcpReading:
     # -- DCP's safetensors files ---------------------------------------------------------------------------------
 
     def shards(self, folder: Path, names: tuple[str, ...]) -> None:
-        """Add what files written by `HuggingFaceStorageWriter` hold.
+        """Add the contents of files written by `HuggingFaceStorageWriter`.
 
-        A rank may leave out a file of the index, in which it has nothing, but not all of them.
+        A rank skips a file of the index if it has nothing in it, but some rank writes each file.
         """
         ranks, numbers, counts = zip(*(map(int, SHARD.findall(name)[0]) for name in names), strict=True)
         if missing := sorted({*range(1, max(counts) + 1)} - {*numbers}):
@@ -204,7 +205,7 @@ class _DcpReading:
     # -- FSDP1's LOCAL_STATE_DICT ----------------------------------------------------------------------------------
 
     def local(self, folder: Path, names: tuple[tuple[int, str], ...], config: Mapping[str, Any] | None) -> None:
-        """Add what files of ranks hold; call after `folder`, as the shapes of the optimizer's states are theirs."""
+        """Add the contents of rank files. Call after `folder`, because the optimizer's states give the shapes."""
         from converters.names.module_order import registered_shapes
         from converters.pytorch.local_state import read_local
 
@@ -250,7 +251,7 @@ class _DcpReading:
         tie_as_declared(tensors, ties, _config(request, folders))
         entries = self._entries(found, odd)
         step = _step(found.rest)
-        if step is None:  # Accelerate's folders hold the model and the optimizer alone
+        if step is None:  # Accelerate's folders hold only the model and the optimizer
             step = next((n for folder in folders if (n := trainer_step(Path(folder))) is not None), None)
         self.states.groups = tuple(map(_plain_group, found.groups))
         state = TrainingState.of_entries("torch", entries, step=step, **self.states.recorded())
@@ -273,9 +274,9 @@ class _DcpReading:
         )
 
     def _states(self, found: Understood, tensors: dict[Key, Tensor]) -> dict[str, Any]:
-        """Add the optimizer's states.  Returns those that are no tensors and no numbers.
+        """Add the optimizer's states. Return states that are neither tensors nor numbers.
 
-        A state whose tensors all have no dims is one of numbers (`step`), also for a parameter without dims.
+        A state with only 0-dim tensors is a number (`step`), even for a 0-dim parameter.
         """
         shaped = {name for (_, name), value in found.states.items() if isinstance(value, Leaf) and value.shape}
         states = self.states
@@ -306,7 +307,7 @@ class _DcpReading:
             weight = tensors.get((fqn, WEIGHT))
             is_plain = (fqn, name) not in states.quantized and fqn not in objects and tensor.dtype in CAST_SOURCES
             if weight is None or tensor.shape == weight.shape or any(faults_of(weight)):
-                continue  # A damaged weight is reported with its own fault.
+                continue  # a damaged weight has its own error
             if is_plain and must_fit(name, tensor.shape):
                 check_shape(fqn, name, tensor.shape, weight.shape, self.metadata)
         tensors |= states.tensors
@@ -314,7 +315,7 @@ class _DcpReading:
         return odd
 
     def _entries(self, found: Understood, odd: dict[str, Any]) -> dict[str, Any]:
-        """Training state by name, with tensors as values of it; those spread over ranks are said to be left."""
+        """Return training state by name, with tensors as values. Note tensors that are spread over ranks."""
         spread = self.spread
         items = {name: _values(value, name, spread) for name, value in found.rest.items()}
         if found.extra:
@@ -340,7 +341,7 @@ _LEFT = object()
 
 
 def _values(value: Any, name: str, spread: list[str]) -> Any:
-    """A value of training state without what refers to the reader."""
+    """Return a training state value without references to the reader."""
     if isinstance(value, Leaf):
         alone = value.alone()
         if alone is None:
@@ -357,7 +358,7 @@ def _values(value: Any, name: str, spread: list[str]) -> Any:
 
 
 def _plain_group(group: ParamGroup) -> ParamGroup:
-    """A group whose tensors are values of training state: an optimizer with a tensor for `lr` takes no number."""
+    """Return the group with tensors as training state values. An optimizer with a tensor `lr` accepts no number."""
     options = {}
     for name, value in group.options.items():
         if isinstance(value, Leaf):
@@ -368,7 +369,7 @@ def _plain_group(group: ParamGroup) -> ParamGroup:
 
 
 def _recorded_shapes(known: Understood) -> dict[str, Shape]:
-    """Shapes of parameters whose states are all as long as they are, in the order of the param groups."""
+    """Return the shapes of parameters whose states agree on a shape, in param group order."""
     shapes: dict[str, set[Shape]] = {}
     for (fqn, _), value in known.states.items():
         if isinstance(value, Leaf) and value.shape:
@@ -378,9 +379,9 @@ def _recorded_shapes(known: Understood) -> dict[str, Shape]:
 
 
 def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
-    """Tensors of the model whose elements are the very bytes of another one's, which comes first: that one's key.
+    """Map tensors to the key of an earlier tensor stored in the same bytes. Only tensors of the model count.
 
-    The metadata's places alone do not tell: all tensors in a file of safetensors have the place of that file.
+    The metadata alone does not show this: all tensors in a safetensors file have the file's place.
     """
     first: dict[tuple[tuple[Box, Extent], ...], str] = {}
     same: dict[int, str] = {}
@@ -394,7 +395,7 @@ def _same_items(metadata: Metadata, found: Sequence[Any]) -> dict[int, str]:
 
 
 def _stored_ties(weights: Mapping[str, Leaf]) -> dict[str, str]:
-    """Aliases to owners, by the items that are stored once for both (which is what is written here)."""
+    """Map aliases to owners for items stored once, like in the output here."""
     names = {leaf.key: fqn for fqn, leaf in weights.items()}
     return {fqn: names[leaf.same_as] for fqn, leaf in weights.items() if leaf.same_as is not None}
 
@@ -417,10 +418,10 @@ def _step(rest: Mapping[str, Any]) -> int | None:
 
 
 def _check_states(found: Understood, path: str, is_pair: bool) -> None:
-    """CorruptError for states of no parameter, and for a parameter that lacks one which others of its group have.
+    """Raise CorruptError for states without a parameter, or a parameter missing a state of its group.
 
-    Others whose states are of other dtypes are none of its kind: 8-bit optimizers keep small parameters in 32 bits.  A
-    parameter without any state has never been updated.
+    Parameters with other state dtypes are not compared: 8-bit optimizers keep small parameters in 32 bits. A parameter
+    without any state has never been updated.
     """
     states: dict[str, dict[str, Any]] = {}
     for (fqn, name), value in found.states.items():
@@ -434,7 +435,7 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
             fqn=strange[0],
             expected=next(iter(found.weights)),
         )
-    if strange and not is_all:  # where all are, the optimizer spells names in a way of its own
+    if strange and not is_all:  # if all are strange, the optimizer uses its own names
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )
@@ -445,7 +446,7 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
 def _lacking(
     groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Any]], kind: type[_Error], path: str
 ) -> _Error | None:
-    """The error of a parameter without one of the `states`, dtypes by fqn and name, that others of its group have."""
+    """Return the error for a parameter that lacks a state of its group. `states` has dtypes by fqn and name."""
     for group in groups:
         kinds: dict[frozenset[str], str] = {}
         for fqn in group.fqns:
@@ -465,7 +466,7 @@ def _lacking(
 
 
 def _check_can_be_read(checkpoint: Checkpoint) -> None:
-    """Raise LossError where some states of a parameter could not be read: no reader can tell the rest from damage."""
+    """Raise LossError if some states of a parameter are unreadable: readers would take the output for damaged."""
     if not checkpoint.unread:
         return
     states: dict[str, dict[str, Any]] = {}
@@ -481,9 +482,9 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
 
 
 def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
-    """Refuse files of different saves: each with one step for all its parameters, and not the same one.
+    """Raise CorruptError for files from different saves: each with its own step for all its parameters.
 
-    A single parameter may well have taken fewer steps than the others, so a file with only one says nothing.
+    One parameter may have taken fewer steps, so a file with a single parameter proves nothing.
     """
     steps = {path: {step for _, step in pairs} for path, pairs in said.items() if len(pairs) > 1}
     if any(len(found) > 1 for found in steps.values()):
@@ -493,7 +494,7 @@ def _check_steps(said: Mapping[str, set[tuple[str, Any]]]) -> None:
 
 
 def _refuse_flat(metadata: Metadata) -> None:
-    """Without recorded paths, nothing says where a name ends in `optimizer.state.<fqn>.exp_avg`."""
+    """Raise CorruptError without recorded paths: the parameter name in `optimizer.state.<fqn>.exp_avg` is ambiguous."""
     if metadata.is_nested:
         return
     if any(GROUPS in key.split(".") for key in metadata.keys):

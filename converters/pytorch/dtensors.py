@@ -1,8 +1,9 @@
-"""DTensors as torch pickles them: what a rank of FSDP has of a tensor, cut along its first dim over all ranks.
+"""DTensors in torch's pickle form: an FSDP rank's part of a tensor, sharded on dim 0 over all ranks.
 
-Every version of torch pickles a device mesh and a placement in a form of its own, and reads no other's.  So where the
-source has one its form is kept, and only what depends on the number of ranks is made anew; otherwise it is torch 2.13's
-(distributed/device_mesh.py, distributed/_mesh_layout.py, distributed/tensor/_dtensor_spec.py, placement_types.py).
+Every torch version pickles device meshes and placements in its own form, and can't read other forms. So the source's
+form is kept if it has one, and only parts that depend on the number of ranks are rebuilt. Otherwise the form is torch
+2.13's (distributed/device_mesh.py, distributed/_mesh_layout.py, distributed/tensor/_dtensor_spec.py,
+placement_types.py).
 """
 
 from __future__ import annotations
@@ -21,23 +22,23 @@ from ckpt.plan.tensors import Box, Shape, contiguous_strides
 
 _TENSOR, _MESH = "torch.distributed.tensor", "torch.distributed.device_mesh"
 _SPEC, _LAYOUT = f"{_TENSOR}._dtensor_spec", "torch.distributed._mesh_layout"
-#: The default process group, of all ranks.
+#: Default process group, with all ranks.
 _WORLD = "0"
 _AXIS = "fsdp"
 
 
 def shard(shape: Shape, num_ranks: int, rank: int) -> Box:
-    """The rank's part of a tensor, as `torch.chunk` cuts its first dim; without elements where there are too few."""
+    """Return the rank's shard, cut like `torch.chunk` on dim 0. The last ranks may be empty."""
     step = -(-shape[0] // num_ranks)
     start = min(rank * step, shape[0])
     return Box((start, *(0 for _ in shape[1:])), (min(step, shape[0] - start), *shape[1:]))
 
 
 class DTensors:
-    """Makes one rank's DTensors: all of them on one mesh of `num_ranks` devices.
+    """Factory for one rank's DTensors, all on one mesh with `num_ranks` devices.
 
-    `like` is a DTensor of the source's files, or None; `device` the mesh's type of device, or None for the source's.
-    Raises LossError for a source in an unknown form.
+    `like` is a DTensor from the source's files, or None. `device` is the mesh's device type, or None for the source's.
+    Raise LossError if the source's form is unknown.
     """
 
     def __init__(self, like: Record | None, device: str | None, num_ranks: int, rank: int) -> None:
@@ -48,7 +49,7 @@ class DTensors:
         self._mesh = _mesh(mesh if isinstance(mesh, Record) else None, device, num_ranks, rank)
 
     def make(self, dtype: DType, shape: Shape, local: NewTensor | Record) -> Record:
-        """The DTensor of `shape` of which this rank has `local`."""
+        """Return the DTensor with this shape and the rank's shard `local`."""
         state = {"_local_tensor": local, "_spec": self._placed(dtype, Size(shape), contiguous_strides(shape))}
         return wrapper(self._module, "DTensor", dtype, shape, (None, state))
 
@@ -95,12 +96,12 @@ def _mesh(old: Record | None, device: str | None, num_ranks: int, rank: int) -> 
     return Record(_MESH, "DeviceMesh", state=_filled(known, old, "mesh"))
 
 
-#: Attributes of a mesh in earlier versions.
+#: Mesh attributes in earlier versions.
 _EARLIER = frozenset({"device_type", "mesh", "mesh_dim_names", "_flatten_mesh_list", "_dim_group_infos"})
 
 
 def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: str) -> dict[str, Any]:
-    """Values for the attributes that `old` has, or without one for all that are `known`."""
+    """Return values for the attributes in `old`, or for all in `known` if `old` is None."""
     names = list(known) if old is None else list(old.attributes)
     for name in names:
         if name not in known:
@@ -113,7 +114,7 @@ def _filled(known: Mapping[str, Callable[[], Any]], old: Record | None, what: st
 
 
 def _layout(old: Any, num_ranks: int) -> Record:
-    """The layout of one axis; torch leaves out axes of size 1 from 2.13 on."""
+    """Return a one-axis layout. Since 2.13 torch omits axes of size 1."""
     if not isinstance(old, Record) or "axes" in old:
         sizes = ((num_ranks,), (1,)) if num_ranks > 1 else ((), ())
         axis = Record(_LAYOUT, "_FlatLayout", state=dict(zip(("shape", "stride"), sizes, strict=True)))
@@ -122,7 +123,7 @@ def _layout(old: Any, num_ranks: int) -> Record:
 
 
 def _numbers(old: Record | None, ranks: tuple[int, ...]) -> NewTensor:
-    """The ranks of the mesh as a tensor of the source's dtype."""
+    """Return the mesh's ranks as a tensor in the source's dtype."""
     stored = None if old is None else old.get("_rank_map", old.get("mesh"))
     dtype = stored.dtype if isinstance(stored, StoredTensor) else BY_NAME["int32"]
     return NewTensor(dtype, (len(ranks),), (Bytes(b"".join(scalar_to_bytes(rank, dtype) for rank in ranks)),))

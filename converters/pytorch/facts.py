@@ -1,4 +1,4 @@
-"""The facts about a source that only PyTorch formats' own writers understand."""
+"""Source facts used only by PyTorch formats' writers."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ckpt.containers.torchfile.values import Record
 
 @dataclass(frozen=True, slots=True)
 class TorchFacts:
-    """What PyTorch formats' readers tell their writers, in `Checkpoint.facts`."""
+    """Facts passed from PyTorch formats' readers to their writers in `Checkpoint.facts`."""
 
-    #: Whether it is a run's own state dict stored leaf by leaf (DCP); what loads it asks for these very leaves.
+    #: True for a run's own state dict stored leaf by leaf (DCP). The loader expects exactly these leaves.
     is_state_dict: bool = False
-    #: Paths of its model and optimizer, which the trainer asks for again: `("app", "model")`.
+    #: Paths of model and optimizer, as the trainer expects them: `("app", "model")`.
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
-    #: One part of a tensor as torch has pickled it in files of ranks: each version does it its way.
+    #: Sample part from a rank file, because each torch version pickles DTensors differently.
     dtensor: Record | None = None
-    #: The fqns of each flat parameter that FSDP1's optimizer has, in its order.
+    #: Fqns in each flat parameter, in the order of FSDP1's optimizer.
     flat_parameters: tuple[tuple[str, ...], ...] = ()

@@ -1,12 +1,12 @@
-"""Flat parameters of FSDP1: which of the model's are in each, and what a rank's optimizer has of them.
+"""FSDP1's flat parameters: which parameters each contains, and a rank's optimizer states for them.
 
-With `use_orig_params=False`, verl's default, a wrapped module has one flat parameter: its own and those of the modules
-in it that are not wrapped themselves, each as a row, in the order in which modules register them.  The whole is padded
-to a multiple of the ranks and cut into as many equal slices; the optimizer's states are of slices, and numbered as
-`parameters()` goes: the root's first, then those of the modules within.  No file says which parameters are in which.
+With `use_orig_params=False`, verl's default, each wrapped module has one flat parameter. It joins the module's own
+parameters and those in unwrapped submodules, flattened, in registration order. It is padded to a multiple of the ranks
+and cut into equal slices. The optimizer's states are slices, too, numbered in the order of `parameters()`: first the
+root's, then the inner modules'. No file lists the parameters in each.
 
-verl wraps the layers of a model (`_no_split_modules`).  So the lists of modules in a model are tried, alone and
-together, and what is taken is the only choice that has as many flat parameters, each as long, as the file.
+verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried, and accepted
+only if exactly one matches the file's flat parameters in number and length.
 
 Format facts: torch 2.13 (distributed/fsdp/_flat_param.py, `_init_flat_param_and_metadata` without `align_addresses`,
 `_get_shard`), verl 0.9.1 (utils/fsdp_utils.py, `get_fsdp_wrap_policy`; workers/engine/fsdp/transformer_impl.py).
@@ -28,9 +28,9 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.state_dicts import take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: A parameter of an element of a list of modules: the list's name, and the element's number.
+#: Parameter inside a module list: the list's name, and the element's number.
 _IN_LIST = re.compile(r"(?P<list>.*?)\.(?P<number>\d+)\.")
-#: More lists than any model has that is split into layers.
+#: Limit on tried lists; no layered model has more.
 _MAX_LISTS = 6
 
 Units = tuple[tuple[str, ...], ...]
@@ -38,7 +38,7 @@ Units = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Elements `start` to `stop` of the parameter `fqn`, from element `at` of a rank's slice on."""
+    """Elements `start` to `stop` of the parameter `fqn`, at offset `at` in a rank's slice."""
 
     fqn: str
     start: int
@@ -47,12 +47,12 @@ class FlatPiece:
 
 
 def slice_length(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int) -> int:
-    """Elements of a flat parameter that each rank has, padding included."""
+    """Return the number of elements in each rank's slice, padding included."""
     return -(-sum(prod(shapes[fqn]) for fqn in unit) // num_ranks)
 
 
 def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: int, rank: int) -> Iterator[FlatPiece]:
-    """What a rank's slice of a flat parameter holds; padding follows the last of all."""
+    """Yield the pieces in a rank's slice. Padding only follows the last parameter."""
     length = slice_length(unit, shapes, num_ranks)
     first, last, begin = rank * length, (rank + 1) * length, 0
     for fqn in unit:
@@ -64,9 +64,9 @@ def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: in
 
 
 def find_units(shapes: Mapping[str, Shape], lengths: Sequence[int], num_ranks: int) -> Units | None:
-    """The parameters of each flat one, whose slices are of these `lengths`; None where not exactly one choice fits.
+    """Return the parameters in each flat parameter. None unless exactly one combination fits the slice `lengths`.
 
-    `shapes` are those of all parameters, in the order in which modules register them.
+    `shapes` are all parameters' shapes in registration order.
     """
     lists = dict.fromkeys(match["list"] for fqn in shapes if (match := _IN_LIST.match(fqn)))
     fitting: set[Units] = set()
@@ -87,7 +87,7 @@ def _units(fqns: Mapping[str, Shape], wrapped: frozenset[str]) -> Units:
 
 
 def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[Units, OptimizerStates] | None:
-    """The optimizer in ranks' files, if it is one of flat parameters that `find_units` tells; otherwise None."""
+    """Read an optimizer of flat parameters from the rank files. None if it is another kind or `find_units` fails."""
     ranks = [take_apart(file.content, file.path) for file in files]
     first, states = ranks[0], [one.states for one in ranks]
     every = list(range(len(first.states)))
@@ -126,7 +126,7 @@ def read_flat(files: Sequence[RankFile], shapes: Mapping[str, Shape]) -> tuple[U
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """Elements of a flat parameter from `start` on, as `file` has them."""
+    """Elements of a flat parameter in a rank's file, from element `start` on."""
 
     file: RankFile
     start: int
@@ -136,7 +136,7 @@ class Slice:
 def from_slices(
     slices: Sequence[Slice], unit: Sequence[str], shapes: Mapping[str, Shape], role: str
 ) -> Iterator[Tensor]:
-    """The tensors that ranks' slices of a flat parameter make up, that of each parameter in it."""
+    """Yield the tensor of each parameter in a flat parameter, assembled from the ranks' slices."""
     begin = 0
     for fqn in unit:
         shape, end = shapes[fqn], begin + prod(shapes[fqn])
@@ -151,7 +151,7 @@ def from_slices(
 
 
 def in_turn(shape: Shape, held: Sequence[tuple[RankFile, Extent]]) -> list[tuple[Shape, Fragment]]:
-    """The parts of a parameter whose elements are dealt out to the ranks in turn."""
+    """Return the parts of a parameter whose elements are split over the ranks in rank order."""
     parts, at = [], 0
     for file, extent in held:
         parts.append((shape, Fragment(FlatRange(at, at := at + extent.numel), extent, file.rank)))

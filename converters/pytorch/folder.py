@@ -1,14 +1,14 @@
-"""The folders in which DCP checkpoints are found: DCP's own, Accelerate's pair, and run folders with steps.
+"""Folders with DCP checkpoints: DCP's own, Accelerate's pair, and run folders with steps.
 
     <any name>/.metadata, __0_0.distcp, ...          torch's `dcp.save`
     <any name>/shard-00001-model-00001-of-00001.safetensors, ...    torch's `HuggingFaceStorageWriter`, transformers 5
     checkpoint-N/pytorch_model_fsdp_0/, optimizer_0/ Accelerate (1.15, `utils/fsdp_utils.py`), HF Trainer, Axolotl
     <any name>/shard-..., <any name>/<any name>/.metadata     transformers 5.24, the optimizer in the model's folder
     checkpoint-N/pytorch_model_fsdp_rankR.bin, optimizer_0/    the same with LOCAL_STATE_DICT
-    checkpoint-N/pytorch_model_fsdp_1_rankR.bin, optimizer_1/  the second model of such a save
+    checkpoint-N/pytorch_model_fsdp_1_rankR.bin, optimizer_1/  the second model in such a save
     outputs/checkpoint/step-N/                       torchtitan (`components/checkpoint.py`)
 
-A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, which is another format.
+A `metadata.json` or `common.pt` beside `.metadata` belongs to Megatron's `torch_dist`, another format.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST, enclosing_folders
 from converters.pytorch.keys import OPTIMIZER_NAMES
 
 MODEL_0, OPTIMIZER_0 = "pytorch_model_fsdp_0", "optimizer_0"
-#: Accelerate's LOCAL_STATE_DICT, which has the model in these and the optimizer in OPTIMIZER_0.  The groups are the
-#: number of a further model of the save, and the rank.
+#: Accelerate's model files for LOCAL_STATE_DICT; the optimizer is in OPTIMIZER_0. Groups: model number in a save of
+#: several models, and rank.
 LOCAL = re.compile(r"pytorch_model_fsdp(?:_([1-9]\d*))?_rank(\d+)\.bin")
 SHARD = re.compile(r"shard-(\d{5,})-model-(\d{5,})-of-(\d{5,})\.safetensors")
 
@@ -37,9 +37,9 @@ _ACCELERATE = re.compile(r"(?:pytorch_model_fsdp|optimizer)_(\d+)")
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The folders that together are one checkpoint.
+    """Folders and files that form one checkpoint.
 
-    `shards` are DCP's safetensors files by name, `local` those of LOCAL_STATE_DICT by rank and name.
+    `shards` are DCP's safetensors files by name, `local` the LOCAL_STATE_DICT files by rank and name.
     """
 
     folders: tuple[Path, ...]
@@ -48,7 +48,7 @@ class Parts:
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether it is a folder that DCP itself has written, complete or not."""
+    """Return True if DCP itself wrote this folder, complete or not."""
     return folder.is_dir() and _is_dcp(names_in(folder))
 
 
@@ -61,7 +61,7 @@ def _is_dcp(names: list[str]) -> bool:
 
 
 def find_folder(path: Path, tag: str | None) -> Path | None:
-    """Return the checkpoint that `path` is, or that `tag` names in it: a step, or one of several models."""
+    """Return the checkpoint at `path`, or the one that `tag` names in it: a step, or one of several models."""
     if path.name == METADATA and path.is_file():
         path = path.parent
     if path.is_file():
@@ -79,17 +79,17 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether `folder` is a checkpoint: one of DCP's folders, or holds Accelerate's."""
+    """Return True if `folder` is a DCP folder or holds Accelerate's."""
     return is_dcp(folder) or is_dcp(folder / MODEL_0) or is_dcp(folder / OPTIMIZER_0) or bool(_local(folder))
 
 
 def is_local(folder: Path) -> bool:
-    """Return True if a folder holds files of LOCAL_STATE_DICT: the first model's have no number."""
+    """Return True if a folder holds LOCAL_STATE_DICT files. The first model's files have no number."""
     return bool(_local(folder))
 
 
 def _local(folder: Path, number: int = 0) -> tuple[tuple[int, str], ...]:
-    """Ranks and names of the files of LOCAL_STATE_DICT for the model of this number, if it is not there otherwise."""
+    """Return ranks and names of a model's LOCAL_STATE_DICT files, unless a DCP folder holds the model."""
     if not folder.is_dir() or is_dcp(folder / MODEL_0):
         return ()
     found = ((match, name) for name in names_in(folder) if (match := LOCAL.fullmatch(name)))
@@ -100,7 +100,7 @@ _STEPS = Steps(is_checkpoint)
 
 
 def parts(path: Path) -> Parts:
-    """The parts to read of the checkpoint that `find_folder` has returned."""
+    """Return the parts to read for a checkpoint found by `find_folder`."""
     if path.is_file():
         number = number_of(path) or 0
         optimizer = confined(path.parent, f"optimizer_{number}")
@@ -115,9 +115,9 @@ def parts(path: Path) -> Parts:
 
 
 def _optimizer_of(path: Path) -> list[Path]:
-    """Return the folder with the optimizer of the model in `path`, if the same save wrote it in or next to the model.
+    """Return the optimizer's folder for the model in `path`, if the same save wrote it inside or beside the model.
 
-    Accelerate numbers both, `model` stands next to `optim`, and transformers' optimizer has any name in the model's.
+    Accelerate numbers both. `model` pairs with `optim`. transformers' optimizer has any name inside the model's folder.
     """
     inside = folders_in(path) if any(map(SHARD.fullmatch, names_in(path))) else []
     beside = [path.parent / name for name in ("optim", "optimizer")] if path.name == "model" else []
@@ -134,7 +134,7 @@ def _holds_optimizer_alone(folder: Path) -> bool:
 
 
 def run_folders(path: Path) -> tuple[str, ...]:
-    """Where the run's other files may stand: the folder itself, and what is around one of Accelerate's or a step."""
+    """Return folders that may hold the run's other files: the folder itself, and parents of Accelerate's or a step."""
     if _ACCELERATE.fullmatch(path.name):
         return str(path), str(path.parent)
     return tuple(map(str, enclosing_folders(path.parent if path.is_file() else path)))

@@ -1,18 +1,17 @@
-"""One torch file per rank, each with the rank's parts of the tensors (DTensor, ShardedTensor).
+"""One torch file per rank, with the rank's part of each tensor (DTensor, ShardedTensor).
 
     model_world_size_W_rank_R.pt, optim_..., extra_state_...    verl: global_step_N/actor; read and written
     pytorch_model_fsdp_0_rankR.bin, optimizer_0_rankR.bin       Accelerate with use_dcp=False; read
-    pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model of such a save
+    pytorch_model_fsdp_1_rankR.bin, optimizer_1_rankR.bin       the second model in such a save
 
-A part says which box of the tensor it is.  FSDP1's ShardedTensor records offsets and sizes; FSDP2's DTensor the mesh,
-this rank's coordinate in it, and along each axis how the tensor is placed, from which the box follows.  A box that
-several ranks hold (a replicating axis, a plain tensor) has replicas.
+A part records its box in the tensor. FSDP1's ShardedTensor has offsets and sizes. FSDP2's DTensor has the mesh, the
+rank's coordinate, and a placement per axis, and the box follows from these. If several ranks hold the same box (a
+replicating axis, a plain tensor), it has replicas.
 
-Optimizer states are numbered in `optim_` files, and no file has the names.  What verl writes is known from its source
-(workers/fsdp_workers.py: `AdamW(module.parameters())`, up to 0.9): one param group, in the order of the model file,
-parameters that share their elements counted once.  That is taken where all numbers and all shapes agree, and recorded
-names where there are any; otherwise the states are left out, with a note.  Under FSDP1 such a state is the rank's slice
-of the parameter as one row; slices of rising ranks follow each other.  Or it is one of a flat parameter
+`optim_` files number the states, and no file has the names. verl's sources define the order (workers/fsdp_workers.py:
+`AdamW(module.parameters())`, up to 0.9): one param group in the model file's order, tied parameters once. This order is
+used if all numbers and shapes agree, and recorded names are used if present. Otherwise the states are left out, with a
+note. Under FSDP1 a state is the rank's flattened slice of the parameter, in rank order, or a slice of a flat parameter
 (`converters.pytorch.flat_parameters`).
 
 Format facts: torch 2.13 (distributed/tensor/_utils.py, placement_types.py, device_mesh.py, _mesh_layout.py;
@@ -62,7 +61,7 @@ from converters.pytorch.flat_parameters import Units, in_turn, read_flat
 from converters.pytorch.folder import is_local
 from converters.pytorch.state_dicts import Reading, tie_as_declared
 
-#: (kind, pattern); the groups are the rank and, in verl's names, the number of ranks, in Accelerate's the model's.
+#: (kind, pattern). Groups: the rank, and the number of ranks (verl) or the model's number (Accelerate).
 _FILES = (
     ("model", re.compile(r"model_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
     ("optim", re.compile(r"optim_world_size_(?P<ranks>\d+)_rank_(?P<rank>\d+)\.pt")),
@@ -82,9 +81,9 @@ class FsdpRanks(Format):
     takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A folder with files of ranks, `actor` in verl's folder of a step, or that of the step its tracker names.
+        """Find a folder with rank files: `path`, verl's `actor` in a step, or the step named by verl's tracker.
 
-        Also the first rank's file of a model in a save of several.
+        Also accept the first rank's file of one model in a save of several.
         """
         if path.is_file():
             return path if _match(path.name, number_of(path)) and not is_local(path.parent) else None
@@ -92,7 +91,7 @@ class FsdpRanks(Format):
         return None if found is None else _inside(found)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the tensors of all ranks' files; everything of the model has the role `weight`."""
+        """Describe the tensors in all ranks' files. Every tensor of the model has the role `weight`."""
         folder = path.parent if path.is_file() else path
         reading = Reading(folder)
         files = _list(folder, number_of(path) or 0)
@@ -108,7 +107,7 @@ class FsdpRanks(Format):
         folders = tuple(place for place in places if place and place.is_dir())
         config = read_config(folders)
         parameters = _read_models(reading, models)
-        # FSDP1 saves a tied parameter under each of its names, apart.
+        # FSDP1 saves a tied parameter separately under each name.
         tie_as_declared(reading.tensors, reading.ties, config)
         units: Units = ()
         if optimizers := of("optim"):
@@ -139,8 +138,8 @@ class FsdpRanks(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a step of verl's, in the folders in which verl looks for them."""
-        from converters.pytorch.fsdp_ranks_write import lay_out  # only here: what is only read starts sooner
+        """Lay out the files of a verl step, in verl's folders."""
+        from converters.pytorch.fsdp_ranks_write import lay_out  # a late import, to start faster for reading
 
         return lay_out(checkpoint, layout)
 
@@ -152,7 +151,7 @@ FSDP_RANKS = FsdpRanks()
 
 
 def _inside(folder: Path) -> Path | None:
-    """`folder`, or verl's `actor` or `critic` in it, if it has files of ranks."""
+    """Return `folder`, or verl's `actor` or `critic` in it, if it has rank files."""
     for one in (folder, folder / "actor", folder / "critic"):
         if one.is_dir() and any((file := _match(name)) and file[0] != "extra" for name in names_in(one)):
             return one
@@ -167,15 +166,15 @@ _STEPS = Steps(
 
 
 def _match(name: str, number: int | None = 0) -> tuple[str, re.Match[str]] | None:
-    """Return the kind of a rank's file of the model with this number in a save."""
+    """Return the kind of a rank file and its match, if it belongs to the save's model with this number."""
     found = ((kind, match) for kind, pattern in _FILES if (match := pattern.fullmatch(name)))
     return next((one for one in found if int(one[1].groupdict().get("model", 0)) == number), None)
 
 
 def _list(folder: Path, number: int) -> dict[str, dict[int, str]]:
-    """Return the files of a save's model by kind and rank, proven to be of one run.
+    """Return the files of a save's model by kind and rank.
 
-    Raise CorruptError for missing ranks and for files of another number of ranks.
+    Raise CorruptError if ranks are missing or files are from runs with different numbers of ranks.
     """
     found: dict[str, dict[int, str]] = {kind: {} for kind, _ in _FILES}
     stated: dict[int, str] = {}
@@ -230,7 +229,7 @@ def _refuse_flat(models: list[RankFile]) -> None:
 # -- parts ---------------------------------------------------------------------------------------------------
 
 
-#: What one rank has of a tensor, with the shape of the whole.
+#: A rank's part of a tensor, with the whole tensor's shape.
 _Part = tuple[Shape, Fragment]
 
 
@@ -239,7 +238,7 @@ def _part(shape: Shape, region: Region, extent: Extent, file: RankFile) -> _Part
 
 
 def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
-    """The parts in one entry of a rank's file; an empty one has no elements and is left out."""
+    """Return the parts in one entry of a rank's file. An empty one has no elements."""
     what = f"this {getattr(value, 'name', 'value')} is not built as those of any known version of torch"
     try:
         with structure(what, file.path, rank=file.rank, fqn=fqn):
@@ -255,7 +254,10 @@ def _parts(value: Any, file: RankFile, fqn: str) -> list[_Part]:
 
 
 def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
-    """FSDP1's: `(local shards, metadata, process group, spec, ...)`; ranks without elements have no shard."""
+    """Yield a ShardedTensor's (FSDP1) parts: `(local shards, metadata, process group, spec, ...)`.
+
+    Ranks without elements have no shard.
+    """
     shards, metadata = value.state[0], value.state[1]
     shape = tuple(metadata.attributes["size"])
     for shard in shards:
@@ -269,7 +271,7 @@ def _sharded(value: Record, file: RankFile) -> Iterator[_Part]:
 
 
 def _placed(value: Record) -> tuple[Shape, Box, Any]:
-    """The shape of the whole of a DTensor, FSDP2's, the box of it that the rank has, and what it has there."""
+    """Return the whole shape of a DTensor (FSDP2), the rank's box in it, and the rank's local tensor."""
     content = value.attributes
     spec = content["_spec"].attributes
     shape = tuple(spec["tensor_meta"].attributes["shape"])
@@ -290,7 +292,7 @@ def _extent(local: Any, box: Box) -> Extent:
 
 
 def _mesh(mesh: Record) -> tuple[Shape, Shape]:
-    """The mesh's shape and this rank's coordinate in it."""
+    """Return the mesh's shape and this rank's coordinate."""
     content = mesh.attributes
     coordinate = tuple(content["_coordinate_on_dim"])
     if isinstance(content.get("mesh"), StoredTensor):  # up to torch 2.8
@@ -315,10 +317,10 @@ def _flat(value: Any) -> Iterator[int]:
 
 
 def _local_box(shape: Shape, mesh: Shape, coordinate: Shape, placements: Sequence[Record]) -> Box:
-    """The box of the rank at `coordinate`: axes cut one after the other, as `torch.chunk` does.
+    """Return the box of the rank at `coordinate`, cutting axis by axis like `torch.chunk`.
 
-    FSDP2 over tensor parallelism cuts what tensor parallelism has cut already: its axis stands first and says so
-    (`_StridedShard`, with the number of cuts before), so it comes after those.
+    With FSDP2 over tensor parallelism, FSDP's axis comes first in the mesh but is cut last. It is marked
+    `_StridedShard`, with the number of earlier cuts.
     """
     if len(placements) != len(mesh):
         raise ValueError(f"{counted(len(placements), 'placement')} on a mesh of {len(mesh)} axes")
@@ -360,7 +362,7 @@ def _cut(offsets: list[int], sizes: list[int], dim: int, count: int, index: int)
 
 
 def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
-    """Add the model's tensors and ties.  Returns the shapes of tensors that are parts on the ranks: no buffer is."""
+    """Add the model's tensors and ties. Return the shapes of sharded tensors; buffers are never sharded."""
     first = models[0]
     names = clean_names(first.content, first.path)
     for model in models[1:]:
@@ -376,7 +378,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
-        # The files record that two names have the same elements of the same storages on every rank that has any.
+        # Two names are tied if they have the same elements in the same storages on every rank with any.
         elements = tuple(part.extent for _, part in parts if part.extent.numel)
         owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
         if owner != fqn:
@@ -397,7 +399,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
 
 
 def _read_optimizers(reading: Reading, files: list[RankFile], parameters: Mapping[str, Shape]) -> Units:
-    """Add the optimizer's states.  Returns the flat parameters that it has, if it has any."""
+    """Add the optimizer's states. Return its flat parameters, if any."""
     owned = {fqn: shape for fqn, shape in parameters.items() if fqn not in reading.ties}
     if (flat := read_flat(files, owned)) is not None:
         reading.sources.check_distinct((file.rank, file.path) for file in files)  # flat ranges record no ranks
@@ -454,9 +456,9 @@ def _left_out(path: str) -> str:
 
 
 def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
-    """Whether the states can be those of the parameters that their numbers are taken for, by their shapes.
+    """Return True if the states' shapes fit the parameters assigned to their numbers.
 
-    Of sharded states one at least must have the parameter's own shape; a slice is at most as long as it.
+    At least one sharded state must have the parameter's shape. A slice is at most as long as the parameter.
     """
     for fqn, values in states.items():
         tensor = reading.tensors[fqn, WEIGHT]
@@ -477,12 +479,12 @@ def _is_scalar(name: str, value: Any, shape: Shape) -> bool:
 
 
 def _is_wrapped(value: Any) -> bool:
-    """Whether a rank's part is an object of a tensor subclass."""
+    """Return True if a rank's part is a tensor subclass object."""
     return isinstance(value, Record) and value.name == "DTensor" and isinstance(value.get("_local_tensor"), Record)
 
 
 def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Record | Extent, int, str]]:
-    """The shape of the whole of a DTensor, and the rank's part of it, which may be an object of a tensor subclass."""
+    """Return a DTensor's whole shape and the rank's part, maybe a tensor subclass object."""
     what = "this state is not built as those of any known version of torch and torchao"
     with structure(what, file.path, rank=file.rank, fqn=fqn):
         shape, box, local = _placed(value)
@@ -490,7 +492,7 @@ def _opened(file: RankFile, value: Any, fqn: str) -> tuple[Shape, tuple[Box, Rec
 
 
 def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile, Any]]) -> Tensor | None:
-    """A state of all ranks' parts; None where plain slices do not follow each other to the whole parameter."""
+    """Assemble a state from all ranks' parts. None if plain slices don't add up to the parameter."""
     if not all(isinstance(value, StoredTensor) for _, value in values):
         return assemble(fqn, name, [part for file, value in values for part in _parts(value, file, fqn)])
     extents = [(file, value.extent) for file, value in values]
@@ -508,7 +510,7 @@ def _state_tensor(fqn: str, name: str, shape: Shape, values: list[tuple[RankFile
 
 
 def _read_extras(reading: Reading, files: Sequence[RankFile]) -> None:
-    """`{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
+    """Add `{lr_scheduler, rng}`: one scheduler for all, and each rank's random state."""
     schedulers = [(file, file.content.get("lr_scheduler")) for file in files]
     check_same(
         "last_epoch of the lr_scheduler", [(f, s.get("last_epoch")) for f, s in schedulers if isinstance(s, Mapping)]

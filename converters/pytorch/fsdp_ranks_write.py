@@ -1,16 +1,16 @@
-"""One torch file per rank, as verl writes them and as its own `load_checkpoint` takes them: see `fsdp_ranks`.
+"""Writer of rank files in verl's form, accepted by its own `load_checkpoint`: see `fsdp_ranks`.
 
-    latest_checkpointed_iteration.txt                                  where the step is known
-    global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor for each parameter
+    latest_checkpointed_iteration.txt                                  if the step is known
+    global_step_N/actor/model_world_size_W_rank_R.pt                   the state dict, a DTensor per parameter
     global_step_N/actor/optim_world_size_W_rank_R.pt                   optimizer.state_dict()
     global_step_N/actor/extra_state_world_size_W_rank_R.pt             lr_scheduler, rng
     global_step_N/actor/fsdp_config.json, huggingface/                 FSDP_version, world_size; config and tokenizer
 
-All parameters are cut along their first dim over all ranks (verl's `fsdp_size=-1`).  FSDP2's optimizer has DTensors of
-the same cuts, under the numbers that its param groups give the parameters; their names are recorded too
-(`param_names`, which torch takes since 2.6 and older versions carry along).  FSDP1's has slices of flat parameters.
+All parameters are sharded on dim 0 over all ranks (verl's `fsdp_size=-1`). FSDP2's optimizer has DTensors sharded in
+the same way, numbered in param group order. Their names are recorded, too (`param_names`, supported since torch 2.6 and
+carried along by older versions). FSDP1's optimizer has slices of flat parameters.
 
-Format facts: those of `fsdp_ranks` and `flat_parameters`.
+Format facts: see `fsdp_ranks` and `flat_parameters`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ _DATA = "data.pt"
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of one step.  UsageError where no number of ranks is known, or FSDP1 is asked for and unknown."""
+    """Return the files of one step.
+
+    Raise UsageError if the number of ranks is unknown, or FSDP1 is requested without known flat parameters.
+    """
     options = layout.read(RanksOptions)
     num_ranks = layout.num_ranks(checkpoint)
     facts = checkpoint.facts_of(TorchFacts)
@@ -95,7 +98,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 
 def _step_folder(checkpoint: Checkpoint) -> str:
-    """verl's folder of a step and a role, with a slash behind it; none where no step is known."""
+    """Return verl's folder for the step and role, with a trailing slash, or "" if the step is unknown."""
     if checkpoint.state.step is None:
         return ""
     own = Path(checkpoint.path).name
@@ -103,7 +106,7 @@ def _step_folder(checkpoint: Checkpoint) -> str:
 
 
 def _position(checkpoint: Checkpoint) -> Iterator[TargetFile]:
-    """The position of the data, which verl has once for all roles beside their folders, as it is."""
+    """Yield the data position, unchanged. verl stores it once for all roles, beside their folders."""
     path = Path(checkpoint.path)
     if path.name in _ROLES and (path.parent / _DATA).is_file():
         content = read_file(confined(path.parent, _DATA))
@@ -127,7 +130,7 @@ def _rank_notes(checkpoint: Checkpoint, states: _States, version: int, num_ranks
 
 
 def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[str]]:
-    """The LR scheduler, the random states by rank, and what has no place in these files."""
+    """Return the LR scheduler, the random states by rank, and notes on state that these files can't hold."""
     state = checkpoint.state
     dropped = []
     schedule = state.lr_scheduler
@@ -147,7 +150,7 @@ def _rest(checkpoint: Checkpoint, num_ranks: int) -> tuple[Any, list[Any], list[
 def _rank_model(
     checkpoint: Checkpoint, chosen: Mapping[str, Choice], dtensors: DTensors, num_ranks: int, rank: int
 ) -> StoredDict:
-    """A rank's state dict: tied names share one tensor, buffers are whole on every rank."""
+    """Return a rank's state dict. Tied names share one tensor, and buffers are whole on every rank."""
     state = StoredDict("OrderedDict")
     for fqn, choice in chosen.items():
         state[fqn] = _part(choice.tensor, choice.dtype, dtensors, num_ranks, rank)
@@ -159,7 +162,7 @@ def _rank_model(
 
 
 def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank: int) -> Record | NewTensor:
-    """What a rank has of a parameter or of a state like it; a buffer, or one without dims, is whole on every rank."""
+    """Return the rank's shard of a parameter or state. Buffers and 0-dim tensors are whole on every rank."""
     if not tensor.shape or tensor.role == BUFFER:
         return copy_of(tensor, dtype)
     box = shard(tensor.shape, num_ranks, rank)
@@ -169,7 +172,7 @@ def _part(tensor: Tensor, dtype: DType, dtensors: DTensors, num_ranks: int, rank
 
 @dataclass(frozen=True, slots=True)
 class _States:
-    """The optimizer's states by fqn: tensors shaped like their parameters, and numbers."""
+    """Optimizer states by fqn: tensors shaped like their parameters, and numbers."""
 
     groups: tuple[ParamGroup, ...]
     units: tuple[tuple[str, ...], ...]
@@ -214,7 +217,7 @@ class _States:
         return options | (adam.missing_for_torch(options, None) if adam.is_adam(options, roles) else {})
 
     def sharded(self, dtensors: DTensors, num_ranks: int, rank: int) -> dict[str, Any]:
-        """FSDP2's: by number, a DTensor for each tensor."""
+        """Return FSDP2's form: states by number, with a DTensor per tensor."""
         states: dict[int, dict[str, Any]] = {}
         groups, count = [], 0
         for group in self.groups:
@@ -233,7 +236,7 @@ class _States:
         return {"state": states, "param_groups": groups}
 
     def flat(self, num_ranks: int, rank: int) -> dict[str, Any]:
-        """FSDP1's: by the numbers of its flat parameters, a rank's slice of each."""
+        """Return FSDP1's form: the rank's slice of each flat parameter, by the flat parameter's number."""
         if len(self.groups) != 1:
             raise LossError("an optimizer of flat parameters with several param groups", found=str(len(self.groups)))
         states: dict[int, dict[str, Any]] = {}
@@ -263,7 +266,7 @@ class _States:
         return NewTensor(dtypes.pop(), (length,), tuple(with_gaps(fill, length)))
 
     def _numbers(self, unit: Sequence[str]) -> dict[str, Any]:
-        """What is one number for a flat parameter.  LossError where its parameters have different ones."""
+        """Return the numbers of a flat parameter. Raise LossError if its parameters disagree."""
         first = self.scalars.get(unit[0], {})
         for fqn in unit:
             if self.scalars.get(fqn, {}) != first:

@@ -7,22 +7,21 @@ Read:
     pytorch_model.bin.index.json, shards        transformers before 5
     model.pt and any other torch file           a state dict, or {"model": ..., "optimizer": ..., ...}
 
-Written: weights alone as `pytorch_model.bin` (sharded, with an index, beyond the limit of a shard), which
-`from_pretrained` and `load_state_dict` read; with an optimizer as `pytorch_model_fsdp.bin` and `optimizer.bin`, from
-which Accelerate and HF Trainer resume under FSDP with FULL_STATE_DICT, on any number of ranks, version 1 and 2.  The
-rest of the training state has no place in these: it goes into `training_state.pt`, an LR scheduler of torch's also
-into `scheduler.pt`.
+Written: only weights as `pytorch_model.bin` (sharded, with an index, above the shard size limit), for `from_pretrained`
+and `load_state_dict`. With an optimizer `pytorch_model_fsdp.bin` and `optimizer.bin`, for Accelerate and HF Trainer to
+resume under FSDP 1 or 2 with FULL_STATE_DICT on any number of ranks. These can't hold the other training state, so it
+goes into `training_state.pt`, and torch's LR scheduler also into `scheduler.pt`.
 
 Format facts: accelerate 1.15 (utils/fsdp_utils.py, `save_fsdp_model`, `load_fsdp_optimizer`; utils/constants.py),
 transformers 5.23 (trainer.py) and 4.57 (modeling_utils.py), torch 2.13 (optim, distributed/checkpoint/state_dict.py).
 
-Names.  A file does not say whether its names are transformers' in memory or the Hub's: `save_pretrained` of
-transformers 4 wrote the latter, engines write the former, and for most models they are the same.  The names themselves
-tell: `converters.names.transformers.relation` leaves alone what is in the other form already.
+Names: a file may use transformers' in-memory names, written by engines, or the Hub's, written by transformers 4's
+`save_pretrained`. For most models they are equal, and nothing records the kind. The names themselves show it:
+`converters.names.transformers.relation` keeps names that already have the other form.
 
-Ties.  Two names in one state dict with the same storage, offset, shape and strides are one tensor: the file records
-that, the values have no say.  The first of them is the owner.  FSDP2 gathers each name apart: there the model's config
-says what is tied, and the optimizer, which has one of the names.
+Ties: two names with the same storage, offset, shape and strides are one tensor, whatever its values. The first name is
+the owner. FSDP2 gathers each name separately, so the model's config and the optimizer, which has one of the names,
+decide.
 """
 
 from __future__ import annotations
@@ -87,13 +86,13 @@ OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 STATE = "training_state.pt"
 
-#: Files that frameworks and scripts write, in the order in which they are looked for.
+#: Files of frameworks and scripts, in search order.
 _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-#: What ranks wrote, each by itself: a torch file beside these is none of the checkpoint's.
+#: Rank files; a torch file beside them is not part of a full checkpoint.
 _OF_RANKS = ("*_world_size_*_rank_*.pt", "pytorch_model_fsdp_*rank*.bin", "optimizer_*rank*.bin")
-#: Torch files that are no full state dict: other formats' and a run's.
+#: Torch files other than full state dicts: other formats' and a run's.
 _OTHERS = (
     *RUN_PATTERNS,
     STATE,
@@ -108,10 +107,10 @@ _OTHERS = (
     "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
-#: Accelerate's folder with shards, and an adapter's files: another torch file beside either is none of the checkpoint.
+#: Accelerate's sharded folder, and an adapter's files; a torch file beside either is not part of the checkpoint.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
-#: Where bundles keep the model and the optimizer.
+#: Keys of the model and the optimizer in bundles.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
 _RANKS_HINT = (
@@ -134,7 +133,7 @@ class Full(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Return a torch file, or a folder with one (`tag` names one in it).
 
-        Beside safetensors weights, `pytorch_model.bin` is another copy of these, and so it is not looked at.
+        Beside safetensors weights, `pytorch_model.bin` is only a copy, so such a folder is skipped.
         """
         if path.is_file():
             return path if _is_weights_name(path.name) and _is_torch_file(path, or_large=True) else None
@@ -142,10 +141,10 @@ class Full(Format):
         return path if found is None and tag is not None and _holds_model(path, tag) else found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the state dicts; every tensor of the model has the role `weight`, as files tell no buffers apart.
+        """Describe the state dicts. Every tensor of the model has the role `weight`; files don't mark buffers.
 
-        An fp32 weight that an optimizer updates is the weight and its master at once; whoever needs a master upcasts
-        the weight, which here changes no bit.
+        An fp32 weight with an optimizer is both weight and master. Readers that need a master upcast the weight, which
+        changes no bit here.
         """
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights_in(folder)
@@ -181,7 +180,7 @@ class Full(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Weights alone, or model and optimizer in two files; see the module's docstring."""
+        """Lay out the weights, or model and optimizer in two files; see the module's docstring."""
         trained = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
         chosen = trained_weights(checkpoint, layout, trained)
         extra = checkpoint.state.extra_state or {}
@@ -217,22 +216,22 @@ def _is_weights_name(name: str) -> bool:
 
 
 def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
-    """Whether a file is torch's: a zip archive or the magic number from before torch 1.6; an index by its name.
+    """Return True for a zip archive, torch's magic number from before 1.6, or an index name.
 
-    No large file is opened to find what it is: one that was not asked for itself is told by its name, and
-    other programs, too, write `.bin`.
+    Large files are not opened: they are judged by name unless requested by the user, because other programs also write
+    `.bin`.
     """
     if path.name.endswith(".json"):
         return True
     if path.stat().st_size > _LARGE:
         return or_large or not path.name.endswith(".bin") or "pytorch_model" in path.name
     head = read_file(path, 16)
-    # What is empty or zeroed by a crash is ours to complain about.
+    # Accept empty and zeroed files, left by a crash, to report them.
     return head.startswith(b"PK\3\4") or b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19" in head or not head.strip(b"\0")
 
 
 def _weights_in(folder: Path) -> str | None:
-    """The name of the folder's torch file with weights, or of its index."""
+    """Return the name of the folder's torch file with weights or index."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
@@ -269,9 +268,9 @@ class _Reading(Reading):
 
 
 def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
-    """One file: a state dict, or a dict that has one beside an optimizer and whatever else a trainer keeps.
+    """Read one file: a state dict, or a dict with one next to an optimizer and other entries.
 
-    `tag` is the key of the model to take of several.
+    `tag` is the key of the model to use if there are several.
     """
     path, root = reading.load(name)
     if not isinstance(root, Mapping):
@@ -296,7 +295,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
             expected="names with tensors, or a dict with `model`",
             found=", ".join(map(str, list(root)[:8])),
         )
-    # In torchtitan's spelling the model's names stand beside `optimizer` and the like.
+    # In torchtitan's format the model's names are beside `optimizer` and similar entries.
     rest = {k: v for k, v in root.items() if (_is_entry(k, v) if key is None else k != key)}
     _add_model(reading, {k: v for k, v in root.items() if k not in rest} if key is None else root[key], path)
     reading.notes += [
@@ -320,7 +319,7 @@ def _read_bundle(reading: _Reading, name: str, tag: str | None = None) -> None:
 
 
 def _models_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of state dicts in a bundle; of several, names with dots tell models from statistics."""
+    """Return the keys of state dicts in a bundle. Prefer names with dots: models, not statistics."""
     found = [k for k, v in root.items() if is_state_dict(v) and k not in _OPTIMIZER_KEYS and "rng" not in str(k)]
     return [k for k in found if k in _MODEL_KEYS or any("." in name for name in root[k])] or found
 
@@ -328,7 +327,7 @@ def _models_in(root: Mapping[str, Any]) -> list[str]:
 def _unbundled(
     reading: _Reading, name: str, root: Mapping[str, Any], tag: str | None, path: str
 ) -> tuple[Mapping[str, Any], str | None]:
-    """Return the bundle with the model to take, and the rest of the tag.
+    """Return the bundle with the model to use, and the rest of the tag.
 
     If a dict without a model has a single bundle, the entries next to the bundle are its training state.
     """
@@ -385,7 +384,7 @@ def _has_named_model(value: Any) -> bool:
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
-    """Return the bundle that `tag` names: by its key, or by the path of the model in it, such as `actor.model`."""
+    """Return the bundle that `tag` names by its key, or by the path of its model, such as `actor.model`."""
     return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
 
 
@@ -402,19 +401,19 @@ def _holds_model(folder: Path, key: str) -> bool:
 
 
 def _only(value: Any) -> Any:
-    """The one optimizer of a list, as Lightning has it under `optimizer_states`; None for several, and for a name."""
+    """Return the only optimizer in a list, like Lightning's `optimizer_states`. None for several, and for a name."""
     if isinstance(value, list):
         value = value[0] if len(value) == 1 else None
     return None if isinstance(value, str) else value or None
 
 
 def _is_entry(name: str, value: Any) -> bool:
-    """Whether an entry beside a model's names is the trainer's: a dict, or a number."""
+    """Return True if an entry beside a model's names is the trainer's: a dict or a number."""
     return "." not in name and not isinstance(value, StoredTensor) and not is_part(value)
 
 
 def _read_sharded(reading: _Reading, name: str) -> None:
-    """The shards that an index names; each must hold just the tensors that the index places there."""
+    """Read the shards in an index. Each must hold exactly the tensors listed for it."""
     path = confined(reading.folder, name)
     index = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path, "torch file", (".bin", ".pt", ".pth"))
     by_file: dict[str, set[str]] = {}
@@ -444,8 +443,8 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
     for name, value in state.items():
         fqn = names[name]
         if is_part(value):
-            # Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves rank 0's parts of an adapter under FSDP2
-            # with FULL_STATE_DICT, and Trainer the whole adapter beside them.
+            # Under FSDP2 with FULL_STATE_DICT, Accelerate 1.13 (fsdp_utils.py, _get_model_state_dict) saves only rank
+            # 0's parts of an adapter. Trainer saves the whole adapter beside them.
             beside = (
                 f"adapter_model.safetensors is whole: `ckpt merge-lora {reading.folder}` merges it, and training goes "
                 f"on from it on any number of GPUs, without its optimizer: `ckpt resume {reading.folder} --model-only`"
@@ -471,7 +470,7 @@ def _add_model(reading: _Reading, state: Mapping[str, Any], path: str) -> None:
 
 def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.has_optimizer = True
-    order = [fqn for fqn, role in reading.tensors if role == WEIGHT]  # in which modules register
+    order = [fqn for fqn, role in reading.tensors if role == WEIGHT]  # registration order
     reading.add_optimizer(content, path, reading.tensors, reading.ties, order)
     reading.tensors |= reading.states.tensors
 
@@ -479,7 +478,7 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
 def _read_beside(reading: _Reading, number: int | None) -> None:
     """Read files next to the weights: optimizer, scheduler, our `training_state.pt`, the step.
 
-    `number` is the model's in a save of several.
+    `number` is the model's number in a save of several.
     """
     optimizer = optimizer_name(reading, number)
     if optimizer is not None and not reading.has_optimizer:
@@ -496,7 +495,7 @@ def _read_beside(reading: _Reading, number: int | None) -> None:
 
 
 def optimizer_name(reading: Reading, number: int | None) -> str | None:
-    """Return the optimizer's file of a folder, or the one of the model with this number in a save of several."""
+    """Return the file name of the folder's optimizer, or of model `number`'s optimizer in a save of several."""
     found = first(reading.folder, tuple(numbered(name, number or 0) for name in OPTIMIZERS))
     if number is None or optimizers_fit(reading.folder):
         return found
@@ -507,7 +506,7 @@ def optimizer_name(reading: Reading, number: int | None) -> str | None:
 
 
 def own_state(reading: Reading) -> dict[str, Any]:
-    """What our `training_state.pt` holds, by name; nothing where there is none."""
+    """Return the contents of our `training_state.pt` by name; empty if there is none."""
     if first(reading.folder, (STATE,)) is None:
         return {}
     path, root = reading.load(STATE)
@@ -517,7 +516,7 @@ def own_state(reading: Reading) -> dict[str, Any]:
 
 
 def first(folder: Path, names: tuple[str, ...]) -> str | None:
-    """The first of these names that is there; what is no file is refused as it is opened, and not passed over."""
+    """Return the first existing name. A name that is not a file is returned, too: opening it raises the error."""
     return next((name for name in names if os.path.lexists(folder / name)), None)
 
 
@@ -525,17 +524,17 @@ def first(folder: Path, names: tuple[str, ...]) -> str | None:
 
 
 def trained_weights(checkpoint: Checkpoint, layout: Layout, trained: bool = True) -> dict[str, Choice]:
-    """The tensor that is written for each parameter and buffer.
+    """Return the tensor to write for each parameter and buffer.
 
-    Beside an optimizer there is one place for a parameter, and the optimizer updates what stands there: the master as
-    it is, unless `--dtype` asks for something else.  This is what FSDP and Accelerate keep themselves.
+    Beside an optimizer a parameter has one tensor, updated by the optimizer. It is the unchanged master, unless
+    `--dtype` is given. FSDP and Accelerate do the same.
     """
     chosen = (kept_in_training if trained else choices)(checkpoint, layout.dtype)
     return {fqn: chosen[fqn] for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
 
 
 def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any]) -> StoredDict:
-    """The model's state dict, with `extra` for entries without tensors; tied names share a storage, as in the model."""
+    """Return the model's state dict. `extra` holds entries without tensors; tied names share a storage."""
     state = StoredDict("OrderedDict")
     aliases: dict[str, list[str]] = {}
     for alias, owner in ties.items():
@@ -553,7 +552,7 @@ def _model(chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping
 def _weight_files(
     chosen: Mapping[str, Choice], ties: Mapping[str, str], extra: Mapping[str, Any], max_size: int
 ) -> list[TargetFile]:
-    """`pytorch_model.bin`, or shards and their index, packed greedily in the model's order."""
+    """Return `pytorch_model.bin`, or shards and an index, filled greedily in the model's order."""
     packs = shards(chosen, lambda fqn: chosen[fqn].tensor.numel * chosen[fqn].dtype.itemsize, max_size)
     if len(packs) == 1:
         return [torch_file(MODEL, _model(chosen, ties, extra))]
@@ -569,12 +568,12 @@ def _weight_files(
 
 
 def state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
-    """`training_state.pt` and `scheduler.pt`, and what cannot be written."""
+    """Return `training_state.pt` and `scheduler.pt`, and notes on state that can't be written."""
     content: dict[str, Any] = {}
     dropped = []
     if checkpoint.state.step is not None:
         content["step"] = checkpoint.state.step
-    for name, value in replace(checkpoint.state, extra_state=None).entries().items():  # that is in the model's own
+    for name, value in replace(checkpoint.state, extra_state=None).entries().items():  # the model's file holds it
         if not is_plain(value):
             dropped.append(f"training state {name}: objects of the framework's")
             continue
@@ -586,7 +585,7 @@ def state_files(checkpoint: Checkpoint) -> tuple[list[TargetFile], list[str]]:
             content[name] = value
     files = [torch_file(STATE, content)] if content else []
     scheduler = content.get("lr_scheduler")
-    if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:  # torch's; DeepSpeed's own have another shape
+    if isinstance(scheduler, Mapping) and "last_epoch" in scheduler:  # torch's; DeepSpeed's schedulers differ
         files.append(torch_file(SCHEDULERS[0], scheduler))
     return files, dropped
 

@@ -1,14 +1,13 @@
-"""What the keys of a DCP checkpoint mean: parameters, optimizer states, param groups, the rest.
+"""Meaning of a DCP checkpoint's keys: parameters, optimizer states, param groups, the rest.
 
-DCP itself saves a nested state dict and knows nothing of its content (`containers.dcp.nested`).  `understand`
-finds in it
+DCP saves a nested state dict without knowing its content (`containers.dcp.nested`). `understand` finds in it
 
-* the model: what stands under `model` (torch's recipes, Accelerate, Lightning) or another name in `MODEL_NAMES`, or
-  else the tensors at the top (torchtitan, `dcp.save(model.state_dict())`);
-* optimizers, told by their structure (`converters.optimizers.state_dicts`);
+* the model: under `model` (torch's recipes, Accelerate, Lightning) or another name in `MODEL_NAMES`, or else the
+  tensors at the top (torchtitan, `dcp.save(model.state_dict())`);
+* optimizers, recognized by their structure (`converters.optimizers.state_dicts`);
 * everything else: training state.
 
-Before torch 2.4, dicts and lists that hold no tensor were single values; nested again, they look the same.
+Before torch 2.4, dicts and lists without tensors were single values. Nested again, they look the same.
 """
 
 from __future__ import annotations
@@ -33,16 +32,16 @@ MODEL_NAMES = ("model", "module", "state_dict", "model_state_dict")
 OPTIMIZER_NAMES = ("optimizer", "optim", "optimizers", "optimizer_state_dict", "optim_state_dict", "optimizer_states")
 _MAX_DEPTH = 32
 _TOP = "the tensors at the top"
-#: Optimizers by their paths in the state dict.
+#: Optimizers by their path in the state dict.
 _Optimizers = dict[Path_, Mapping[str, Any]]
 
 
 @dataclass(slots=True)
 class Leaf:
-    """A tensor in the nested state dict.
+    """Tensor in the nested state dict.
 
-    `number` is its value where it is one number; `same_as` the key of a tensor that is stored in the very same items.
-    `wrapped` are the chunks of a subclass's, `placed` all others.
+    `number` is its value if it is a single number. `same_as` is the key of a tensor stored in the same items. `wrapped`
+    holds a tensor subclass's chunks, `placed` all other chunks.
     """
 
     key: str
@@ -60,7 +59,7 @@ class Leaf:
         return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
 
     def alone(self) -> StoredTensor | None:
-        """The tensor as a value of training state, if it lies in one piece."""
+        """Return the tensor as a training state value, or None if it is stored in several pieces."""
         if isinstance(self.source, Whole):
             return StoredTensor(self.source.extent)
         if 0 in self.shape:
@@ -70,10 +69,10 @@ class Leaf:
 
 @dataclass
 class Understood:
-    """A state dict, sorted.  Names of parameters are those of the model itself, without what wrappers add.
+    """Sorted state dict, with the model's own parameter names, without wrappers' prefixes.
 
-    `states` has the optimizer's states by fqn and name: tensors, or plain values.  `others` are models in `rest`.
-    `model_at` and `optimizer_at` are the paths of the model and of the only optimizer in the state dict.
+    `states` has the optimizer's states by fqn and name: tensors or plain values. `others` are models in `rest`.
+    `model_at` and `optimizer_at` are the paths of the model and of the only optimizer.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)
@@ -88,7 +87,7 @@ class Understood:
 
 
 def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Understood:
-    """Sort a nested state dict; `path` is its file, for messages, and `tag` the key of the model to take of several."""
+    """Sort a nested state dict. `path` names its file in messages; `tag` is the key of the model to use."""
     found = Understood()
     optimizers: _Optimizers = {}
     models: list[_Model] = []
@@ -124,14 +123,14 @@ def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Un
 
 
 def _members(node: Mapping[str, Any]) -> Iterator[str]:
-    """What an optimizer calls its parameters, in states and in param groups; names that come twice are said twice."""
+    """Yield an optimizer's parameter names from states and param groups. Names may repeat."""
     states, groups = node.get(STATE), node.get(GROUPS)
     if isinstance(states, Mapping):
         yield from map(str, states)
     for group in groups if isinstance(groups, list) else ():
         if isinstance(group, Mapping) and isinstance(members := group.get(MEMBERS), list):
             yield from (name for name in members if isinstance(name, str))
-    for key in node:  # as torch flattens it
+    for key in node:  # torch's flattened form
         section, _, rest = str(key).partition(".")
         if section in (STATE, GROUPS) and "." in rest:
             yield rest.rpartition(".")[0]
@@ -139,7 +138,7 @@ def _members(node: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """A dict that is called as models are: where it stands, and whether an optimizer stands beside it."""
+    """Dict with a model's name: its place, and if an optimizer is beside it."""
 
     within: str | None
     name: str
@@ -161,7 +160,7 @@ def _sort(
     models: list[_Model],
     within: str | None = None,
 ) -> dict[str, Any]:
-    """Take models and optimizers out of `node`, and of a dict in it that holds both (a `Stateful` of the user's)."""
+    """Take models and optimizers out of `node`, and out of inner dicts with both (a user's `Stateful`)."""
     rest: dict[str, Any] = {}
     own: dict[str, Mapping[str, Any]] = {}
     before = len(optimizers)
@@ -193,9 +192,9 @@ def _sort(
 
 
 def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
-    """The one model, or that of several beside which an optimizer stands; without optimizers the one at the top.
+    """Return the only model, or the only one with an optimizer beside it, or else the only one at the top.
 
-    The others are training state again.  SeveralModelsError where nothing tells which one is meant.
+    The others become training state. Raise SeveralModelsError if the choice is ambiguous.
     """
     likely = [model for model in models if model.is_trained]
     if not likely:
@@ -207,7 +206,7 @@ def _the_model(models: list[_Model], found: Understood, path: str) -> _Model:
 
 
 def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Model | None:
-    """Return the model that `tag` names: by its path, by the dict that it alone is in, or a dict of tensors."""
+    """Return the model named by `tag`: its path, its enclosing dict if unique, or any dict of tensors."""
     found = [model for model in models if tag == model.called] or [model for model in models if tag == model.within]
     if found:
         return found[0] if len(found) == 1 else None
@@ -218,7 +217,7 @@ def _tagged(tag: str, models: Sequence[_Model], rest: Mapping[str, Any]) -> _Mod
 
 
 def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Iterator[_Model]:
-    """Yield dicts of tensors in training state that may be models, as their names have dots."""
+    """Yield dicts of tensors in training state that may be models, because their names have dots."""
     for name, value in rest.items():
         if _is_all_tensors(value) and any("." in one for one in value):
             yield _Model(within, name, value, False)
@@ -227,9 +226,9 @@ def _unnamed_models(rest: Mapping[str, Any], within: str | None = None) -> Itera
 
 
 def _leave_out_others(chosen: _Model, models: Sequence[_Model], optimizers: _Optimizers, found: Understood) -> None:
-    """Keep the optimizer of the `chosen` model alone, and no other model; say so.
+    """Keep only the `chosen` model and its optimizer, and note what is dropped.
 
-    An optimizer that fits several models is the one's that is called `model`.
+    An optimizer that fits several models belongs to the one called `model`.
     """
     unnamed = list(_unnamed_models(found.rest))
     others = [model for model in (*models, *unnamed) if model.path != chosen.path]
@@ -254,14 +253,14 @@ def _called(optimizers: Iterable[Path_]) -> str:
 
 
 def _trains_only(optimizer: Mapping[str, Any], model: Mapping[str, Any]) -> bool:
-    """Return True if all parameters of an optimizer are the model's."""
+    """Return True if the optimizer's parameters are all in the model."""
     members = [*_members(optimizer)]
     strip = stripper(members)
     return {strip(one) for one in members} <= {*map(stripper(model), model)}
 
 
 def _name_others(found: Understood) -> None:
-    """Say that training state holds other models, apart from those that are named already."""
+    """Note other models in training state, except those already noted."""
     for name in (model.called for model in _unnamed_models(found.rest)):
         if name in found.others:
             continue
@@ -269,7 +268,7 @@ def _name_others(found: Understood) -> None:
 
 
 def _of_the_model(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
-    """Move optimizers of other models to the training state; SeveralModelsError if two train one name."""
+    """Move other models' optimizers to training state. Raise SeveralModelsError if two optimizers share a name."""
     others = list(_unnamed_models(found.rest))
     for at in [*optimizers] if len(optimizers) > 1 else ():
         trained = [*_members(optimizers[at])]
@@ -283,7 +282,7 @@ def _of_the_model(model: Mapping[str, Any], optimizers: _Optimizers, found: Unde
 
 
 def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
-    """Put the models that are not `meant` back into the training state, and say so."""
+    """Move the models that are not `meant` back to training state, and note it."""
     for other in others:
         found.notes.append(f"the model is {meant}: {other.called!r} is another one, which is training state")
         found.others.append(other.called)
@@ -292,14 +291,14 @@ def _keep(others: Iterable[_Model], found: Understood, meant: str) -> None:
 
 
 def _at_the_top(rest: Mapping[str, Any]) -> dict[str, Leaf]:
-    """The tensors that stand in no dict."""
+    """Return the tensors outside any dict."""
     return {name: value for name, value in rest.items() if isinstance(value, Leaf)}
 
 
 def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequence[str], path: str) -> bool:
-    """Whether the model is the tensors at the top, and those in dicts are others: `{**model, "ema": {"model": ...}}`.
+    """Return True if the model is the tensors at the top, as in `{**model, "ema": {"model": ...}}`.
 
-    SeveralModelsError where both may be meant.
+    Raise SeveralModelsError if it is ambiguous.
     """
     top = _at_the_top(found.rest)
     if any(model.within is None or model.is_trained for model in models):
@@ -312,12 +311,12 @@ def _is_at_the_top(models: Sequence[_Model], found: Understood, trained: Sequenc
 
 
 def _has_some(model: Mapping[str, Any], trained: Sequence[str]) -> bool:
-    """Whether parameters of the model, whatever wraps it, are among those that are `trained`."""
+    """Return True if some of the model's parameters, without wrappers' prefixes, are in `trained`."""
     return not {*map(stripper(model), model)}.isdisjoint(map(stripper(trained), trained))
 
 
 def without_tensors(found: Understood, path: str) -> CkptError:
-    """The error for a state dict with no tensor of a model or an optimizer, where several models may be why."""
+    """Return the error for a state dict without tensors of a model or optimizer. Name several models if likely."""
     likely = [name for name, value in found.rest.items() if _is_all_tensors(value) and any("." in one for one in value)]
     if len(likely) > 1:
         return several_models(sorted(likely), path)
@@ -351,9 +350,9 @@ def _has_tensors(value: Any, depth: int = 0) -> bool:
 
 
 def _model_without_name(found: Understood, trained: Sequence[str], path: str) -> Mapping[str, Any]:
-    """The tensors at the top; otherwise the one dict of tensors that there is, under whatever name.
+    """Return the tensors at the top, or else the only dict of tensors, whatever its name.
 
-    Of several it is the one with the parameters that are `trained`.  SeveralModelsError if several have some of them.
+    Among several dicts, use the one with `trained` parameters. Raise SeveralModelsError if several have some.
     """
     top = _at_the_top(found.rest)
     if top:
@@ -381,7 +380,7 @@ def _is_all_tensors(node: Any) -> bool:
 
 
 def _flat_model(model: Mapping[str, Any]) -> tuple[dict[str, Leaf], dict[str, Any]]:
-    """Tensors and other values (`_extra_state`) of the model by fqn."""
+    """Return the model's tensors and its other values (`_extra_state`) by fqn."""
     weights: dict[str, Leaf] = {}
     extra: dict[str, Any] = {}
     for fqn, value in _leaves(model):
@@ -413,7 +412,7 @@ def _read_optimizer(
     weights: Mapping[str, Leaf],
     path: str,
 ) -> None:
-    """Add one optimizer's states and groups; what else it holds stays training state under `optimizer`."""
+    """Add one optimizer's states and groups. Its other entries stay training state under `optimizer`."""
     optimizer = take_apart(node, path, weights)
     names = optimizer.names()
     if names is None:

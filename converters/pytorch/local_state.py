@@ -1,15 +1,14 @@
-"""FSDP1's LOCAL_STATE_DICT: what each rank has of flat parameters, read as the tensors that they are made of.
+"""FSDP1's LOCAL_STATE_DICT: each rank's slices of flat parameters, read as the original tensors.
 
     pytorch_model_fsdp_rankR.bin, optimizer_0/    Accelerate with `fsdp_state_dict_type: LOCAL_STATE_DICT`
 
-A wrapped module has one `_flat_param`, of one dim: its own parameters and those of the modules in it that are not
-wrapped themselves, each as a row, in the order in which modules register them; tied ones once.  A rank's part of it
-says where it begins.  With `use_orig_params` the parameters stand beside it under their names, each as what the rank
-has of the row.  No file has their shapes: these are those of the optimizer's states, where they were saved by name
-beside the weights, and those of the model that the config describes.
+Each wrapped module has one 1-dim `_flat_param`. It joins the module's own parameters and those in unwrapped submodules,
+flattened, in registration order, tied ones once. A rank's slice records its offset. With `use_orig_params` the file
+also lists the parameters by name, each with the rank's elements of it. No file has their shapes. They come from the
+optimizer's states, if these were saved by name, and from the model in the config.
 
 Format facts: torch 2.13 (distributed/fsdp/_state_dict_utils.py, `_local_post_state_dict_hook`; _flat_param.py;
-_optim_utils.py, whose param groups list the parameters of a flat one in its order), accelerate 1.15
+_optim_utils.py, which lists a flat parameter's members in order in the param groups), accelerate 1.15
 (utils/fsdp_utils.py).
 """
 
@@ -36,7 +35,7 @@ Shapes = Mapping[str, Shape]
 
 @dataclass(slots=True)
 class LocalState:
-    """The tensors of the model, aliases by owner, and what is no tensor."""
+    """Model tensors, aliases with their owners, and other values."""
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     ties: dict[str, str] = field(default_factory=dict)
@@ -44,11 +43,10 @@ class LocalState:
 
 
 def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> LocalState:
-    """Put together what ranks have; each of the two knows shapes of parameters, in the order of modules.
+    """Assemble the ranks' slices, with shapes from either source, both in registration order.
 
-    `recorded` are those of the optimizer's states, `built` those of the config's model.  Raises NotFoundError for a
-    parameter whose shape neither tells, IncompleteError where ranks are missing, CorruptError where slices, shapes and
-    lengths do not agree.
+    `recorded` has the shapes of the optimizer's states, `built` the shapes of the config's model. Raise NotFoundError
+    if a shape is unknown, IncompleteError if ranks are missing, CorruptError if slices, shapes and lengths disagree.
     """
     names = clean_names(files[0].content, files[0].path)
     if odd := next((file for file in files if file.content.keys() != files[0].content.keys()), None):
@@ -78,7 +76,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
             fitting = _only_fitting(unit, shapes, length, files[0], name)
             found.tensors |= {one.fqn: one for one in from_slices(slices, fitting, shapes, WEIGHT)}
             continue
-        for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # a tied one has the very elements of a known one
+        for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # a tied one has a known one's elements
             own = [(file, value.extent) for file, value in zip(files, plain.pop(fqn), strict=True)]
             held = tuple(extent for _, extent in own if extent.numel)
             if held and places.setdefault(held, fqn) != fqn:
@@ -91,7 +89,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
         if all(isinstance(value, StoredTensor) for value in values):
             copies = [(v.shape, Fragment(whole(v.shape), v.extent, f.rank)) for f, v in zip(files, values, strict=True)]
             one = assemble(fqn, WEIGHT, copies)
-            found.tensors[fqn] = one.rank_local() if flats else one  # FSDP keeps only flat parameters equal
+            found.tensors[fqn] = one.rank_local() if flats else one  # FSDP only keeps flat parameters equal
         else:
             found.values[fqn] = values[0]
     return found
@@ -102,7 +100,7 @@ def _is_row(value: Any) -> bool:
 
 
 def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
-    """What ranks have of a flat parameter, in order and without a hole, and its length without padding."""
+    """Return the ranks' slices of a flat parameter, in order and complete, and its length without padding."""
     found, lengths = [], set()
     for file in files:
         what = "this flat parameter is not built as those of any known version of torch"
@@ -143,7 +141,7 @@ def _slices(files: Sequence[RankFile], name: str) -> tuple[list[Slice], int]:
 
 
 def _only_fitting(units: Sequence[list[str]], shapes: Shapes, length: int, file: RankFile, name: str) -> Sequence[str]:
-    """The parameters of a flat one, if the ranks that know some agree; NotFoundError if no unit has its `length`."""
+    """Return a flat parameter's members if the known orders agree. Raise NotFoundError if no unit fits `length`."""
     fitting = [unit for unit in units if unit and sum(prod(shapes[fqn]) for fqn in unit) == length]
     if not fitting:
         raise _unknown(file, f"which parameters are in {name}, {counted(length, 'element')}")
@@ -169,7 +167,7 @@ def _unknown(file: RankFile, what: str) -> NotFoundError:
 
 
 def _from_rows(fqn: str, own: Sequence[tuple[RankFile, Extent]], shape: Shape) -> Tensor:
-    """A parameter whose elements are dealt out to the ranks in turn."""
+    """Assemble a parameter whose elements are split over the ranks in rank order."""
     numel = sum(extent.numel for _, extent in own)
     if numel != prod(shape):
         raise CorruptError(

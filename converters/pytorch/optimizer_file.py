@@ -1,6 +1,6 @@
-"""An optimizer's state dict as a torch file: by fqn, as FSDP gathers it, or by number, as an optimizer saves itself.
+"""Optimizer state dict in a torch file: by fqn, like FSDP gathers it, or by number, like an optimizer saves it.
 
-After torch 2.13 (optim/optimizer.py, `state_dict`; distributed/checkpoint/state_dict.py).
+Follows torch 2.13 (optim/optimizer.py, `state_dict`; distributed/checkpoint/state_dict.py).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def optimizer_file(
     groups: Sequence[ParamGroup] | None = None,
     numbers: Mapping[str, int] | None = None,
 ) -> TargetFile:
-    """The states of `checkpoint` and `groups`, by default its own; with `numbers`, of each fqn, under these."""
+    """Return the file with the checkpoint's states and `groups`, by default its own. `numbers` replace fqns as keys."""
     groups = checkpoint.state.param_groups if groups is None else groups
     states = _states(checkpoint)
     keys: Mapping[str, Any] = numbers or dict(zip(states, states, strict=True))
@@ -31,7 +31,7 @@ def optimizer_file(
 
 
 def _states(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
-    """The states of each parameter in any group, or with any state."""
+    """Return the states of each parameter in a group or with a state."""
     states: dict[str, dict[str, Any]] = {fqn: {} for group in checkpoint.state.param_groups for fqn in group.fqns}
     for name, values in checkpoint.state.scalars.items():
         for fqn, value in values.items():

@@ -1,4 +1,4 @@
-"""What a run of FSDP is that loads files of its ranks."""
+"""Options for the FSDP run that will load rank files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.options import option
 
 @dataclass(frozen=True, slots=True)
 class RanksOptions:
-    """None of either is what the source's own files say; `cuda` and FSDP2 where they say nothing."""
+    """Options for rank files. None uses the source's value, or else `cuda` and FSDP2."""
 
     fsdp_version: int | None = option(
         "1 or 2: the FSDP that is to load the files (verl: strategy fsdp is 1, fsdp2 is 2). Without it that of the "

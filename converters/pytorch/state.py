@@ -1,14 +1,14 @@
-"""From a checkpoint to the nested state dict that `dcp` writes: model, optimizer, training state.
+"""Nested state dict for `dcp`, built from a checkpoint: model, optimizer, training state.
 
-    model.<fqn>                     parameters (the fp32 masters where the source has them), buffers, aliases of ties
-    optimizer.state.<fqn>.<name>    the optimizer's states; numbers (`step`) as tensors without dims
+    model.<fqn>                     parameters (the fp32 masters if the source has them), buffers, aliases
+    optimizer.state.<fqn>.<name>    the optimizer's states; numbers (`step`) as 0-dim tensors
     optimizer.param_groups.<n>.*    options, and `params`, the names
     lr_scheduler, train_state, ...  training state
 
-as torch's `get_model_state_dict` and `get_optimizer_state_dict` spell it (2.13,
-`distributed/checkpoint/state_dict.py`).  torchtitan has the model at the top and the optimizer flattened (0.2.2,
-`components/checkpoint.py`, `_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`,
-which is what `flatten_optimizer_state_dict=True` makes of any model.
+like torch's `get_model_state_dict` and `get_optimizer_state_dict` (2.13, `distributed/checkpoint/state_dict.py`).
+torchtitan has the model at the top and the optimizer flattened (0.2.2, `components/checkpoint.py`,
+`_flattened_model_states_sd`; `components/optimizer.py`): `optimizer.param_groups.<fqn>.*`, the same form as with
+`flatten_optimizer_state_dict=True`.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.carry import carried_tensor
 
-#: Training state that engines load from where it stands, entry by entry; of other formats' only these are taken apart.
+#: Training state that engines load entry by entry. Only these entries of other formats are flattened.
 _KNOWN = ("lr_scheduler", "train_state")
 
 
 @dataclass(frozen=True, slots=True)
 class StateDict:
-    """The leaves of the state dict by path."""
+    """Leaves of the state dict by path."""
 
     model: tuple[tuple[Path_, Any], ...]
     optimizer: tuple[tuple[Path_, Any], ...]
@@ -51,9 +51,9 @@ class StateDict:
 
 
 def state_dict(checkpoint: Checkpoint, dtype: DType | None, *, flat_optimizer: bool = False) -> StateDict:
-    """What is written for `checkpoint`, with parameters in `dtype` (None: as they are kept in training).
+    """Return the output for `checkpoint`, with parameters in `dtype`. None keeps the training dtype.
 
-    `flat_optimizer` has the options of a param group under each of its parameters, as torchtitan always has them.
+    `flat_optimizer` repeats a param group's options under each of its parameters, like torchtitan.
     """
     chosen = kept_in_training(checkpoint, dtype)
     written = {choice.key for choice in chosen.values()}
@@ -85,7 +85,7 @@ def _model_entries(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> Iter
     for fqn, choice in chosen.items():
         cut = choice.tensor.role != BUFFER
         yield (*root, fqn), SourceTensor(choice.key, choice.dtype, choice.tensor.shape, cut)
-    for alias, owner in checkpoint.ties.items():  # a model's state dict has both names
+    for alias, owner in checkpoint.ties.items():  # a state dict has both names
         if owner in chosen and alias not in chosen:
             yield (*root, alias), AliasOf((*root, owner))
     for fqn, value in (checkpoint.state.extra_state or {}).items():
@@ -116,14 +116,14 @@ def _optimizer_entries(checkpoint: Checkpoint, is_flat: bool) -> Iterator[tuple[
 
 
 def _missing(checkpoint: Checkpoint, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Options of torch's Adam without which an engine that has it cannot load what another one's Adam recorded."""
+    """Return options of torch's Adam that another engine's Adam did not record, but loading needs."""
     if checkpoint.facts_of(TorchFacts).is_state_dict or not adam.is_adam(options, checkpoint.optimizer_states):
         return {}
     return adam.missing_for_torch(options, checkpoint.state.ds_config)
 
 
 def _state_number(value: Any) -> Any:
-    """A state of one number as torch's optimizers keep it: fp32 without dims, or what holds it exactly."""
+    """Return a state number in torch's form: a 0-dim fp32 tensor, or a wider type that holds it exactly."""
     if isinstance(value, OneElement):
         return one_element(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -138,7 +138,7 @@ def _state_number(value: Any) -> Any:
 
 
 def _rest(checkpoint: Checkpoint) -> tuple[list[tuple[Path_, Any]], list[str]]:
-    """The training state, and notes on what cannot be written: objects of a framework's own classes."""
+    """Return the training state, and notes on objects of framework classes, which can't be written."""
     own, state = checkpoint.facts_of(TorchFacts).is_state_dict, checkpoint.state
     entries = replace(state, extra_state=None).entries()
     if not own and state.step is not None and "train_state" not in entries:

@@ -1,4 +1,4 @@
-"""What full state dicts and those of ranks have in common beside the optimizer: where they lie, ties, the step."""
+"""Shared parts of full and per-rank state dicts, except the optimizer: storage places, ties, the step."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNPROVED = (
 
 @dataclass
 class Reading:
-    """What has been read so far of the state dicts in one folder."""
+    """Parts of a folder's state dicts read so far."""
 
     folder: Path
     sources: Sources = field(default_factory=Sources)
@@ -39,19 +39,19 @@ class Reading:
     states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, name: str) -> tuple[str, Any]:
-        """The path of a torch file in the folder, and the object in it."""
+        """Return a torch file's path and its object."""
         path = str(confined(self.folder, name))
         return path, self.sources.root(path)
 
     def add_optimizer(
         self, content: Any, path: str, model: Mapping[Key, Tensor], ties: Mapping[str, str], order: Iterable[str] | None
     ) -> bool:
-        """Take the states in an optimizer's file, of the parameters of `model`, which registers them in this `order`.
+        """Add the states in an optimizer's file. `order` is the registration order of `model`'s parameters.
 
-        False, and a note, where they are numbered and nothing proves which is which.
+        Return False, with a note, if the states are numbered and their parameters can't be proven.
         """
         shapes = {fqn: tensor.shape for (fqn, role), tensor in model.items() if role == WEIGHT}
-        # An optimizer has no integers, such as BatchNorm's count, which would fit a parameter without dims.
+        # Optimizers never hold integers such as BatchNorm's count, which would fit a 0-dim parameter.
         floating = {fqn for (fqn, _), tensor in model.items() if tensor.dtype in CAST_SOURCES}
         proof = None if order is None else {fqn: shapes[fqn] for fqn in order if fqn in floating}
         optimizer = read_optimizer(content, path, proof=proof)
@@ -69,7 +69,7 @@ class Reading:
         return True
 
     def state(self, step: int | None) -> TrainingState:
-        """The training state that has been read, after `step` steps."""
+        """Return the training state read so far, after `step` steps."""
         return TrainingState.of_entries(
             "torch", self.items, step=step, per_rank=self.per_rank, **self.states.recorded()
         )
@@ -81,11 +81,11 @@ def tie_as_declared(
     config: Mapping[str, Any] | None,
     trained: Collection[str] | None = None,
 ) -> None:
-    """Take a parameter that stands apart under two names as the one that it is, where the model's config says so.
+    """Join a parameter stored under two names, if the model's config ties them.
 
-    Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each of its names, and then no file records
-    that they are one.  The second becomes a replica of the first, and is compared with it, unless it has been trained
-    by itself.  With `trained`, the names in the optimizer's groups, only where these list the first and not the second.
+    Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each name, and no file records the tie. The
+    second becomes a replica of the first, and is compared with it, unless it was trained separately. With `trained`,
+    the names in the optimizer's groups, join only if these have the first name and not the second.
     """
     for alias, owner in declared_ties(config or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))
@@ -100,12 +100,12 @@ def tie_as_declared(
         ties[alias] = kept.fqn
 
 
-#: Where trainers keep the number of steps taken, in a dict of their own.
+#: Keys of the step count in trainers' dicts.
 _COUNTS = ("step", "global_step", "global_steps", "iteration")
 
 
 def step_of(items: Mapping[str, Any]) -> int | None:
-    """The step that a training state records, at its root or in `train_state`."""
+    """Return the step recorded in a training state, at its root or in `train_state`."""
     inner = items.get("train_state")
     for place in (items, inner if isinstance(inner, Mapping) else {}):
         for name in _COUNTS:

@@ -1,13 +1,13 @@
-"""HF Trainer's and Accelerate's own folders, of runs on one process or under DDP.
+"""Folders of HF Trainer and Accelerate, from runs on one process or with DDP.
 
     checkpoint-N/model.safetensors or shards, optimizer.pt, scheduler.pt, trainer_state.json       transformers 5.23
     model.safetensors or shards, optimizer.bin, scheduler.bin                                      accelerate 1.15
 
-The weights are under the Hub's names, and the optimizer numbers its parameters as the model in memory registers them.
-The shapes prove which parameter has which number (`ckpt.state.numbered`); otherwise the states are left out and noted.
+The weights have the Hub's names, and the optimizer numbers its parameters in the in-memory model's registration order.
+The shapes prove the numbers (`ckpt.state.numbered`); otherwise the states are left out, with a note.
 
-Written is what Trainer resumes from: it loads `model.safetensors` by the names in memory (trainer.py,
-`_load_from_checkpoint`), and `optimizer.pt` by numbers alone, into its groups with weight decay and without.
+The output can be resumed by Trainer. It loads `model.safetensors` by in-memory names (trainer.py,
+`_load_from_checkpoint`), and `optimizer.pt` only by numbers, into its groups with and without weight decay.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ class Trainer(Format):
     takes = ("world_size", "max_shard_size")
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The folder `path`, or `tag` in it, with weights of safetensors beside an optimizer's file.
+        """Find the folder `path`, or `tag` in it, if it has safetensors weights beside an optimizer file.
 
-        Also one model's file in a save of several.
+        Also accept one model's file in a save of several.
         """
         if path.is_file():
             is_one = path.suffix == ".safetensors" and number_of(path) is not None
@@ -88,7 +88,7 @@ class Trainer(Format):
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the weights, and the optimizer's states where it is known whose they are."""
+        """Describe the weights, and the optimizer's states if their parameters are known."""
         number = number_of(path)
         reading = Reading(path if path.is_dir() else path.parent)
         folders = tuple(p for p in (request.config, *enclosing_folders(reading.folder)) if p is not None)
@@ -122,10 +122,9 @@ class Trainer(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """`model.safetensors` or shards, `optimizer.pt`, and what stood beside the source's step.
+        """Lay out `model.safetensors` or shards, `optimizer.pt`, and the files beside the source's step.
 
-        Raises UsageError without an optimizer, LossError where Trainer would number the parameters in another way than
-        is known here, or put them into other groups.
+        Raise UsageError without an optimizer, LossError if Trainer's parameter numbers or groups would differ.
         """
         if not checkpoint.state.param_groups:
             raise UsageError(
@@ -168,9 +167,9 @@ def _read_weights(reading: Reading, single: str) -> None:
 
 
 def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -> Checkpoint:
-    """The checkpoint of `weights` with the optimizer's states, under names of memory; as it is where these are unknown.
+    """Add the optimizer's states under in-memory names. Return `weights` unchanged if these names are unknown.
 
-    A tensor that the optimizer takes for one may be several of the Hub's.
+    One of the optimizer's tensors may be several tensors on the Hub.
     """
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import from_hub, to_hub
@@ -184,7 +183,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -
     except CkptError as error:
         reading.notes.append(f"{name}: the optimizer's states are left out: {error.what}")
         return weights
-    try:  # files that are written here have the names in memory
+    try:  # ckpt's own output has in-memory names
         hub = to_hub(memory) if weights.tensors.keys() == memory.tensors.keys() and weights.config else weights
     except CkptError:
         hub = weights
@@ -197,7 +196,7 @@ def _with_optimizer(reading: Reading, weights: Checkpoint, number: int | None) -
 
 
 def _order(checkpoint: Checkpoint) -> list[str]:
-    """The model's parameters in the order in which it registers them; LossError where nothing tells it."""
+    """Return the model's parameters in registration order. Raise LossError if the order is unknown."""
     from converters.names.module_order import in_order
     from converters.names.transformers.relation import to_hub
 
@@ -219,13 +218,13 @@ def _order(checkpoint: Checkpoint) -> list[str]:
 
 
 def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
-    """With a weight for each parameter of which there is a master alone."""
+    """Use the master as weight if a parameter has only a master."""
     masters = {(t.fqn, WEIGHT): replace(t, role=WEIGHT) for t in checkpoint.with_role(MASTER)}
     return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
 
 
 def _told_by_class(checkpoint: Checkpoint) -> set[str]:
-    """Weights of one dim that no name tells from a norm's: Trainer gives those of `nn.LayerNorm` no weight decay."""
+    """Return 1-dim weights whose name may be any norm's. Trainer decays no weight of `nn.LayerNorm`."""
     tensors = (*checkpoint.with_role(WEIGHT), *checkpoint.with_role(MASTER))
     vectors = {tensor.fqn for tensor in tensors if len(tensor.shape) == 1 and tensor.fqn.endswith(".weight")}
     return {fqn for fqn in vectors if has_decay(fqn)}
@@ -234,11 +233,11 @@ def _told_by_class(checkpoint: Checkpoint) -> set[str]:
 def trainer_groups(
     groups: Sequence[ParamGroup], order: Sequence[str], told_by_class: Set[str] = frozenset()
 ) -> tuple[list[ParamGroup], list[str]]:
-    """Param groups as Trainer makes them: with weight decay and without, in the model's order; and notes.
+    """Return Trainer's param groups, with and without weight decay, in the model's order; and notes.
 
-    One group of all parameters becomes two with its options.  LossError for others: the optimizer takes states by
-    number, and would not notice.  Of `told_by_class` (GPT-2's `ln_1.weight`) the source's two groups say which have
-    decay; one group does not.  torch's Muon Trainer does not make, but is given: its groups stay as they are.
+    A single group becomes two with its options. Other groupings raise LossError, because the optimizer takes states by
+    number and would not notice. For `told_by_class` (GPT-2's `ln_1.weight`) two source groups show the decay; one group
+    does not. torch's Muon is passed to Trainer, not made by it, so its groups stay unchanged.
     """
     if any("ns_steps" in group.options for group in groups):
         return list(groups), []
