@@ -14,7 +14,7 @@ from ckpt.base.text import counted
 
 #: Texts in front of a verb: `config.json names no modules`.
 VERBS = {"{MODEL} records", "{MODULES} names", "{RUN_CONFIG} only records", "{name} names", "{name} records"} | {
-    *("{path} names", "{server} serves adapters", "{writer} names"),
+    *("{path} names", "{server} serves adapters", "{writer} names")
 }
 #: Texts that are no single number: several numbers, `all`, or the kind of something.
 NO_NUMBERS = {

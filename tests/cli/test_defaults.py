@@ -59,49 +59,6 @@ def test_help_shows_them_and_lists_are_lists(project: Path) -> None:
     assert "rank 0, elements 0:605" in run_ckpt("inspect", "outputs").out
 
 
-@pytest.mark.parametrize(
-    ("table", "words"),
-    [
-        ("[tool.ckpt.convert]\nworldsize = 2", ("worldsize, [tool.ckpt.convert] in ", "did you mean world-size?")),
-        ("[tool.ckpt.convret]\nworld-size = 2", ("has no 'convret'", "did you mean convert?")),
-        ("[tool.ckpt]\nworld-size = 2", ("has no 'world-size'", "[tool.ckpt.convert]")),
-        ("[tool.ckpt]\nconvert = 2", ("has no 'convert'", "options stand in a table of their command")),
-        ("[[tool.ckpt]]\nworld-size = 2", ("[[tool.ckpt]] is no table", "[tool.ckpt.convert]")),
-        ("[tool.ckpt.convert]\nworld-size", ("this is not TOML", "pyproject.toml")),
-        ("[tool.ckpt.convert]\nworld-size = 'two'", ("--world-size", "a valid integer")),
-        ("[tool.ckpt.convert]\ndtype = 'half'", ("--dtype", "one of keep, fp32, bf16, fp16")),
-    ],
-)
-def test_what_is_not_known_is_an_error(project: Path, table: str, words: tuple[str, ...]) -> None:
-    (project / "pyproject.toml").write_text(table)
-    found = run_ckpt("convert", "auto", "hf", "outputs")
-    assert (found.code, found.out) == (2, "") and all(word in found.err for word in words), found.err
-
-
-@pytest.mark.parametrize(
-    ("command", "option"), [("convert", 'output = "x"'), ("convert", "overwrite = true"), ("merge-lora", "push = true")]
-)
-def test_a_file_sets_nothing_that_is_replaced_or_leaves_the_machine(project: Path, command: str, option: str) -> None:
-    (project / "pyproject.toml").write_text(f"[tool.ckpt.{command}]\n{option}\n")
-    refused = run_ckpt(*(("convert", "zero3", "hf", "run") if command == "convert" else ("merge-lora", "run")))
-    assert refused.code == 2
-    assert f"a file does not set --{option.split()[0]}" in refused.err
-
-
-def test_a_variable_that_no_option_has_is_an_error(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CKPT_CONVERT_WORLDSIZE", "2")
-    found = run_ckpt("convert", "auto", "zero3", "outputs")
-    assert found.code == 2 and "CKPT_CONVERT_WORLDSIZE" in found.err and "did you mean world-size?" in found.err
-    assert run_ckpt("inspect", "outputs").code == 0  # it is none of that command's
-
-
-@pytest.mark.parametrize("text", ["[tool.ckpt-tools]\nx = 1", 'x = """\n[tool.ckpt]\n"""\n[tool.ruff]'])
-def test_another_tools_table_is_not_read(project: Path, text: str) -> None:
-    (project / "pyproject.toml").write_text(text)
-    found = run_ckpt("inspect", "outputs")
-    assert found.code == 0, found.err
-
-
 def test_a_folder_that_was_removed_sets_nothing(project: Path, fixtures: Path) -> None:
     (project / "gone").mkdir()
     os.chdir(project / "gone")

@@ -78,8 +78,6 @@ def test_version_has_a_short_option() -> None:
 
 
 # -- completion -------------------------------------------------------------------------------------------------------
-
-
 def completed(shell: str, line: str, **env: str) -> list[str]:
     """What `shell` is told of a line that is being typed, by typer's protocol for it."""
     words = line.split(" ")
@@ -131,8 +129,6 @@ complete -p ckpt
 
 
 # -- what was meant ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("typed", "words"),
     [
@@ -161,24 +157,15 @@ complete -p ckpt
         (("convert", "--from", "zero3", "outputs"), "hint: the format that is read is the first argument"),
         (("convert", "auto", "hf", "outputs", "--output_dir", "x"), "hint: -o\n"),
         (("inspect", "outputs", "--jsn"), "hint: did you mean --csv or --json?"),
-        (
-            ("inspect", "outputs", "--tag"),
-            "takes a value, and none is given\n\nhint: see `ckpt inspect --help`",
-        ),
+        (("inspect", "outputs", "--tag"), "takes a value, and none is given\n\nhint: see `ckpt inspect --help`"),
         (("inspect",), "error: PATH is missing\n  expected: ckpt inspect [OPTIONS] PATH\n"),
-        (
-            ("inspect", "outputs", "more"),
-            "expected: ckpt inspect [OPTIONS] PATH\n  found: more\n",
-        ),
+        (("inspect", "outputs", "more"), "expected: ckpt inspect [OPTIONS] PATH\n  found: more\n"),
         (
             ("convert", "auto", "megatron-dist", "outputs", "--ckpt-format", "zarr"),
             "one of torch_dist, torch_dcp, fsdp_dtensor, nemo\n  found: zarr\n",
         ),
         (("convert", "auto", "hf", "outputs", "--dtype", "half"), "one of keep, fp32, bf16, fp16\n  found: half\n"),
-        (
-            ("convert", "auto", "hf", "outputs", "--world-size", "two"),
-            "cannot be taken\n  expected: a valid integer\n",
-        ),
+        (("convert", "auto", "hf", "outputs", "--world-size", "two"), "cannot be taken\n  expected: a valid integer\n"),
         (("convert", "auto", "hf", "outputs", "--workers", "-1"), "expected: greater than or equal to 0\n"),
     ],
 )
@@ -250,8 +237,6 @@ def test_on_a_terminal_the_target_is_asked_for(runs: Path, monkeypatch: pytest.M
 
 
 # -- colours ----------------------------------------------------------------------------------------------------------
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True

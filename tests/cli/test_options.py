@@ -158,7 +158,6 @@ def test_commands_other_than_convert_do_not_look_for_options() -> None:
 
 
 # -- every target and every option -------------------------------------------------------------------------------------
-
 #: Sources, each with options to which the one that is tried is added.
 SOURCES: dict[str, tuple[dict[str, Any], ...]] = {
     "trainer-plain": ({"world_size": 2}, {}, {"tp": 2}),

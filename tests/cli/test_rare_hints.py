@@ -301,9 +301,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         at, "torch", lambda: called(lambda: toolkit.open(model(at / "b"))["model.a.weight"][0])
     ),
     "pip install ml_dtypes": lambda at: is_lacking(
-        at,
-        "ml_dtypes",
-        lambda: called(lambda: toolkit.open(half(at / "b"))["model.a.weight"].numpy()),
+        at, "ml_dtypes", lambda: called(lambda: toolkit.open(half(at / "b"))["model.a.weight"].numpy())
     ),
     "--workers 1 takes the least memory": lambda at: changed(
         at,
@@ -321,10 +319,7 @@ SITUATIONS: dict[str, Callable[[Place], str]] = {
         )
     ),
     "in a container: --device /dev/fuse": lambda at: changed(
-        at,
-        "ckpt.views.mount.DEVICE",
-        "/dev/no-fuse",
-        lambda: mounted(at, "", at / "view"),
+        at, "ckpt.views.mount.DEVICE", "/dev/no-fuse", lambda: mounted(at, "", at / "view")
     ),
     "give one, or a name that is not there yet": lambda at: mounted(at, "", filled(at / "view")),
     "apt-get install fuse3": lambda at: mounted(at, "raise OSError('no libfuse')", at / "view"),

@@ -206,11 +206,7 @@ def test_states_of_the_optimizer_are_a_layer_each() -> None:
 
 @pytest.mark.parametrize(
     ("fqn", "layer"),
-    [
-        ("model.layers.3.mlp.up.weight", "model.layers.3"),
-        ("lm_head.weight", "lm_head"),
-        ("scale", "scale"),
-    ],
+    [("model.layers.3.mlp.up.weight", "model.layers.3"), ("lm_head.weight", "lm_head"), ("scale", "scale")],
 )
 def test_the_layer_of_a_name(fqn: str, layer: str) -> None:
     assert layer_of(fqn) == layer

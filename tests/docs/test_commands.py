@@ -41,12 +41,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "how-it-works": {"": RUN},
     "index": {"": RUN},
     "journeys/axolotl-gpt-oss": {
-        "": {
-            "axolotl-fsdp2": ".",
-            "axolotl-lora-fsdp2": ".",
-            "axolotl-lora-fsdp2-ac": ".",
-            "../examples/axolotl": ".",
-        }
+        "": {"axolotl-fsdp2": ".", "axolotl-lora-fsdp2": ".", "axolotl-lora-fsdp2-ac": ".", "../examples/axolotl": "."}
     },
     "journeys/hf-trainer-fsdp": {"": {"trl-fsdp2": "."}},
     "journeys/llm-jp-v4": {"": {"megatron-llm-jp": "."}},
@@ -58,10 +53,7 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "out-of-memory": {"": RUN},
     "pages": {
         "": {"trainer-zero2": "outputs"},
-        "Losses over each other": {
-            "trl-zero3/outputs/qwen3-sft": "unbroken",
-            "trl-fsdp2/outputs/llama-sft": "resumed",
-        },
+        "Losses over each other": {"trl-zero3/outputs/qwen3-sft": "unbroken", "trl-fsdp2/outputs/llama-sft": "resumed"},
     },
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},

@@ -91,8 +91,6 @@ def noted(case: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 # -- on one rank ---------------------------------------------------------------------------------------------
-
-
 def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
     """A random model of transformers', its logits, and what `ckpt` makes of its folder."""
     model = random_model(architecture, more)
@@ -132,8 +130,6 @@ def _changed(home: Path) -> list[str]:
 
 
 # -- on all ranks --------------------------------------------------------------------------------------------
-
-
 def initialize_groups(tp: int, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int | None = None) -> None:
     """megatron-core's process groups and random state."""
     from megatron.core import parallel_state, tensor_parallel

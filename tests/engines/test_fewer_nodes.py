@@ -101,11 +101,7 @@ def failed(words: list[str]) -> str:
 
 @pytest.mark.parametrize(
     ("strategy", "file"),
-    [
-        ("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"),
-        ("zero3", "rng_state_1.pth"),
-        ("fsdp2", "__1_0.distcp"),
-    ],
+    [("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("zero3", "rng_state_1.pth"), ("fsdp2", "__1_0.distcp")],
 )
 def test_the_error_of_another_rank_is_shown_once(strategy: str, file: str, stopped: Path, tmp_path: Path) -> None:
     """Rank 0 said that its connection was closed, and nobody that rank 1 could not read its shard."""

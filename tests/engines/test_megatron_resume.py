@@ -40,13 +40,7 @@ PAGE = (REPOSITORY / "docs" / "resume.md").read_text()
 RANKS = 4
 #: The same for every run.  No layout here pads 512 rows of a vocabulary, and of the schedule a third is over after the
 #: 8 steps.
-COMMON = {
-    "vocab": 512,
-    "batch": 8,
-    "scheduler": "torch",
-    "schedule_steps": 24,
-    "lr": 2e-3,
-}
+COMMON = {"vocab": 512, "batch": 8, "scheduler": "torch", "schedule_steps": 24, "lr": 2e-3}
 
 
 @dataclass(frozen=True)

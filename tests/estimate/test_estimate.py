@@ -64,8 +64,6 @@ def llama(tmp_path: Path) -> Path:
 
 
 # -- parameters ----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", PUBLIC)
 def test_public_models_have_as_many_parameters(name: str) -> None:
     count, config = PUBLIC[name]
@@ -136,7 +134,6 @@ def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: p
 
 
 # -- activations ---------------------------------------------------------------------------------------------
-
 _MATRICES = {"hidden_size": 64, "head_dim": 16}  # of sizes that transformers' experts compute with on CPUs
 SAVED: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -242,8 +239,6 @@ def test_the_peak_of_a_step_is_as_estimated(vocabulary: int) -> None:
 
 
 # -- states, by the published formulas -----------------------------------------------------------------------
-
-
 def test_states_are_those_of_the_zero_paper() -> None:
     """Rajbhandari et al. 2020, figure 1: 16 bytes for each parameter, of which stages divide 12, 14 and all."""
     model = in_memory(LLAMA)
@@ -318,8 +313,6 @@ def test_four_bit_weights_are_as_large_as_those_of_bitsandbytes(shape: tuple[int
 
 
 # -- the command ---------------------------------------------------------------------------------------------
-
-
 def test_the_table_of_an_8b_model_on_4_gpus(llama: Path) -> None:
     done = ckpt("estimate", llama, "--gpus", "4")
     assert done.code == 0, done.err
@@ -560,7 +553,6 @@ def test_models_that_are_not_there(tmp_path: Path) -> None:
 
 
 # -- states, by what ranks hold ------------------------------------------------------------------------------
-
 RANKS = 4
 BUFFERS = ZeroOptions(reduce_bucket_size=100_000, param_persistence_threshold=40)  # as the trainer sets them
 TITLE = "bytes that the fullest of 4 ranks holds: estimated, and measured where that differs"

@@ -177,8 +177,6 @@ def test_what_is_not_estimated_is_refused(text: str, said: str, tmp_path: Path) 
 
 
 # -- the command ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
     (tmp_path / "model").mkdir()
@@ -235,8 +233,6 @@ def test_offloaded_rows_fit_80_columns_and_fill_disks(llama: Path) -> None:
 
 
 # -- what the options do ------------------------------------------------------------------------------------
-
-
 def test_offload_of_parameters_alone_leaves_the_optimizer() -> None:
     model = in_memory(LLAMA)
     plain, moved = (estimate(model, ZERO3, Setup(4, offload_params=device)) for device in ("", "cpu"))

@@ -184,8 +184,6 @@ def resumed(run: Path) -> str:
 
 
 # -- the classes -------------------------------------------------------------------------------------------------------
-
-
 def _places(checkpoint: Checkpoint, *, weights: bool) -> dict[str, set[str]]:
     """The names of tensors by the file that holds their elements: of the weights, or of all else that is trained."""
     found: dict[str, set[str]] = {}

@@ -51,7 +51,6 @@ def _claim(sentence: str, text: str) -> Iterator[tuple[str, str]]:
 
 
 # -- equal -------------------------------------------------------------------------------------------------------------
-
 #: Changes to the bytes of one element.
 _ELEMENTS: dict[str, Callable[[bytes], bytes]] = {
     "lowest bit": lambda value: bytes([value[0] ^ 1]) + value[1:],
@@ -94,17 +93,11 @@ def other_bits(sample: Sample, random: Random) -> Lie | None:
         yield from _claim(EQUAL, _lines(lambda: ckpt.verify(sample.path, run)))
 
     return Lie(
-        f"{key}: {kind} in {name}",
-        do,
-        (EQUAL,),
-        kind=f"{kind} of a {role}",
-        claims=compared,
-        truth=lambda run: None,
+        f"{key}: {kind} in {name}", do, (EQUAL,), kind=f"{kind} of a {role}", claims=compared, truth=lambda run: None
     )
 
 
 # -- as the manifest says ----------------------------------------------------------------------------------------------
-
 FILES: dict[str, Callable[[Path, Random], object]] = {
     **{kind: (lambda file, _, tear=TORN[kind]: tear(file)) for kind in ("gone", "empty", "a folder")},
     "flipped bit": lambda file, random: _flip(file, random),
@@ -149,8 +142,6 @@ def changed_outputs(sample: Sample, random: Random) -> Lie | None:
 
 
 # -- as the adapter says, loads ----------------------------------------------------------------------------------------
-
-
 @cache
 def _models() -> Path:
     """Return a folder with a base, an adapter and PEFT's merge of both, made once in each process."""
@@ -296,8 +287,6 @@ def unloadable(sample: Sample, random: Random) -> Lie:
 
 
 # -- works -------------------------------------------------------------------------------------------------------------
-
-
 def diagnosed(sample: Sample, random: Random) -> Lie | None:
     """A run that other classes damage, and `ckpt doctor` on it."""
     makers = [maker for maker, _ in claims.CLASSES.values()]

@@ -28,7 +28,6 @@ _FORMATS = ("hf", "full", "dcp", "zero3", "universal", "fsdp-ranks", "trainer")
 
 
 # -- as their checksums say --------------------------------------------------------------------------------------------
-
 #: Changes to a few bytes of the elements in a torch archive.
 _PARTS: dict[str, Callable[[bytes], bytes]] = {
     "lowest bit": lambda part: bytes([part[0] ^ 1, *part[1:]]),
@@ -74,8 +73,6 @@ def _is_read(sample: Sample, name: str) -> bool:
 
 
 # -- the same digest, 0 tensors changed --------------------------------------------------------------------------------
-
-
 def other_digests(sample: Sample, random: Random) -> Lie | None:
     """One element with other bits: `hash` gives another digest, and `diff` counts a change."""
     lie = other_bits(sample, random)
@@ -97,8 +94,6 @@ def other_digests(sample: Sample, random: Random) -> Lie | None:
 
 
 # -- verified ----------------------------------------------------------------------------------------------------------
-
-
 def faulty_disks(sample: Sample, random: Random) -> Lie | None:
     """A disk that keeps something else than was written, before `convert --verify` reads it back."""
     target, kind, seed = random.choice(_FORMATS), random.choice([*FILES]), random.randrange(1 << 30)
@@ -143,8 +138,6 @@ def faulty_disks(sample: Sample, random: Random) -> Lie | None:
 
 
 # -- may be removed ----------------------------------------------------------------------------------------------------
-
-
 def only_copies(sample: Sample, random: Random) -> Lie | None:
     """Conversions of two steps: the older one stays if its step, itself, or the newer one is damaged."""
     steps = sorted(path.name for path in sample.path.glob("checkpoint-*"))

@@ -136,8 +136,6 @@ def _converted(target: str, layout: Layout, read: Callable[[Path], Tensors]) -> 
 
 
 # -- DeepSpeed ---------------------------------------------------------------------------------------------------------
-
-
 def _masters(source: Path) -> tuple[Path, bytes]:
     file = next(source.glob("global_step2/*zero_pp_rank_1_mp_rank_00_optim_states.pt"))
     state = _load(file)["optimizer_state_dict"]
@@ -164,8 +162,6 @@ def _written_in_fp32(source: Path, scratch: Path) -> Tensors:
 
 
 # -- PEFT --------------------------------------------------------------------------------------------------------------
-
-
 def _save_adapter(folder: Path) -> None:
     base = save_base("llama", torch.bfloat16, folder / "base")
     save_adapter(base, folder / "adapter", {"target_modules": ["q_proj", "down_proj"]})
@@ -190,8 +186,6 @@ def _merged(source: Path, scratch: Path) -> Tensors:
 
 
 # -- DCP and Megatron --------------------------------------------------------------------------------------------------
-
-
 def _first_chunk(folder: Path) -> tuple[Path, bytes]:
     """Return a file of a DCP folder, and a tensor's chunk in the file, found by `.metadata`."""
     from torch.distributed.checkpoint import FileSystemReader

@@ -175,7 +175,6 @@ def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | N
 
 
 # -- other containers --------------------------------------------------------------------------------------------
-
 #: Three tensors of one size, and one of another: what a container places alike is not taken for one tensor.
 ALIKE = ("layers.0.weight", "layers.1.weight", "layers.2.weight", "head.weight")
 
@@ -317,10 +316,7 @@ DECLARATIONS = [
     ),
     Declaration("full", gathered_by_torch, ("pytorch_model_fsdp.bin",)),
     Declaration(
-        "fsdp-ranks",
-        saved_by_ranks,
-        ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"),
-        is_sharded=True,
+        "fsdp-ranks", saved_by_ranks, ("model_world_size_2_rank_*.pt", "optim_world_size_2_rank_*.pt"), is_sharded=True
     ),
     Declaration(
         "trainer",
@@ -339,10 +335,6 @@ DECLARATIONS = [
         refuses=with_an_adapter,
     ),
     Declaration(
-        "peft",
-        saved_by_peft,
-        ("adapter_model.safetensors",),
-        is_unchecked_data=True,
-        refuses=without_an_adapter,
+        "peft", saved_by_peft, ("adapter_model.safetensors",), is_unchecked_data=True, refuses=without_an_adapter
     ),
 ]

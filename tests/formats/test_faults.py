@@ -88,8 +88,6 @@ def converted(source: Path, *options: str | Path, format: str = "auto") -> tuple
 
 
 # -- 3 to 7: files that are missing, left over, of other steps, cut off ------------------------------------------------
-
-
 @of(*STAGES)
 def test_an_optimizer_file_is_missing(source: Path) -> None:
     for rank in (0, 1, 2):
@@ -245,8 +243,6 @@ def test_a_truncated_index(source: Path, damage: Damage) -> None:
 
 
 # -- 9 to 16: holes, replicas, what maps nowhere, ties, padding, placeholders, what is left out -----------------------
-
-
 def test_partitions_that_are_too_short(tmp_path: Path) -> None:
     def shorter2(inner: dict[str, Any], rank: int) -> None:
         if rank == 1:
@@ -366,8 +362,6 @@ def test_state_of_single_ranks_is_listed(fixtures: Path, tmp_path: Path) -> None
 
 
 # -- 17 to 22: hostile content ----------------------------------------------------------------------------------------
-
-
 EXECUTING = ("reduce-os-system", "builtins-eval", "newobj-ex-popen", "getattr-of-a-type", "torch-load")
 
 
@@ -504,7 +498,6 @@ def test_names_of_files_are_escaped(tmp_path: Path) -> None:
 
 
 # -- 23: bits ---------------------------------------------------------------------------------------------------------
-
 #: Quiet and signalling NaN with payloads, -0.0, the least subnormal, the largest finite number, infinities.
 BITS = [0x7FC00000, 0x7F800001, 0xFFC12345, 0x80000000, 0x00000001, 0x7F7FFFFF, 0x7F800000, 0xFF800000]
 
@@ -548,7 +541,6 @@ def test_strided_weights(tmp_path: Path) -> None:
 
 
 # -- 25 to 30: places, replaced files, the disk, Ctrl-C, newer versions -----------------------------------------------
-
 PLACES = ["", ".", "global_step2", "global_step2/new", "new", "..", "../..", "../link", "../link/new"]
 
 

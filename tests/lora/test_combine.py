@@ -13,17 +13,7 @@ import torch
 from ckpt.commands.merge_lora import find as adapters
 from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import UsageError
-from tests.support.adapters import (
-    MODELS,
-    TABLE,
-    Tables,
-    compare,
-    load_base,
-    same,
-    save_adapter,
-    save_base,
-    weights,
-)
+from tests.support.adapters import MODELS, TABLE, Tables, compare, load_base, same, save_adapter, save_base, weights
 from tests.support.commands import ckpt, process
 
 COMBINATIONS: dict[str, dict[str, Any]] = {

@@ -42,8 +42,6 @@ from train.config import Config
 from train.models import build_model
 
 # -- every kind on every model -------------------------------------------------------------------------------
-
-
 BIASED = ("gpt2", "qwen2", "gpt_oss")
 
 
@@ -266,8 +264,6 @@ def test_an_adapter_of_single_experts(tmp_path: Path, tables: Tables) -> None:
 
 
 # -- adapters out of sharded runs ----------------------------------------------------------------------------
-
-
 def gathered(run: Path, config: Config) -> tuple[Any, Path]:
     """The PEFT model with the weights that the live engine gathered, and the truth's file of logits."""
     model: Any = build_model(config).to(torch.float32)
@@ -313,8 +309,6 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
 
 
 # -- memory, and what is refused -----------------------------------------------------------------------------
-
-
 def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> None:
     """Experts that a merge computes as one tensor go to many tensors in several files."""
     saved = save_adapter(bases["qwen3_moe"], tmp_path / "adapter", {"target_modules": [], "target_parameters": EXPERTS})

@@ -117,8 +117,6 @@ def test_what_trainers_leave_next_to_an_adapter_is_not_listed(
 
 
 # -- LLaVA: parameters that were trained in full, under PEFT's names ---------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a base, LoRA on its language model with a trained projector, and PEFT's merge of both."""

@@ -61,13 +61,7 @@ def test_what_peft_merged_is_as_the_adapter_says(linear: Path, bases: dict[str, 
     ids=["not merged", "another value", "another tensor", "shape", "dtype"],
 )
 def test_one_tensor_that_is_not_so_is_named(
-    name: str,
-    change: Any,
-    said: str,
-    linear: Path,
-    bases: dict[str, Path],
-    by_peft: Path,
-    tmp_path: Path,
+    name: str, change: Any, said: str, linear: Path, bases: dict[str, Path], by_peft: Path, tmp_path: Path
 ) -> None:
     base = {key: t for file in bases["llama"].glob("*.safetensors") for key, t in load_file(file).items()}
     wrong = changed(by_peft, tmp_path / "wrong", name, change or (lambda _: base[name]))

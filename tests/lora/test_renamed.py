@@ -128,8 +128,6 @@ def test_rows_that_are_permuted_are_no_renaming(tmp_path: Path) -> None:
 
 
 # -- merged --------------------------------------------------------------------------------------------------
-
-
 def save(folder: Path, modules: Mapping[str, tuple[int, int]], **config: Any) -> Path:
     """Save an adapter of modules with these numbers of rows and columns."""
     generator = torch.Generator().manual_seed(3)

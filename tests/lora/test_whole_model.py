@@ -222,8 +222,7 @@ def test_a_layer_to_which_nothing_is_added_is_told_from_one_that_is_rounded_away
 
 
 @pytest.mark.parametrize(
-    ("kind", "options"),
-    [("LOHA", {"r": 4}), ("BEFT", {}), ("VERA", {"r": 4}), ("IA3", {"feedforward_modules": []})],
+    ("kind", "options"), [("LOHA", {"r": 4}), ("BEFT", {}), ("VERA", {"r": 4}), ("IA3", {"feedforward_modules": []})]
 )
 def test_a_kind_that_the_tables_do_not_have_is_merged_by_peft(
     kind: str, options: dict[str, Any], bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1083,8 +1083,6 @@ def test_sizes_that_the_model_has_no_use_for(
 
 
 # -- files of ranks ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("asked", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}, {"pp": 2}])
 def test_files_of_ranks_are_those_that_each_would_have_for_itself(asked: dict[str, int]) -> None:
     """Files that differ only in the boxes of tensors that they hold are laid out once."""

@@ -197,8 +197,6 @@ def test_a_model_without_a_config_keeps_its_names_unchecked(tmp_path: Path) -> N
 
 
 # -- what is right is not refused ------------------------------------------------------------------------------
-
-
 def hub(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -261,8 +259,6 @@ def test_weights_in_mxfp4(tmp_path: Path, wrong: bool) -> None:
 
 
 # -- models inside other modules -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("prefix", ["_forward_module.", "_forward_module.model.", "model.", "module.net."])
 def test_a_prefix_that_all_names_have_is_left_out_and_it_is_said(tmp_path: Path, prefix: str) -> None:
     """Lightning's wrapper and a LightningModule's own attribute."""
@@ -305,8 +301,6 @@ def test_a_model_whose_own_names_have_one_beginning_is_in_no_other_module(tmp_pa
 
 
 # -- what loads and is not the Hub's ---------------------------------------------------------------------------
-
-
 def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         hidden_size=16,

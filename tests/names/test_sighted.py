@@ -85,8 +85,6 @@ def test_the_way_over_torch_dist_is_bit_for_bit(model_type: str, tmp_path: Path)
 
 
 # -- names and configs of releases -------------------------------------------------------------------------------------
-
-
 def _moved(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Checkpoint:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
@@ -290,8 +288,6 @@ def test_an_output_layer_that_is_stored_is_one_where_no_config_says(model_type: 
 
 
 # -- mcore-bridge, other Megatron models, optimizers -------------------------------------------------------------------
-
-
 def _file_of(state: dict[str, torch.Tensor], folder: Path) -> Path:
     from argparse import Namespace
 

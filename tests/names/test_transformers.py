@@ -229,12 +229,7 @@ def test_a_file_of_the_base_model_gets_the_prefix(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "error"),
-    [
-        ("drop an expert", CorruptError),
-        ("another shape", LossError),
-        ("drop up_proj", CkptError),
-    ],
+    ("change", "error"), [("drop an expert", CorruptError), ("another shape", LossError), ("drop up_proj", CkptError)]
 )
 def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path, change: str, error: type[CkptError]) -> None:
     saved = Saved("qwen3_moe", tmp_path)
@@ -384,8 +379,6 @@ def test_transformers_is_imported_only_for_models_that_no_table_has() -> None:
 
 
 # -- ties: read from the source text, compared with the classes themselves ----------------------------------
-
-
 @pytest.mark.parametrize(
     "name",
     [

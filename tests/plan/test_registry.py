@@ -41,8 +41,7 @@ def entries(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, str]]:
     """A package with a format of its own and the names that it has."""
     module = ModuleType("loud_of_tests")
     vars(module).update(
-        FORMAT=LoudFolder(),
-        NAMES=Namespace(lambda found: spelled(found, False), lambda found, _: spelled(found, True)),
+        FORMAT=LoudFolder(), NAMES=Namespace(lambda found: spelled(found, False), lambda found, _: spelled(found, True))
     )
     monkeypatch.setitem(sys.modules, module.__name__, module)
     found = {"ckpt.formats": {LOUD: "loud_of_tests:FORMAT"}, "ckpt.namespaces": {LOUD: "loud_of_tests:NAMES"}}

@@ -91,8 +91,6 @@ def dequantize(source: Path, out: Path, *more: str) -> Path:
 
 
 # -- MXFP4 ---------------------------------------------------------------------------------------------------
-
-
 def packed_experts(tensors: dict[str, torch.Tensor]) -> None:
     """Experts as blocks and scales of any bits, in the shapes of openai/gpt-oss-20b's files."""
     generator = torch.Generator().manual_seed(3)
@@ -194,7 +192,6 @@ def test_broken_mxfp4(change: Any, expected: str, gpt_oss: Path, tmp_path: Path)
 
 
 # -- bitsandbytes --------------------------------------------------------------------------------------------
-
 FOUR_BITS = {
     "nf4": {"bnb_4bit_quant_type": "nf4"},
     "nf4 double": {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True},
@@ -409,8 +406,6 @@ def test_int8_in_a_layout_of_a_gpus_is_refused(tmp_path: Path) -> None:
 
 
 # -- FP8 -----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of MLA and experts with transformers' own FP8 quantization of its linear layers, in small blocks."""
@@ -493,8 +488,6 @@ def test_fp8_with_one_factor_for_all(tmp_path: Path) -> None:
 
 
 # -- what is refused, and what is plain ----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "tensors, method, error, expected",
     [
@@ -542,8 +535,6 @@ def test_a_plain_model_stays_as_it_is(tmp_path: Path) -> None:
 
 
 # -- merging an adapter --------------------------------------------------------------------------------------
-
-
 def test_an_adapter_is_merged_onto_dequantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
     """As peft merges it into the model that transformers has dequantized."""
     from peft import PeftModel

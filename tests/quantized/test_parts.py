@@ -264,8 +264,6 @@ def test_packed_values_without_a_recorded_method_are_not_called_whole(part: str)
 
 
 # -- commands --------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A Llama with every projection in a layout."""
@@ -485,8 +483,6 @@ def test_dequantize_refuses_a_method_wherever_it_is_recorded(
 
 
 # -- scales that are not finite --------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_dequantize_refuses_a_scale_that_is_not_finite(
     value: float, folders: Callable[[str], Path], tmp_path: Path

@@ -108,8 +108,6 @@ def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, 
 
 
 # -- carried as they are -------------------------------------------------------------------------------------
-
-
 def as_stored(checkpoint: Checkpoint) -> dict[tuple[str, str], dict[str, Any]]:
     """The bytes of each quantized state in the order of its elements: codes, factors, and the values of codes."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
@@ -237,8 +235,6 @@ def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
 
 
 # -- what is in no known form --------------------------------------------------------------------------------
-
-
 def bundle(path: Path, change: Any) -> Path:
     """bitsandbytes' own file with other states of one parameter."""
     content = torch.load(FIXTURES / "quantized-full/bnb8.pt", weights_only=False)
@@ -291,8 +287,6 @@ def test_one_ranks_part_is_not_taken_for_the_parameters_state(tmp_path: Path) ->
 
 
 # -- states of other forms under ZeRO ------------------------------------------------------------------------
-
-
 def zero_with(folder: Path, change: Any) -> Path:
     """bitsandbytes' ZeRO-2 run with other states on each rank."""
     shutil.copytree(FIXTURES / "quantized-zero2/bnb8", folder)

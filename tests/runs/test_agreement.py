@@ -38,8 +38,6 @@ HASHED = ("toy-zero1", "dcp-fsdp2", "trainer-zero2", "verl-fsdp2", "lora-zero3",
 
 
 # -- run folders made of fixtures ------------------------------------------------------------------------------------
-
-
 def copied(fixture: str, place: Path) -> Path:
     return Path(shutil.copytree(FIXTURES / fixture, place, ignore=lambda *_: {"truth"}))
 
@@ -130,8 +128,6 @@ MADE: dict[str, Callable[[Path], None]] = {
 
 
 # -- disguises -------------------------------------------------------------------------------------------------------
-
-
 def scrambled(folder: Path) -> None:
     """Give every file and folder a random time."""
     draw = random.Random(folder.name)
@@ -189,8 +185,6 @@ def disguised(
 
 
 # -- what each command chooses ---------------------------------------------------------------------------------------
-
-
 def answer(ask: Callable[[], Any], case: Path) -> Any:
     """Return an answer, or the class and exit code of its error, with the names of the case's own places."""
     try:

@@ -190,12 +190,7 @@ def test_models_beside_the_one_that_was_read() -> None:
 def test_repositories_of_models() -> None:
     """What openai-community/gpt2, mistralai's and quantized ones have beside the weights is no part of a run."""
     opened = {"model.safetensors"}
-    other = [
-        "64.tflite",
-        "flax_model.msgpack",
-        "tf_model-00001-of-00002.h5",
-        "x-q4-00001-of-00003.gguf",
-    ]
+    other = ["64.tflite", "flax_model.msgpack", "tf_model-00001-of-00002.h5", "x-q4-00001-of-00003.gguf"]
     assert names(opened, *other, "merges.txt", "LICENSE", "vocab.bpe", "onnx/", "original/", ".gitattributes") == [
         (name, "other") for name in other
     ]

@@ -25,7 +25,7 @@ def names(run: Run) -> list[str]:
 
 def test_steps_are_newest_first_by_their_numbers(run: Path) -> None:
     assert names(run_at(run)) == [
-        *("checkpoint-10", "checkpoint-9", "epoch6", "iter_0000005", "global_step_4", "step-3"),
+        *("checkpoint-10", "checkpoint-9", "epoch6", "iter_0000005", "global_step_4", "step-3")
     ]
     assert trainer_steps(run) == [run / "checkpoint-10", run / "checkpoint-9"]
     assert run_at(run / "nowhere").steps == ()

@@ -91,8 +91,6 @@ def tuned(folder: Path) -> tuple[Path, Path]:
 
 
 # -- what is in the file -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", ["toy-zero2", "moe-zero3", "dcp-fsdp2", "megatron-fsdp", "verl-fsdp1", "toy-zero1"])
 def test_every_tensor_is_in_it_with_all_of_its_bytes(name: str) -> None:
     checkpoint = ckpt.open(FIXTURES / name)
@@ -212,8 +210,6 @@ def test_the_table_has_a_row_for_each_tensor() -> None:
 
 
 # -- where it is written -----------------------------------------------------------------------------------------------
-
-
 def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -> None:
     run = shutil.copytree(FIXTURES / "toy-zero3", tmp_path / "run")
     other = tmp_path / "mine.html"
@@ -255,8 +251,6 @@ def test_the_page_of_a_comparison_is_of_two_checkpoints(tmp_path: Path) -> None:
 
 
 # -- in a browser ------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def browser() -> Iterator[browsers.Browser]:
     if lacking := browsers.missing():

@@ -73,8 +73,6 @@ def column(shape: Shape, dim: int, rank: int, ranks: int) -> Box:
 
 
 # -- what is in the file -----------------------------------------------------------------------------------------------
-
-
 def drawn(*tensors: Tensor, padding: dict[str, Box] | None = None) -> Drawn:
     found = checkpoint(*tensors)
     return parsed(draw(picture.picture(found, padding or {}), found))
@@ -85,8 +83,6 @@ def near(*edges: float) -> object:
 
 
 # -- one tensor --------------------------------------------------------------------------------------------------------
-
-
 def test_parts_of_the_first_dim_lie_side_by_side() -> None:
     shape = (8, 6)
     row = drawn(tensor("w", shape, [column(shape, 0, rank, 4) for rank in range(4)])).row("w")
@@ -253,8 +249,6 @@ def test_a_tensor_without_elements_and_one_without_dims() -> None:
 
 
 # -- padding -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_padding_of_slots_follows_the_tensor() -> None:
     extents = [Extent.contiguous(f"rank{rank}.bin", 0, FLOAT32, (3,)) for rank in range(3)]
     row = drawn(Tensor("w", MASTER, FLOAT32, (5,), InSlots(extents, 0))).row("w")  # slots of two: 6 elements
@@ -286,8 +280,6 @@ def test_padding_within_a_tensor_lies_on_top_of_what_holds_it() -> None:
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
-
-
 def layer(number: int, ranks: Iterable[int], name: str = "mlp.weight", role: str = WEIGHT) -> Tensor:
     shape, every = (8, 4), list(ranks)
     regions = [column(shape, 0, index, len(every)) for index in range(len(every))]
@@ -312,12 +304,7 @@ def test_layers_of_other_ranks_are_rows_of_their_own() -> None:
 
 def test_names_that_differ_in_more_than_numbers_are_not_mixed() -> None:
     found = drawn(*(tensor(f"layers.{name}.w", (2,), [FlatRange(0, 2)]) for name in ("0", "00", "1", "x1", "²")))
-    assert [row.name for row in found.rows] == [
-        "layers.{0-1}.w",
-        "layers.00.w",
-        "layers.x1.w",
-        "layers.².w",
-    ]
+    assert [row.name for row in found.rows] == ["layers.{0-1}.w", "layers.00.w", "layers.x1.w", "layers.².w"]
 
 
 def test_many_stages_lie_side_by_side_in_one_row() -> None:
@@ -454,7 +441,6 @@ def test_a_part_of_the_roles(only: picture.Only, keys: set[Key]) -> None:
 
 
 # -- the file ----------------------------------------------------------------------------------------------------------
-
 EVIL = "</text><script>alert(1)</script>&\x1b[31m\u202e\x00\ud800\"'" + "x" * 5000
 
 
@@ -677,8 +663,6 @@ def oklab(colour: str) -> tuple[float, float, float]:
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
-
-
 def test_a_run_of_deepspeed(fixtures: Path, tmp_path: Path) -> None:
     """Under ZeRO-3 on three ranks every parameter is cut into three slots, the last with what is left."""
     out = tmp_path / "new" / "out.svg"

@@ -353,8 +353,6 @@ def test_digests_of_every_size(store: ObjectStore, tmp_path: Path) -> None:
 
 
 # -- faults -----------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "faults",
     [

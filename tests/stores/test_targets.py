@@ -114,9 +114,7 @@ def test_the_index_comes_last(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize(
-    "faults",
-    [Faults(status=500, num_status=3, writes=True), Faults(num_cut=2, writes=True)],
-    ids=["500", "cut"],
+    "faults", [Faults(status=500, num_status=3, writes=True), Faults(num_cut=2, writes=True)], ids=["500", "cut"]
 )
 def test_faults_that_pass(store: ObjectStore, tmp_path: Path, faults: Faults) -> None:
     conversion = ckpt.plan(ckpt.open(FIXTURES / "moe-zero3"), "hf")

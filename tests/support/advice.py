@@ -137,11 +137,7 @@ KINDS = (
             r"^the file is (?:truncated|of another save)\b|^when it has, what it wrote\b",
         ),
     ),
-    Kind(
-        "question",
-        "It names what the user has to look at.",
-        (r"\?$", r"\?; "),
-    ),
+    Kind("question", "It names what the user has to look at.", (r"\?$", r"\?; ")),
 )
 
 

@@ -54,6 +54,29 @@ def ckpt_in_order(*args: str | Path) -> Result:
     return Result(_run(args, both, both), both.getvalue(), "")
 
 
+def run_in_order(*args: str | Path) -> tuple[int, str]:
+    """The exit code of `ckpt ARGS` and all that it prints, in order; lines of stderr begin with `! `."""
+    both, err = io.StringIO(), io.StringIO()
+    code = _run(args, both, _Marked(both, err))
+    check_hint([*map(str, args)], None, err.getvalue(), _run_for_hint)
+    return code, both.getvalue()
+
+
+class _Marked(io.StringIO):
+    """A stderr that also writes each of its lines to another stream, marked as one of stderr."""
+
+    def __init__(self, both: io.StringIO, plain: io.StringIO) -> None:
+        super().__init__()
+        self.both, self.plain, self.begins = both, plain, True
+
+    def write(self, text: str) -> int:
+        self.plain.write(text)
+        for line in text.splitlines(keepends=True):
+            self.both.write(f"! {line}" if self.begins else line)
+            self.begins = line.endswith("\n")
+        return len(text)
+
+
 def _run(args: Sequence[str | Path], out: io.StringIO, err: io.StringIO) -> int:
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:

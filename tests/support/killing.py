@@ -12,18 +12,7 @@ from typing import Any
 from ckpt.move import files
 
 #: Calls that change what is on the disk, and those around them.
-CALLS = (
-    "mkdir",
-    "open",
-    "ftruncate",
-    "pwrite",
-    "fsync",
-    "rename",
-    "unlink",
-    "rmdir",
-    "close",
-    "scandir",
-)
+CALLS = ("mkdir", "open", "ftruncate", "pwrite", "fsync", "rename", "unlink", "rmdir", "close", "scandir")
 
 
 class Killer:

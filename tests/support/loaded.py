@@ -20,11 +20,7 @@ def save_loaded(model: Any, folder: Path) -> None:
     """
     model.save_pretrained(folder)
     vision = getattr(model.config, "vision_config", None)
-    if getattr(vision, "model_type", None) not in (
-        "clip_vision_model",
-        "siglip_vision_model",
-        "siglip2_vision_model",
-    ):
+    if getattr(vision, "model_type", None) not in ("clip_vision_model", "siglip_vision_model", "siglip2_vision_model"):
         return
     if any(type(model).from_pretrained(folder, output_loading_info=True)[1].values()):
         return

@@ -220,8 +220,6 @@ def cells_from(formats: Container[str]) -> list[Cell]:
 
 
 # -- comparing ---------------------------------------------------------------------------------------------------------
-
-
 def cast(value: Raw, dtype: str) -> Raw:
     """A tensor in another dtype, as torch rounds it."""
     import torch
@@ -356,8 +354,6 @@ DAMAGES = [
 
 
 # -- the table ---------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Matrix:
     """All runs and conversions in `folder`, with what was read back of each and loaded by the target's framework."""

@@ -41,8 +41,6 @@ def command(*words: object, folder: Path | None = None) -> subprocess.CompletedP
 
 
 # -- in Python ---------------------------------------------------------------------------------------------------------
-
-
 @needs_fuse
 def test_a_folder_while_a_block_runs(tmp_path: Path) -> None:
     shutil.copytree(ZERO3, tmp_path / "outputs", ignore=shutil.ignore_patterns("truth"))
@@ -59,8 +57,6 @@ def test_a_folder_while_a_block_runs(tmp_path: Path) -> None:
 
 
 # -- with FUSE ---------------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def viewed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Path]]:
     """A ZeRO-3 run as a Hugging Face folder, mounted and written; by relative paths, as users type them."""
@@ -157,8 +153,6 @@ class TestMounted:
 
 
 # -- without -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_page_on_views_in_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The blocks of Python that need no process group, and the other one in one process."""
     import torch

@@ -47,8 +47,6 @@ class MlxOptions:
 
 
 # -- names ----------------------------------------------------------------------------------------------------------
-
-
 def stacking(checkpoint: Checkpoint) -> Relation:
     """The Hub's names against MLX's, of a checkpoint with either: each expert is a slice of a stacked tensor."""
     model_type = (checkpoint.config or {}).get("model_type")
@@ -78,9 +76,8 @@ NAMESPACE = Namespace(
     lambda checkpoint, _: translate(checkpoint, stacking(checkpoint), NAME),
 )
 
+
 # -- the format -----------------------------------------------------------------------------------------------------
-
-
 class Mlx(Format):
     name, title = NAME, "MLX safetensors"
     namespace = NAME

@@ -84,8 +84,6 @@ def test_another_architecture_is_not_guessed(fixtures: Path, tmp_path: Path) -> 
 
 
 # -- runs as they are ------------------------------------------------------------------------------------------------
-
-
 def truth_of(fixtures: Path, name: str) -> Truth:
     return Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors")
 
@@ -156,8 +154,6 @@ def test_what_its_engine_loads_is_not_written(fixtures: Path, name: str, target:
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-
-
 def change(path: Path, edit: Callable[[Any], object]) -> None:
     state = torch.load(path, weights_only=False)
     edit(state)
@@ -264,8 +260,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
     "experts among others": (
         RECORD,
         lambda step: change(
-            step / "mp_rank_00_model_states.pt",
-            lambda s: s["param_shapes"][1].update(s["param_shapes"][0]),
+            step / "mp_rank_00_model_states.pt", lambda s: s["param_shapes"][1].update(s["param_shapes"][0])
         ),
         NotFoundError,
         "other parameters beside them",

@@ -141,8 +141,6 @@ def test_faults_are_refused(run: Path, fault: str) -> None:
 
 
 # -- without ZeRO ------------------------------------------------------------------------------------------------------
-
-
 def optimizer(state: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = state["optimizer"]
     return found

@@ -123,8 +123,6 @@ def test_sums_are_torchs(tmp_path: Path, dtype: str) -> None:
 
 
 # -- faults ------------------------------------------------------------------------------------------------------------
-
-
 def change(run: Path, rank: int, edit: Callable[[dict[str, Any]], object]) -> None:
     path = run / STEP / f"mp_rank_{rank:02d}_model_states.pt"
     state = torch.load(path, weights_only=False)

@@ -32,8 +32,6 @@ NAMES = [run.name for run in RUNS]
 
 
 # -- real runs -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_reads_what_the_engine_held(name: str, tables: Any) -> None:
@@ -130,8 +128,6 @@ def test_find_takes_what_latest_records(tmp_path: Path) -> None:
 
 
 # -- faults --------------------------------------------------------------------------------------------------
-
-
 def _remove(*names: str) -> Callable[[Path], None]:
     return lambda step: [(step / name).unlink() for name in names] and None
 
@@ -212,8 +208,6 @@ def test_weights_alone_are_read(tmp_path: Path) -> None:
 
 
 # -- GPT-NeoX, by hand ---------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_names_of_gpt_neox(tmp_path: Path) -> None:
     run = copy_of("llama", tmp_path)

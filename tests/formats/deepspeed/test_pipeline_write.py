@@ -212,8 +212,6 @@ def losses(run: Path) -> dict[int, float]:
 
 
 # -- what is in the files ------------------------------------------------------------------------------------
-
-
 def plain(value: Any) -> Any:
     """An object of a file for comparison: tensors as bytes, objects as what they hold."""
     if isinstance(value, torch.Tensor):
@@ -314,7 +312,6 @@ def test_names_of_gpt_neox_are_kept(tmp_path: Path) -> None:
 
 
 # -- what does not fit ---------------------------------------------------------------------------------------
-
 #: Layouts of llama_wide: 4 layers, 8 heads in 4 groups.
 MISFITS: dict[str, tuple[Layout, type[CkptError], str]] = {
     "ranks": (Layout(tp=2, pp=1, world_size=3), UsageError, "do not divide into this layout"),

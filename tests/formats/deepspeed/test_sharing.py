@@ -155,9 +155,7 @@ FAULTS: dict[str, tuple[str, Callable[[Path], object], type[CkptError], str]] = 
     "another layer's": (
         "experts-zero0",
         lambda run: change(
-            run,
-            FILE,
-            lambda s: [s.update({name.replace("second", "first"): s.pop(name)}) for name in list(s)],
+            run, FILE, lambda s: [s.update({name.replace("second", "first"): s.pop(name)}) for name in list(s)]
         ),
         CorruptError,
         "an expert of its layer",

@@ -34,8 +34,6 @@ ranks = st.integers(1, 9)
 
 
 # -- where elements lie ------------------------------------------------------------------------------------------------
-
-
 @given(numels, ranks, st.sampled_from((1, 4, 8)))
 def test_a_flat_group_is_what_deepspeed_flattens(sizes: list[int], num_ranks: int, alignment: int) -> None:
     """Against stage_1_and_2.py's own words: pad to 2 * ranks, cut evenly, strip what lies behind the parameters."""
@@ -96,8 +94,6 @@ def test_parameters_are_aligned_to_16_bytes() -> None:
 
 
 # -- the same stage and number of ranks: the same files ----------------------------------------------------------------
-
-
 def convert(source: Checkpoint, to: str, folder: Path, **layout: Any) -> Path:
     api.plan(source, to, Layout(**layout)).run(folder)
     return folder
@@ -206,7 +202,6 @@ def assert_same_tensors(a: Checkpoint, b: Checkpoint) -> None:
 
 
 # -- what follows from the source --------------------------------------------------------------------------------------
-
 ZEROS = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 

@@ -56,8 +56,6 @@ def toy3(fixtures: Path, tmp_path: Path) -> Path:
 
 
 # -- real checkpoints --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_what_the_live_engine_gathered(fixtures: Path, name: str) -> None:
     run = fixtures / name
@@ -105,8 +103,6 @@ def test_a_config_beside_the_checkpoint_is_found(fixtures: Path) -> None:
 
 
 # -- which step --------------------------------------------------------------------------------------------------------
-
-
 def test_the_newest_checkpoint_of_a_trainer_folder_is_taken_and_named(fixtures: Path) -> None:
     run = fixtures / "trainer-zero2"
     checkpoint = api.open(run)
@@ -186,8 +182,6 @@ def test_the_tag_of_accelerate(tmp_path: Path) -> None:
 
 
 # -- partitions --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
 def test_every_number_of_ranks(tmp_path: Path, write: Callable[..., Path], num_ranks: int) -> None:
@@ -356,8 +350,6 @@ def test_a_mics_checkpoint_has_fewer_partitions_than_ranks(tmp_path: Path) -> No
 
 
 # -- NVMe offload ------------------------------------------------------------------------------------------------------
-
-
 def offloaded(run: Path, num_ranks: int) -> Path:
     """As runtime/swap_tensor/optimizer_utils.py leaves it: empty tensors with a `ds_id` that names a file.
 
@@ -407,8 +399,6 @@ def test_an_offloaded_file_that_is_missing_or_short(tmp_path: Path, length: int 
 
 
 # -- what else a checkpoint holds --------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TOYS)
 def test_client_state_is_carried(fixtures: Path, tmp_path: Path, name: str) -> None:
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
@@ -522,8 +512,6 @@ def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> Non
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
-
-
 def add_file(name: str) -> Callable[[Path], None]:
     return lambda folder: torch.save({}, folder / name)
 

@@ -137,8 +137,6 @@ def test_any_tensors_come_out_as_safetensors_writes_them(tmp_path: Path, wanted:
 
 
 # -- folders and indexes --------------------------------------------------------------------------------------
-
-
 def sharded(folder: Path, **changes: Any) -> Path:
     folder.mkdir(exist_ok=True)
     save_file({"a": torch.ones(2), "b": torch.zeros(2)}, folder / "model-00001-of-00002.safetensors", metadata=PT)
@@ -303,8 +301,6 @@ def test_a_config_symlink_that_leads_out_is_refused(tmp_path: Path) -> None:
 
 
 # -- sharding -------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -334,10 +330,7 @@ def test_shards_and_index_are_those_of_huggingface_hub(tmp_path: Path, llama: Pa
         save_file({member: tensors[member] for member in members}, wanted / name, metadata=PT)
     if split.is_sharded:
         count = sum(t.numel() for t in tensors.values())
-        index = {
-            "metadata": {"total_parameters": count, **split.metadata},
-            "weight_map": split.tensor_to_filename,
-        }
+        index = {"metadata": {"total_parameters": count, **split.metadata}, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (wanted / "model.safetensors.index.json").write_text(text)
     out = content(convert(read(llama), tmp_path / "out", max_shard_size=size))
@@ -361,8 +354,6 @@ def test_a_sharded_folder_loads_and_reads_back(tmp_path: Path, llama: Path) -> N
 
 
 # -- precision ------------------------------------------------------------------------------------------------
-
-
 def tensor(fqn: str, role: str, dtype: DType, native: DType | None = None) -> Tensor:
     return Tensor(fqn, role, dtype, (2,), Whole(Extent.contiguous("x", 0, dtype, (2,))), native)
 
@@ -485,7 +476,6 @@ def test_weights_beside_masters(tmp_path: Path) -> None:
 
 
 # -- ties -----------------------------------------------------------------------------------------------------
-
 GPT2 = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "tie_word_embeddings": True}
 NEOX = {"model_type": "gpt_neox", "architectures": ["GPTNeoXForCausalLM"], "tie_word_embeddings": True}
@@ -551,8 +541,6 @@ def test_ties_of_a_model_that_transformers_saved(tmp_path: Path, name: str) -> N
 
 
 # -- files beside the weights ---------------------------------------------------------------------------------
-
-
 def put(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
@@ -694,8 +682,6 @@ def test_config_comes_first_from_where_the_user_says(tmp_path: Path) -> None:
 
 
 # -- properties of the whole ----------------------------------------------------------------------------------
-
-
 def test_bytes_are_the_same_from_run_to_run_and_modes_follow_the_umask(tmp_path: Path, llama: Path) -> None:
     old = os.umask(0o027)
     try:

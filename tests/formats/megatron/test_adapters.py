@@ -77,8 +77,6 @@ def as_peft(run: str, folder: Path) -> Path:
 
 
 # -- what the trainer computed -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("run", sorted(set(RUNS) - WRONG))
 def test_the_merged_model_computes_what_the_trained_one_did(run: str, tmp_path: Path) -> None:
     outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
@@ -256,8 +254,6 @@ def test_a_factor_that_experts_share_is_written_as_it_was_stored(run: str, tmp_p
 
 
 # -- several adapters ----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", sorted(MULTIS_LOGITS.keys() - {"ids"}))
 def test_the_adapter_of_a_slot_is_merged_as_the_live_model_computed(name: str, tmp_path: Path) -> None:
     run, _, slot = name.partition(".")
@@ -357,8 +353,6 @@ def test_a_config_and_files_that_do_not_agree_on_slots_are_refused(tmp_path: Pat
 
 
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
-
-
 def stored(run: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The tensors of an iteration as torch reads them, and the keys of all else but random states."""
     folder = next(path.parent for path in run.glob("*/.metadata"))
@@ -411,8 +405,6 @@ def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any]
 
 
 # -- looked at -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("trainer", "run", "name", "number"),
     [
@@ -448,8 +440,6 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
-
-
 def refused(code: int, words: str, adapter: Path, base: Path, tmp_path: Path) -> None:
     outcome = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "merged")
     assert outcome.code == code, outcome.err
@@ -577,8 +567,6 @@ def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
 
 
 # -- ms-swift's ----------------------------------------------------------------------------------------------
-
-
 def swifts(run: str, folder: Path, **changes: Any) -> Path:
     """A copy of ms-swift's run with other arguments."""
     shutil.copytree(SWIFT / run, folder)
@@ -629,8 +617,6 @@ def test_ms_swifts_arguments_missing_and_its_names_written(tmp_path: Path) -> No
 
 
 # -- NeMo 2 --------------------------------------------------------------------------------------------------
-
-
 def changed_context(folder: Path, change: Callable[[dict[str, Any]], Any], run: str = "lora-tp2") -> Path:
     """A copy of a run of NeMo's whose model has been changed."""
     shutil.copytree(NEMO / run, folder)

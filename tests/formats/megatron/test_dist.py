@@ -67,8 +67,6 @@ def _load(folder: Path, key: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 # -- written ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-plain", "qwen3_moe", "mixtral"])
 def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
@@ -111,8 +109,6 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
 
 
 # -- forms that no CPU writes --------------------------------------------------------------------------------
-
-
 def test_common_state_of_newer_versions(tmp_path: Path) -> None:
     """By hand, after megatron-core 0.19: `common.pt` has become an item of the data files."""
     run = _copy(tmp_path)
@@ -212,8 +208,6 @@ def test_places_in_buckets() -> None:
 
 
 # -- faults --------------------------------------------------------------------------------------------------
-
-
 def _copy(folder: Path) -> Path:
     shutil.copytree(FIXTURE, folder / "run", ignore=shutil.ignore_patterns("truth"))
     return folder / "run"

@@ -68,7 +68,6 @@ def test_is_told_from_torchs_own(tmp_path: Path) -> None:
 
 
 # -- by hand: forms that no CPU writes, and faults -----------------------------------------------------------
-
 ARGS = {"num_layers": 1, "bf16": True, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 LAYER = "decoder.layers.0."
 GATE, UP = torch.arange(12.0).reshape(4, 3), torch.arange(12.0).reshape(4, 3) + 100

@@ -52,8 +52,6 @@ SAVED = [(run.name, form) for run in RUNS for form in run.forms if form != "shif
 
 
 # -- read ----------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("name", "form"), SAVED, ids=[f"{name} as {form}" for name, form in SAVED])
 def test_reads_what_the_engine_held(name: str, form: str, tables: Any) -> None:
     run, folder = BY_NAME[name], sample(name, form)
@@ -65,8 +63,6 @@ def test_reads_what_the_engine_held(name: str, form: str, tables: Any) -> None:
 
 
 # -- to the Hub ----------------------------------------------------------------------------------------------
-
-
 def described(folder: Path, namespace: str, layout: Layout | None = None) -> Checkpoint:
     """The truth of a run, under the names of `namespace`."""
     path = next(path for path in (folder / "truth").iterdir() if "logits" not in path.name)
@@ -107,8 +103,6 @@ def test_the_hub_gets_what_the_engine_held(name: str, form: str, tables: Any) ->
 
 
 # -- written, and loaded by megatron-core --------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Load:
     """A run, the formats that it goes through from the one it was saved in, and the run that loads the last of them."""
@@ -262,8 +256,6 @@ def test_every_architecture_goes_in_every_direction() -> None:
 
 
 # -- from and to other engines -------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Foreign:
     """A run of another engine, on all ranks."""

@@ -51,8 +51,6 @@ FOLDER, MODEL, DISTRIBUTED = "iter_0000002", "model_optim_rng.pt", "distrib_opti
 
 
 # -- real runs, read -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [run.name for run in RUNS if "megatron" in run.forms])
 def test_modules_are_in_the_order_that_writing_assumes(name: str) -> None:
@@ -64,8 +62,6 @@ def test_modules_are_in_the_order_that_writing_assumes(name: str) -> None:
 
 
 # -- written ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_the_same_layout_is_written_as_it_was(tmp_path: Path) -> None:
     """Every entry of every file is there again, random state included."""
@@ -100,8 +96,6 @@ def _same(a: Any, b: Any, where: str) -> None:
 
 
 # -- the way to the Hub --------------------------------------------------------------------------------------
-
-
 @pytest.mark.slow
 def test_every_expert_comes_from_the_rank_that_has_it(tmp_path: Path) -> None:
     """NVIDIA-NeMo/Megatron-Bridge#1716: exported from EP 4, TP 2, most experts were zeros or those of other ranks.
@@ -147,8 +141,6 @@ def test_shards_with_equal_bytes_are_parts_all_the_same(tmp_path: Path) -> None:
 
 
 # -- other layer specs, by hand ------------------------------------------------------------------------------
-
-
 def _copy(name: str, folder: Path) -> Path:
     """A copy of a run without its truth, to be changed."""
     run = folder / name
@@ -329,8 +321,6 @@ def test_state_of_fp8_is_listed(tmp_path: Path) -> None:
 
 
 # -- faults --------------------------------------------------------------------------------------------------
-
-
 def _args(name: str, value: Any) -> Callable[[dict[str, Any], Path], None]:
     return lambda state, file: setattr(state["args"], name, value)
 
@@ -563,8 +553,6 @@ def test_weights_alone_are_a_release(tmp_path: Path) -> None:
 
 
 # -- pure parts ----------------------------------------------------------------------------------------------
-
-
 def test_stages_are_those_of_megatron_core() -> None:
     """All small combinations, against get_num_layers_to_build and get_transformer_layer_offset."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build

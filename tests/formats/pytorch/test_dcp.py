@@ -79,8 +79,6 @@ def same(a: Any, b: Any) -> bool:
 
 
 # -- committed checkpoints ---------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", FIXTURES)
 def test_committed_checkpoints_are_read_bit_for_bit(fixtures: Path, name: str) -> None:
     checkpoint = read(fixtures / name)
@@ -116,8 +114,6 @@ def test_the_same_source_gives_the_same_bytes(fixtures: Path, tmp_path: Path) ->
 
 
 # -- spellings, in this process ----------------------------------------------------------------------------------------
-
-
 def expected(model: Any, optimizer: Any) -> dict[tuple[str, str], Any]:
     truth = {(fqn, WEIGHT): raw(tensor) for fqn, tensor in model.state_dict().items()}
     for fqn, parameter in model.named_parameters():
@@ -496,7 +492,6 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------
-
 #: (strategy, model, keys) by name; on 4 ranks.
 RUNS = {
     "fsdp2": ("fsdp2", "toy", "nested"),

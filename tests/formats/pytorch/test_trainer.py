@@ -108,8 +108,6 @@ def test_tables_have_the_order_in_which_transformers_registers(model_type: str) 
 
 
 # -- written -------------------------------------------------------------------------------------------------
-
-
 def write(source: Path, out: Path, **more: object) -> Path:
     api.plan(api.open(source), "trainer", Layout(**more)).run(out)
     return out

@@ -1,0 +1,15 @@
+"""`ckpt/cli/parser.py`: the sessions of this folder: what is typed, all that is printed, and the exit code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.golden.verbs import VERBS
+from tests.support.sessions import GOLDEN, Session, play, sessions
+
+
+@pytest.mark.parametrize("session", [one for file in sorted(GOLDEN.glob("*.txt")) for one in sessions(file)], ids=str)
+def test_session(session: Session, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    play(session, tmp_path, monkeypatch, VERBS)
