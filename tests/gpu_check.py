@@ -1,9 +1,5 @@
-"""`python -m tests.gpu_check [FOLDER]`: what the bundled trainer writes on this machine's GPUs, resumed and converted.
-
-Every strategy that the GPUs and the packages here allow trains a tiny model on one rank for each GPU, stops and goes
-on, and what it wrote is converted and compared with what the live engine held. What cannot be tried is said. The small
-runs are left as fixtures, and the peak memory of larger ones is printed beside `ckpt estimate`. It needs torch and what
-the package itself needs. It has never run on a GPU; `--double 2` runs all of it on a double of two, which is the CPU.
+"""`python -m tests.gpu_check [FOLDER]`: every strategy that this machine's GPUs allow trains, stops, goes on and is
+converted.  It has never run on a GPU; `--double 2` runs it on a double of two.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`ckpt/commands/check/checking.py`, `files.py`: `ckpt check` gives the reason for what interrupted saves and damage
-leave.
-"""
+"""`ckpt/commands/check/checking.py`, `files.py`: `ckpt check` gives the reason for what damage leaves."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
 """`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`, `ckpt/commands/verify/command.py`,
-`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: the command line as users type it: options, exit codes, stdout
-against stderr, and the Python API beside it.
+`ckpt/options/groups.py`, `printing.py`, `ckpt/api.py`: the command line; `tests/golden` has its sessions.
 """
 
 from __future__ import annotations

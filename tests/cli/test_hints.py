@@ -1,7 +1,4 @@
-"""Hints in the source: each option and each command in them exists.
-
-`tests/support/hints.py` tries the hints that tests meet.
-"""
+"""Hints in the source: each option and each command in them exists, and `tests.support.hints` tries those of errors."""
 
 from __future__ import annotations
 

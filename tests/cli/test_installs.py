@@ -1,7 +1,5 @@
-"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: the README's commands where only the base
-package is installed, and where torch is but transformers is not.
-
-Each either works or says in one line what it needs, before it has done anything.
+"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: commands with the base package alone, and
+without transformers: each works or says what it needs.
 """
 
 from __future__ import annotations

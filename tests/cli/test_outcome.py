@@ -40,10 +40,7 @@ def _of_kind(lines: list[str], *starts: str) -> list[str]:
 
 
 def test_every_fixture_is_converted_in_few_lines(fixtures: Path, tmp_path: Path) -> None:
-    """A warning of each kind has a line of its own; -v says at least as much.
-
-    The notes with -v are taken from --dry-run, which reports the same plan and writes nothing.
-    """
+    """Give each kind of warning its own line; -v says at least as much, in --dry-run too."""
     folders = sorted(one for one in fixtures.iterdir() if one.is_dir())
     words = {"fsdp-ranks": 0, "hf": 0, "zero1": 0}
     for number, folder in enumerate(folders):

@@ -1,6 +1,4 @@
-"""`ckpt/base/streams.py`, `ckpt/__main__.py`: standard streams that are closed or full, signals, and errors of ckpt
-itself: a line and an exit code, never 1.
-"""
+"""`ckpt/base/streams.py`, `ckpt/__main__.py`: closed and full streams, signals, and errors of ckpt itself."""
 
 from __future__ import annotations
 

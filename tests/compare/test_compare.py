@@ -1,6 +1,4 @@
-"""`ckpt/compare/compare.py`: the comparison itself: every flipped bit is found, with its index, whatever way the two
-sides are cut.
-"""
+"""`ckpt/compare/compare.py`: every flipped bit is found, with its index, however both sides are cut."""
 
 from __future__ import annotations
 

@@ -67,8 +67,7 @@ def test_equal_in_every_format(name: str, tmp_path: Path) -> None:
 
 
 def test_equal_in_megatrons_forms(tmp_path: Path) -> None:
-    """A run of Megatron's, in its own formats, DeepSpeed's, torch's and the Hub's: each has its digests, under the
-    Hub's names, and a bit that flips in any of them is found in the same tensor."""
+    """Compare a run of Megatron's in all forms: each digest, and each flipped bit, is under the Hub's names."""
     run = FIXTURES / "megatron-dist-flattened"
     source = api.open(run)
     expected = api.digests(source)

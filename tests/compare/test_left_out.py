@@ -1,6 +1,4 @@
-"""`ckpt/compare/pairs.py`, `digest.py`, `other_files.py`: `verify` and `hash` name what they do not compare, both tell
-numbers apart, and errors are no result.
-"""
+"""`ckpt/compare/pairs.py`, `digest.py`, `other_files.py`: what `verify` and `hash` do not compare is named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/compare/pairs.py`: verification of whole checkpoints: what is paired with what, what counts as a difference,
-what the report says.
-"""
+"""`ckpt/compare/pairs.py`: what is paired with what, what counts as a difference, what the report says."""
 
 from __future__ import annotations
 

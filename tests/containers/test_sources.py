@@ -1,6 +1,4 @@
-"""`ckpt/containers/sources.py`: files that are stated, parsed once and remembered; what is missing or built in an
-unknown way is told.
-"""
+"""`ckpt/containers/sources.py`: files that are stated, parsed once and remembered; missing ones are told."""
 
 from __future__ import annotations
 

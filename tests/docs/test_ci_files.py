@@ -1,7 +1,4 @@
-"""`action.yml`, the pre-commit hook, the workflow: what the first two say is run, as GitHub and pre-commit would.
-
-How the action installs ckpt is not run: it downloads what ckpt requires.
-"""
+"""`action.yml`, the pre-commit hook and the workflow: what they say is run, except for the download of ckpt."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Every table on ranks: `tests.support.engines.fork` runs this module on four of them, with a folder and the cases.
-
-For each case transformers' random model is saved, and converted to files of ranks (`megatron`) and to `megatron-dist`,
-both of which megatron-core's own models load, on the ranks of `layout_of`.  `outcomes.json` in the folder
-says of each what did not fit, how far the logits are apart, and which tensors of the Hub's are others after the ranks
-have saved what they hold and `ckpt` has converted that back.
-"""
+"""Convert each table's random model for four ranks, and load it in megatron-core; `outcomes.json` has what differs."""
 
 from __future__ import annotations
 

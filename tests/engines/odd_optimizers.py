@@ -1,9 +1,5 @@
-"""DeepSpeed's engine around optimizers of the kinds with which its own suite saves and loads checkpoints.
-
-    python -m tests.engines.odd_optimizers save|load FOLDER      on each rank
-
-`save` trains each of `KINDS` for three steps and saves it as FOLDER/NAME; `load` gives FOLDER/NAME-converted to the
-engine's `load_checkpoint`.  Both write what the engine then holds, as FOLDER/NAME-{save,load}-RANK.pt.
+"""DeepSpeed's engine around optimizers of its own suite: `python -m tests.engines.odd_optimizers save|load FOLDER` on
+each rank.
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""One rank of runs in which something is planted: `python -m tests.engines.operations_worker JOBS`, under torchrun.
-
-JOBS has a run on each line: {"name": ..., "config": {options}, "plant": what goes wrong, or null}.  How each ended goes
-into results.json beside JOBS: an empty text, or the message of its UserError.
-"""
+"""One rank of runs in which something is planted: JOBS has a run on each line; results.json gets each error."""
 
 from __future__ import annotations
 

@@ -1,10 +1,5 @@
-"""Users' scripts of TRL and Accelerate that go on from what ckpt.resume gives, on forked ranks.
-
-    python -m tests.support.forked trl,... '[[RANKS, "tests.engines.resuming_scripts", [WHAT, STAGE, RUN, OUTPUT]]]'
-
-WHAT is `sft`: SFTTrainer goes on from RUN for two steps; `save`: Accelerate makes two steps and saves in RUN; `load`:
-it goes on from there.  OUTPUT gets `loaded.pt`, what the live engine holds before the first of the steps, and for
-`save` before the first one that was not made, and `losses.json`.
+"""Users' scripts of TRL and Accelerate on forked ranks, with the arguments WHAT (`sft`, `save`, `load`), STAGE, RUN and
+OUTPUT.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`ckpt/commands/resume/resuming.py`: what the batch script does when fewer nodes come back, for every strategy: `ckpt
-resume`, and the trainer behind it.
-
-And what the trainer says where a rank cannot load its part.
+"""`ckpt/commands/resume/resuming.py`: the batch script when fewer nodes come back, and ranks that cannot load their
+part.
 """
 
 from __future__ import annotations

@@ -1,17 +1,7 @@
 """`converters/megatron/read.py`, `write.py`, `optimizer_read.py`, `optimizer_write.py`: runs that stop after 4 of 8
-steps, are converted to another layout of Megatron's or to another engine, and go on.
-
-All engines begin with the same weights, see the same sequences at each step and have the same Adam, clipping and
-cosine schedule, so unbroken runs of different engines can be compared too.  A row's resumed run is held against the
-unbroken run that it came from.
-
-Bit for bit equal is a row whose engine and layout are the source's, whatever formats the checkpoint went through, and
-one whose target megatron-core can go on with by itself: a torch_dist checkpoint, which it cuts to another layout.
-
-Elsewhere other tests have compared the state, and the arithmetic that follows is another: matrices are multiplied in
-other slices, gradients are summed over other ranks, and the norm that clips them in another order.  In fp32 that is a
-few units in the last place of the loss, which is the bound; in bf16 it is what rounding to 8 bits makes of it.  The
-last row shows that the bounds would not let a lost state pass.
+steps, are converted to another layout or engine, and go on.  The loss equals the unbroken run's bit for bit if engine
+and layout stay, or if megatron-core cuts the checkpoint itself; elsewhere only the arithmetic differs, within a bound
+of rounding that a lost state would exceed, as the last row shows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/states.py`: optimizers with which DeepSpeed's own suite saves and loads: their checkpoints, on
-other ranks, in its engine.
-"""
+"""`converters/deepspeed/states.py`: optimizers of DeepSpeed's own suite, on other ranks, in its engine."""
 
 from __future__ import annotations
 

@@ -1,23 +1,7 @@
-"""`ckpt/commands/resume/resuming.py`: runs that stop after 4 of 8 steps, are converted, and go on in a live engine:
-what that does to the loss.
-
-The global batch and the order of the data do not depend on the number of ranks, so step N of every run here is the
-same sum over the same sequences.  A row's resumed run is held against the run of 8 steps of the engine, and on the
-number of ranks, that it came from; where another run says more, against that as well.
-
-Bit for bit equal is what can be so:
-  - engine and number of ranks are what they were, whatever formats the checkpoint went through in between;
-  - what the target's own framework redistributes: DCP by itself, DeepSpeed by `load_universal`, torch
-    from a full state dict.  There the resumed run after our conversion equals the one without it.
-
-Elsewhere the state is as equal, since that is what other tests compare; what differs is the arithmetic that comes
-after.  Gradients are summed over another number of ranks or in another order, and a sum of floats depends on that, as
-does the norm by which they are clipped: ZeRO-2 and ZeRO-3 on as many ranks differ in nothing else.  In bf16, DeepSpeed
-adds up bf16 gradients, FSDP reduces them in fp32, and DDP under autocast keeps the model's norms in fp32, which shows
-in the first resumed loss already.  In fp32 nothing is left of this but the last bits: the bound there is a few units in
-the last place of the loss.  In bf16 the bound is what rounding to 8 bits makes of it.  That this is noise and no lost
-state shows the column `apart`, how far the unbroken runs of both sides are from each other at the same steps; and the
-run in fp32 that forgets its optimizer's states on purpose, which is tens of thousands of times further away.
+"""`ckpt/commands/resume/resuming.py`: runs that stop after 4 of 8 steps, are converted, and go on in a live engine.
+The data does not depend on the number of ranks.  The loss equals the unbroken run's bit for bit if engine and ranks
+stay, or if the framework redistributes by itself; elsewhere only the order of sums differs, within a bound of rounding:
+column `apart` shows how far unbroken runs are apart, and a run that forgets its optimizer is far outside.
 """
 
 from __future__ import annotations

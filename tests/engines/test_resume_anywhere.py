@@ -1,9 +1,5 @@
-"""`ckpt/commands/resume/resuming.py`: `ckpt.resume` in live engines: a run that goes from engine to engine and from one
-number of ranks to another.
-
-At each change the state that the next engine has loaded is held, bit for bit, against the one that the last engine
-gathered when it saved; but not where Megatron fuses parameters, which the tests of its formats take apart.  The losses
-beside those of an unbroken run show that it is all of the state.
+"""`ckpt/commands/resume/resuming.py`: one run through many engines and numbers of ranks: at each change the loaded
+state equals the saved one, except where Megatron fuses parameters.
 """
 
 from __future__ import annotations

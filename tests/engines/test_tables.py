@@ -1,6 +1,4 @@
-"""`converters/names/megatron/architectures`, `converters/megatron/chunks.py`: every table on ranks, in megatron-core's
-own models.
-"""
+"""`converters/names/megatron/architectures`, `converters/megatron/chunks.py`: every table on ranks of megatron-core."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`converters/pytorch/trainer.py`: the recipe of docs/hf-trainer-resume.md, run as it stands there: HF Trainer stopped
-on 4 processes goes on on others.
-
-DeepSpeed runs the very script and the very commands of the document.  FSDP runs `tests.support.hf_trainer`,
-as Accelerate takes FSDP for a matter of GPUs alone.
+"""`converters/pytorch/trainer.py`: the recipe of docs/hf-trainer-resume.md as it stands; FSDP runs
+`tests.support.hf_trainer`, as Accelerate takes it for a matter of GPUs.
 """
 
 from __future__ import annotations

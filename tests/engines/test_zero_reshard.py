@@ -1,10 +1,5 @@
-"""`converters/deepspeed/zero.py`, `write.py`: checkpoints converted for another number of ranks or another stage,
-loaded by unmodified DeepSpeed engines.
-
-What an engine gathers after plain `load_checkpoint` must equal, bit for bit, what the engine that saved the source had
-gathered.  One launch of real runs and one of loads per number of ranks.  Here are the options of DeepSpeed; stages,
-numbers of ranks, odd, frozen and tied parameters are in tests/support/matrix.py, and how training goes on in
-tests/engines/test_resume.py.
+"""`converters/deepspeed/zero.py`, `write.py`: options of DeepSpeed on other ranks and stages: its engines load what is
+written and hold the bits of the source.
 """
 
 from __future__ import annotations

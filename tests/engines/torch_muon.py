@@ -1,9 +1,5 @@
-"""torch's own Muon under DDP and FSDP2, saved and loaded by torch's distributed checkpoint.
-
-    python -m tests.engines.torch_muon save|load FOLDER      on each rank
-
-`save` trains under each of `WRAPPERS` for two steps, as FOLDER/NAME; `load` has torch load FOLDER/NAME-converted under
-FSDP2.  Both write what the ranks then hold, in full, as FOLDER/NAME-{save,load}.pt.
+"""torch's Muon under DDP and FSDP2: `python -m tests.engines.torch_muon save|load FOLDER` on each rank;
+FOLDER/NAME-{save,load}.pt gets what the ranks hold.
 """
 
 from __future__ import annotations

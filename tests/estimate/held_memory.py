@@ -1,9 +1,5 @@
-"""What a rank really holds while it trains: `tests.support.engines.launch` runs this module with a file of jobs.
-
-Each job is a configuration of the trainer, whose last step is looked at: during and after each backward pass, before
-the optimizer's step.  `OUTPUT/memory.json` has for each rank the most bytes that were seen of the engine's live
-tensors, by what they are for.  A tensor counts with the whole of its storage, padding included, and a storage counts
-once.
+"""What a rank holds while it trains: for each job `OUTPUT/memory.json` has the most bytes of live tensors, by kind;
+each storage counts whole and once.
 """
 
 from __future__ import annotations

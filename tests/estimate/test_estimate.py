@@ -1,6 +1,5 @@
 """`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`,
-`ckpt/state/parameters.py`, `converters/names/parameters.py`: `ckpt estimate`: parameter counts and activations against
-transformers', states against what real ranks hold.
+`ckpt/state/parameters.py`, `converters/names/parameters.py`: counts against transformers, states against real ranks.
 """
 
 from __future__ import annotations
@@ -638,10 +637,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]
 
 
 def show(tables: Any, name: str, found: Memory, real: dict[str, int]) -> None:
-    """Estimates, with what was measured in brackets where that differs; where the host holds a part, of the sum.
-
-    docs/estimate.md has the same.
-    """
+    """Record estimates, with measured sizes in brackets where they differ, as in docs/estimate.md."""
 
     def cell(predicted: int, measured: int | None) -> str:
         return f"{predicted:,}" + ("" if measured in (None, predicted) else f" ({measured:,})")

@@ -1,7 +1,5 @@
-"""Sentences that claim something, on checkpoints that make them false: each of them has to be gone.
-
-A class of faults takes a sample and makes endless lies about it: folders with half a checkpoint, with empty tensors,
-with two models, with values that no training gives, with trained weights next to a step.
+"""Claims on checkpoints that make them false: each claim has to be gone.  A class of faults makes endless lies of a
+sample.
 """
 
 from __future__ import annotations
@@ -42,12 +40,8 @@ Claims = Callable[[Path], Iterator[tuple[str, str]]]
 
 @dataclass(frozen=True)
 class Lie:
-    """A change to a run, the claims that it makes false, and the file that every command has to name.
-
-    `kind` is the kind of change: the table of claims counts it once.  `claims` asks the commands.  `truth` makes the
-    checkpoint for which the claims are true.  `format` is the format that they are about, by default the sample's.
-    `unless`: a claim that comes with these words does not hide the change.
-    `excuse` says why the files cannot tell that the claims are false.  `about`: what `truth` depends on.
+    """A change to a run, the claims that it makes false, and the file that commands must name.  `truth` makes a
+    checkpoint for which the claims hold; `unless` and `excuse` say when nothing can tell.
     """
 
     what: str
@@ -78,10 +72,7 @@ Maker = Callable[[Sample, Random], Lie | None]
 
 
 def lies(make: Maker, sample: Sample, folder: Path, random: Random) -> Iterator[Outcome]:
-    """Yield cases of one class: the run is changed, and no command says any more what is false now.
-
-    The claims are asked of the sample as it is, too: a lie counts only for claims that are made there.
-    """
+    """Yield cases of one class: a lie counts only for claims that the sample as it is makes."""
     true_of: dict[str, set[str]] = {}
     while (lie := make(sample, random)) is not None:
         if lie.about not in true_of:

@@ -61,9 +61,8 @@ def excuse(sample: Sample, run: Path, case: Case, found: dict[str, str], truth: 
 
 
 def _carried(damaged: Path, checkpoint: Checkpoint) -> set[str | None]:
-    """Return digests of the damaged file and its neighbours that no reader opened; None if the file itself is gone.
-
-    A conversion may give such a file another name: `rng_state.pth` of one process is `rng_state_0.pth` of several.
+    """Return digests of the damaged file and of unread neighbours, whatever a conversion calls them; None if the file
+    is gone.
     """
     opened = {file.path for file in checkpoint.files}
     own = [path for path in damaged.parent.iterdir() if path.is_file() and str(path) not in opened]

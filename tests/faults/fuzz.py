@@ -1,8 +1,5 @@
-"""Fuzzing, guided by coverage, of what reads strangers' bytes: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`.
-
-It takes atheris (`pip install atheris`), which nothing else here does.  Whatever the bytes are, a reader returns or
-raises one of ckpt's errors, within bounds of time and memory, and what it returns agrees with itself and with others:
-`TARGETS` says which checks each one has.  `tests/faults/test_fuzz.py` gives them damaged seeds without atheris.
+"""Fuzzing of readers, guided by coverage: `python -m tests.faults.fuzz [--seconds N] [TARGET...]`, with atheris.  A
+reader returns or raises an error of ckpt, within bounds; `test_fuzz.py` needs no atheris.
 """
 
 from __future__ import annotations

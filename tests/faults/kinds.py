@@ -29,10 +29,8 @@ EXCHANGED, COPIED = "two files that record no name of their own", "one file copi
 
 @dataclass(frozen=True)
 class Case:
-    """What is done to a copy of a sample.
-
-    `hidden` says why nothing on the disk may tell, where it is so; `is_unchecked` that no checksum is of the file;
-    `is_stray` that the checkpoint is as it was, with one file more that no reader may pass over.
+    """What is done to a copy of a sample.  `hidden`: why nothing can tell; `is_unchecked`: no checksum; `is_stray`: a
+    file more.
     """
 
     what: str

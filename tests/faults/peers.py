@@ -1,8 +1,4 @@
-"""One byte of a source changed on purpose, seen by `ckpt` and by the library that owns the format.
-
-`python -m tests.faults.peers` prints a line for each library: how many tensors are equal with the source as it is, and
-with one byte changed, and which tensors the byte changed on either side.
-"""
+"""One byte changed on purpose, seen by `ckpt` and by the format's own library: `python -m tests.faults.peers`."""
 
 from __future__ import annotations
 
@@ -31,11 +27,7 @@ Tensors = dict[str, bytes]
 
 @dataclass(frozen=True)
 class Peer:
-    """A library and `ckpt` on the same source.
-
-    `make` writes a source into an empty folder, `elements` returns a file of it and bytes of a tensor in the file;
-    `theirs` and `ours` read the source, or what they make of it, into a scratch folder.
-    """
+    """A library and `ckpt` on one source: `make` writes it, `elements` finds bytes, `theirs` and `ours` read."""
 
     make: Callable[[Path], object]
     elements: Callable[[Path], tuple[Path, bytes]]

@@ -1,6 +1,4 @@
-"""`ckpt/plan/checkpoint.py`: what a writer has to know of a source is in fields with a meaning: no note, no format's
-name, no framework's text.
-"""
+"""`ckpt/plan/checkpoint.py`: what a writer needs of a source is in typed fields, never in texts for people."""
 
 from __future__ import annotations
 

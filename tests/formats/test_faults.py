@@ -1,7 +1,5 @@
 """`converters/deepspeed/zero.py`, `converters/huggingface/hf.py`, `ckpt/move/files.py`: broken, hostile and odd
-checkpoints through the command line: what it says, its exit code, and that nothing changes.
-
-tests/README.md has the table of faults, and says which are tested elsewhere.
+checkpoints on the command line; tests/README.md has the table of faults.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`ckpt/plan/planner.py`, `ckpt/testing/forgetful.py`: a writer that forgets a tensor is refused by the plan, whatever
-the writer says of itself.
-
-Each writable format's own target for a real sample is tampered with as a bug in the writer would, one tensor at a time.
+"""`ckpt/plan/planner.py`, `ckpt/testing/forgetful.py`: a target from which one tensor is taken, as a bug would, is
+refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/rank_files.py`, `converters/megatron/entries.py`: files of ranks that were exchanged, or copied
-one over another: found by what the files themselves record.
-"""
+"""`converters/deepspeed/rank_files.py`, `converters/megatron/entries.py`: exchanged and copied files of ranks."""
 
 from __future__ import annotations
 

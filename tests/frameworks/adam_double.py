@@ -1,7 +1,5 @@
-"""A stand-in for what Transformer Engine's Adam calls with `store_param_remainders`, a function of its compiled part.
-
-The arithmetic is that of Transformer Engine 2.20, common/multi_tensor/adam.cu: the update in fp32, and the cut of the
-result into a bf16 parameter, rounded up from half on, and an int16.  The whole results are kept beside, as the truth.
+"""A stand-in for the compiled `store_param_remainders` of Transformer Engine's Adam, after its multi_tensor/adam.cu
+2.20: a bf16 parameter and an int16 hold the fp32 result, which is kept beside as the truth.
 """
 
 from typing import Any

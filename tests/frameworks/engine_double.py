@@ -1,8 +1,4 @@
-"""Transformer Engine's own Python modules where its compiled extension, which needs a GPU, is not there.
-
-What a module of Transformer Engine has, and what it saves, its Python sources say: `transformer_engine` is imported as
-it is in the wheel, over names without content in place of `transformer_engine_torch`.  Nothing can be computed with it.
-"""
+"""Transformer Engine's own Python modules, over an empty double of its compiled extension: nothing can be computed."""
 
 import enum
 import importlib

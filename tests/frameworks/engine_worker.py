@@ -1,9 +1,5 @@
-"""Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`.
-
-The jobs are as `tests.frameworks.worker` has them; Transformer Engine's wheel is unpacked in `ENGINE`.  Layers, names,
-the order of parameters, buffers and files are those of megatron-core's specs for it over its own modules.  These
-compute nothing without a GPU, so gradients are drawn, and torch's Adam steps; with the precision-aware optimizer
-Transformer Engine's own, over `adam_double`.
+"""Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`, with
+jobs of `tests.frameworks.worker`.  They compute nothing without a GPU: gradients are drawn, and an Adam steps.
 """
 
 import os

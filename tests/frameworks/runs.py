@@ -89,10 +89,7 @@ class Held:
 
 
 def run(jobs: Sequence[Job], folder: Path) -> dict[str, Held]:
-    """What the jobs held, by their names; AssertionError with the output where one ends otherwise than it says.
-
-    All of them have Transformer Engine's layers, or none.
-    """
+    """Return what the jobs held, by their names; all of them have Transformer Engine's layers, or none."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("".join(json.dumps(job.line(folder)) + "\n" for job in jobs))

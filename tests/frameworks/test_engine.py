@@ -1,7 +1,5 @@
-"""`converters/megatron/chunks.py`, `read.py`, `dist/read.py`, `dist/write.py`: layers of Transformer Engine.
-
-Megatron-LM builds, saves and loads Transformer Engine's own modules, as far as they are Python: see `engine_double.py`.
-Experts are in grouped GEMM, with a shared one and its gate; the router has a bias.
+"""`converters/megatron/chunks.py`, `read.py`, `dist/read.py`, `dist/write.py`: Megatron-LM builds, saves and loads
+layers of Transformer Engine: grouped experts, a shared one, a router with bias.
 """
 
 from __future__ import annotations

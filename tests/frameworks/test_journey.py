@@ -1,7 +1,5 @@
-"""`converters/megatron/dist/`: a run laid out as LLM-jp v4's on 48 ranks, which goes on on 24 and reaches the Hub.
-
-PP 6 with two virtual stages, EP 8, embedding and loss counted as layers, `dp_reshardable` with both overlaps:
-Megatron-LM trains it, fails to load it on half of the ranks, loads there what ckpt wrote, and holds every bit.
+"""`converters/megatron/dist/`: a run laid out as LLM-jp v4's on 48 ranks goes on on 24, which Megatron-LM alone cannot
+load, and reaches the Hub; every bit is held.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`converters/megatron/optimizer.py`, `dist/optimizer.py`: Muon and Lion, which leave all but matrices to Adam.
-
-Plain, and layer-wise (`--use-distributed-optimizer`): Megatron-LM trains with them, ckpt writes what it saved for other
-ranks, and Megatron-LM's ranks then hold what those of the run held.
+"""`converters/megatron/optimizer.py`, `dist/optimizer.py`: Muon and Lion, plain and layer-wise, on other ranks of
+Megatron-LM.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`converters/megatron/dist/write.py`, `optimizer.py`: a run of Megatron-LM goes on on another number of nodes.
-
-Each run is saved as LLM-jp v4's are: `torch_dist`, the distributed optimizer as `dp_reshardable`, both overlaps and
-several buckets.  Megatron-LM itself is asked first to load it on other ranks, and fails; then it loads what ckpt wrote,
-and what its ranks then hold is held against what those of the run held.
+"""`converters/megatron/dist/write.py`, `optimizer.py`: runs saved as LLM-jp v4's go on on other nodes: Megatron-LM
+fails to load them, loads what ckpt wrote, and holds the same.
 """
 
 from __future__ import annotations

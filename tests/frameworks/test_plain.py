@@ -1,8 +1,4 @@
-"""`converters/megatron/dist/plain_write.py`, `fsdp.py`: what Megatron-LM loads under torch's FSDP2 and Megatron-FSDP.
-
-0.19.2 as released loads no `torch_dcp`, whoever wrote it: `tests.frameworks.worker` passes on the argument that its
-chain of optimizers does not take.
-"""
+"""`converters/megatron/dist/plain_write.py`, `fsdp.py`: what Megatron-LM loads under FSDP2 and Megatron-FSDP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""`converters/megatron/remainders.py`: Transformer Engine's own Adam keeps 16 bits of each master.
-
-Its compiled part is `adam_double`, which keeps the whole masters beside: these are the truth.
+"""`converters/megatron/remainders.py`: Transformer Engine's own Adam keeps 16 bits of each master; `adam_double` keeps
+all.
 """
 
 from __future__ import annotations

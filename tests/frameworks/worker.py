@@ -1,19 +1,7 @@
-"""Runs of Megatron-LM itself on the CPU: `python -m tests.frameworks.worker jobs.jsonl`.
-
-Everything is Megatron-LM's own, from the wheel of megatron-core: its arguments, `setup_model_and_optimizer`,
-`load_checkpoint` and `save_checkpoint`.  Only the model's builder, which lies in scripts beside its packages, and the
-loop over the steps are here.  Each line of the file is a job on `ranks` processes:
-
-    arguments    Megatron-LM's command line, with --save if it is to save
-    load         a run's folder that it goes on from
-    frozen       a pattern: parameters whose names it is found in are not trained
-    steps        how many steps are trained before it saves
-    output       a folder for what its ranks then hold: `truth.safetensors`, every tensor in full, and `facts.json`,
-                 with the losses, the schedule and the param groups
-    fails        it is to fail: `output` has what each rank says, as `error-RANK.txt`
-
-All ranks are forked from a process that has imported Megatron-LM.  Nothing is imported at the top: a process that
-megatron-core spawns when it saves would import it again.
+"""Runs of Megatron-LM itself on the CPU: `python -m tests.frameworks.worker jobs.jsonl`.  A line is a job on `ranks`
+processes: `arguments` of Megatron-LM; `load`: a run to go on from; `frozen`: a pattern of names; `steps`; `output`: a
+folder for `truth.safetensors` and `facts.json`; `fails`: `output` gets `error-RANK.txt`.  Nothing is imported at the
+top, as processes that megatron-core spawns would import it again.
 """
 
 import json

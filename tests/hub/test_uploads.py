@@ -1,6 +1,4 @@
-"""`ckpt/commands/push/push.py`: what `ckpt push` takes from a folder, and a repository that holds other weights
-already.
-"""
+"""`ckpt/commands/push/push.py`: what `ckpt push` takes from a folder, and repositories with other weights."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`ckpt/commands/merge_lora/layer.py`, `ckpt/commands/merge_lora/empty_model.py`: PEFT's other kinds of adapters,
-merged layer by layer with the bits of PEFT's merge of the whole model.
-
-The cases are those of PEFT's own list (peft 0.21.2, `tests/test_custom_models.py`): each kind, the options with which
-PEFT tests that it merges, and the classes of layers that it knows.
+"""`ckpt/commands/merge_lora/layer.py`, `ckpt/commands/merge_lora/empty_model.py`: PEFT's other kinds, merged with its
+bits.  The cases are those of peft 0.21.2, `tests/test_custom_models.py`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters of every kind, each merged with the bits of PEFT's
-merge.
-
-The list is in PEFT's sdist, and not in its wheel: `make test-peft` unpacks the one of the installed version, and names
-its folder of tests in PEFT_TESTS.
+"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters, merged with its bits; `make test-peft` names its
+folder in PEFT_TESTS.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
 """`ckpt/commands/merge_lora/find.py`, `ckpt/adapters/config.py`, `converters/huggingface/peft.py`: other trainers'
-adapters.
-
-Those of verl are saved by torch's own DTensors on two ranks; the logits of mlx-lm's live model are in the fixture
-(fixtures/make_mlx.py); of others there is what they write in PEFT's layout, or a refusal with the way out.
+adapters: verl's DTensors of two ranks, mlx-lm's live logits, others in PEFT's layout or refused.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`ckpt/move/files.py`: staging and confinement: killed at every call, two writers at once, and filesystems that cannot
-do everything.
-"""
+"""`ckpt/move/files.py`: staging and confinement: kills at every call, two writers, and poor filesystems."""
 
 from __future__ import annotations
 

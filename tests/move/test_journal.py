@@ -39,10 +39,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def run(
     plan: Plan, out: Path, *, restart: bool = False, kill_at: float = 2.0, num_lines: int = 0
 ) -> tuple[int, FileDigests]:
-    """Bytes that were there already, and the digests; the process is killed when that part of the bytes is moved.
-
-    Where `num_lines` is given, those that move wait then until the journal has so many: the threads that hash follow
-    them as fast as a busy machine lets them.
+    """Return the bytes that were there already, and the digests; the process is killed when a part is moved, and with
+    `num_lines` once the journal has so many lines.
     """
     digests, moved = [], [0]
 

@@ -1,8 +1,5 @@
-"""The names in the mapping tables of published peers: `python -m tests.names.peer_names FOLDER`.
-
-FOLDER holds the unpacked wheels, as `megatron_bridge-0.3.1`, whose sources are read and never run.
-Writes `tests/names/peer_names.json`: for each peer and architecture, pairs of Megatron's name and the Hub's names, with
-`*` for a number and `**` for the rest of any name.
+"""Names in published peers' mapping tables: `python -m tests.names.peer_names FOLDER` reads unpacked wheels and writes
+`peer_names.json`: pairs of Megatron's name and the Hub's names, with `*` for a number and `**` for the rest.
 """
 
 from __future__ import annotations

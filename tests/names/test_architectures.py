@@ -1,7 +1,5 @@
-"""`converters/names/transformers/installed.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every
-architecture of transformers that can be built tiny: `ckpt convert full hf` against `save_pretrained`.
-
-Once with the tables that travel with ckpt alone, once with the installed transformers beside them.
+"""`converters/names/transformers/installed.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every tiny
+architecture of transformers against `save_pretrained`, with ckpt's tables alone and with transformers beside them.
 """
 
 from __future__ import annotations

@@ -1,10 +1,6 @@
 """`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `layers.py`, `unsupported.py`,
 `centred.py`, `architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`,
-`model/splits.py`: names of the Hub and of Megatron: tables, arrangement by hand-computed rows, padding, refusals;
-logits of both.
-
-The fast part needs no engine.  The slow part builds megatron-core's own GPTModel from the arguments that our tables
-make, compares all names and shapes, and runs the same weights in both models.
+`model/splits.py`: tables, rows by hand, padding, refusals; slow: names and logits of megatron-core's own models.
 """
 
 from __future__ import annotations
@@ -556,9 +552,7 @@ class TestArrangement:
         assert len(list(back.tensors["model.layers.0.mlp.experts.gate_up_proj", WEIGHT].fragments())) == 2 * 5
 
     def test_experts_keep_their_numbers(self, tmp_path: Path) -> None:
-        """Megatron-LM#5844: its converter looked experts up under stacked keys that its own schema did not have,
-        matched nothing, copied nothing and reported success.  Here every expert is compared, and a name that matches
-        nothing stops the conversion."""
+        """Compare every expert, and stop at a name that matches nothing (Megatron-LM#5844)."""
         hub, there = saved(tmp_path, "mixtral"), moved(tmp_path)
         for n in range(2):
             for e in range(5):
@@ -573,8 +567,7 @@ class TestArrangement:
         assert error.exit_code == 6 and error.fqn == name.format("stacked")
 
     def test_equal_values_say_nothing(self, tmp_path: Path) -> None:
-        """lmms-engine#160: shards of a norm that were all ones were taken for replicas, as they were equal, and seven
-        of eight dropped.  What is where follows from the names alone, whatever the values are."""
+        """Place tensors by names alone, whatever their values are (lmms-engine#160)."""
         saved(tmp_path, "qwen3_moe")
         ones = {name: torch.ones_like(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
         save_file(ones, tmp_path / "model.safetensors", {"format": "pt"})
@@ -587,8 +580,7 @@ class TestArrangement:
 class TestPadding:
     @pytest.mark.parametrize("tp, padded", [(1, 384), (2, 512), (3, 384), (8, 1024)])
     def test_rows_are_zero_up_to_what_megatron_pads_to(self, tmp_path: Path, tp: int, padded: int) -> None:
-        """Megatron-Bridge#1853: a vocabulary that ranks do not divide (259 tokens among 2, 3 or 8) could not be
-        imported, as nothing padded the Hub's tensors."""
+        """Pad a vocabulary that ranks do not divide (Megatron-Bridge#1853)."""
         hub, there = saved(tmp_path, "llama"), moved(tmp_path, tp=tp)
         for ours, theirs in ((EMBEDDING, "model.embed_tokens.weight"), (OUTPUT, "lm_head.weight")):
             found = there[ours][...]
@@ -598,8 +590,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
     def test_padding_is_cut_from_both_ends_of_the_model(self, tmp_path: Path, architecture: str) -> None:
-        """Megatron-Bridge#625: rows that Megatron had added to the embedding and the output layer went into the Hub's
-        files.  They are random here, as in a trained model; tied and not."""
+        """Cut rows that Megatron added, whatever they hold (Megatron-Bridge#625)."""
         hub = saved(tmp_path / "hub", architecture)
         there = moved(tmp_path / "hub")
         tensors = {name: there[name][...].clone() for name, _ in there.tensors}
@@ -633,8 +624,7 @@ class TestPadding:
         assert set(there.state.scalars["step"]) == set(there.state.param_groups[0].fqns)
 
     def test_param_groups_of_experts_are_those_of_the_others_elsewhere(self) -> None:
-        """DeepSpeed has a group with weight decay and one without; Megatron has experts apart, as other ranks have
-        them, and would have DeepSpeed refuse what it loads."""
+        """Join Megatron's param groups of experts with the others, as DeepSpeed expects."""
         there = to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
         names = [fqn for fqn, _ in there.tensors]
         experts = tuple(name for name in names if ".experts." in name)

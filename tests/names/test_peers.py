@@ -1,6 +1,5 @@
-"""`converters/names/megatron/table.py`, `rows.py`, `vision.py`: names of the tables against those in the mapping
-tables of megatron-bridge 0.3.1 and 0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5, which `tests/names/peer_names.py`
-read from their sources.
+"""`converters/names/megatron/table.py`, `rows.py`, `vision.py`: names against the tables of megatron-bridge 0.3.1 and
+0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5 (`peer_names.py`).
 """
 
 from __future__ import annotations

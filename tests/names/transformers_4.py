@@ -1,10 +1,5 @@
-"""Load what we write with transformers 4, and record the names that it finds.
-
-    python -m tests.names.transformers_4 write FOLDER       with this project's environment
-    PYTHON tests/names/transformers_4.py load FOLDER        with transformers 4.51 in another one
-
-`load` prints the types of models that load with no key missing or left over, as the JSON of `transformers_4.json`: a
-digest of the names for each type that has other names in memory.  The table was made with transformers 4.51.3.
+"""Load what we write with transformers 4, and record the names: `python -m tests.names.transformers_4 write FOLDER`,
+then `PYTHON tests/names/transformers_4.py load FOLDER` with transformers 4.51.3 prints `transformers_4.json`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Run under `tests.support.forked`: conversions that three ranks carry out together, and what goes wrong in one.
-
-    python -m tests.support.forked ckpt.api '[[3, "tests.processes.group_worker", ["SOURCE", "FOLDER"]]]'
-
-Each rank writes `FOLDER/RANK.json`: by scenario, the bytes that were there already, or the error.
+"""Conversions of three ranks together: each writes `FOLDER/RANK.json`: by scenario the bytes there already, or the
+error.
 """
 
 from __future__ import annotations

@@ -237,10 +237,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 def dequantized_by_transformers(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """The state dict of the dequantized model, in which a Conv1D has become a linear layer.
-
-    Without fp4's negative zeros, which some of bitsandbytes' code for CPUs makes.
-    """
+    """Return the state dict of the dequantized model, with linear layers for Conv1D, without fp4's negative zeros."""
     model = load(folder, device_map="cpu").dequantize(dtype)
     found = {name: tensor + 0 for name, tensor in model.state_dict().items()}
     if model.config.model_type == "gpt2":
@@ -315,10 +312,8 @@ def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
 def test_block_sizes_and_shapes_of_4_bits(
     kind: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In blocks of any size and over their edges.
-
-    bitsandbytes' AVX-512 code goes wrong where rows are no multiple of the block size: it is asked where they are, and
-    otherwise its code for all devices.
+    """Dequantize blocks of any size; bitsandbytes' AVX-512 code is asked only if rows are whole blocks, where it is
+    right.
     """
     bitsandbytes()
     from bitsandbytes.backends.default import ops

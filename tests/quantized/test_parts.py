@@ -1,8 +1,6 @@
-"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: parts of weights.
-
-`layouts.json` has the parts of one linear layer [128, 256] as libraries wrote them: llmcompressor 0.14.0.1 with
-compressed-tensors 0.20 (`oneshot`), torchao 0.18 through transformers 5.23, mlx-lm 0.30.  The layouts below it follow
-the code of AutoGPTQ, AutoAWQ, ModelOpt, FBGEMM, DeepSeek-V4 and transformers' fine-grained FP8 and MXFP4.
+"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: `layouts.json` has the
+parts of a linear layer by llmcompressor 0.14, torchao 0.18 and mlx-lm 0.30; other layouts follow the code of their
+libraries.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`converters/quantized/states.py`: optimizer states of 8 and 4 bits (torchao, bitsandbytes), as torch, FSDP2 and
-DeepSpeed saved them, and what is odd.
-
-The checkpoints, and what the libraries compute of them, are made by `fixtures/make_quantized.py`.
+"""`converters/quantized/states.py`: states of 8 and 4 bits by torchao and bitsandbytes; `fixtures/make_quantized.py`
+made them.
 """
 
 from __future__ import annotations
@@ -401,10 +399,7 @@ def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) 
 def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_others_do(
     sample: str, format: str, name: str, at: int, tmp_path: Path
 ) -> None:
-    """A size or stride within one torchao object, its checksum made true again: the state was left out.
-
-    Where all of a kind are of another form it may be that of a new torchao: that is said, and the weights are moved.
-    """
+    """Refuse a torchao object whose size contradicts others; if all of a kind differ, say so and move the weights."""
     run = Path(shutil.copytree(FIXTURES / sample, tmp_path / "run"))
     file = run / name
     content = bytearray(file.read_bytes())

@@ -1,8 +1,4 @@
-"""`ckpt/runs/choosing.py`: all commands choose the same checkpoint of a folder, however the folder is reached.
-
-Every fixture and a set of run folders made of them are asked as they are and in disguises: copied, with scrambled file
-times, below another parent, through a symlink, and read-only.
-"""
+"""`ckpt/runs/choosing.py`: all commands choose the same checkpoint, in every disguise of a folder."""
 
 from __future__ import annotations
 

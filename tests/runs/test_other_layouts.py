@@ -1,7 +1,5 @@
-"""`ckpt/runs/opening.py`: folders that are of no format here: the message says what is there, and what to do.
-
-The names are those that the frameworks write: deepspeed 0.19.8 (runtime/engine.py, `_get_expert_ckpt_name`,
-`_get_optimizer_ckpt_name`, `_get_ckpt_name`), diffusers' training scripts, NeMo 1's EMA callback.
+"""`ckpt/runs/opening.py`: folders of no format: the message says what is there.  Names are those of deepspeed 0.19.8,
+diffusers and NeMo 1.
 """
 
 from __future__ import annotations

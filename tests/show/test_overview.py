@@ -1,6 +1,4 @@
-"""`ckpt/commands/inspect/overview.py`, `parts.py`: the description of one checkpoint: what it counts, and that nothing
-in it can harm a terminal or a JSON reader.
-"""
+"""`ckpt/commands/inspect/overview.py`, `parts.py`: what the description counts, and that it harms no terminal."""
 
 from __future__ import annotations
 

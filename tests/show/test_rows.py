@@ -1,6 +1,5 @@
 """`ckpt/commands/inspect/rows.py`, `sketch.py`, `ckpt/pictures/canvas.py`, `ckpt/commands/inspect/svg.py`,
-`summary.py`: the picture of who holds what: its boxes against known layouts and against counting, and that nothing is
-left out.
+`summary.py`: boxes of the picture against known layouts and against counting.
 """
 
 from __future__ import annotations

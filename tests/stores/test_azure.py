@@ -1,7 +1,4 @@
-"""`ckpt/stores/objects.py`: Azure's store, whose listing has ETags without the quotes that its headers have.
-
-The answers are in the form of Azurite's, Microsoft's own emulator (3.35), in which the product was tried by hand.
-"""
+"""`ckpt/stores/objects.py`: Azure's listing has ETags without quotes; answers have the form of Azurite 3.35."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ckpt/stores/objects.py`: Google's store by its XML API, in which obstore speaks to it, and which is S3's: moto's S3
-server answers.
-
-What Google's own server does otherwise, its credentials among it, is not seen here.
-"""
+"""`ckpt/stores/objects.py`: Google's store by its XML API, answered by moto's S3 server; credentials are not tested."""
 
 from __future__ import annotations
 

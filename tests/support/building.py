@@ -1,7 +1,4 @@
-"""ZeRO checkpoints built by hand with `torch.save`: layouts that today's DeepSpeed does not write, and broken ones.
-
-Written from deepspeed/runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`), apart from the code that reads them.
-"""
+"""ZeRO checkpoints by hand after runtime/zero/stage_1_and_2.py and stage3.py, apart from the code that reads them."""
 
 from __future__ import annotations
 

@@ -11,9 +11,8 @@ from tests.support.commands import ckpt as run_ckpt
 
 
 def refused(source: Path, code: int, *words: str, format: str = "auto", options: tuple[str, ...] = ()) -> str:
-    """Converting ends in this exit code and says these words; nothing is written, replaced or changed.
-
-    Tried twice: with no destination there, and over one that is.
+    """Assert that converting ends in this exit code and says these words, with and without a destination, and touches
+    nothing.
     """
     before = snapshot(source)
     destination = source.parent.parent / "output" / "out"

@@ -1,9 +1,5 @@
-"""Run under torchrun: for each line of a file, an unmodified engine of torch's loads DCP and says what it holds.
-
-    torchrun --nproc-per-node 3 -m tests.support.dcp_loading jobs.jsonl
-
-A line has options of the trainer, with `resume` the folder given to `torch.distributed.checkpoint.load` and `output`
-where the truth goes, as `output/truth.safetensors`.  No step is taken.
+"""An unmodified engine of torch's loads DCP: `torchrun ... -m tests.support.dcp_loading jobs.jsonl`;
+`output/truth.safetensors` gets what it holds of `resume`.
 """
 
 from __future__ import annotations

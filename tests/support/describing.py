@@ -8,9 +8,8 @@ from tests.support.engines import Truth
 
 
 def assert_equals_truth(checkpoint: Checkpoint, truth: Truth) -> int:
-    """Every tensor of the description is in the truth, bit for bit, and the other way round.  Returns how many.
-
-    Stage 3 stores no weights of trainable parameters: what the truth has of these must be stored as masters.
+    """Assert that description and truth have the same tensors, bit for bit; stage 3 stores trainable ones as masters
+    alone.
     """
     stored = {key: tensor for key, tensor in checkpoint.tensors.items() if key[0] not in truth.ties}
     assert not set(stored) - set(truth.tensors), "tensors that the engine does not know"

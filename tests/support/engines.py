@@ -103,10 +103,7 @@ def launch(jobs: list[dict[str, Any]], world_size: int, folder: Path, module: st
 
 
 def launch_in_turn(starts: Iterable[tuple[int, list[dict[str, Any]]]], folder: Path, module: str = "train") -> None:
-    """`launch` of several numbers of processes and their jobs, one after the other.
-
-    All are forked from one process that has imported the engines.  What they save is kept (`tests.support.kept`).
-    """
+    """`launch` several numbers of processes in turn, forked from one with the engines; keep the results."""
     texts = [(world_size, "".join(json.dumps(job) + "\n" for job in jobs)) for world_size, jobs in starts]
     made(folder, (module,), repr(texts), lambda: _launch(texts, folder, module))
 
@@ -147,10 +144,7 @@ def fork(starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout
 def outcome(
     starts: Sequence[tuple[Any, ...]], preload: Sequence[str] = (), timeout: float = 1200
 ) -> tuple[int, str, str]:
-    """Run what `forked` says; returns its exit code and both streams.
-
-    One process of each that tests has imported what launches share, and forks them: it serves until that one ends.
-    """
+    """Run what `forked` says; return its exit code and both streams."""
     # Compiling megatron-core's small fused functions takes longer than all that they do here.
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "TORCHDYNAMO_DISABLE": "1"}
     env.pop("PYTEST_CURRENT_TEST", None)

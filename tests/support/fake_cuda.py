@@ -1,9 +1,5 @@
-"""A double of torch.cuda, installed where this is imported: as many GPUs as GPU_DOUBLES says, which are the CPU.
-
-What the bundled trainer asks of torch.cuda is answered as GPUs would, tensors made or moved there stay on the CPU,
-and files are tagged as written from there.  A process that has taken the CPU (DS_ACCELERATOR) sees none of them.
-DeepSpeed need not be installed.  What a GPU computes, how its kernels round and how much memory they take is
-none of it.
+"""A double of torch.cuda: GPU_DOUBLES GPUs that are the CPU, hidden from processes with DS_ACCELERATOR.  Nothing of a
+GPU's arithmetic or memory is in it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,7 @@
 """Ranks forked from one process that has imported what they need: `python -m tests.support.forked PRELOAD STARTS`.
-
-Importing torch, DeepSpeed and transformers in each rank takes longer than most jobs do.  PRELOAD is a list of modules
-with commas between them; STARTS is JSON, a list of [number of ranks, module, its arguments], which are started one
-after the other.  Each rank finds the environment that torchrun's agent would give it, and calls the module's `main()`.
-What torchrun itself does is tested by the tests that start it.
-
-Without arguments it serves (`tests.support.engines.fork`): each line of its input is the JSON of a launch, for which it
-forks a process of its own, once it has imported the packages that are `shared`.  None of them is this repository's:
-what our modules change in them is changed in that launch alone.
-
-Nothing is imported here: a process that megatron-core spawns when it saves would import it again.
+PRELOAD: modules with commas; STARTS: JSON, a list of [ranks, module, arguments].  Each rank calls the module's `main()`
+in torchrun's environment.  Without arguments it serves launches, one JSON on each line.  Nothing is imported here, as
+processes that megatron-core spawns would import it again.
 """
 
 import gc

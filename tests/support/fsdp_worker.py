@@ -1,12 +1,6 @@
-"""One rank that trains a small model under torch's own FSDP and saves it: the files that the tests read.
-
-    python -m tests.support.forked '' '[[WORLD_SIZE, "tests.support.fsdp_worker", ["KIND", "FOLDER"]]]'
-
-KIND is fsdp2, unfrozen (the same, all trained), hsdp, tp, fsdp1, fsdp1_untied, local, or flat: FSDP1 as verl has it, on
-a device mesh, its layers wrapped, with flat parameters.  With load- before it, FOLDER is loaded as Accelerate does.
-KIND verl loads the folders in FOLDER, each for the kind that it is named by, as verl does.
-FOLDER/ranks has the files of all ranks as verl saves them, FOLDER/full what Accelerate saves with FULL_STATE_DICT (by
-the same functions of torch), which is the truth.  Imports nothing of ours.
+"""One rank that trains a small model under torch's FSDP and saves it, with the arguments KIND and FOLDER.  KIND is
+fsdp2, unfrozen, hsdp, tp, fsdp1, fsdp1_untied, local or flat (as verl has it); load-KIND loads FOLDER as Accelerate
+does, `verl` as verl does.  FOLDER/ranks gets files by rank, FOLDER/full the truth.  Imports nothing of ours.
 """
 
 from __future__ import annotations

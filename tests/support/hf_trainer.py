@@ -1,12 +1,5 @@
-"""Runs through transformers.Trainer: DeepSpeed or, by Accelerate, FSDP, with the bundled trainer's models and data.
-
-`tests.support.engines.launch` runs this module with a file of jobs.  A job is a configuration of the bundled trainer;
-one without `"through": "trainer"` is left to its own loop.  The folders are the users' own:
-
-    OUTPUT/checkpoint-N/{config.json, trainer_state.json, training_args.bin, scheduler.pt, rng_state_R.pth, ...}
-
-and in it {latest, global_stepN/, model.safetensors}, {pytorch_model_fsdp_0/, optimizer_0/} (--save dcp) or
-{pytorch_model_fsdp.bin, optimizer.bin, model.safetensors} (--save full).  The truth stands beside them.
+"""Runs through transformers.Trainer with DeepSpeed or FSDP, in the users' own folders, with the truth beside them; a
+job without `"through": "trainer"` is left to the trainer's own loop.
 """
 
 from __future__ import annotations

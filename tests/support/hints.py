@@ -1,9 +1,6 @@
-"""Hints of errors, typed as a user would type them: each one has to lead on.
-
-Every command that a test runs and that ends with an error passes through `check_hint`; errors of Python calls come from
-`tests.support.python_hints`. A command in the hint is run, an option in it is added to the failed command. The same
-error again means that the hint does not help. It all happens in a copy of the test's folder, and once for each wording
-of a hint. A hint without anything to try has to be of a kind in `tests.support.advice`.
+"""Hints of errors, typed as users would: a command in a hint is run, an option is added, in a copy of the test's folder
+and once for each wording; the same error again means that the hint does not help.  A hint without anything to try has
+to be of a kind in `tests.support.advice`.
 """
 
 from __future__ import annotations

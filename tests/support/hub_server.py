@@ -1,9 +1,5 @@
-"""The part of the Hugging Face Hub that huggingface_hub talks to when it uploads, as an HTTP server on the loopback.
-
-Written from the library's client (huggingface_hub 2.4: `_commit_api.py`, `lfs.py`, `hf_api.py`, `_upload_pipeline.py`)
-and, for Xet, from what hf_xet 1.8 sends: repositories, branches, upload modes, the LFS batch interface with single and
-multipart uploads, Xet's store (tests/support/xet.py), commits, pull requests and trees.  Contents are kept in memory.
-Faults are asked for by its attributes.
+"""The part of the Hub that huggingface_hub 2.4 and hf_xet 1.8 talk to when they upload, on the loopback and in memory.
+Faults are asked for by attributes.
 """
 
 from __future__ import annotations
@@ -62,12 +58,9 @@ class _NoRevisionError(LookupError):
 
 
 class HubServer:
-    """Use as a context manager; `endpoint` is its address.
-
-    `drop` counts uploads whose connection is closed in the middle, `refuse` names the upload (from 0) from which on all
-    are refused, `hold` makes uploads behind the first wait (for Xet: all), `corrupt` is a file whose content
-    changes on arrival, `ignored` one that a .gitignore names, `status` says what is answered to requests whose method
-    and path match, and those that `silent` matches get no answer before the end.
+    """Context manager with an `endpoint`.  `drop` uploads are cut, from upload `refuse` on all are refused, `hold`
+    makes later ones wait, `corrupt` is a file that changes on arrival, `ignored` one of a .gitignore, `status` and
+    `silent` match requests.
     """
 
     def __init__(self) -> None:

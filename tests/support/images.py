@@ -1,8 +1,5 @@
-"""Images for tiny models that see: transformers' whole model, and its tower with Megatron's names before megatron-core.
-
-A model of Megatron-Bridge's is transformers' modules around megatron-core's GPTModel.  The modules are made anew here,
-loaded by name from the tensors that the conversion put beside the language model, and what they make of an image takes
-the place of its tokens.
+"""Images for tiny models that see: transformers' whole model, and its tower with Megatron's names before
+megatron-core's GPTModel, as Megatron-Bridge builds it.
 """
 
 from __future__ import annotations
@@ -34,11 +31,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor], forward: Forward) -> float | None:
-    """The largest difference of logits of an image between text; None where megatron-core cannot compute them.
-
-    `tensors` has all tensors under Megatron's names; `forward` is megatron-core's model, of tokens, positions and
-    embeddings.
-    """
+    """Return the largest difference of logits of an image between text; None if megatron-core cannot compute them."""
     _load(model, tensors)
     if architecture in TEXT_ALONE:
         return None
@@ -56,10 +49,7 @@ def difference(model: Any, architecture: str, tensors: Mapping[str, torch.Tensor
 
 
 def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
-    """Names of tensors that megatron-core's own loader takes otherwise from a `torch_dist` checkpoint that we write.
-
-    Its sharded state dict is that of a model of which GPTModel is `language_model`.
-    """
+    """Return names of tensors that megatron-core's loader takes otherwise from our `torch_dist` checkpoint."""
     from megatron.core import dist_checkpointing
     from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
@@ -80,10 +70,8 @@ def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
 
 
 def misplaced(model: Any, chunk: Any, args: Any, folder: Path) -> list[str]:
-    """Names of parameters whose states of Adam Megatron's own optimizer has for another parameter, or not at all.
-
-    It numbers the parameters of a model as Megatron-Bridge builds one: transformers' modules first, then GPTModel.  The
-    states are those of a run of transformers' model, in a folder of HF Trainer, and go into the `torch` format.
+    """Return names of parameters whose Adam states Megatron's optimizer misplaces: it numbers transformers' modules
+    first.
     """
     from megatron.core import tensor_parallel
     from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig

@@ -1,7 +1,4 @@
-"""What real engines write is kept between test runs: the same jobs on the same files, by the same code and packages.
-
-`CKPT_TEST_CACHE` is the folder (`build/test-cache`); where it is empty, nothing is kept and engines train anew.
-"""
+"""What engines write is kept by digest of jobs, files, code and packages in CKPT_TEST_CACHE (`build/test-cache`)."""
 
 from __future__ import annotations
 
@@ -25,11 +22,8 @@ UNUSED = 7 * 86400  # seconds after which what no test run has used is removed
 
 
 def made(folder: Path, modules: tuple[str, ...], words: str, make: Callable[[], object]) -> None:
-    """Put into `folder` what `make()` does, which runs these modules with `words`: a copy, where it did so before.
-
-    What was there before, and what stands at other paths that `words` name, is read, and is part of what must be the
-    same.  The copy is the test's own, to be changed as it likes.  Nothing is kept of modules that import what is
-    tested, nor where `words` name an output elsewhere.
+    """Put into `folder` what `make()` does, or a kept copy of it.  Nothing is kept of modules that import what is
+    tested, nor if `words` name an output elsewhere.
     """
     entry = _entry(folder, modules, words)
     if entry is None:

@@ -14,9 +14,8 @@ _TOWER = re.compile(
 
 
 def save_loaded(model: Any, folder: Path) -> None:
-    """Save `model`, name its CLIP or SigLIP tower as releases on the Hub do, load it, and save it again.
-
-    A model that `from_pretrained` does not read back as it was saved stays so.
+    """Save `model`, name its tower as releases on the Hub do, load it, and save it again, if `from_pretrained` reads it
+    back.
     """
     model.save_pretrained(folder)
     vision = getattr(model.config, "vision_config", None)

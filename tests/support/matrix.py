@@ -1,13 +1,6 @@
-"""Every format to every other one, for other numbers of ranks: against the engine that wrote, and the one that loads.
-
-Each source is a real run whose live engine gathered the truth.  Each conversion is compared with it twice, tensor by
-tensor and bit by bit: as the files say (read by `tests.support.describing`, with nothing of the code that converts),
-and as the target's own unmodified framework gathers it after loading, in processes that know nothing of the converter.
-
-Sources take turns with four models: the toy (odd shapes, parameters of no dims and of fewer elements than ranks, frozen
-and tied ones, buffers), qwen2 (tied) with its embeddings and a layer frozen, gpt2 (tied) and llama.  Every pair of
-formats is converted from 1, 2, 3 and 4 ranks to 1, 2, 3 and 4 in some order, and all orders appear; each stage of ZeRO
-to itself from all numbers to all.
+"""Every format to every other one for other numbers of ranks: each conversion is compared with what the live source
+gathered, by the files and as the target's own framework loads them.  Four models take turns: the toy, qwen2, gpt2 and
+llama.
 """
 
 from __future__ import annotations
@@ -233,11 +226,8 @@ def cast(value: Raw, dtype: str) -> Raw:
 
 
 def compare(truth: Truth, found: Mapping[Key, Raw], *, trained_only: bool, weights_only: bool) -> int:
-    """Hold every tensor of `found` against the truth, and the other way round.  Returns how many are equal.
-
-    A parameter has one value, its master, or its weight where that is what the optimizer steps; masters and states are
-    equal in their own dtype, weights are the value rounded to theirs.  `trained_only` where frozen parameters and
-    buffers are not moved, `weights_only` where the optimizer is not.  AssertionError names what differs.
+    """Hold every tensor of `found` against the truth both ways, and return how many are equal.  Weights are the value
+    rounded to their dtype; `trained_only` and `weights_only` leave out what a target does not move.
     """
     live = {key: value for key, value in truth.tensors.items() if key[0] not in truth.ties}
     frozen = set(truth.metadata.get("frozen", ()))

@@ -1,16 +1,6 @@
-"""Run under torchrun: for each line of a file, an unmodified framework loads a checkpoint and tells what it has.
-
-    torchrun --nproc-per-node 3 -m tests.support.matrix_loading jobs.jsonl
-
-A line has options of the trainer, with `resume` the folder to be loaded and `output` where the truth goes, as
-`output/truth.safetensors`; and `loader`:
-
-    zero      DeepSpeed's `load_checkpoint`; `load` are further arguments of it
-    dcp       `torch.distributed.checkpoint.load` into FSDP; `folders` as in tests/support/dcp_loading.py
-    full      Accelerate's functions for FULL_STATE_DICT, into FSDP
-    hf        `from_pretrained` on the first rank
-
-No step is taken.  Imports nothing of the converter, so that the report comes from the framework alone.
+"""An unmodified framework loads a checkpoint: `torchrun ... -m tests.support.matrix_loading jobs.jsonl`.  A line has
+`resume`, `output` for the truth, and `loader`: zero (`load` are arguments), dcp (`folders`), full or hf.  Imports
+nothing of the converter.
 """
 
 from __future__ import annotations

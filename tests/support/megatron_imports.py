@@ -1,7 +1,5 @@
-"""All that megatron-core imports on the way: for a process that ranks are forked from, each of which needs it.
-
-What megatron-core does of all ranks' processes, groups and files beside that costs more than all that it computes here:
-so what it writes is written by threads, and groups stay open from one run to the next.  Neither changes what is saved.
+"""Everything that megatron-core imports, for a process that ranks are forked from; files are written by threads, and
+groups stay open.
 """
 
 import importlib

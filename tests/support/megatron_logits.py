@@ -1,9 +1,5 @@
-"""The same weights in transformers' and in megatron-core's model, on one rank of `tests.support.engines.fork`.
-
-For each case one line of JSON: the names whose shapes are not those of megatron-core's GPTModel, the arguments that
-are not those which the trainer makes from the same config by code of its own, and the largest difference of logits,
-once with transformers' weights moved to megatron-core and once with megatron-core's own moved to transformers.
-Everything is in fp32 on one process.
+"""The same weights in transformers and in megatron-core: for each case a line of JSON with shapes, arguments and
+differences of logits both ways, in fp32.
 """
 
 from __future__ import annotations
@@ -263,10 +259,7 @@ def _difference(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def _latent_attention() -> Any:
-    """megatron-core 0.16.1 gives latent attention's inner attention two arguments that only Transformer Engine's takes.
-
-    Its own computes the same without them, as its sizes come from `kv_channels` and the tensors.
-    """
+    """Drop two arguments of latent attention that megatron-core 0.16.1 gives and only Transformer Engine takes."""
     from contextlib import ExitStack
 
     from megatron.core.models import backends

@@ -1,8 +1,4 @@
-"""BERT and Mamba of megatron-core, which the trainer does not train, built of a checkpoint's arguments like GPT.
-
-What Mamba takes from mamba-ssm, which needs a GPU, has stand-ins: the scan over the sequence and the gated norm behind
-it.  All else is megatron-core's own.
-"""
+"""BERT and Mamba of megatron-core built of a checkpoint's arguments; stand-ins replace mamba-ssm, which needs a GPU."""
 
 from __future__ import annotations
 

@@ -1,13 +1,5 @@
-"""One rank of `tests.support.megatron_runs`, which `tests.support.engines.launch` starts with a file of jobs.
-
-Each line of the file is a configuration of the trainer:
-
-    megatron, `saves`   trains, saves once for each of `saves` (a folder's name: options of the trainer) into
-                        `output/<name>`, with the truth that the engine gathers beside it
-    megatron, `resume`  megatron-core loads the folder of one iteration as Megatron-LM does, strictly; the truth that
-                        it then gathers goes to `output/truth`
-    `loader`            another framework loads: see `tests.support.matrix_loading`
-    any other           a run of the trainer
+"""One rank of `tests.support.megatron_runs`.  A line: megatron with `saves` (folders by options) or `resume` (truth to
+`output/truth`), `loader` (see `matrix_loading`), or a run of the trainer.
 """
 
 import functools

@@ -42,12 +42,9 @@ class Request(NamedTuple):
 
 @dataclass
 class Faults:
-    """What goes wrong, and how many times; of objects' own GETs, or of PUTs and POSTs where `writes`.
-
-    `status` answers with an error; `cut` closes the connection in mid-body, of writes before the answer; `slow` sends
-    the rest after a pause of so many seconds.  `expired` refuses everything as the store does for old credentials, and
-    `before` is called with each request.  `no_etags` leaves the ETags out of listings and answers; `never_ends` lists
-    the same objects again and again.
+    """What goes wrong, and how many times: `status` answers with an error, `cut` closes in mid-body, `slow` pauses,
+    `expired` refuses all, `before` sees requests, `no_etags` and `never_ends` spoil listings; `writes` is for PUTs and
+    POSTs.
     """
 
     status: int = 0

@@ -1,11 +1,6 @@
-"""What a page shows: the commands of its blocks and what they print, to be compared with what they really print.
-
-A block of a terminal is indented, or fenced without being a program or a configuration.  `$ ` begins a command.  The
-lines behind it, up to the next command or the end of the block, are all that it prints: both streams, in order, blank
-lines at either end apart.  `...` stands for any lines where it is a line, and for any text within a line: for what is
-too long, and for what another machine prints otherwise (losses, times, paths).  The time and the rate of a conversion
-may be any.  Where no command of a block is followed
-by a line, the block shows commands alone.
+"""Commands of a page's blocks and what they print, compared with what is printed now.  `$ ` begins a command, and the
+lines below are all that it prints; `...` stands for any lines or text, and times may be any.  A block without output
+shows commands alone.
 """
 
 from __future__ import annotations
@@ -99,10 +94,8 @@ def differences(shown: list[str], printed: str) -> str:
 
 
 def row_differs(page: str, name: str, cells: Mapping[str, str], within: float = 1e-3) -> str:
-    """How a row that a test prints differs from the page's row, or rows, of that name; empty where one is the same.
-
-    Losses are what a machine's rounding makes of them: they may differ by a thousandth.  How far losses are apart
-    (`7.5e-05`, or `equal`) is that rounding alone, and is not compared; the tests have bounds of their own for it.
+    """Return how a printed row differs from the page's row of that name: numbers within a thousandth; how far losses
+    are apart is rounding, and is not compared.
     """
     rows = [re.split(r" {2,}", line.strip()) for block in blocks(page) for line in block.lines]
     shown = [row for first, *row in rows if first == name]

@@ -111,9 +111,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
 
 
 def as_neox(step: Path) -> None:
-    """A run's four layers under GPT-NeoX's names (gpt-neox, megatron/model/gpt2_model.py): numbers shifted behind the
-    last transformer layer, `attention`, `norm` and `final_linear`, and rotary frequencies in every layer.
-    """
+    """Rename a run's four layers as gpt-neox's gpt2_model.py does, with rotary frequencies in every layer."""
 
     def renamed(number: int, name: str) -> str:
         new = name.replace("self_attention.", "attention.").replace("lm_head.", "final_linear.")
@@ -143,9 +141,8 @@ def as_neox(step: Path) -> None:
 
 
 def load_all(loads: Sequence[tuple[Run, Path, int]], folder: Path) -> list[Path]:
-    """Resume each run from a checkpoint, in one launch; returns the run folders.
-
-    The number is of steps to take: with 0, the engine saves what it has loaded, beside the truth of it.
+    """Resume each run in one launch and return the folders; with 0 steps the engine saves what it loaded, with the
+    truth.
     """
     jobs: dict[int, list[dict[str, Any]]] = {}
     outputs = [folder / f"loaded-{number}" for number in range(len(loads))]

@@ -1,8 +1,5 @@
-"""One rank of `tests.support.pipeline_runs`: trains, or only loads a checkpoint and says what the engine has.
-
-Each line of the file of jobs is a configuration of the trainer.  With `steps` 0, `resume` is loaded by plain
-`load_checkpoint` (without the optimizer where there is none), the truth is gathered, and where `save_every` is set the
-engine saves what it has loaded.
+"""One rank of `tests.support.pipeline_runs`: a line is a run of the trainer; with 0 `steps` it loads `resume` and
+gathers the truth.
 """
 
 import gc

@@ -1,9 +1,4 @@
-"""Hints of errors that public functions of ckpt raise, tried as keywords: each one has to lead on.
-
-Every public function that a test calls is watched. If it raises CkptError, each keyword in the hint has to be one that
-the function takes, and a second call with that keyword must not end with the same error. The second call happens in a
-copy of the test's folder, once for each wording of a hint.
-"""
+"""Hints of errors that public functions raise, tried as keywords in a copy of the folder, once for each wording."""
 
 from __future__ import annotations
 

@@ -1,18 +1,6 @@
-"""Run under torchrun: for each line of a file, a run of the trainer, and with which options its optimizer stepped.
-
-    torchrun --nproc-per-node 3 -m tests.support.resume_worker jobs.jsonl
-
-A line has options of the trainer.  Besides,
-
-    save_at   the only step after which the run saves (none: 0)
-    copied    a run folder and where to put a copy of it first
-    commands  command lines of `ckpt` to run first
-    anywhere  arguments of ckpt.resume, which all ranks call: what it returns is resumed from
-    loaded    true where the truth of what was loaded is written before the first step, as truth/loaded.safetensors
-    sees      true where the model has a vision tower (`tests.support.seeing`)
-    forget    true where Megatron's optimizer states are then set to zero in what is resumed from
-
-`output/options.json` gets, for each step, the options of every param group before it.
+"""Runs of the trainer, and the options with which the optimizer stepped, in `output/options.json`.  Besides the
+trainer's options a line has `save_at`, `copied` (a folder and its copy), `commands` of ckpt to run first, `anywhere`
+(arguments of ckpt.resume), `loaded` (write the truth first), `sees` (a tower) and `forget` (zero the states).
 """
 
 from __future__ import annotations
@@ -65,10 +53,7 @@ def main() -> None:
 
 @contextlib.contextmanager
 def recorded(config: Config, writes: bool = False) -> Iterator[Config]:
-    """While this is open, the engines of a run note the options of their param groups before every step.
-
-    With `writes`, the truth of what an engine has loaded as well, before the first.
-    """
+    """Note the options of param groups before every step; with `writes` also what an engine has loaded."""
     module, name = loop.ENGINES[config.strategy]
     kind: Any = getattr(importlib.import_module(module), "MegatronEngine" if config.strategy == "megatron" else name)
     original, used = kind.train, []

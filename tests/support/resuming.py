@@ -47,11 +47,8 @@ class Run:
 
 @dataclass(frozen=True)
 class Row:
-    """From one run to another.
-
-    `through` are the formats that the checkpoint is converted to in turn; without, `ckpt.resume` makes it fit.
-    `load` is DeepSpeed's config for that, `own` the trainer's options for going on without a conversion, by what the
-    target's framework does itself.
+    """From one run to another: `through` are formats in turn, else `ckpt.resume` makes it fit; `load` is DeepSpeed's
+    config, `own` the options of going on without a conversion.
     """
 
     source: Run

@@ -1,7 +1,5 @@
-"""Qwen2.5-VL as Megatron-Bridge builds it, for the trainer: transformers' tower before megatron-core's GPTModel.
-
-While `sees` is open, the trainer's engine of megatron-core builds this of Qwen2's sizes.  What the tower makes of one
-image is added to the first embeddings of every sequence, so that it is trained as well.
+"""Qwen2.5-VL as Megatron-Bridge builds it: while `sees` is open, the trainer's megatron-core has a tower that is
+trained too.
 """
 
 from __future__ import annotations

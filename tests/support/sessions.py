@@ -1,11 +1,11 @@
 """Sessions of a terminal, kept in text files: what is typed, all that it prints, and the exit code.
 
 A file of `tests/golden` has any number of sessions.  Each begins with a line `== NUMBER. TITLE` and runs in an empty
-folder of its own.  `$ ` begins a command, and the lines below it are its whole output in the order of printing: those
-of stderr begin with `! `, and `[4]` is the exit code if it is not 0.  `ckpt` runs in this process, a verb that a test
-module gives calls its function, `cd` and `export` last until the session ends, and anything else goes to `sh`.
-`ckpt ... | grep x` shows a part of what
-a command prints that succeeds.  A command that is refused must leave every file as it was.  CKPT_GOLDEN=write in the environment writes what is printed.
+folder of its own, `$HERE`.  `$ ` begins a command, and the lines below it are its whole output in the order of
+printing: lines of stderr begin with `! `, and `[4]` is the exit code if it is not 0.  `ckpt` runs in this process, a
+verb calls its function, `cd` and `export` last until the session ends, and anything else goes to `sh`.
+`ckpt ... | grep x` shows a part of what a successful command prints.  A refused command must leave every file as it
+was.  CKPT_GOLDEN=write in the environment writes what is printed.
 """
 
 from __future__ import annotations

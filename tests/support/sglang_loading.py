@@ -1,9 +1,4 @@
-"""Run by a Python that has sglang: `sglang_loading.py BASE ADAPTER OUTPUT` writes the adapter as sglang stacks it.
-
-It is sglang's own code that reads an adapter's config and tensors and stacks them by the layers that it serves
-(`sglang.srt.lora`); no engine is started, as sglang's takes a GPU.  Packages that it imports and that have no build for
-CPUs are stand-ins, and take no part.
-"""
+"""`sglang_loading.py BASE ADAPTER OUTPUT`: sglang's own code reads and stacks the adapter, without an engine."""
 
 from __future__ import annotations
 

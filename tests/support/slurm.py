@@ -1,8 +1,5 @@
-"""A real Slurm cluster of two nodes, n1 and n2, on this one machine: `cluster` of tests/conftest.py starts it once.
-
-It needs root and Debian's packages slurm-wlm and munge; `missing()` says what is not there.  Its munge daemon, ports
-and files are its own.  `scontrol show hostnames` gives names that must resolve, so n1 and n2 stand in /etc/hosts while
-it runs.  `python -m tests.support.slurm FOLDER` waits for the end of its input, and stops what runs in FOLDER.
+"""A real Slurm cluster of two nodes on this machine, for root with slurm-wlm and munge; `missing()` says what lacks.
+`python -m tests.support.slurm FOLDER` stops what runs in FOLDER when its input ends.
 """
 
 from __future__ import annotations
@@ -91,10 +88,7 @@ class Cluster:
         self.wait(lambda: self.job(number)["JobState"] in states, f"job {number} in {', '.join(states)}", timeout)
 
     def wait_for_requeue(self, number: str, times: str) -> None:
-        """Returns when the job has been requeued so many times, and may start again.
-
-        Slurm 22.05 takes a start in the second of the requeue for the one that was ended ("Job credential revoked").
-        """
+        """Wait until the job has been requeued so many times; Slurm 22.05 needs a second between."""
         self.wait(lambda: self.job(number).get("Restarts") == times, f"job {number} requeued")
         requeued = time.monotonic()
         self.wait(lambda: time.monotonic() > requeued + 2, "another second")

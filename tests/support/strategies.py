@@ -1,7 +1,4 @@
-"""Random ways to cut tensors into fragments, and a plain numpy reading of what fragments say.
-
-The files here are numpy arrays by path, of one element per item: position p of `store[path]` is byte `p * itemsize`.
-"""
+"""Random ways to cut tensors, and a numpy reading of them: files are arrays of one element per item."""
 
 from __future__ import annotations
 
@@ -74,10 +71,7 @@ def tilings(draw: st.DrawFn, shape: Shape) -> list[Region]:
 
 @st.composite
 def extents(draw: st.DrawFn, region: Region, path: str, dtype: DType = FLOAT32) -> tuple[Extent, int]:
-    """An extent for `region`, and the number of elements its file must have.
-
-    A box may lie transposed and with gaps; a flat range is one run.  Some elements of the file lie before it.
-    """
+    """Return an extent for `region` and its file's number of elements; a box may lie transposed and with gaps."""
     before = draw(st.integers(0, 3))
     if isinstance(region, FlatRange):
         return Extent.contiguous(path, before * dtype.itemsize, dtype, (region.numel,)), before + region.numel

@@ -1,7 +1,4 @@
-"""Released models whose classes no transformers has, by classes of transformers that compute the same.
-
-A twin's tensors get the release's names, and its config the release's words; and back again, for what ckpt wrote.
-"""
+"""Released models that no transformers has, by twins of other classes with the release's names and words."""
 
 from __future__ import annotations
 

@@ -1,9 +1,5 @@
-"""A user's script with transformers' Trainer, on forked ranks: what it trained on is noted, and it may be stopped.
-
-    python -m tests.support.forked '' '[[RANKS, "tests.support.user_script", ["STOP", "FOLDER", "SCRIPT", ...]]]'
-
-It runs in FOLDER.  After step STOP, unless that is 0, training ends as if the script's time were up.  In its output
-folder `rows-RANK.jsonl` gets, for each step, its number and the rows of this rank.
+"""A user's script with transformers' Trainer on forked ranks, with arguments STOP, FOLDER and SCRIPT; `rows-RANK.jsonl`
+gets each step's rows.
 """
 
 from __future__ import annotations

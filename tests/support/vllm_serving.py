@@ -1,7 +1,5 @@
-"""Run by a Python that has vLLM: `vllm_serving.py BASE [ADAPTER ...]` prints log-probabilities by position, as JSON.
-
-They are those of the base, and of each adapter served over it.  One process, without kernels that are compiled: where
-adapters of experts are served, vLLM has Triton's kernels alone, and torch's products stand in for these.
+"""`vllm_serving.py BASE [ADAPTER ...]`: vLLM's log-probabilities by position as JSON, of the base and each adapter;
+torch's products replace Triton's kernels.
 """
 
 from __future__ import annotations

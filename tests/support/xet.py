@@ -1,8 +1,4 @@
-"""What hf_xet uploads, read back: chunks in a xorb, and the files that a shard makes of them.
-
-From the protocol's public description (huggingface.co/docs/xet) and the bytes that hf_xet 1.8 sends; LZ4 from its
-frame and block format.
-"""
+"""What hf_xet 1.8 uploads, read back by the protocol's public description and LZ4's frame format."""
 
 from __future__ import annotations
 

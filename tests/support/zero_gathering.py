@@ -1,12 +1,5 @@
-"""Run under torchrun: for each line of a file, an unmodified DeepSpeed engine loads a checkpoint and tells what it has.
-
-    torchrun --nproc-per-node 3 -m tests.support.zero_gathering jobs.jsonl
-
-A line has options of the trainer, with `resume` the folder that is given to `load_checkpoint` and `output` where the
-truth goes, as `output/truth.safetensors`.  No step is taken.  Besides,
-
-    load      further arguments of `load_checkpoint`
-    refused   true where all ranks are to raise alike; the error goes to `output/refused.txt`
+"""An unmodified DeepSpeed engine loads `resume`: `torchrun ... -m tests.support.zero_gathering jobs.jsonl`; `output`
+gets the truth, `load` are arguments, `refused` expects an error on all ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside.
-
-They are installed by pip in an environment of their own, used, and tested.
-
-Tests `ckpt.plan.registry`, `ckpt.base.entries` and `ckpt.testing`.
+"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside,
+installed by pip.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The operation that DeepSpeed sums up with in shared memory, loaded: for a process that ranks are forked from.
-
-Each of them would have ninja look whether it must be compiled, which takes longer than most jobs do.
-"""
+"""DeepSpeed's shared-memory operation, loaded once for a process that ranks are forked from."""
 
 from deepspeed.comm.torch import build_shm_op
 

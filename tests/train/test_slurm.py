@@ -1,6 +1,5 @@
-"""Batch jobs on a real Slurm cluster of two nodes: a run is preempted, stopped, loses a node, and is cancelled.
-
-All that takes the cluster is in this file, so that one process of several that test starts it, once.
+"""Batch jobs on a real Slurm cluster: preempted, stopped, without a node, cancelled; in one file, so that it starts
+once.
 """
 
 from __future__ import annotations

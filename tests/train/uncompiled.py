@@ -1,7 +1,4 @@
-"""A script in a process whose DeepSpeed builds nothing: `python -m tests.train.uncompiled SCRIPT ...`.
-
-It would take minutes of a compiler, for another way to add up on one machine.
-"""
+"""A script whose DeepSpeed builds nothing, which takes minutes: `python -m tests.train.uncompiled SCRIPT ...`."""
 
 import runpy
 import sys

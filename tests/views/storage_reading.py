@@ -1,13 +1,6 @@
-"""Run under torchrun: for each line of a file, `dcp.load` fills FSDP2 by `ckpt.StorageReader`, and torch gathers it.
-
-    torchrun --nproc-per-node 4 -m tests.views.storage_reading jobs.jsonl
-
-A line has `path`, the checkpoint; `output`, where the truth goes, as `output/truth.safetensors`, and beside it
-`read.json`, what each rank read and what it holds, in bytes; `config`, the folder of a transformers model's config, or
-nothing for the model of `fixtures/make_dcp.py`; `dtype` of the model; `freeze`, names that are not trained; `form` of
-the state dict: `nested`, `flat` (the optimizer's is flattened), `named` (other outer names), or `bare` (the model's
-alone).  `missing` instead asks for a name that is not there, `other` is a path for the last rank; these write what each
-rank is told.
+"""`dcp.load` fills FSDP2 by `ckpt.StorageReader`: `torchrun ... -m tests.views.storage_reading jobs.jsonl`.  A line has
+`path`, `output`, `config`, `dtype`, `freeze`, and `form` (`nested`, `flat`, `named`, `bare`); `missing` asks for an
+absent name, `other` is the last rank's path.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`ckpt/views/files.py`: a target that is read without being written, against what is written and what numpy says.
-
-Every format's views are compared with what `run` writes in the suite of `ckpt.testing`.
-"""
+"""`ckpt/views/files.py`: a target that is read without being written, against what is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/views/mount.py`: `ckpt mount`: a folder of another format that is read and not written. What takes FUSE is
-skipped without it.
-"""
+"""`ckpt/views/mount.py`: `ckpt mount`: a folder of another format, read and not written; skipped without FUSE."""
 
 from __future__ import annotations
 

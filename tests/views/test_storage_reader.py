@@ -1,6 +1,4 @@
-"""`ckpt/views/storage_reader.py`, `state_keys.py`: what torch's `dcp.load` gets of checkpoints of any format, against
-what live engines held.
-"""
+"""`ckpt/views/storage_reader.py`, `state_keys.py`: `dcp.load` of any format, against what live engines held."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt/containers/dcp/metadata.py`, `items.py`, `tensors.py`, `tiling.py`: what is broken or hostile is refused.
-
-`metadata.py` and its kin are read through the format that stands on them.
-"""
+"""`ckpt/containers/dcp/metadata.py`, `items.py`, `tensors.py`, `tiling.py`: broken or hostile metadata is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/containers/dcp/metadata.py`: single flipped bits of DCP's `.metadata`, which has no checksum: what is converted
-is the same, or nothing is.
-"""
+"""`ckpt/containers/dcp/metadata.py`: a flipped bit of DCP's `.metadata` changes nothing, or is refused."""
 
 from __future__ import annotations
 

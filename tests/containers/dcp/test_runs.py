@@ -1,6 +1,4 @@
-"""`ckpt/containers/dcp/runs.py`, `metadata.py`: runs of alike items of a DCP `.metadata`, read at once, against the
-machine that reads step by step.
-"""
+"""`ckpt/containers/dcp/runs.py`, `metadata.py`: alike items read at once, against the step-by-step machine."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ckpt/containers/torchfile/read.py`: every bit around the storages of files that torch.save wrote: refused, or every
-tensor is where it was.
-
-A local header has the length of its extra field, which nothing repeats: a wrong bit of it moved a whole tensor.
-"""
+"""`ckpt/containers/torchfile/read.py`: every flipped bit around storages is refused, or moves no tensor."""
 
 from __future__ import annotations
 

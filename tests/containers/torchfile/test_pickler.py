@@ -1,6 +1,4 @@
-"""`ckpt/containers/torchfile/pickler.py`, `calls.py`: the pickle writer against Python's own unpickler, torch's
-restricted one, and ours.
-"""
+"""`ckpt/containers/torchfile/pickler.py`, `calls.py`: the pickle writer, read by Python, by torch and by ckpt."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/containers/torchfile/read.py`, `values.py`: torch's containers: what torch writes is found bit for bit, and
-nothing else is accepted.
-"""
+"""`ckpt/containers/torchfile/read.py`, `values.py`: torch's containers are read bit for bit, and nothing else is."""
 
 from __future__ import annotations
 

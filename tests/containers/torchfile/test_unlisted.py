@@ -1,7 +1,4 @@
-"""`ckpt/containers/torchfile/unlisted.py`: objects of classes outside the table, harmless and not.
-
-Hostile pickles of listed and refused names are in `test_machine.py`.
-"""
+"""`ckpt/containers/torchfile/unlisted.py`: objects of classes outside the table."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/containers/torchfile/write.py`: torch files written by streaming: what torch.load and our own reader make of
-them.
-"""
+"""`ckpt/containers/torchfile/write.py`: torch files written by streaming, read by torch.load and by ckpt."""
 
 from __future__ import annotations
 

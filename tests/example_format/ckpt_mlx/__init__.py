@@ -1,7 +1,5 @@
-"""MLX model folders: `model*.safetensors` with the metadata `format: mlx`, and an index, as mlx_lm writes them.
-
-Format facts: mlx-lm 0.32.2, `utils.py` (`save_model`, `load_model`) and `models/*.py` (`sanitize`).  Names are the
-Hub's, but for experts, which are stacked.  MLX's own quantized weights are not read here.
+"""MLX model folders as mlx-lm 0.32.2 writes them: safetensors with `format: mlx`, and stacked experts; no quantized
+weights.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""Checkpoints in SQLite: `sqlite://NAME/run` is the folder `run` in the database `NAME.db`.
-
-The databases are in the folder that the environment variable CKPT_SQLITE names, or else in the working folder.  An
-object is a row with its content as a blob, and a number that each replacement raises.
+"""Checkpoints in SQLite: `sqlite://NAME/run` is the folder `run` of `NAME.db` in the folder CKPT_SQLITE; a row is an
+object.
 """
 
 from __future__ import annotations

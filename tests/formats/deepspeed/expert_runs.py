@@ -1,10 +1,5 @@
-"""DeepSpeed's engine around the MoE layers of `fixtures/make_experts.py`, at several `ep_size`.
-
-    python -m tests.formats.deepspeed.expert_runs save|load FOLDER      on each rank
-
-`save` trains each of `RUNS` at ep_size 2 for two steps, saves it as FOLDER/NAME and takes a third; `load` gives each
-FOLDER/NAME-ep-E-on-N, N being the number of ranks, to the engine's `load_checkpoint` and takes the third step, too.
-What the engine holds before it and after it goes to FOLDER/NAME...-{before,after}.safetensors.
+"""DeepSpeed's engine around MoE layers: `python -m tests.formats.deepspeed.expert_runs save|load FOLDER` on each rank;
+what it holds before and after the third step goes to FOLDER/NAME...-{before,after}.safetensors.
 """
 
 from __future__ import annotations

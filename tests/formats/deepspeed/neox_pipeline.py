@@ -1,11 +1,6 @@
-"""DeepSpeed's pipeline engine around layers that have GPT-NeoX's names, order and parallel residual.
-
-    python -m tests.formats.deepspeed.neox_pipeline SIZES FOLDER OUTPUT      on as many ranks as there are stages
-
-SIZES is JSON, for `train.engines.pipeline_layers.Sizes`.  FOLDER goes to the engine's `load_checkpoint`, with the
-arguments that GPT-NeoX gives, for weights alone where there are no others; OUTPUT/RANK.pt gets the stage's state dict,
-the optimizer's states if there are any, and on one rank the logits.
-Order and names: EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`init_specs`), transformer.py.
+"""DeepSpeed's pipeline engine around layers of GPT-NeoX: `python -m tests.formats.deepspeed.neox_pipeline SIZES FOLDER
+OUTPUT` on each stage; SIZES is JSON, OUTPUT/RANK.pt gets state and logits.  Names are those of EleutherAI/gpt-neox,
+gpt2_model.py and transformer.py.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/autoep.py`: DeepSpeed's AutoEP: committed runs against what the live engines held, and the
-state dict of one at autoep_size 1.
-"""
+"""`converters/deepspeed/autoep.py`: DeepSpeed's AutoEP: committed runs against what the live engines held."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/autotp.py`: DeepSpeed's AutoTP, tensor parallel ranks without a pipeline: a committed run
-against what the engine gathered.
-"""
+"""`converters/deepspeed/autotp.py`: DeepSpeed's AutoTP: a committed run against what the engine gathered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/dealt_experts.py`, `experts.py`: DeepSpeed's MoE layers as a target: other ranks and `ep_size`,
-loaded by its own engine.
-"""
+"""`converters/deepspeed/dealt_experts.py`, `experts.py`: MoE layers on other ranks, loaded by DeepSpeed."""
 
 from __future__ import annotations
 

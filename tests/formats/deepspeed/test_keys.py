@@ -1,6 +1,4 @@
-"""`converters/deepspeed/keys.py`: the table of DeepSpeed's entries against the files that DeepSpeed wrote and those
-that are written here.
-"""
+"""`converters/deepspeed/keys.py`: the table of entries against DeepSpeed's files and ours."""
 
 from __future__ import annotations
 

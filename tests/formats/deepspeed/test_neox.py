@@ -1,6 +1,4 @@
-"""`converters/deepspeed/neox.py`, `sums.py`: GPT-NeoX without a pipeline: runs of DeepSpeed's engine in its layout,
-against what the live ranks held.
-"""
+"""`converters/deepspeed/neox.py`, `sums.py`: GPT-NeoX without a pipeline, against what the live ranks held."""
 
 from __future__ import annotations
 

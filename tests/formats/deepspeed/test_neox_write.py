@@ -1,6 +1,4 @@
-"""`converters/deepspeed/pipeline/write.py`: models with a parallel residual (Pythia, GPT-NeoX-20B) as files of
-GPT-NeoX's, loaded by DeepSpeed's pipeline.
-"""
+"""`converters/deepspeed/pipeline/write.py`: models with a parallel residual, loaded by DeepSpeed."""
 
 from __future__ import annotations
 

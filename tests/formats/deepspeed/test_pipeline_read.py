@@ -1,9 +1,5 @@
-"""`converters/deepspeed/pipeline/read.py`, `format.py`: Megatron-DeepSpeed's pipelines, against what DeepSpeed's
-PipelineEngine itself holds.
-
-Files of real runs are read bit for bit, and turned into models that transformers computes the same logits from.
-GPT-NeoX itself runs on no CPU: its names are put into real files by hand, after its sources; a test that does so says
-it.
+"""`converters/deepspeed/pipeline/read.py`, `format.py`: Megatron-DeepSpeed's pipelines against DeepSpeed's
+PipelineEngine and transformers' logits.  GPT-NeoX runs on no CPU: tests with its names by hand say so.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`converters/deepspeed/pipeline/write.py`: Megatron-DeepSpeed's pipelines, written: DeepSpeed's own pipeline engine
-loads them and holds the same bits.
-
-Each cell of the matrix is a conversion from files that the engine of one layout saved to another layout.  All that are
-written for one layout have the same bytes, whichever layout they are from, and the engine has loaded these bytes.
+"""`converters/deepspeed/pipeline/write.py`: every layout converted to every other one has the same bytes as from any
+source, and DeepSpeed's pipeline engine loads them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/sharing.py`: DeepSpeed's MoE layers, whose experts ranks share: committed runs against what the
-live engines held.
-"""
+"""`converters/deepspeed/sharing.py`: MoE layers whose experts ranks share, against what the live engines held."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/stage0.py`: DeepSpeed without ZeRO: the committed runs against the live engine's truth, and
-names that shapes prove.
-"""
+"""`converters/deepspeed/stage0.py`: DeepSpeed without ZeRO, against the live engine, and names that shapes prove."""
 
 from __future__ import annotations
 

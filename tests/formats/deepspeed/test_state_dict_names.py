@@ -1,6 +1,5 @@
-"""`converters/deepspeed/state_dict_names.py`: models whose `state_dict()` has other names than their parameters.
-
-The truth are the parameters that `param_shapes` records, as for DeepSpeed's `zero_to_fp32.py`.
+"""`converters/deepspeed/state_dict_names.py`: a `state_dict()` with other names than `param_shapes`, which are the
+truth.
 """
 
 from __future__ import annotations

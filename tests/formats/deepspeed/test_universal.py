@@ -1,7 +1,5 @@
-"""`converters/deepspeed/universal.py`: universal checkpoints: written and read again, read as DeepSpeed's own converter
-writes them, and damaged ones.
-
-What engines make of them is in test_zero_reshard.py.
+"""`converters/deepspeed/universal.py`: universal checkpoints of ckpt and of DeepSpeed; engines are in
+test_zero_reshard.py.
 """
 
 from __future__ import annotations

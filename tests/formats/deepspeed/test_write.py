@@ -1,7 +1,5 @@
-"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for another number of ranks or another
-stage, without an engine: arithmetic, and identity on fixtures.
-
-What real engines make of such files is in test_zero_reshard.py.
+"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for other ranks and stages, without an
+engine.
 """
 
 from __future__ import annotations

@@ -351,9 +351,8 @@ def test_a_mics_checkpoint_has_fewer_partitions_than_ranks(tmp_path: Path) -> No
 
 # -- NVMe offload ------------------------------------------------------------------------------------------------------
 def offloaded(run: Path, num_ranks: int) -> Path:
-    """As runtime/swap_tensor/optimizer_utils.py leaves it: empty tensors with a `ds_id` that names a file.
-
-    The first sub-group is offloaded, the second too small to be.
+    """Write state as swap_tensor/optimizer_utils.py leaves it: a `ds_id` names a file; the second sub-group is too
+    small.
     """
 
     def change(inner: dict[str, Any], rank: int) -> None:

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/zero.py`: stages x world sizes x dtypes x models, as DeepSpeed itself writes them, against what
-the live engine gathered.
-"""
+"""`converters/deepspeed/zero.py`: stages, world sizes, dtypes and models, against what the live engine gathered."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/zero.py`, `states.py`: what DeepSpeed's options do to its files: one run per option, against
-what the live engine gathered.
-"""
+"""`converters/deepspeed/zero.py`, `states.py`: a run per option of DeepSpeed, against the live engine."""
 
 from __future__ import annotations
 

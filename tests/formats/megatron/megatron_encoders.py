@@ -1,9 +1,4 @@
-"""megatron-core's BertModel and T5Model in both of its formats.
-
-Run `python -m tests.formats.megatron.megatron_encoders FOLDER`.
-
-Also runs T5Model with biases by relative position, and writes what it says to `FOLDER/relative`.
-"""
+"""megatron-core's Bert and T5 in both formats: `python -m tests.formats.megatron.megatron_encoders FOLDER`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_slots.py`,
-`adapter_write.py`: adapters of Megatron-Bridge's, ms-swift's and NeMo's.
-
-The fixture's logits are those of the live model with its adapter, on megatron-core's ranks, in the run that saved it
-(fixtures/make_megatron_bridge.py, make_megatron_bridge_outer.py and make_megatron_bridge_multi.py).
+`adapter_write.py`: adapters of Megatron-Bridge, ms-swift and NeMo, against logits of the live model.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`converters/names/megatron/model/splits.py` (`GateBlocks`): gate and up rows that alternate in blocks of rows.
-
-The truth is read from the files by torch alone, with the reordering that megatron-core does before the activation.
+"""`converters/names/megatron/model/splits.py` (`GateBlocks`): gate and up rows that alternate, as megatron-core
+reorders them.
 """
 
 from __future__ import annotations

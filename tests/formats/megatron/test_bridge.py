@@ -1,8 +1,6 @@
 """`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`,
-`converters/names/megatron/config_against_args.py`: whole runs of Megatron-Bridge, and a config.json held against what a
-run recorded.
-
-One that Megatron-Bridge saved (fixtures/make_megatron_bridge_run.py), which also has it load what is written here.
+`converters/names/megatron/config_against_args.py`: runs that Megatron-Bridge saved
+(fixtures/make_megatron_bridge_run.py), and a config held against what a run recorded.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
-"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: Megatron's `torch_dist` format: forms of
-older and newer versions, keys, and faults.
-
-What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.
+"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: forms of `torch_dist` by version, keys
+and faults; test_matrix.py has megatron-core.
 """
 
 from __future__ import annotations
@@ -290,10 +288,7 @@ def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
 
 
 def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
-    """By hand: `torch_dcp` is DCP's files in Megatron-LM's run folder, without megatron-core's.
-
-    So is `fsdp_dtensor`, which has other names: see tests/formats/megatron/test_fsdp.py.
-    """
+    """Build `torch_dcp` by hand: DCP's files in Megatron-LM's run folder; test_fsdp.py has `fsdp_dtensor`."""
     run = _copy(tmp_path)
     for name in ("common.pt", "metadata.json"):
         (run / FOLDER / name).unlink()

@@ -1,7 +1,5 @@
-"""`converters/megatron/dist/fsdp.py`: Megatron's `fsdp_dtensor` format: what Megatron-FSDP wrote, forms of other
-versions, and faults.
-
-Further runs, and what megatron-core loads of them, are in tests/formats/megatron/test_matrix.py.
+"""`converters/megatron/dist/fsdp.py`: `fsdp_dtensor` of Megatron-FSDP, other versions and faults; test_matrix.py has
+more.
 """
 
 from __future__ import annotations
@@ -104,10 +102,7 @@ def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
 
 
 def test_grouped_experts(tmp_path: Path) -> None:
-    """Transformer Engine's, with bf16 weights and masters that are states, which are not cut in halves.
-
-    Its Adam has the step in the param group, and each parameter has a copy.
-    """
+    """Read Transformer Engine's experts: bf16 weights, masters as states, and Adam's step in the param group."""
     experts = f"{LAYER}mlp.experts.linear_fc"
     model = {f"{experts}1.weight{e}_{h}": t.bfloat16() for e in (0, 1) for h, t in (("w", GATE + e), ("v", UP + e))}
     model |= {f"{experts}2.weight{e}": FC2.bfloat16() for e in (0, 1)}

@@ -1,11 +1,6 @@
 """`converters/megatron/write.py`, `optimizer_write.py`, `dist/write.py`, `dist/read.py`: Megatron's formats to each
-other, to the Hub and to other engines, and back: architecture x layout x direction.
-
-Every run is a real one, whose tensors megatron-core gathered over its process groups while it held them.  Every
-conversion is compared with that, bit for bit, in one of two ways.  What is written for megatron-core, an unmodified one
-loads strictly in processes that know nothing of the converter, and gathers (the optimizer's state too).  What is
-written for the Hub is compared, as the files say, with the gathered tensors under the names of the Hub; that those
-names and their arrangement are right follows from the logits of both models, in tests/names/test_megatron.py.
+other, to the Hub and to other engines, by architecture and layout, against what megatron-core gathered.  Unmodified
+megatron-core loads what is written for it; logits are in tests/names/test_megatron.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: checkpoints that Megatron-LM of 0.19.2 saved itself.
-
-What Megatron-LM says of what is written for other ranks, `tests/frameworks` tests with Megatron-LM.
-"""
+"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: checkpoints of Megatron-LM 0.19.2 itself."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`converters/megatron/dist/nemo.py`, `nemo_1.py`, `format.py`, `read.py`, `checkpoint.py`: checkpoints of NeMo 2.
-
-One that NeMo saved, and a run by hand: files that megatron-core wrote, with NeMo's prefix before the model's keys, in
-its folders (nemo/lightning/ckpt_utils.py, io/pl.py, megatron_parallel.py).  NeMo itself loads what is written with
-`fixtures/make_nemo.py FOLDER`.
+"""`converters/megatron/dist/nemo.py`, `nemo_1.py`, `format.py`, `read.py`, `checkpoint.py`: a checkpoint that NeMo 2
+saved, and one by hand after its sources; `fixtures/make_nemo.py FOLDER` has NeMo load what is written.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
-"""`converters/megatron/dist/plain_write.py`: `torch_dcp` and `fsdp_dtensor` from runs of other forms, and refusals.
-
-What Megatron-LM's ranks hold once they have loaded them is in tests/frameworks/test_plain.py.
+"""`converters/megatron/dist/plain_write.py`: `torch_dcp` and `fsdp_dtensor` from other forms;
+tests/frameworks/test_plain.py loads them.
 """
 
 from __future__ import annotations

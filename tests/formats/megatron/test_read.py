@@ -1,9 +1,6 @@
-"""`converters/megatron/read.py`, `optimizer_read.py`, `optimizer.py`, `chunks.py`: Megatron-LM's `torch` format: what
-its files hold, layer specs, faults and layouts that do not fit.
-
-What is read and written is held against megatron-core itself in tests/formats/megatron/test_matrix.py.  Files that no
-CPU can write (Transformer Engine's layers, grouped experts) are made from real ones by hand, after megatron-core
-0.16.1's sources; a test that does so says it.
+"""`converters/megatron/read.py`, `optimizer_read.py`, `optimizer.py`, `chunks.py`: Megatron-LM's `torch` format: layer
+specs, faults and layouts that do not fit.  Files that no CPU can write are made by hand after megatron-core 0.16.1, and
+a test says so.
 """
 
 from __future__ import annotations
@@ -98,10 +95,7 @@ def _same(a: Any, b: Any, where: str) -> None:
 # -- the way to the Hub --------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_every_expert_comes_from_the_rank_that_has_it(tmp_path: Path) -> None:
-    """NVIDIA-NeMo/Megatron-Bridge#1716: exported from EP 4, TP 2, most experts were zeros or those of other ranks.
-
-    Here too experts lie on four ranks, cut apart from the other tensors: each has its number in the whole model.
-    """
+    """Read experts of four ranks under their numbers in the whole model (NVIDIA-NeMo/Megatron-Bridge#1716)."""
     ckpt.plan(ckpt.open(sample("qwen3_moe-ep4")), "hf").run(tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     held = load_file(sample("qwen3_moe-ep4") / "truth" / "truth.safetensors")
@@ -122,10 +116,7 @@ def test_every_expert_comes_from_the_rank_that_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_with_equal_bytes_are_parts_all_the_same(tmp_path: Path) -> None:
-    """lmms-engine#160: shards of a norm that were equal, all ones, were taken for copies, and all but one dropped.
-
-    What a tensor is decides whether ranks have copies or parts of it, never whether their bytes are equal.
-    """
+    """Read shards of a norm as parts even if their bytes are equal (lmms-engine#160)."""
     run = _copy("qwen2", tmp_path)
     for file in run.glob(f"*/*/{MODEL}"):
         state = torch.load(file, weights_only=False)
@@ -507,10 +498,7 @@ def test_a_written_layout_of_stages(tmp_path: Path) -> None:
     ],
 )
 def test_layers_keep_their_numbers_in_chunks_of_uneven_stages(asked: dict[str, int], tmp_path: Path) -> None:
-    """ltp-megatron-lm#35: a converter to virtual pipelines knew even stages alone, and numbered layers wrongly.
-
-    From stages of 7 and 3 layers without chunks; where each layer has to be is what megatron-core says.
-    """
+    """Number layers in chunks of uneven stages as megatron-core does (ltp-megatron-lm#35)."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 

@@ -1,6 +1,5 @@
-"""`converters/megatron/remainders.py`: masters from a bf16 parameter and the 16 bits that it lacks.
-
-What Transformer Engine's own Adam saves is in tests/frameworks/test_remainders.py.
+"""`converters/megatron/remainders.py`: masters from a bf16 parameter and 16 further bits; tests/frameworks has the real
+Adam.
 """
 
 from __future__ import annotations

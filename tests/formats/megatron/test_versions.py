@@ -1,7 +1,4 @@
-"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: runs of further megatron-cores: 0.15, 0.17 and 0.18.
-
-Of 0.14, 0.16 and 0.19 there are tests beside it: test_dist.py, test_matrix.py and test_megatron_lm.py.
-"""
+"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: runs of megatron-core 0.15, 0.17 and 0.18."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`converters/pytorch/dcp.py`, `keys.py`, `ckpt/containers/dcp/write.py`: DCP: what torch writes is read bit for bit,
-what is written torch loads, and what is broken is refused.
-
-Fast tests use committed checkpoints of several versions of torch, and files that torch's own classes make in this
-process.  Slow ones train with FSDP1, FSDP2, HSDP and TP + FSDP on several processes.
+"""`converters/pytorch/dcp.py`, `keys.py`, `ckpt/containers/dcp/write.py`: DCP of several versions of torch read bit for
+bit, loaded by torch when written, and refused when broken; slow tests train with FSDP1, FSDP2, HSDP and TP.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints of FSDP and of
-DeepSpeed's universal form through the command line.
-
-As tests/containers/test_faults.py for ZeRO and safetensors: the exit code, the message, and that neither the source
-nor a destination, be there one or not, is touched.
+"""`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints of FSDP and the
+universal form are refused, and nothing is touched.
 """
 
 from __future__ import annotations
@@ -162,10 +159,7 @@ def test_a_file_is_missing(step: Path, name: str) -> None:
 
 @pytest.mark.parametrize("names", [("__0_0.distcp", "__1_0.distcp"), ("__1_0.distcp", "__0_0.distcp")])
 def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path: Path, names: tuple[str, str]) -> None:
-    """All shards are of the same sizes there, so that every item fits, and nothing records who wrote a file.
-
-    A model with equal parts looks the same, so it is a note; exchanged files would not be noticed.
-    """
+    """Note equal files: all items fit, and nothing records who wrote a file; exchanged files go unnoticed."""
     model = "trl-fsdp2/outputs/llama-sft/checkpoint-2/pytorch_model_fsdp_0"
     run = Path(shutil.copytree(fixtures / model, tmp_path / "run"))
     shutil.copy(run / names[0], run / names[1])

@@ -1,6 +1,4 @@
-"""`converters/pytorch/fsdp_ranks_write.py`: files by rank as verl writes them: what is written at another size loads
-there as verl loads it, and is the same.
-"""
+"""`converters/pytorch/fsdp_ranks_write.py`: files by rank for another size, loaded as verl loads them."""
 
 from __future__ import annotations
 

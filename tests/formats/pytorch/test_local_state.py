@@ -1,6 +1,4 @@
-"""`converters/pytorch/local_state.py`: FSDP1's LOCAL_STATE_DICT: committed runs of Accelerate's own functions against
-what the live models gathered.
-"""
+"""`converters/pytorch/local_state.py`: FSDP1's LOCAL_STATE_DICT from Accelerate, against the live models."""
 
 from __future__ import annotations
 

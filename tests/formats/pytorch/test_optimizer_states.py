@@ -1,6 +1,5 @@
-"""`converters/optimizers/states.py`, `state_dicts.py`: torch's own optimizers other than Adam.
-
-Their states are numbered in a script's file, go through other formats, and come back as torch saved them.
+"""`converters/optimizers/states.py`, `state_dicts.py`: torch's optimizers other than Adam, through other formats and
+back.
 """
 
 from __future__ import annotations

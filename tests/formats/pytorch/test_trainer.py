@@ -1,6 +1,4 @@
-"""`converters/pytorch/trainer.py`: HF Trainer's own folders: the committed run against what the live optimizer held,
-and names that shapes prove.
-"""
+"""`converters/pytorch/trainer.py`: HF Trainer's folders against the live optimizer, and names that shapes prove."""
 
 from __future__ import annotations
 
