@@ -118,8 +118,7 @@ main()
 
 
 @pytest.mark.parametrize(
-    "where",
-    ["ckpt.move.files.translate_os_errors", "ckpt.cli.application", "ckpt.options.command.Command"],
+    "where", ["ckpt.move.files.translate_os_errors", "ckpt.cli.application", "ckpt.options.command.Command"]
 )
 def test_sigterm_outside_of_a_command_is_said(where: str) -> None:
     """While modules are imported and arguments are read: it ended with 143, or 130, and no word."""
@@ -195,8 +194,6 @@ def test_an_alpha_without_sense(tmp_path: Path, alpha: str) -> None:
 
 
 # -- errors for programs -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("words", "code", "exit", "where"),
     [
