@@ -1,4 +1,4 @@
-"""What PEFT's files say of an adapter: its config, its names, the rules of each release.
+"""PEFT's files: adapter configs, tensor names, and each release's rules.
 
 May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """

@@ -1,4 +1,4 @@
-"""`adapter_config.json`, in which PEFT says what a LoRA adapter is and how it is merged.
+"""`adapter_config.json`: PEFT's description of a LoRA adapter and its merge.
 
 Facts from peft 0.21.2 (`tuners/lora/config.py`, `tuners/lora/layer.py`).
 """
@@ -20,17 +20,17 @@ from ckpt.move.source import read_file
 from ckpt.plan.checkpoint import Checkpoint
 
 CONFIG = "adapter_config.json"
-#: What verl writes beside rank files in its place, with nothing but these entries (verl 0.9.1,
-#: `utils/checkpoint/lora_metadata.py`); of its LoRA nothing else can be set but the layers.
+#: verl's substitute next to rank files, with only these entries (verl 0.9.1, `utils/checkpoint/lora_metadata.py`).
+#: verl's LoRA has no other settings except the layers.
 VERL_META = "lora_train_meta.json"
 _OF_VERL = {"r", "lora_alpha", "task_type"}
-#: Entries of mlx-lm's `lora_parameters`.
+#: Entries in mlx-lm's `lora_parameters`.
 _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
-#: A float that no rank and no alpha reaches. PEFT merges it into infinite values.
+#: Larger than any rank or alpha. PEFT would merge it into infinite values.
 _TOO_LARGE = 1 << 127
-#: Values of LoRA's `bias`. PEFT raises NotImplementedError for any other.
+#: Values for LoRA's `bias`. PEFT raises NotImplementedError for any other.
 _BIASES = ("none", "all", "lora_only")
-#: Options of LoraConfig under which a merge is something else than W + BA.  For each, what it is called.
+#: LoraConfig options that make a merge different from W + BA, with their descriptions.
 _VARIANTS = {
     "arrow_config": "Arrow, which routes each token",
     "alora_invocation_tokens": "activated LoRA, which no merged model can express",
@@ -38,44 +38,43 @@ _VARIANTS = {
     "layer_replication": "layer replication, which PEFT does not merge either",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
-#: Inits that PEFT runs again when it loads the adapter, and that change the base weights: at random, or by data.
+#: Inits that PEFT repeats on loading, and that change the base weights: random or based on data.
 _MUTATING_INITS = ("pissa_niter_", "corda", "loftq", "lora_ga")
-#: Options and inits under which PEFT itself merges, layer by layer (`ckpt.commands.merge_lora.layer`): block-diagonal
-#: LoRA, VeLoRA, MonteCLoRA, KaSA, and inits that are made of the base weight.
+#: Options and inits for which PEFT itself merges, layer by layer (`ckpt.commands.merge_lora.layer`): block-diagonal
+#: LoRA, VeLoRA, MonteCLoRA, KaSA, and inits computed from the base weight.
 OF_PEFT = ("use_bdlora", "velora_config", "monteclora_config", "kasa_config")
 _INITS_OF_PEFT = ("pissa", "olora", "mica")
-#: Inits that take the adapter out of the base weight.
+#: Inits that subtract the adapter from the base weight.
 _INITS_OF_BASE = ("pissa", "olora")
 LORA, TRAINABLE_TOKENS = "LORA", "TRAINABLE_TOKENS"
-#: Other kinds, which PEFT itself merges layer by layer: it takes a layer's weight and its tensors in the file.
+#: Other kinds that PEFT itself merges layer by layer, from a layer's weight and its tensors in the file.
 BY_LAYER = (
     *("ADALORA", "BEFT", "BOFT", "C3A", "DEFT", "DELORA", "FOURIERFT", "GLORA", "GRALORA", "HIRA", "HRA"),
     *("IA3", "LN_TUNING", "LOHA", "LOKR", "MISS", "OFT", "OSF", "PEANUT", "PSOFT", "ROAD", "SHIRA", "SUPERTUNING"),
     *(TRAINABLE_TOKENS, "VBLORA", "WAVEFT"),
 )
-#: Kinds whose layers share tensors by the shapes of all layers: PEFT merges them in a model without weights.
+#: Kinds with tensors shared by layers, based on all layers' shapes. PEFT merges them in a model without weights.
 BY_MODEL = ("PVERA", "RANDLORA", "VERA")
 ADAMSS, FROD, TINYLORA, UNILORA = "ADAMSS", "FROD", "TINYLORA", "UNILORA"
-#: Kinds that PEFT merges in the loaded model, like any kind that is not known here.
+#: Kinds that PEFT merges in the loaded model, like unknown kinds.
 WHOLE = (ADAMSS, FROD, TINYLORA, UNILORA)
 KINDS = (LORA, *BY_LAYER, *BY_MODEL, *WHOLE)
-#: Kinds that PEFT does not merge: prompts, prefixes, adapters that route each token, and layers of its own.
+#: Kinds that PEFT does not merge: prompts, prefixes, adapters that route each token, and extra layers.
 NOT_MERGED = (
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "LILY", "MULTITASK_PROMPT_TUNING", "POLY", "PREFIX_TUNING"),
     *("PROMPT_TUNING", "P_TUNING", "SHADOW", "XLORA"),
 )
 _NAMED = (*KINDS, *NOT_MERGED)
-#: Entries of a config that mean the same in all kinds.
+#: Config entries with one meaning in all kinds.
 _OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
-#: How the columns of a `lora_B` of stacked experts are packed: PEFT has all experts of a rank together, Unsloth before
-#: 2026.9.6 all ranks of an expert.
+#: Column packing in a `lora_B` with stacked experts: PEFT groups by rank, Unsloth before 2026.9.6 by expert.
 Columns = Literal["rank_major", "grouped_by_expert"]
-#: What Unsloth records of it, in the config itself or in its `auto_mapping` (unsloth_zoo 2026.10.9,
-#: temporary_patches/moe_utils.py, `write_fused_expert_lora_layout` and `saved_lora_b_layouts`): for all parameters, or
-#: for each by its name.  The parameters are the two that its own forward computes.
+#: Unsloth's packing record, in the config or in its `auto_mapping` (unsloth_zoo 2026.10.9,
+#: temporary_patches/moe_utils.py, `write_fused_expert_lora_layout` and `saved_lora_b_layouts`), for all parameters or
+#: by name. The parameters are the two in its own forward.
 _LAYOUT, _LAYOUTS_BY_NAME = "lora_B_layout", "unsloth_fused_expert_lora"
 _COLUMNS: tuple[Columns, ...] = ("rank_major", "grouped_by_expert")
-#: The releases that PEFT's source called itself, as 0.19.1.dev0, while it changed how square experts lie.
+#: Releases named by PEFT's source (for example 0.19.1.dev0) while it changed square experts' layout.
 _FIRST_BETWEEN, _LAST_BETWEEN = (0, 18, 1), (0, 19, 1)
 _CARD, _CARDS_HEAD = "README.md", 1 << 16
 _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
@@ -83,7 +82,7 @@ _UNSLOTHS_PARAMETERS = ("gate_up_proj", "down_proj")
 
 @dataclass(frozen=True)
 class AdapterConfig:
-    """What a merge needs of `adapter_config.json`; `raw` is all of it."""
+    """Settings in `adapter_config.json` for a merge. `raw` is all of it."""
 
     path: str
     raw: Mapping[str, Any]
@@ -101,31 +100,31 @@ class AdapterConfig:
     base: str | None
     revision: str | None
     kind: str = LORA
-    #: Whether Unsloth trained it, by its mark in the config or by the tag in the model card, which TRL's trainer writes
-    #: where the model is Unsloth's (trl 1.16.0, `base_trainer.py`, `create_model_card`).
+    #: True if Unsloth trained it: by its mark in the config, or the model card's tag. TRL's trainer writes the tag for
+    #: Unsloth's models (trl 1.16.0, `base_trainer.py`, `create_model_card`).
     is_of_unsloth: bool = False
-    #: What the user says of the layout of stacked experts, which comes before what is recorded.
+    #: The user's layout for stacked experts. It overrides the recorded one.
     given_layout: Columns | None = None
-    #: Names that the adapter's file and config have for modules of the base, by the name in the base.
+    #: Module names in the adapter's file and config, by the name in the base.
     former: Mapping[str, str] = field(default_factory=dict)
 
     def rank_of(self, key: str) -> int:
-        """The rank of module (or targeted parameter) `key`."""
+        """Return the rank for module (or targeted parameter) `key`."""
         key = self.former.get(key, key)
         return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
 
     def alpha_of(self, key: str) -> float:
-        """The alpha of module (or targeted parameter) `key`."""
+        """Return the alpha for module (or targeted parameter) `key`."""
         key = self.former.get(key, key)
         return self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
 
     def scaling(self, key: str) -> float:
-        """alpha / r, or alpha / sqrt(r) with rsLoRA, of the patterns' r and alpha."""
+        """Return alpha / r, or alpha / sqrt(r) with rsLoRA, after applying the patterns."""
         rank, alpha = self.rank_of(key), self.alpha_of(key)
         return alpha / sqrt(rank) if self.use_rslora else alpha / rank
 
     def expert_layout(self, fqn: str) -> Columns | None:
-        """How `lora_B` of the stacked experts `fqn` is packed; None where Unsloth trained it and did not record it."""
+        """Return the `lora_B` packing for stacked experts `fqn`. None if Unsloth trained it without a record."""
         recorded = set(self._recorded_layouts(fqn))
         if self.given_layout is not None or recorded:
             return self.given_layout or (recorded.pop() if len(recorded) == 1 else None)
@@ -133,9 +132,9 @@ class AdapterConfig:
 
     @property
     def peft_release(self) -> tuple[int, ...] | None:
-        """The release of PEFT that saved the adapter, or that its source was on the way to.
+        """PEFT release that saved the adapter, or the next release if PEFT ran from source.
 
-        None where it is not recorded, or where the source may have been one or the other of those that differ.
+        None if it is not recorded, or if a source version could mean two different layouts.
         """
         found = re.match(r"(\d+)\.(\d+)\.(\d+)(?P<rest>.*)", str(self.raw.get("peft_version")), re.DOTALL)
         if found is None:
@@ -144,10 +143,11 @@ class AdapterConfig:
         return None if found["rest"] and _FIRST_BETWEEN <= release <= _LAST_BETWEEN else release
 
     def has_input_last(self, is_transposed: bool) -> bool | None:
-        """Whether stacked experts [experts, n, n] are [experts, out, in] to the PEFT that trained; None where unknown.
+        """Return True if stacked experts [experts, n, n] were [experts, out, in] in training, None if unknown.
 
-        `is_transposed` is what transformers says of a model that has [experts, in, out].  PEFT took all for such ones
-        before 0.19.0, in 0.19.0 the others, and since 0.19.1 those (`tuners/lora/layer.py`, `ParamWrapper`).
+        `is_transposed` is transformers' flag for models with [experts, in, out]. PEFT assumed that layout for all
+        models before 0.19.0, and for the opposite ones in 0.19.0. It is right since 0.19.1 (`tuners/lora/layer.py`,
+        `ParamWrapper`).
         """
         release = self.peft_release
         if release is None:
@@ -155,11 +155,11 @@ class AdapterConfig:
         return is_transposed if release == (0, 19, 0) else release > (0, 19, 0) and not is_transposed
 
     def overrules(self, fqn: str) -> bool:
-        """Whether the user says another layout of the stacked experts `fqn` than is recorded."""
+        """Return True if the user's layout for stacked experts `fqn` differs from the recorded one."""
         return self.given_layout is not None and any(one != self.given_layout for one in self._recorded_layouts(fqn))
 
     def _recorded_layouts(self, fqn: str) -> Iterator[Columns | None]:
-        """What each record says of the layout of `fqn`; None for a record that is no layout."""
+        """Yield each record's layout for `fqn`, or None for an invalid record."""
         for source in (self.raw, _mapping(self.raw.get("auto_mapping"))) if _is_of_unsloth(fqn) else ():
             by_name = _mapping(_mapping(source.get(_LAYOUTS_BY_NAME)).get("parameters"))
             recorded = _mapping(by_name.get(fqn.rpartition(".")[2])).get(_LAYOUT, source.get(_LAYOUT))
@@ -168,13 +168,13 @@ class AdapterConfig:
 
     @property
     def is_of_peft(self) -> bool:
-        """Whether PEFT itself merges it, as its arithmetic is not W + BA of the base as it is."""
+        """True if PEFT itself merges it, because its arithmetic is not W + BA on the unchanged base."""
         is_variant = any(self.raw.get(key) is not None for key in OF_PEFT)
         return self.kind != LORA or is_variant or self.raw.get("init_lora_weights") in _INITS_OF_PEFT
 
     @property
     def optional_tensors(self) -> dict[str, tuple[str, bool]]:
-        """The entry that turns on a kind of tensor beside a layer's factors, by that kind, and if it is on."""
+        """Config entries for optional tensors in a layer, by kind, with True if the entry is on."""
         return {
             names.MAGNITUDE: ("use_dora", self.use_dora),
             names.BIAS: ("lora_bias", bool(self.raw.get("lora_bias"))),
@@ -184,11 +184,11 @@ class AdapterConfig:
 
     @property
     def init_changes_base(self) -> bool:
-        """True if the init took the adapter out of the base weight."""
+        """True if the init subtracted the adapter from the base weight."""
         return self.kind == LORA and self.raw.get("init_lora_weights") in _INITS_OF_BASE
 
     def _pattern(self, patterns: Iterable[str], key: str) -> str:
-        """The first pattern that matches the end of `key` (peft `get_pattern_key`)."""
+        """Return the first pattern that matches the end of `key` (peft `get_pattern_key`)."""
         for pattern in patterns:
             try:
                 if re.match(rf"(.*\.)?({pattern})$", key):
@@ -200,17 +200,17 @@ class AdapterConfig:
         return key
 
     def targets_parameter(self, fqn: str) -> bool:
-        """Whether `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
+        """Return True if `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
         return any(fqn == target or fqn.endswith(f".{target}") for target in self.target_parameters)
 
 
 def _is_of_unsloth(fqn: str) -> bool:
-    """Whether Unsloth's own forward computes the parameter."""
+    """Return True if Unsloth's own forward computes the parameter."""
     return fqn.rpartition(".")[2] in _UNSLOTHS_PARAMETERS
 
 
 def _has_unsloths_tag(folder: Path) -> bool:
-    """Whether the model card in `folder` has the tag `unsloth`."""
+    """Return True if the model card in `folder` has the tag `unsloth`."""
     if not (folder / _CARD).is_file():
         return False
     text = read_file(confined(folder, _CARD), _CARDS_HEAD).decode(errors="replace")
@@ -223,7 +223,7 @@ def _mapping(value: object) -> Mapping[str, Any]:
 
 
 def find_config(folders: Iterable[str | Path]) -> Path | None:
-    """`adapter_config.json` of the nearest folder that has one, or what verl writes in its place, in that order."""
+    """Return `adapter_config.json` (or verl's substitute) from the nearest folder that has one."""
     for folder in map(Path, folders):
         for name in (CONFIG, VERL_META):
             if (folder / name).exists():
@@ -232,7 +232,10 @@ def find_config(folders: Iterable[str | Path]) -> Path | None:
 
 
 def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
-    """`adapter_config.json` of the adapter in `checkpoint`: in `folder`, or in its own ones; NotFoundError without."""
+    """Return the path of the adapter's config in `folder` or the checkpoint's folders.
+
+    Raise NotFoundError without one.
+    """
     path = find_config([*filter(None, [folder]), *checkpoint.folders])
     if path is not None:
         return path
@@ -246,10 +249,10 @@ def config_path(checkpoint: Checkpoint, folder: Path | None = None) -> Path:
 def settings_of(
     checkpoint: Checkpoint, folder: Path | None = None, layers: Iterable[str] = ()
 ) -> tuple[Mapping[str, Any], Path]:
-    """What `adapter_config.json` says of the adapter in `checkpoint`, of these `layers`, and the file that it is from.
+    """Return the adapter's settings for `layers`, and the file they come from.
 
-    It is in `folder`, or in the checkpoint's own; NotFoundError without, where no other config of the trainer's says
-    the same.
+    The file is in `folder` or in the checkpoint's folders. Raise NotFoundError without one, unless another trainer
+    config has the same settings.
     """
     if checkpoint.adapter_config is not None and find_config([folder] if folder else []) is None:
         return checkpoint.adapter_config, Path(checkpoint.path)
@@ -258,12 +261,12 @@ def settings_of(
 
 
 def read_config(path: Path, layers: Iterable[str] = ()) -> AdapterConfig:
-    """The config of a LoRA adapter of these `layers`.  UsageError names the feature that cannot be merged."""
+    """Read a LoRA adapter's config for these `layers`. Raise UsageError with the feature that can't be merged."""
     return parse_config(read_raw(path, layers), path)
 
 
 def read_raw(path: Path, layers: Iterable[str] = ()) -> dict[str, Any]:
-    """The config of an adapter as PEFT has it; of verl's and MLX's adapters in PEFT's words, with these `layers`."""
+    """Read an adapter's config in PEFT's terms. For verl and MLX, `layers` become the target modules."""
     raw = read_object(path, "the adapter's config")
     if path.name == VERL_META:
         return _of_verl(raw, path, layers)
@@ -271,7 +274,7 @@ def read_raw(path: Path, layers: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def is_of_mlx(raw: Mapping[str, Any]) -> bool:
-    """Whether this is the `adapter_config.json` that mlx-lm writes, which is its own."""
+    """Return True for mlx-lm's own `adapter_config.json`."""
     return "peft_type" not in raw and "fine_tune_type" in raw
 
 
@@ -287,7 +290,7 @@ def _of_verl(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[
 
 
 def _of_mlx(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
-    """mlx-lm 0.32 (`tuner/lora.py`): what is added is `scale` times the product, so that alpha is `scale` times r."""
+    """Convert mlx-lm 0.32's config (`tuner/lora.py`): it adds `scale` times the product, so alpha is `scale` * r."""
     if raw["fine_tune_type"] != "lora":
         raise UsageError(
             "of mlx-lm's fine-tuning only LoRA is read",
@@ -316,7 +319,7 @@ def _leaves(layers: Iterable[str]) -> list[str]:
 
 
 def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
-    """Same as `read_config`, for a config that was read; `path` is for messages."""
+    """Parse a config like `read_config`. `path` is for messages."""
     kind = raw.get("peft_type")
     if not isinstance(kind, str):
         raise CorruptError(
@@ -378,7 +381,7 @@ def _unmerged_kind(kind: object, path: Path) -> UsageError:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Fields of a config that somebody else wrote, with their types checked."""
+    """Type-checked fields of an untrusted config."""
 
     raw: Mapping[str, Any]
     path: Path
@@ -411,7 +414,7 @@ class _Fields:
         return str(value)
 
     def name(self, name: str) -> str | None:
-        """Return a name that only the search for the base uses: PEFT takes any value."""
+        """Return a name used only in the search for the base: PEFT accepts any value."""
         value = self.raw.get(name)
         return str(value) if value else None
 

@@ -1,7 +1,7 @@
-"""Entries of `adapter_config.json` and what a merge makes of them.
+"""Entries in `adapter_config.json` and their effect on a merge.
 
-Every entry of every method of peft 0.21.2 is here.  An entry that is missing comes from a newer PEFT or another writer,
-and may change what the adapter computes.
+The tables list all methods' entries in peft 0.21.2. An unlisted entry comes from a newer PEFT or another writer, and
+may change the adapter's results.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.adapters.config import KINDS
 from ckpt.base.errors import LossError
 
-#: Entries that change no merge: records, training, initialization and names of layers (the file's tensors name them).
+#: Entries without effect on a merge: records, training, initialization and layer names (the tensors have them too).
 HARMLESS = frozenset(
     (
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
@@ -27,11 +27,11 @@ HARMLESS = frozenset(
         *("beta1", "beta2", "deltaT", "orth_reg_weight", "target_r", "tfinal", "tinit", "total_step"),
         *("asa_importance_beta", "asa_schedule_exponent", "asa_target_subspaces", "asa_uncertainty_beta"),
         *("final_warmup", "init_warmup", "mask_interval", "use_asa"),
-        # what transformers 4 and early releases of PEFT wrote, and Unsloth's records
+        # from transformers 4 and early PEFT releases, and Unsloth's records
         *("enable_lora", "merge_weights", "lora_B_layout", "unsloth_fused_expert_lora"),
     )
 )
-#: Entries of LoRA that the merge reads.
+#: LoRA entries used in the merge.
 READ = frozenset(
     (
         *("alpha_pattern", "bias", "ensure_weight_tying", "fan_in_fan_out", "init_lora_weights", "kasa_config"),
@@ -39,9 +39,9 @@ READ = frozenset(
         *("trainable_token_indices", "use_bdlora", "use_dora", "use_rslora", "velora_config"),
     )
 )
-#: Entries of LoRA under which an adapter is refused.
+#: LoRA entries that ckpt refuses.
 REFUSED = frozenset(("alora_invocation_tokens", "arrow_config", "layer_replication", "megatron_config", "use_qalora"))
-#: Entries of other methods, which PEFT itself reads as it merges.
+#: Other methods' entries, used by PEFT itself when it merges.
 OF_PEFT = frozenset(
     (
         *("ab_svd_init", "act_fn", "alpha", "alpha_pattern", "apply_GS", "bias", "block_share", "block_size"),
@@ -70,7 +70,7 @@ OF_PEFT = frozenset(
 )
 
 _INIT = "init_lora_weights"
-#: Inits of LoRA by name (`tuners/lora/layer.py`), besides `pissa_niter_N`.  Some of them change the base weight.
+#: LoRA's inits by name (`tuners/lora/layer.py`), except `pissa_niter_N`. Some change the base weight.
 _INITS = ("corda", "eva", "gaussian", "loftq", "lora_ga", "mica", "olora", "orthogonal", "pissa")
 
 #: Values that turn a feature off.
@@ -78,8 +78,8 @@ _OFF: tuple[object, ...] = (None, False, "", [], {})
 
 
 def is_known(kind: str, entry: str) -> bool:
-    """Return True if the table has `entry` of the method `kind`, or has no entries of this method at all."""
-    if kind not in KINDS:  # the installed PEFT has its entries, see `ckpt.commands.merge_lora.layer.check_installed`
+    """Return True if the table has `entry` for the method `kind`, or has no entries for this method at all."""
+    if kind not in KINDS:  # checked by `ckpt.commands.merge_lora.layer.check_installed`
         return True
     of_lora, of_others = READ | REFUSED, OF_PEFT
     wanted = of_lora if kind == "LORA" else of_lora | of_others if kind == "ADALORA" else of_others
@@ -87,7 +87,7 @@ def is_known(kind: str, entry: str) -> bool:
 
 
 def relevant(raw: Mapping[str, Any]) -> list[str]:
-    """Return the known entries that a merge goes by and that are not turned off."""
+    """Return the known entries that affect a merge and are not turned off."""
     return [key for key, value in raw.items() if key in OF_PEFT | READ and value not in _OFF]
 
 
@@ -97,9 +97,9 @@ def turned_on(raw: Mapping[str, Any]) -> list[str]:
 
 
 def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that may change a merge in an unknown way, and an unknown init, which may change the base.
+    """Return entries with an unknown effect on a merge, and an unknown init (it may change the base).
 
-    PEFT turns a feature off by null, false or an empty value, so such an entry changes nothing.
+    In PEFT, null, false or an empty value turns a feature off, so such an entry changes nothing.
     """
     kind = str(raw.get("peft_type"))
     found = {key: value for key, value in raw.items() if not is_known(kind, key) and value not in _OFF}
@@ -111,7 +111,7 @@ def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check(raw: Mapping[str, Any], path: object, accepted: Collection[str] = (), *, option: str = "") -> None:
-    """Raise LossError if `raw` has an unknown entry that is not `accepted`; `option` is the command's option for it."""
+    """Raise LossError if `raw` has an unknown entry that is not `accepted`. `option` is the command's option for it."""
     found = {key: value for key, value in unknown(raw).items() if key not in accepted}
     if not found:
         return

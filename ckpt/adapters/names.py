@@ -1,7 +1,7 @@
-"""PEFT's LoRA adapters: how their tensors are named in files and in training.
+"""Tensor names in PEFT's LoRA adapters, in files and during training.
 
-Facts from peft 0.21.2 (`tuners/lora/layer.py`, `utils/save_and_load.py`, `utils/other.py`).
-In memory every tensor of an adapter carries the adapter's name, in files it does not:
+Facts from peft 0.21.2 (`tuners/lora/layer.py`, `utils/save_and_load.py`, `utils/other.py`). In memory, each tensor name
+contains the adapter's name. In files it does not:
 
     base_model.model.X.lora_A.default.weight             base_model.model.X.lora_A.weight
     base_model.model.X.lora_embedding_A.default          base_model.model.X.lora_embedding_A
@@ -28,8 +28,8 @@ PREFIX = "base_model.model."
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE, TOKENS, SAVED, BASE = "lora_magnitude_vector", "trainable_tokens_delta", "modules_to_save", "base"
 SAMPLER, DIAGONAL = "lora_monteclora_sampler", "lora_diag"
-#: Factors of a layer that has a tensor of this kind beside them, if the config turns the kind on.  PEFT itself merges
-#: the other kinds, and finds a tensor that is missing.
+#: Factors that need this kind of tensor in the same layer, if the config turns it on. PEFT itself merges the other
+#: kinds, and notices missing tensors.
 _REACHED = {MAGNITUDE: (A, EMBEDDING_A), BIAS: (B,)}
 
 _NAME = r"(?:\.(?P<name>[^.]+))?"
@@ -42,12 +42,12 @@ _KINDS = (
     re.compile(rf"(?P<module>.+)\.token_adapter\.(?P<kind>trainable_tokens_delta){_NAME}"),
     re.compile(r"(?P<module>.+)\.(?P<kind>modules_to_save)\.(?P<name>[^.]+)\.(?P<rest>.+)"),
 )
-#: What a wrapped module calls the module that it wraps, or its copy that is trained in the place of it (LN tuning).
+#: Names inside a wrapper for the wrapped module, or for its trained copy (LN tuning).
 _WRAPPED = re.compile(r"\.(?:base_layer|original_module|token_adapter\.base_layer|ln_tuning_layers)(?=\.)")
-#: Names of other methods' tensors, which no LoRA has: DoRA, embeddings and tokens are known above.
+#: Other methods' tensor names. DoRA, embeddings and tokens have patterns above.
 _UNKNOWN = re.compile(r"\.(lora_(?!A\b|B\b|embedding_|magnitude_vector|diag\b|velora_|monteclora_)\w+|token_adapter)\b")
 
-#: Names of other writers' adapters, who writes them, and how they become PEFT's.
+#: Names in other writers' adapters, the writer, and a way to PEFT's format.
 _OTHERS = (
     (
         re.compile(r".+\.lora_[ab]\.weight"),
@@ -65,15 +65,16 @@ _OTHERS = (
         "diffusers merges it into its pipeline (fuse_lora), which save_pretrained writes",
     ),
 )
-#: Modules of which PEFT saves the base weights too, where they are targeted (`EMBEDDING_LAYER_NAMES`).
+#: Modules whose base weights PEFT also saves if they are targeted (`EMBEDDING_LAYER_NAMES`).
 _EMBEDDINGS = ("embed_tokens", "lm_head")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterName:
-    """What the tensor of an adapter is: `kind` of `module`; `rest` is the parameter's name within a saved module.
+    """Meaning of an adapter's tensor name: a `kind` in `module`.
 
-    `adapter` is the adapter's name where the tensor's name has it (in training checkpoints).
+    `rest` is the parameter's name inside a saved module. `adapter` is the adapter's name, if the tensor name contains
+    it (in training checkpoints).
     """
 
     kind: str
@@ -83,14 +84,14 @@ class AdapterName:
 
     @property
     def in_file(self) -> str:
-        """The name that PEFT gives the tensor in `adapter_model.safetensors`."""
+        """PEFT's name for the tensor in `adapter_model.safetensors`."""
         ends = {A: f"{A}.weight", B: f"{B}.weight", TOKENS: f"token_adapter.{TOKENS}"}
         ends |= {SAVED: self.rest, SAMPLER: f"{SAMPLER}.{self.rest}"}
         return f"{PREFIX}{self.module}.{ends.get(self.kind, self.kind)}"
 
 
 def parse_name(fqn: str) -> AdapterName:
-    """What the tensor called `fqn` is.  A base model's own parameter is of kind `base`, its name in `module`."""
+    """Parse the tensor name `fqn`. A base model's own parameter has the kind `base`, with its name in `module`."""
     name = fqn.removeprefix(PREFIX)
     for pattern in _KINDS:
         match = pattern.fullmatch(name)
@@ -103,12 +104,12 @@ def parse_name(fqn: str) -> AdapterName:
 
 
 def is_adapter(fqns: Iterable[str]) -> bool:
-    """Whether a LoRA adapter is among these tensors."""
+    """Return True if these tensors include a LoRA adapter."""
     return any(parse_name(fqn).kind in (A, EMBEDDING_A) for fqn in fqns)
 
 
 def check_is_no_others(checkpoint: Checkpoint) -> None:
-    """Raise UsageError where `checkpoint` is an adapter with the names of another writer than PEFT."""
+    """Raise UsageError if `checkpoint` is an adapter with names from another writer than PEFT."""
     for pattern, writer, way in _OTHERS:
         fqn = next((fqn for fqn, _ in checkpoint.tensors if pattern.fullmatch(fqn)), None)
         if fqn is not None:
@@ -118,7 +119,7 @@ def check_is_no_others(checkpoint: Checkpoint) -> None:
 
 
 def check_is_there(checkpoint: Checkpoint) -> None:
-    """Raise UsageError where `checkpoint` holds no LoRA adapter."""
+    """Raise UsageError if `checkpoint` holds no LoRA adapter."""
     check_is_no_others(checkpoint)
     if not is_adapter(fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES):
         hint = "the format `hf` is for a whole model"
@@ -126,9 +127,9 @@ def check_is_there(checkpoint: Checkpoint) -> None:
 
 
 def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoint:
-    """A run's `checkpoint` under the names of PEFT's files: the adapter, and what else was trained or is in `saved`.
+    """Return a run's `checkpoint` under PEFT's file names: the adapter, and other tensors trained or in `saved`.
 
-    One with several adapters stays as it is, as their names would meet.
+    A checkpoint with several adapters is unchanged, because their names would collide.
     """
     parsed = {fqn: parse_name(fqn) for fqn, _ in checkpoint.tensors}
     if len({name.adapter for name in parsed.values() if name.adapter is not None}) > 1:
@@ -156,14 +157,14 @@ def under_saved_names(checkpoint: Checkpoint, saved: Container[str]) -> Checkpoi
     )
 
 
-#: Modules of Tinker's adapters whose factors are those of all experts of a layer.
+#: Modules in Tinker's adapters with all experts in one factor.
 _OF_EXPERTS = re.compile(r"\.experts\.w\d$")
 
 
 def ranks(checkpoint: Checkpoint, kind: object) -> dict[str, int]:
-    """Return the rank of each adapted layer by its factors, for an adapter of PEFT's type `kind`.
+    """Return each adapted layer's rank from its factors, for an adapter of PEFT's type `kind`.
 
-    Factors of all experts in one tensor, [experts, rank, in], as Tinker's, tell it in their second dim.
+    If one tensor holds all experts' factors, [experts, rank, in] like in Tinker's files, the second dim is the rank.
     """
     found = {}
     for fqn, shape in checkpoint.shapes.items():
@@ -185,10 +186,10 @@ def check_factors(
     *,
     has_other_layers: bool = False,
 ) -> None:
-    """Raise CorruptError if a layer's tensors, of the kinds `parts`, lack one or contradict the config.
+    """Raise CorruptError if a layer with tensors of the kinds `parts` lacks one, or contradicts the config.
 
-    `entries` has the entry of the config for each kind of tensor that an entry turns on, and says if it is on.  With
-    `has_other_layers`, the layer may be one that the entry does not reach.
+    `entries` maps each optional kind to its config entry, and True if the entry is on. With `has_other_layers`, the
+    entry may not apply to this layer.
     """
     for one, other in ((A, B), (EMBEDDING_A, EMBEDDING_B), (BIAS, B)):
         missing = other if one in parts else one
@@ -208,16 +209,16 @@ def check_factors(
 
 
 def is_foreign(fqn: str) -> bool:
-    """Whether `fqn` belongs to a PEFT method that `parse_name` does not know."""
+    """Return True if `fqn` belongs to a PEFT method that `parse_name` does not know."""
     name = parse_name(fqn)
     return name.kind == BASE and bool(_UNKNOWN.search(name.module))
 
 
 def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | None = None) -> dict[str, Choice]:
-    """What PEFT would save of the adapter in `checkpoint`, by its name in the file.
+    """Return the tensors that PEFT would save for the adapter, by their names in the file.
 
-    `config` is that of the adapter.  From an adapter's own file, everything is taken under the name that it has.
-    Raises LossError where something was trained that PEFT would not save.
+    `config` is the adapter's config. From an adapter's own file, all tensors keep their names. Raise LossError if a
+    trained tensor would not be saved.
     """
     check_is_there(checkpoint)
     parsed = {fqn: parse_name(fqn) for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
@@ -249,7 +250,7 @@ def tensors(checkpoint: Checkpoint, config: Mapping[str, Any], dtype: DType | No
 
 
 def _is_saved(fqn: str, parsed: Mapping[str, AdapterName], bias: str) -> bool:
-    """Whether PEFT saves a parameter of the base model with the adapter."""
+    """Return True if PEFT saves this base model parameter with the adapter."""
     if bias == "all" and fqn.endswith(".bias") and ".original_module." not in fqn:
         return True
     targeted = re.fullmatch(r"(.+)\.base_layer\.(\w+)", fqn.removeprefix(PREFIX))

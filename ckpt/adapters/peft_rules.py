@@ -1,14 +1,14 @@
-"""Rules of PEFT for `rank_pattern` and `alpha_pattern`, which differ between releases.
+"""PEFT's rules for `rank_pattern` and `alpha_pattern`, which differ between releases.
 
 Facts from the sources of peft 0.8.2 to 0.21.2 (`tuners/lora/model.py`, `tuners/loha/model.py`, `tuners/lokr/model.py`,
 `utils/other.py`):
 
-- LoRA before 0.14 looks for the first pattern of both entries, and takes both values under it.
-- LoRA in 0.14 looks for one in each entry.  Like before, a dot stands before the pattern, which is not in brackets.
-- Since 0.15 the pattern is in brackets, and nothing has to stand before it.
-- LoHa and LoKr change once, in 0.15; before it a dot is optional and the brackets are missing.
+- LoRA before 0.14 finds the first matching pattern in both entries, and uses it for both values.
+- LoRA in 0.14 finds one in each entry. As before, a dot precedes the pattern, without brackets around it.
+- Since 0.15 the pattern is in brackets, and nothing must precede it.
+- LoHa and LoKr change once, in 0.15; before, the dot is optional and the brackets are missing.
 
-`peft_version` is recorded since 0.18.  An older config is dated by its entries, as PEFT writes all that it knows.
+`peft_version` is recorded since 0.18. An older config is dated by its entries, because PEFT writes all it knows.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from typing import Any
 
 from ckpt.base.errors import CorruptError, UsageError
 
-#: Any later minor release of PEFT 0.
+#: Later than any minor PEFT release.
 _LATEST = 99
-#: Entries of a LoRA config, by the minor release that brought them.
+#: LoRA config entries, by the minor release that added them.
 _SINCE: Mapping[int, frozenset[str]] = {
     9: frozenset(("use_dora",)),
     10: frozenset(("layer_replication",)),
@@ -35,9 +35,9 @@ _SINCE: Mapping[int, frozenset[str]] = {
     20: frozenset(("monteclora_config", "velora_config")),
     21: frozenset(("kasa_config",)),
 }
-#: And of other configs.
+#: The same for other configs.
 _SINCE_OTHERS: Mapping[int, frozenset[str]] = {14: frozenset(("exclude_modules",)), 18: frozenset(("peft_version",))}
-#: Entries that every config of PEFT 0.8 and later has that has patterns.
+#: Entries in every config with patterns from PEFT 0.8 and later.
 _OF_OTHERS = frozenset(
     (
         *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "inference_mode", "layers_pattern"),
@@ -45,7 +45,7 @@ _OF_OTHERS = frozenset(
         "task_type",
     )
 )
-#: And every LoRA config.
+#: Entries in every LoRA config.
 _OF_LORA = _OF_OTHERS | frozenset(
     (
         *("bias", "fan_in_fan_out", "init_lora_weights", "loftq_config", "lora_alpha", "lora_dropout"),
@@ -55,12 +55,12 @@ _OF_LORA = _OF_OTHERS | frozenset(
 _ALPHAS = {"LORA": "lora_alpha", "LOHA": "alpha", "LOKR": "alpha"}
 _PATTERNS = ("rank_pattern", "alpha_pattern")
 _TODAY = "0.15 and later"
-#: A pattern's key in each entry, or the layer's own name.
+#: The pattern to use in each entry, or the layer's own name.
 _Rule = Callable[[Mapping[str, Any], Mapping[str, Any], str], tuple[str, str]]
 
 
 def release_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
-    """Return the major and minor release that `raw` records."""
+    """Return the major and minor release in `raw`."""
     found = re.match(r"(\d+)\.(\d+)", str(raw.get("peft_version")))
     return (int(found[1]), int(found[2])) if found else None
 
@@ -68,10 +68,10 @@ def release_of(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 def with_explicit_patterns(
     raw: Mapping[str, Any], path: str | PathLike[str], ranks: Mapping[str, int], *, option: str = ""
 ) -> Mapping[str, Any]:
-    """Return `raw` with patterns that every release reads as the one that wrote them.
+    """Return `raw` with patterns that every release reads like the one that wrote them.
 
-    `ranks` are the ranks of the adapted layers, as their factors show them.  Raises UsageError if the release is
-    unknown and the rules differ for these layers; `option` is the command's option for it.
+    `ranks` holds the adapted layers' ranks, from their factors. Raise UsageError if the release is unknown and the
+    rules differ for these layers. `option` is the command's option for it.
     """
     alpha, patterns = _ALPHAS.get(str(raw.get("peft_type"))), [raw.get(entry) for entry in _PATTERNS]
     if alpha is None or not any(patterns) or not all(one is None or isinstance(one, Mapping) for one in patterns):
@@ -115,7 +115,7 @@ def _values(raw: Mapping[str, Any], alpha: str, keys: tuple[str, str]) -> tuple[
 
 
 def _rules(raw: Mapping[str, Any]) -> list[tuple[str, _Rule]]:
-    """Return the rules that may apply, each with its releases in words."""
+    """Return the rules that may apply, each with a label for its releases."""
     if raw.get("peft_type") == "LORA":
         older = [(0, 13, "0.13 and older", _joint(r".*\.{}$")), (14, 14, "0.14", _apart(r".*\.{}$"))]
     else:
