@@ -1,4 +1,4 @@
-"""What stands in a run's folder beside the tensors: step folders, config, tokenizer, and what is left out.
+"""Run folders: step folders, configs, tokenizers and other files next to the tensors, and omitted content.
 
 May import: `ckpt.adapters`, `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.stores`.
 """

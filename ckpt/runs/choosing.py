@@ -1,7 +1,7 @@
-"""Choose the checkpoint that a folder stands for: its own, the recorded step, or the newest complete step.
+"""Choice of a folder's checkpoint: its own, the recorded step, or the newest complete step.
 
-Every command and every Python function chooses here.  Steps are compared by their numbers, never by file times.
-Candidates that no number tells apart are named in an error, and the user chooses with `--tag`.
+Every command and every Python function uses this choice. Steps are compared by number, never by file time. If no number
+decides, an error lists the candidates and the user chooses with `--tag`.
 """
 
 from __future__ import annotations
@@ -44,20 +44,20 @@ from ckpt.runs.steps import (
     trainer_step,
 )
 
-#: The tag of the checkpoint in the folder itself.
+#: Tag for the checkpoint in the folder itself.
 OWN_TAG = "."
 _LATER = "later than the one that is taken"
-_MAX_NAMES = 8  # in one message
-#: Skipped steps, each with its error, or None if it holds nothing of the formats.
+_MAX_NAMES = 8  # names per message
+#: Skipped steps with their errors. None means that no format finds a checkpoint in the step.
 _Skipped = dict[Step, CkptError | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Requirement for a checkpoint: `holds` tests one, and `what` names it in messages.
+    """Requirement for a checkpoint: `holds` is the test, and `what` its name in messages.
 
-    With `is_newest`, a newer step comes before the folder's own checkpoint.  With `prefers`, the name of a format, a
-    place is that format's, or of the first other format that finds it; otherwise all formats are tried.
+    With `is_newest`, a newer step wins over the folder's own checkpoint. With `prefers` (a format), that format is
+    tried first, and then the first other format that finds a checkpoint decides. Otherwise all formats are tried.
     """
 
     what: str = "checkpoint of the format wanted"
@@ -71,14 +71,14 @@ ANY = Want()
 
 @dataclass(frozen=True, slots=True)
 class Chooser:
-    """Choice among the checkpoints of a folder.  Each place is tried as each of `formats`, in this order."""
+    """Choice among a folder's checkpoints. Each place is tried with each of `formats`, in order."""
 
     formats: Sequence[Format]
     request: ReadRequest
     want: Want = ANY
 
     def open(self, path: Path) -> Checkpoint | None:
-        """Return the checkpoint that `path` stands for: in it, or in the only run below it."""
+        """Return the checkpoint for `path`: in it, or in the only run below it."""
         run, tag = run_at(path), self.request.tag
         if tag is None:
             check_all_there(path)
@@ -88,7 +88,7 @@ class Chooser:
                 found = self._open_part(path)
                 if found is None:
                     return None
-        except SeveralRunsError as error:  # in a step
+        except SeveralRunsError as error:  # raised in a step
             raise SeveralRunsError(path, error.runs) from None
         except (CorruptError, HalfError) as error:
             if tag is None:
@@ -97,7 +97,7 @@ class Chooser:
         if found is not None:
             if tag is None and not models_of(path):
                 self._check_one_engine(run, found)
-            # an engine that resumes is given all models of a save
+            # an engine that resumes needs all models in a save
             place = save_around(Path(found.path)) if self.want.is_newest and tag is None else Path(found.path)
             return found if place == path else _with_notes(found, [Brief(f"taking {run.name(place)}")])
         if (below := run_below(path, self._leads_to_one)) is not None:
@@ -106,15 +106,15 @@ class Chooser:
         return None
 
     def _leads_to_one(self, folder: Path) -> bool:
-        """Return True if a folder is a run; if only some checkpoints will do, a run that has one of these."""
+        """Return True for a run folder. If there is a requirement, the run must have a matching checkpoint."""
         if not is_run(folder, self.formats, self.request.tag):
             return False
         return self.want is ANY or self.open(folder) is not None
 
     def _open_in(self, run: Run) -> Checkpoint | None:
-        """Return the checkpoint of a run's folder itself or of its record, otherwise of the newest complete step.
+        """Return the checkpoint in the run's folder itself or from its record, otherwise in the newest complete step.
 
-        An incomplete step is skipped with a note.  A damaged one is an error.
+        An incomplete step is skipped with a note. A damaged one is an error.
         """
         own = self._open_own(run)
         candidates: Sequence[Step] = ()
@@ -131,7 +131,7 @@ class Chooser:
         return None
 
     def _open_own(self, run: Run, tag: str | None = None) -> Checkpoint | None:
-        """Return the checkpoint that the run's folder is, or that its record or `tag` names."""
+        """Return the checkpoint in the run's folder itself, or the one named by its record or by `tag`."""
         for one in self.formats:
             found = one.find(run.path, tag)
             if found is None or (tag is None and run.holder(found) is not None and run.record_of(found) is None):
@@ -164,7 +164,7 @@ class Chooser:
         return None, skipped
 
     def _newer_last(self, run: Run, number: int, found: Checkpoint) -> Checkpoint:
-        """Return the checkpoint in a step called `last` if it is newer than `found`, whose number is `number`."""
+        """Return the checkpoint in a step called `last` if it is newer than `found` with the given `number`."""
         for place in run.last:
             try:
                 last = self._open_step(place)
@@ -179,7 +179,7 @@ class Chooser:
         return found
 
     def _open_step(self, step: Path) -> Checkpoint | None:
-        """Return the checkpoint in a step's folder, or in the part of it that holds the model."""
+        """Return the checkpoint in a step's folder, or in the folder inside it that holds the model."""
         found = self._open_in(run_at(step))
         if found is not None or is_run(step, self.formats):
             return found
@@ -189,11 +189,11 @@ class Chooser:
         return None if below is None else self._open_in(run_at(below))
 
     def _open_part(self, step: Path) -> Checkpoint | None:
-        """Return the checkpoint in the part of a step's folder that holds the model."""
+        """Return the checkpoint from the folder inside a step that holds the model."""
         return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
-        """Return the checkpoint of the step `tag`: a folder's name, a step's number, or a step in another step."""
+        """Return the checkpoint for `tag`: a folder's name, a step's number, or a step inside another step."""
         if tag == OWN_TAG:
             return self._open_own(run)
         named = confined(run.path, tag)
@@ -213,14 +213,14 @@ class Chooser:
             try:
                 if step.path.is_dir() and (found := self._open_tagged(run_at(step.path), tag)) is not None:
                     return found
-            except NotFoundError:  # this step has no such step in it
+            except NotFoundError:  # no such step inside this one
                 continue
         if failure is not None:
             raise failure
         return None
 
     def _check_one_engine(self, run: Run, chosen: Checkpoint) -> None:
-        """Raise UsageError if the save of `chosen` holds other engines: other parameters, or the same step twice."""
+        """Raise UsageError if the save has other engines: different parameters, or the same step twice."""
         free = free_tags(run.path)
         others = [place for place in free if place != Path(chosen.path)]
         if len(others) == len(free):
@@ -233,7 +233,7 @@ class Chooser:
                 raise several_models(run.path, free, with_tag=True)
 
     def _rivals(self, run: Run, own: Checkpoint) -> list[Step]:
-        """Return the steps to prefer to `own`: newer ones, and equal ones if only they have HF Trainer's record."""
+        """Return the steps to prefer over `own`: newer ones, and equal ones if only they have HF Trainer's record."""
         place, number = Path(own.path), _number(run, own)
         steps = [step for step in run.steps if not place.is_relative_to(step.path)]
         if number is None:
@@ -251,7 +251,7 @@ class Chooser:
         ]
 
     def _is_ruled_out(self, run: Run, step: Step) -> bool:
-        """Return True if a record in the run's folder names another step of the same format."""
+        """Return True if a record in the run's folder names another step in the same format."""
         recorded = [] if has_record(step.path) else run.recorded()
         if not recorded or step.path in recorded:
             return False
@@ -262,7 +262,7 @@ class Chooser:
         return False
 
     def _check_same_count(self, run: Run, step: Step) -> None:
-        """Raise UsageError if the run also has steps of the other kind: one counts epochs, the other steps."""
+        """Raise UsageError if the run has steps counted in epochs and others counted in steps."""
         others = [other for other in run.steps if other.counts_epochs != step.counts_epochs]
         other = next((other for other in others if self._holds_any(other)), None)
         if other is not None:
@@ -272,7 +272,7 @@ class Chooser:
         return _is_checkpoint(step.path, self.formats)
 
     def _with_newer_named(self, run: Run, checkpoint: Checkpoint, skipped: _Skipped) -> Checkpoint:
-        """Return `checkpoint` with notes about skipped steps and every newer step of the run."""
+        """Return `checkpoint` with notes on skipped steps and on every newer step."""
         place, number = Path(checkpoint.path), _number(run, checkpoint)
         passed = [self._why_skipped(run, step, error) for step, error in skipped.items()]
         beside = [step for step in run.steps if step not in skipped and not place.is_relative_to(step.path)]
@@ -303,7 +303,7 @@ class Chooser:
         return _skip_note(run, step.path, error)
 
     def _hint_at_another(self, error: CkptError, run: Run) -> None:
-        """Add a hint to an error about a run: another step that can be opened, or why each of them cannot."""
+        """Add a hint to a run's error: another usable step, or the reason why none is usable."""
         damaged = run.holder(Path(error.path)) if error.path is not None else None
         at = run.steps.index(damaged) if damaged is not None else -1
         older, newer = run.steps[at + 1 :], run.steps[: max(at, 0)]
@@ -331,9 +331,9 @@ class Chooser:
 
 
 def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | None = None) -> bool:
-    """Return True if `folder` is a checkpoint of any of the formats (None: of all), or a run folder with one.
+    """Return True if `folder` is a checkpoint in any of the formats (None: all), or a run folder with one.
 
-    Raise CorruptError for a checkpoint so damaged that its format is unknown.
+    Raise CorruptError for a checkpoint too damaged to identify its format.
     """
     formats = [one for one in registry.all_formats() if one.reads] if formats is None else formats
     run = run_at(folder)
@@ -345,9 +345,9 @@ def is_run(folder: Path, formats: Sequence[Format] | None = None, tag: str | Non
 
 
 def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) -> bool:
-    """Return True if a checkpoint is only a file of tensors with an unusual name, next to steps or parts of one.
+    """Return True if a checkpoint is only a tensor file with an unusual name, next to steps or parts of one.
 
-    Readers take any file of tensors for a model, so a value head next to a step would be one.
+    Readers accept any tensor file as a model, so a value head next to a step would count as one.
     """
     folder = Path(checkpoint.path)
     if checkpoint.optimizer_states:
@@ -364,12 +364,12 @@ def is_stray(checkpoint: Checkpoint, formats: Sequence[Format] | None = None) ->
 def _is_checkpoint(place: Path, formats: Sequence[Format]) -> bool:
     try:
         return _holds(place, formats)
-    except CkptError:  # a damaged one is one
+    except CkptError:  # damaged, but a checkpoint
         return True
 
 
 def _holds_any(step: Path) -> bool:
-    """Return True if `step` holds a checkpoint of any format, damaged ones included."""
+    """Return True if `step` holds a checkpoint in any format, even a damaged one."""
     return _is_checkpoint(step, [one for one in registry.all_formats() if one.reads])
 
 
@@ -379,7 +379,7 @@ def _holds(step: Path, formats: Sequence[Format]) -> bool:
 
 
 def has_model_part(folder: Path) -> bool:
-    """Return True if `folder` is a step that holds the model in a part of it, next to training state."""
+    """Return True if `folder` is a step with the model in an inner folder, next to training state."""
     return is_step(folder) and any(map(is_run, _model_parts(folder)))
 
 
@@ -390,12 +390,12 @@ def _model_parts(step: Path) -> list[Path]:
 def _finds(one: Format, folder: Path, tag: str | None) -> bool:
     try:
         return one.find(folder, tag) is not None
-    except NotFoundError:  # no step of this tag, or of another format
+    except NotFoundError:  # no step with this tag, or a tag for another format
         return False
 
 
 def _number(run: Run, checkpoint: Checkpoint) -> int | None:
-    """Return the number of the step that `checkpoint` is: of its folder in the run, otherwise the recorded one."""
+    """Return the step number of `checkpoint`: from its folder in the run, otherwise the recorded one."""
     holder, step = run.holder(Path(checkpoint.path)), checkpoint.state.step
     if holder is not None:
         return holder.number
@@ -403,7 +403,7 @@ def _number(run: Run, checkpoint: Checkpoint) -> int | None:
 
 
 def _is_twin(step: Step, chosen: Step) -> bool:
-    """Return True if only the name tells a step from the `chosen` one, as `checkpoint-2` from `checkpoint_2`."""
+    """Return True if two steps differ only in the name, like `checkpoint-2` and `checkpoint_2`."""
     same = (step.number, step.counts_epochs) == (chosen.number, chosen.counts_epochs)
     return same and has_trainer_state(step.path) == has_trainer_state(chosen.path)
 
@@ -417,7 +417,7 @@ def _skip_note(run: Run, place: Path, error: CkptError) -> str:
 
 
 def _note(text: str, run: Run, steps: Sequence[Step]) -> list[str]:
-    """Return `text` with the names of `steps`, if there are any."""
+    """Return `text` with the names of `steps`, or an empty list without steps."""
     names = [run.name(step.path) for step in steps]
     return [text.format(", ".join(names[:_MAX_NAMES]))] if names else []
 
@@ -430,7 +430,7 @@ def _with_notes(
 
 
 def _ask(run: Run, names: Sequence[str]) -> None:
-    """Raise UsageError that names candidates without a common number."""
+    """Raise UsageError with candidates that no number orders."""
     raise UsageError(
         "which checkpoint? nothing records which of these is newer",
         path=run.path,

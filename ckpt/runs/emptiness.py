@@ -1,7 +1,7 @@
-"""Parts of a checkpoint that hold nothing: parameters without elements, and an optimizer without states.
+"""Empty parts of a checkpoint: parameters without elements, an optimizer without states.
 
-Both may be right.  A model may declare a parameter of shape [0, 3], and torch's optimizers begin the states of a
-parameter at its first gradient.  So they are named and not refused, except for a model without a single element.
+Both may be right. A model may declare a parameter of shape [0, 3], and torch's optimizers create a parameter's states
+at its first gradient. So they are reported, not refused, unless the whole model has no element.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ _MAX_SHOWN = 3
 
 
 def empty_parameters(checkpoint: Checkpoint) -> str:
-    """Return a sentence on parameters without elements, or "" if there are none or the engine recorded their shapes.
+    """Return a sentence on parameters without elements.
 
-    A script that saves one rank's part of FSDP2's parameters leaves such ones, and ZeRO-3's rank 0 leaves shape [0].
+    Return "" without any, or if the engine recorded their shapes. They come from scripts that save one rank's part of
+    FSDP2 parameters, and from ZeRO-3's rank 0 (shape [0]).
     """
     if registry.get(checkpoint.format).records_shapes:
         return ""
@@ -38,7 +39,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
 
 
 def lacking_states(checkpoint: Checkpoint) -> tuple[str, bool]:
-    """Return a sentence on trained parameters without optimizer states, or "", and True if no parameter has any.
+    """Return a sentence on trained parameters without optimizer states (or ""), and True if no parameter has any.
 
     No state at all is right before the first step.
     """
@@ -56,7 +57,7 @@ def lacking_states(checkpoint: Checkpoint) -> tuple[str, bool]:
 
 
 def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return the parameters of groups whose optimizer keeps states, and those of them without any."""
+    """Return the parameters in groups whose optimizer keeps states, and the subset without states."""
     if checkpoint.unread or checkpoint.missing_optimizer is not None:
         return [], []
     held = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
@@ -73,7 +74,7 @@ def _trained(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def _keeps_states(options: Mapping[str, Any]) -> bool:
-    """Return True for Adam and its kind, and for momentum; plain SGD keeps nothing."""
+    """Return True for Adam-like optimizers and momentum. Plain SGD has no states."""
     momentum = options.get("momentum")
     return "betas" in options or (isinstance(momentum, int | float) and momentum > 0)
 

@@ -1,4 +1,4 @@
-"""Check that one file of a run is whole, from its name, its size and its headers."""
+"""Check that a run's file is complete, from its name, size and headers."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from ckpt.move.json_files import MAX_JSON, parse_json
 from ckpt.move.source import read_file
 
 TORCH_SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
-#: Signature of a zip archive.
+#: Zip archive signature.
 ZIP = b"PK\x03\x04"
 
-#: Errors of pickles that always are damage: of zip archives that contradict themselves, and of links out of the folder.
+#: Pickle errors that always mean damage: contradictory zip archives, and links that leave the folder.
 _ALWAYS_DAMAGE = ("no data was read", "symlink")
 
 
 def check_file(path: Path, root: Path) -> None:
-    """Raise CorruptError if a file is not whole, as far as its name and its first bytes tell.
+    """Raise CorruptError if a file is incomplete, by its name and its first bytes.
 
     Raise NotFoundError or UnsafeError for a pickle that is not read, and UnsafeError for a link out of `root`.
     """
@@ -41,9 +41,9 @@ def check_file(path: Path, root: Path) -> None:
 
 
 def is_torch_file(path: Path) -> bool:
-    """Return True for the suffixes of torch's files, and for `.pkl` if torch.save wrote it or it is empty.
+    """Return True for torch's file suffixes, and for `.pkl` if torch.save wrote it or it is empty.
 
-    Accelerate saves random states with torch.save, and other programs pickle into files of this suffix.
+    Accelerate saves random states with torch.save. Other programs write plain pickles with this suffix.
     """
     if path.suffix != ".pkl":
         return path.suffix in TORCH_SUFFIXES
@@ -52,13 +52,13 @@ def is_torch_file(path: Path) -> bool:
 
 
 def is_unread(error: CkptError, path: Path) -> bool:
-    """Return True if `check_file` did not read a file, and found nothing wrong: other pickles, and sound archives."""
+    """Return True if `check_file` did not read a file but found no fault: other pickles, and sound archives."""
     is_pickle = isinstance(error, NotFoundError | UnsafeError) and is_torch_file(path)
     return is_pickle and not any(words in error.what for words in _ALWAYS_DAMAGE)
 
 
 def check_carried(path: Path, root: Path) -> None:
-    """Raise CorruptError for the damage that `ckpt check` reports of a file next to a checkpoint."""
+    """Raise CorruptError for damage that `ckpt check` reports in a file next to a checkpoint."""
     try:
         check_file(path, root)
     except CkptError as error:
@@ -67,7 +67,7 @@ def check_carried(path: Path, root: Path) -> None:
 
 
 def carried_content(path: Path, root: Path) -> bytes:
-    """Return the content of a file that a conversion copies; raise CorruptError if it is not whole."""
+    """Return the content of a file that a conversion copies. Raise CorruptError if it is incomplete."""
     try:
         check_carried(path, root)
     except CorruptError as error:

@@ -1,4 +1,4 @@
-"""Find a format's checkpoint: a folder itself, or the step in it that a tag or the format's own record names."""
+"""Search for a format's checkpoint: the folder itself, or the step named by a tag or by the format's record."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, names_in
 from ckpt.runs.steps import recorded_step
 
-#: Training state in a run's own folder: DCP's, FSDP's, Accelerate's, HF Trainer's, Megatron's.
+#: Training state in a run's own folder, from DCP, FSDP, Accelerate, HF Trainer or Megatron.
 _OTHERS_STATE = re.compile(
     r"\.metadata|__\d+_\d+\.distcp|(?:model|optim)_world_size_\d+_rank_\d+\.pt|optimizer(?:_\d+)?\.(?:pt|bin)"
     r"|(?:pytorch_model_fsdp|optimizer)_\d+|mp_rank_\d+(?:_\d+)*"
@@ -29,27 +29,33 @@ def _never(folder: Path) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """Rules of a format for steps in a run's folder: what is a step, and which file records one."""
+    """A format's rules for steps in a run's folder: the test for a step, and the file that records one.
 
-    #: Whether a folder is a step of this format, from names and small files.
+    Example:
+
+        _STEPS = Steps(_is_step, record="latest")  # `latest` holds a step folder's name
+        step = find_step(Path("outputs"), None, _STEPS)
+    """
+
+    #: Test for a step in this format, from names and small files.
     is_step: Callable[[Path], bool]
-    #: The names that a step's folder may have which a tag names.
+    #: Folder names for a tag.
     of_tag: Callable[[str], Sequence[str]] = _as_said
-    #: The file in the run's folder that names the step which is meant, and the name of the folder by what it says.
+    #: File in the run's folder that names the step to load, and the folder names for its content.
     record: str | None = None
     of_record: Callable[[str], Sequence[str]] = _as_said
-    #: Whether no step is meant where no record names one: the engine would load none.
+    #: True if the engine loads no step without a record.
     needs_record: bool = False
-    #: Whether the record is this format's alone, so that it is damaged where what it names is no step of it; but for a
-    #: folder that may be another format's, where there is no step of this one.
+    #: True if only this format has the record. If the record then names no valid step, it is damaged, unless the folder
+    #: may belong to another format and has no step in this one.
     owns_record: bool = False
     may_be_others: Callable[[Path], bool] = _never
-    #: Whether a step was written to its end, where that is told by names.
+    #: Test for a completely written step by file names, if possible.
     is_finished: Callable[[Path], bool] | None = None
 
 
 def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
-    """Return the step that `path` is or that its record names; with a tag, the step of that name.  None without one.
+    """Return the step at `path` or in its record. With a tag, return the step with that name. None if there is none.
 
     Raise CorruptError if the record names a missing step, IncompleteError if the record is missing.
     """
@@ -68,20 +74,20 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
 
 
 def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
-    """The folders that a tag may name in `path`, or without one the record, whatever they are."""
+    """Return the folders that the tag (or without one, the record) may name in `path`. They need not exist."""
     if tag is not None:
         return [confined(path, name) for name in steps.of_tag(tag)]
     said = recorded_step(path / steps.record) if steps.record is not None else None
     names = steps.of_record(said or "")
     if said is not None and said.isdecimal() and steps.of_record is not _as_said:
-        return [path / name for name in names]  # of a number a name is made that leads nowhere; it may be a link's
+        return [path / name for name in names]  # derived from a number, so it stays inside; it may be a link
     return [confined(path, name) for name in names]
 
 
 def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: Steps) -> None:
-    """Raise where the record in `path` names no step of the format, although it should: it is damaged, or lost.
+    """Raise an error if the record in `path` should name a step in this format, but is damaged or missing.
 
-    `said` is the record's text, `named` the folders that it may mean.
+    `said` is the record's text, `named` the folders it may name.
     """
     others = newest_first(filter(steps.is_step, folders_in(path)))
     if steps.owns_record and said is not None:
@@ -89,7 +95,7 @@ def _check_record(path: Path, said: str | None, named: Sequence[Path], steps: St
         if not others and is_others:
             return
     elif not others or any(folder.is_dir() for folder in named):
-        return  # it is another format's, whose record has the same name
+        return  # another format's record with the same name
     error = IncompleteError if steps.needs_record and not (named and others) else CorruptError
     raise error(
         f"`{steps.record}` names a step folder that is not there, or that holds no such checkpoint"
@@ -109,5 +115,5 @@ def _newest_whole(found: Sequence[Path], steps: Steps) -> str | None:
 
 
 def newest_first(steps: Iterable[Path]) -> list[Path]:
-    """Folders of steps by the last number in their names, the largest first."""
+    """Return step folders by the last number in their names, in descending order."""
     return sorted(steps, key=lambda step: (int([-1, *re.findall(r"\d+", step.name)][-1]), step.name), reverse=True)

@@ -1,4 +1,4 @@
-"""Checkpoints of other programs, which no format here reads: their names and the way out."""
+"""Checkpoints of other programs that no format reads: their names, and a way to convert them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ckpt.move.listing import folders_in, names_in
 from ckpt.move.source import read_file
 
 _GGUF = b"GGUF"
-#: Files that Orbax writes into a step or into an item in a step.
+#: Files that Orbax writes into a step or an item in a step.
 _ORBAX = {"_CHECKPOINT_METADATA", "manifest.ocdbt", "_METADATA", "_sharding", "commit_success.txt"}
-#: Files of ranks that torch_checkpointing writes next to its `metadata.pkl`.
+#: Rank files that torch_checkpointing writes next to its `metadata.pkl`.
 _TORCH_CHECKPOINTING = re.compile(r".+_\d+\.(?:pt|safetensors)")
 _WAYS = {
     "GGUF, which llama.cpp and Ollama load": "give the model that the GGUF file was made from: a folder of safetensors",
@@ -25,7 +25,7 @@ _WAYS = {
 
 
 def foreign(path: Path) -> NotFoundError | None:
-    """Return the error for another program's checkpoint at `path`, None for anything else."""
+    """Return the error for another program's checkpoint at `path`, or None."""
     found = next((one for place in _places(path) for one in _program(place)), None)
     if found is None:
         return None
@@ -33,7 +33,7 @@ def foreign(path: Path) -> NotFoundError | None:
 
 
 def _places(path: Path) -> Iterator[Path]:
-    """Yield `path`, its folders and theirs: a run, its steps and what a step holds."""
+    """Yield `path` and two levels of folders: a run, its steps, and their content."""
     yield path
     if path.is_dir():
         inside = [one for one in folders_in(path) if not one.name.startswith(".")]

@@ -1,4 +1,4 @@
-"""Names of Hub repositories, and their files beside the weights, from the local cache or else from the Hub."""
+"""Hub repository names, and a repository's small files from the local cache or the Hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.base.text import HUB_ID
 #: Config, tokenizer, chat templates and code.
 BESIDE_WEIGHTS = ("*.json", "*.jinja", "*.py", "*.model", "*.txt", "*.tiktoken", "additional_chat_templates/*")
 
-#: Owners of well-known families on the Hub, by the beginning of a model's name.
+#: Hub owners of well-known model families, by name prefix.
 _OWNERS = {
     "qwen": "Qwen",
     "llama": "meta-llama",
@@ -31,14 +31,14 @@ _OWNERS = {
 
 
 def is_repository(where: str) -> bool:
-    """Return True if `where` is the name of a Hub repository and not a local path, because a local path comes first."""
+    """Return True if `where` is a Hub repository's name. A local path with the same name wins."""
     return HUB_ID.fullmatch(where) is not None and not Path(where).exists()
 
 
 def owner_hint(where: str, scheme: str = "", owner: str | None = None) -> str | None:
-    """Return a hint that names the Hub repository of a path that does not exist; None if nothing is known.
+    """Return a hint with the Hub repository for a missing path, or None if it is unknown.
 
-    `scheme` is the part in front of a repository's name, `hf://` for a URL.  `owner` stands for an unknown owner.
+    `scheme` is the prefix for a repository's name, `hf://` for a URL. `owner` stands for an unknown owner.
     """
     if "/" in where or where.startswith("."):
         return f"to read it from the Hub, give {scheme}{where}" if scheme and HUB_ID.fullmatch(where) else None
@@ -52,14 +52,14 @@ def unknown_hint(where: str) -> str:
 
 
 def fetched(repo_id: str, patterns: Sequence[str] = BESIDE_WEIGHTS) -> Path:
-    """The folder of these files in the cache.  Raises NotFoundError where they cannot be had."""
+    """Return the cache folder with these files. Raise NotFoundError if they are unavailable."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(
             snapshot_download(repo_id, allow_patterns=list(patterns), ignore_patterns=["*.safetensors.index.json"])
         )
-    except Exception as error:  # the library raises its own, requests' and OS errors
+    except Exception as error:  # the library's errors, requests' errors and OS errors
         raise NotFoundError(
             f"{repo_id!r} is not there, and the Hub did not give its config",
             found=str(error).splitlines()[0] if str(error) else type(error).__name__,

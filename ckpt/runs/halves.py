@@ -19,15 +19,15 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.not_read import holds_tensors, may_hold_tensors
 from ckpt.runs.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
 
-#: Files that hold an optimizer alone, as HF Trainer, Accelerate, Megatron-LM and LeRobot name them.
+#: Files with only an optimizer, from HF Trainer, Accelerate, Megatron-LM and LeRobot.
 OPTIMIZER_FILE = re.compile(
     r"(?:optimizer(?:_\d+)?|distrib_optim)\.(?:pt|bin)|optim(?:izer)?(?:_states?)?\.safetensors"
 )
-#: A whole model next to a DeepSpeed step, or the index of its shards.
+#: A complete model next to a DeepSpeed step, or its shard index.
 _MODEL_FILE = re.compile(r"(?:adapter_|pytorch_)?model\.(?:safetensors|bin)(?:\.index\.json)?")
 _OPTIMIZER_FOLDER = re.compile(r"optim(?!al|ized)|^opt$|^dist_ckpt$|^training_state$")
-_MAX_SHOWN = 8  # names in a message
-_MAX_FOLDERS = 50  # to search for the model
+_MAX_SHOWN = 8  # names per message
+_MAX_FOLDERS = 50  # folders searched for the model
 
 
 def check_holds_model(checkpoint: Checkpoint) -> None:
@@ -40,15 +40,15 @@ def check_holds_model(checkpoint: Checkpoint) -> None:
 
 
 def holds_model(checkpoint: Checkpoint) -> bool:
-    """Return True if `checkpoint` has at least one tensor of a model."""
+    """Return True if `checkpoint` has at least one model tensor."""
     return any(role in MODEL_ROLES for _, role in checkpoint.tensors)
 
 
 def lost_weights(path: Path) -> CkptError | None:
-    """Return the error for a place without a checkpoint whose other files are of one, or None.
+    """Return the error if the files at `path` belong to a checkpoint with missing weights, or None.
 
-    An optimizer's file is half a checkpoint.  HF Trainer writes weights before its record of a step, and PEFT
-    before an adapter's config.
+    An optimizer's file is half a checkpoint. HF Trainer writes weights before its record of a step, and PEFT before an
+    adapter's config.
     """
     names = names_in(path) if path.is_dir() else [path.name]
     if any(map(OPTIMIZER_FILE.fullmatch, names)):
@@ -66,22 +66,22 @@ def lost_weights(path: Path) -> CkptError | None:
 
 
 def check_is_no_optimizer(checkpoint: Checkpoint) -> None:
-    """Raise HalfError if readers took an optimizer's file alone for a model, by its tensors."""
+    """Raise HalfError if readers took an optimizer's file for a model because of its tensors."""
     files = [Path(file.path) for file in checkpoint.files if holds_tensors(file.path)]
     if files and not checkpoint.optimizer_states and all(OPTIMIZER_FILE.fullmatch(file.name) for file in files):
         raise optimizer_alone(Path(checkpoint.path))
 
 
 def optimizer_alone(path: Path, expected: str = "a model") -> HalfError:
-    """Return the error for a file or folder with nothing but optimizer states."""
+    """Return the error for a file or folder with only optimizer states."""
     what = "folder" if path.is_dir() else "file"
     return HalfError(f"this {what} holds only optimizer states", path=path, expected=expected)
 
 
 def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
-    """Add the place of the model to `error`; `trained` are the names of the optimizer's parameters, if known.
+    """Add the model's place to `error`. `trained` holds the names of the optimizer's parameters, if known.
 
-    A hint at another step of the run stays.
+    A hint at another step stays.
     """
     model = next(_models_around(Path(error.path or ""), {*trained}), None)
     if model is not None:
@@ -93,10 +93,10 @@ def with_hint(error: HalfError, trained: Collection[str] = ()) -> HalfError:
 
 
 def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
-    """Yield the places of the model of `path`: around a file, in a folder, and next to an optimizer's folder.
+    """Yield places with the model for `path`: around a file, in a folder, and next to an optimizer's folder.
 
-    A step's folder inside another one, as HF Trainer's `checkpoint-2/global_step2`, has the model's file next to it.
-    Other folders next to it, as other steps of the run, hold other models.
+    A step folder inside another one, like HF Trainer's `checkpoint-2/global_step2`, has the model's file next to it.
+    Neighbours such as other steps hold other models.
     """
     if path.is_file():
         places = [path.parent]
@@ -113,18 +113,18 @@ def _models_around(path: Path, trained: set[str]) -> Iterator[Path]:
 
 
 def _checkpoint_of(folder: Path) -> Checkpoint | None:
-    """Return the checkpoint that `folder` itself is."""
+    """Return the checkpoint in `folder` itself."""
     one = next(formats_of(folder), None)
     return one.read(folder, ReadRequest()) if one else None
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return True if `folder` itself is a checkpoint: not a run folder, nor a folder damaged beyond recognition."""
+    """Return True if `folder` itself is a checkpoint: no run folder, and not damaged beyond recognition."""
     return any(True for _ in formats_of(folder))
 
 
 def formats_of(folder: Path) -> Iterator[Format]:
-    """Yield each format that takes `folder` itself for a checkpoint, and not a step in it."""
+    """Yield each format that finds a checkpoint in `folder` itself, not in a step."""
     for one in registry.all_formats():
         with suppress(CkptError):
             if one.reads and one.find(folder, None) == folder:

@@ -1,4 +1,4 @@
-"""Notes to the user on the parts of a run that have no place in a folder of weights."""
+"""Notes on a run's content that a weights folder can't hold."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.runs.model_files import run_files
 
 
 def training_left_out(checkpoint: Checkpoint) -> list[str]:
-    """Optimizer states, hyperparameters and training state of `checkpoint`, a line per kind that it has."""
+    """Return a line for each kind of training content: optimizer states, hyperparameters, training state."""
     lines: list[str] = []
     if names := checkpoint.optimizer_states:
         tensors = list(checkpoint.with_role(*set(names) - {WEIGHT, MASTER, BUFFER}))
@@ -27,7 +27,7 @@ def training_left_out(checkpoint: Checkpoint) -> list[str]:
 
 
 def run_files_left_out(checkpoint: Checkpoint) -> list[str]:
-    """A line with the files of the run beside `checkpoint`, but for those that its optimizer was read from."""
+    """Return a line with the run's other files, except those that the optimizer was read from."""
     read = {file.path for file in checkpoint.files} if checkpoint.optimizer_states else set()
     names = run_files(checkpoint.run_folders, read)
     short = counted(len(names), "file") + " of the run"

@@ -1,7 +1,7 @@
-"""The files that stand beside a model's weights: config, tokenizer, chat template, processor, custom code.
+"""Files next to a model's weights: config, tokenizer, chat template, processor, custom code.
 
-They are carried along byte for byte, except for `config.json`, in which the dtype is made true.  What belongs
-to a run rather than to a model (`training_args.bin`, optimizer, RNG, scripts) is never among them.
+They are copied byte for byte, except `config.json` with its dtype corrected. A run's own files (`training_args.bin`,
+optimizer, RNG, scripts) are never included.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ckpt.runs.sentence_modules import settings
 
 CONFIG = "config.json"
 
-#: File names (patterns) that transformers 4 and 5 save beside the weights.
+#: File name patterns that transformers 4 and 5 save next to the weights.
 PATTERNS = (
     "generation_config.json",
     "tokenizer.json",
@@ -45,10 +45,10 @@ PATTERNS = (
     "image_processor_config.json",
     "video_preprocessor_config.json",
 )
-#: Files in which a quantizer records its method and settings, and the method.
+#: Files with a quantizer's method and settings, and the method's name.
 QUANTIZATION_FILES = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
-#: Files with training state of a run as a whole, as HF Trainer (transformers/trainer.py) and Accelerate
-#: (accelerate/utils/constants.py, `checkpointing.py`) name them.
+#: Files with the whole run's training state, from HF Trainer (transformers/trainer.py) and Accelerate
+#: (accelerate/utils/constants.py, `checkpointing.py`).
 SHARED_RUN_PATTERNS = (
     "trainer_state.json",
     "training_args.bin",
@@ -60,9 +60,9 @@ SHARED_RUN_PATTERNS = (
     "custom_checkpoint_*.pkl",
     "meta.pt",  # Lightning's loops, callbacks and hyperparameters next to its DCP files (strategies/fsdp.py)
 )
-#: And those of single ranks and of the optimizer.  A target of weights leaves all of these, and says so.
+#: The same, plus per-rank and optimizer files. A weights target omits all and reports it.
 RUN_PATTERNS = (*SHARED_RUN_PATTERNS, "rng_state*.pth", "random_states_*.pkl", "optimizer.pt", "optimizer.bin")
-#: The folder of named chat templates (transformers 5).
+#: Folder with named chat templates (transformers 5).
 TEMPLATES = "additional_chat_templates"
 
 _MAX_FILE = 1 << 30
@@ -72,33 +72,33 @@ _FROM_HERE = re.compile(r"^[ \t]*from[ \t]+\.[ \t]+import[ \t]+\(?([\w ,\t]+)", 
 
 
 def read_config(folders: Iterable[Path]) -> dict[str, Any] | None:
-    """The model's `config.json` from the nearest folder that has one.
+    """Return the model's `config.json` from the nearest folder that has one.
 
-    A folder may also be given as the file itself.
+    A folder may also be the file itself.
     """
     path = find_config(folders)
     return None if path is None else read_object(path, "the model's config")
 
 
 def find_config(folders: Iterable[Path]) -> Path | None:
-    """Where `read_config` reads."""
+    """Return the path that `read_config` reads."""
     for folder in folders:
         if folder.is_file() and folder.suffix == ".json":
             return folder
-        if (folder / CONFIG).exists():  # what is no file is refused where it is read
+        if (folder / CONFIG).exists():  # the reader rejects it if it is no file
             return confined(folder, CONFIG)
     return None
 
 
 def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
-    """Names of the files in `folders` that hold training state of the run, sorted, without the paths in `read`."""
+    """Return the names of files in `folders` with training state, sorted, except the paths in `read`."""
     found = [Path(folder) / name for folder in folders if Path(folder).is_dir() for name in names_in(Path(folder))]
     names = {path.name for path in found if str(path) not in read}
     return sorted(name for name in names if any(fnmatch.fnmatch(name, pattern) for pattern in RUN_PATTERNS))
 
 
 def companions(folders: Iterable[Path]) -> dict[str, bytes]:
-    """The content of all to be carried along except `config.json`; the nearest folder that has a file wins."""
+    """Return the content of all files to copy, except `config.json`. The nearest folder wins."""
     found: dict[str, bytes] = {}
     for given in folders:
         folder = given.parent if given.is_file() else given
@@ -137,7 +137,7 @@ def _templates(folder: Path) -> Iterator[str]:
 
 
 def _custom_code(folder: Path) -> Iterator[str]:
-    """The Python files that the configs' `auto_map` names, and those that they import relatively."""
+    """Yield the Python files in the configs' `auto_map`, and their relative imports."""
     waiting = []
     for name in (CONFIG, "tokenizer_config.json", "processor_config.json", "preprocessor_config.json"):
         if (folder / name).is_file() and isinstance(config := read_json(confined(folder, name)), dict):
@@ -156,9 +156,10 @@ def _custom_code(folder: Path) -> Iterator[str]:
 
 
 def _auto_map_modules(auto_map: object) -> list[str]:
-    """`{"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["slow_x.T", null]}` -> this folder's modules.
+    """Return the names of modules in this folder from an `auto_map`.
 
-    `other/repo--modeling_x.XModel` names code of another repository, which does not stand here.
+    An `auto_map` looks like `{"AutoModel": "modeling_x.XModel", "AutoTokenizer": ["slow_x.T", null]}`. The value
+    `other/repo--modeling_x.XModel` names code in another repository.
     """
     values: Iterable[object]
     if isinstance(auto_map, Mapping):
@@ -181,10 +182,9 @@ def _relative_imports(text: str) -> list[str]:
 def corrected_config(
     config: Mapping[str, Any], written: Mapping[DType, int], *, plain: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """`config` with the entries corrected that the written weights make untrue, and notes on the changes.
+    """Return `config` with entries corrected for the written weights, and notes on the changes.
 
-    `written` counts the elements of floating parameters by dtype; `plain` says that nothing quantized is
-    written.
+    `written` counts the floating parameters' elements by dtype. `plain` is True if nothing quantized is written.
     """
     notes: list[str] = []
     result = dict(config)
@@ -199,7 +199,7 @@ def corrected_config(
         result = {k: _true_dtypes(v, main, names) if isinstance(v, Mapping) else v for k, v in result.items()}
     architectures = result.get("architectures")
     if isinstance(architectures, list):
-        # FSDP1 wraps the class under a name of its own, which older Trainers then save
+        # FSDP1 wraps the class under its own name, and older Trainers save that name
         result["architectures"] = [
             re.sub(r"^FSDP(?=[A-Z])", "", name) if isinstance(name, str) else name for name in architectures
         ]
@@ -213,7 +213,7 @@ def corrected_config(
 
 
 def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[str, Any]:
-    """A sub-config (`text_config`, ...); a dtype in it that no weight is written in becomes the main one."""
+    """Return a sub-config (`text_config`, ...) with the main dtype in place of a dtype that no weight has."""
     result: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -226,5 +226,5 @@ def _true_dtypes(config: Mapping[str, Any], main: str, names: set[str]) -> dict[
 
 
 def dump_config(config: Mapping[str, Any]) -> bytes:
-    """The bytes of a config file as transformers writes it, but with the keys in their given order."""
+    """Return a config file's bytes like transformers, but with the keys in their given order."""
     return (json.dumps(config, indent=2) + "\n").encode()

@@ -1,10 +1,10 @@
-"""Models that one save holds next to each other, as Accelerate's `save_state` writes them.
+"""Several models in one save, as written by Accelerate's `save_state`.
 
     pytorch_model/, pytorch_model_1/                      DeepSpeed engines; `latest` names the last
     pytorch_model_fsdp_0/, pytorch_model_fsdp_1/          FSDP, with optimizer_0/, optimizer_1/
     model.safetensors, model_1.safetensors                plain, with optimizer.bin, optimizer_1.bin
     pytorch_model_fsdp.bin, pytorch_model_fsdp_1.bin      FSDP with FULL_STATE_DICT, same optimizers as plain
-    pytorch_model_fsdp_rank0.bin, pytorch_model_fsdp_1_rank0.bin      FSDP with files of ranks
+    pytorch_model_fsdp_rank0.bin, pytorch_model_fsdp_1_rank0.bin      FSDP with rank files
 
 Format facts: accelerate 1.15, `accelerator.py`, `checkpointing.py` and `utils/fsdp_utils.py`.
 """
@@ -23,17 +23,17 @@ from ckpt.runs.steps import LATEST, recorded_step, step_number
 
 _FOLDER = re.compile(r"pytorch_model(?:_fsdp(?=_\d))?(?:_(\d+))?")
 _FILE = re.compile(r"(?:pytorch_model(?:_fsdp)?|model)(?:_(\d+))?(?:\.safetensors|(?:_rank\d+)?\.bin)")
-#: DeepSpeed's file of an engine's model (deepspeed/runtime/engine.py, `_get_ckpt_name`).
+#: DeepSpeed's model file for one engine (deepspeed/runtime/engine.py, `_get_ckpt_name`).
 _ENGINE_FILE = re.compile(r".*mp_rank_\d+_model_states\.pt")
-#: Folders of FSDP, and optimizers in files of ranks: in such a save the first model has a number, too.
+#: FSDP folders, and optimizers in rank files: their saves also number the first model.
 _NUMBERED_FROM_0 = re.compile(r"pytorch_model_fsdp_\d+|optimizer_\d+_rank\d+\.bin")
 _OF_RANK = re.compile(r"_rank\d+\.bin$")
 
 
 def models_of(save: Path) -> dict[int, Path]:
-    """Return the models that a save holds by number, empty for a save of one model without a number.
+    """Return a save's models by number, or an empty dict for a single model without a number.
 
-    The file of the first rank stands for a model in files of ranks.
+    A model in rank files is represented by its first rank's file.
     """
     found: dict[int, Path] = {}
     for name, entry in sorted(entries_in(save).items()) if save.is_dir() else ():
@@ -43,9 +43,9 @@ def models_of(save: Path) -> dict[int, Path]:
 
 
 def free_tags(run: Path) -> list[Path]:
-    """Return the DeepSpeed checkpoints in a run whose tags are no steps, if `latest` names one of them.
+    """Return a run's DeepSpeed checkpoints with tags that are no steps, if `latest` names one of them.
 
-    They are models of one save, as `actor` and `critic`, or saves of one model, as `best` and `final`.
+    They are models in one save, like `actor` and `critic`, or saves of one model, like `best` and `final`.
     """
     said = recorded_step(run / LATEST)
     if not said or step_number(said) is not None or not (run / said).is_dir():
@@ -55,20 +55,20 @@ def free_tags(run: Path) -> list[Path]:
 
 
 def save_around(place: Path) -> Path:
-    """Return the folder of the save that the model at `place` belongs to, `place` itself for any other folder."""
+    """Return the folder of the save around the model at `place`, or `place` itself for any other folder."""
     is_one = bool((_FILE if place.is_file() else _FOLDER).fullmatch(place.name))
     return place.parent if is_one and place in models_of(place.parent).values() else place
 
 
 def number_of(place: Path) -> int | None:
-    """Return the number of the model at `place` in a save of several, or None."""
+    """Return the model's number in a save with several, or None."""
     return next((number for number, one in models_of(place.parent).items() if one == place), None)
 
 
 def others_of_save(place: str) -> list[Path]:
-    """Return the other models in the save of the model at `place`.
+    """Return the other models in the same save as the model at `place`.
 
-    Raise IncompleteError if a model of the save is gone.
+    Raise IncompleteError if a model in the save is missing.
     """
     save = save_around(Path(place))
     check_all_there(save)
@@ -77,7 +77,7 @@ def others_of_save(place: str) -> list[Path]:
 
 
 def missing_models(save: Path) -> list[str]:
-    """Return the names of models that a save lacks, although it has one of a higher number."""
+    """Return the names of models missing in a save that has a higher number."""
     models = models_of(save)
     last = str(next(reversed(models.values())).name) if models else ""
     is_first_numbered = any(map(_NUMBERED_FROM_0.fullmatch, (last, *names_in(save)))) if models else False
@@ -86,24 +86,24 @@ def missing_models(save: Path) -> list[str]:
 
 
 def _numbered_as(name: str, number: int, first: str) -> str:
-    """Return `name`, which has the number of another model, with this one; `first` stands for the number 0."""
+    """Return `name` with this model's number instead. `first` is the text for number 0."""
     return re.sub(r"_\d+(?=$|\.|_rank)", f"_{number}" if number else first, name, count=1)
 
 
 def numbered(name: str, number: int) -> str:
-    """Return the name of an optimizer's or a scheduler's file for the model of this number: `optimizer_1.bin`."""
+    """Return the name of an optimizer or scheduler file for the model with this number: `optimizer_1.bin`."""
     stem, dot, suffix = name.partition(".")
     return f"{stem}_{number}{dot}{suffix}" if number else name
 
 
 def optimizers_fit(save: Path) -> bool:
-    """Return True if a save holds one optimizer's file for each model: then the order pairs them."""
+    """Return True if a save has one optimizer file per model, so that the order pairs them."""
     found = {int(m[1] or 0) for name in names_in(save) if (m := re.fullmatch(r"optimizer(?:_(\d+))?\.bin", name))}
     return found == set(models_of(save))
 
 
 def tagged(save: Path, tag: str) -> Path | None:
-    """Return the model's file that `tag` names in a save of several: `model_1`, or `model_1.safetensors`."""
+    """Return the model file for `tag` in a save with several: `model_1`, or `model_1.safetensors`."""
     return next((one for one in models_of(save).values() if one.is_file() and _names(tag, one)), None)
 
 
@@ -112,21 +112,21 @@ def _names(tag: str, model: Path) -> bool:
 
 
 def name_of(model: Path) -> str:
-    """Return the name of a model in a save of several: of its folder or file, without the rank of a rank's file."""
+    """Return a model's name in a save with several: its folder or file, without a rank suffix."""
     return _OF_RANK.sub("", model.name)
 
 
 def check_all_there(save: Path) -> None:
-    """Raise IncompleteError if a save lacks a model, although it has one of a higher number."""
+    """Raise IncompleteError if a save lacks a model but has one with a higher number."""
     if gone := missing_models(save):
         found = ", ".join(one.name for one in models_of(save).values())
         raise IncompleteError("a model of the save is missing", path=save, expected=", ".join(gone), found=found)
 
 
 def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
-    """Raise UsageError if the checkpoint at `place` is in a save of several models and the user named none.
+    """Raise UsageError if `place` is in a save with several models and the user named none.
 
-    Raise IncompleteError if a model of the save is gone.
+    Raise IncompleteError if a model in the save is missing.
     """
     save = save_around(place)
     models = models_of(save)
@@ -137,7 +137,7 @@ def check_one_is_meant(place: Path, asked: Path, tag: str | None) -> None:
 
 
 def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> UsageError:
-    """Return the error for a save of several models, none of them named by the user."""
+    """Return the error for a save with several models if the user named none."""
     return UsageError(
         f"this save holds {counted(len(models), 'model')}: choose one",
         path=save,
@@ -148,5 +148,5 @@ def several_models(save: Path, models: Collection[Path], *, with_tag: bool) -> U
 
 
 def how_to_choose(models: Iterable[Path], *, with_tag: bool) -> str:
-    """Return a hint at the models of a save: `--tag` for each, or the path of each."""
+    """Return a hint at a save's models: `--tag` for each, or each path."""
     return "use " + " or ".join(f"--tag {shlex.quote(name_of(one))}" if with_tag else str(one) for one in models)

@@ -1,8 +1,8 @@
-"""Files that no reader opened, in a checkpoint's folder and next to it: what they look like, by name and first bytes.
+"""Files in or next to a checkpoint's folder that no reader opened, judged by name and first bytes.
 
-A subfolder without any file that was read is named as a whole if its files look like training state: it may be another
-checkpoint.  The folders around a checkpoint hold files too, such as those of HF Trainer's step around DeepSpeed's tag.
-Files that hold tensors are named there as well.  Other steps, other models and files of the run are not.
+A subfolder without any opened file is reported as a whole if its files look like training state: it may be another
+checkpoint. Folders around a checkpoint hold files too, for example HF Trainer's step around DeepSpeed's tag. Tensor
+files there are reported, but not other steps, other models and run files.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.runs.model_files import PATTERNS, RUN_PATTERNS, SHARED_RUN_PATTERNS
 from ckpt.runs.steps import ANY_STEP, RECORDS, is_step
 
-#: Kinds of files that hold no tensors: texts, tokenizers, pictures.
+#: File kinds without tensors: texts, tokenizers, pictures.
 _NO_TENSORS = (
     *("*.txt", "*.md", "*.rst", "*.json", "*.jsonl", "*.yaml", "*.yml", "*.toml", "*.cfg", "*.ini", "*.csv", "*.tsv"),
     *("*.xml", "*.html", "*.log", "*.out", "*.err", "*.py", "*.sh", "*.jinja", "*.lock", "*.sha256", "*.parquet"),
@@ -33,28 +33,28 @@ _NO_TENSORS = (
     *("*.model", "*.tiktoken", "*.spm", "*.bpe", "*.codes", "*.vocab"),
     *("LICENSE*", "NOTICE*", "README*", "Makefile", "Dockerfile"),
 )
-#: Files that frameworks leave in a checkpoint, of which `convert` takes care or which are of no use elsewhere.
+#: Files that frameworks write into a checkpoint, handled by `convert` or useless elsewhere.
 _BY_PRODUCTS = (
     *PATTERNS,
     *SHARED_RUN_PATTERNS,  # HF Trainer, Accelerate, TRL and Axolotl
     *RECORDS,
     "rng_state*.pth",  # transformers/trainer.py, `_save_rng_state`
-    "rng.pt",  # slime, `rng_state` of rank 0
+    "rng.pt",  # slime, rank 0's `rng_state`
     "random_states_*.pkl",  # accelerate/checkpointing.py, `save_accelerator_state`
     "events.out.tfevents.*",  # torch/utils/tensorboard
 )
 _HARMLESS = (*_NO_TENSORS, *_BY_PRODUCTS)
-#: Positions in data that verl and EasyR1 save next to the models of a step.
+#: Data positions that verl and EasyR1 save next to a step's models.
 _DATA_POSITION = ("data.pt", "dataloader*.pt")
-#: The optimizer's file of HF Trainer and Accelerate, which formats of weights alone have no place for.
+#: HF Trainer's and Accelerate's optimizer file. Weights-only formats have no place for it.
 _OPTIMIZER = ("optimizer.pt", "optimizer.bin")
-#: Whole models as transformers, PEFT, Accelerate and Mistral name them; shards have numbers.
+#: Complete models from transformers, PEFT, Accelerate and Mistral. Shards have numbers.
 _WEIGHTS = re.compile(
     r"(?P<stem>(?:model|pytorch_model(?:_fsdp)?|adapter_model|consolidated)(?:\.[A-Za-z][\w]*|\.\d\d)?)"
     r"(?:-\d{5}-of-(?P<count>\d{5}))?(?P<suffix>\.safetensors|\.bin|\.pth)"
 )
-#: What is named, and holds no tensors of the run: positions in data and counters of Megatron-LM and Megatron-Bridge
-#: (training/checkpointing.py of both), and the same model in formats of other programs.
+#: Reported files without the run's tensors: data positions and counters from Megatron-LM and Megatron-Bridge
+#: (training/checkpointing.py in both), and the same model in other programs' formats.
 _NAMED = {
     **dict.fromkeys(("train_dataloader_dprank*.pt", "*train_state.pt"), "the run's place in its data, without tensors"),
     **dict.fromkeys(
@@ -62,16 +62,16 @@ _NAMED = {
         "a file of another program's",
     ),
 }
-#: Names of parts of a training run's state: an optimizer's, a rank's, a shard's, a layer's.
+#: Names for training state parts: an optimizer's, a rank's, a shard's, a layer's.
 _STATE = re.compile(
     r"optim(?!um|iz(?:ed|ation))|(?:^|[^a-z])rank[_-]?\d|shard|\d-of-\d|model_states|pytorch_model_fsdp|^layer_\d"
     r"|^offloaded_tensors$|exp_avg"
 )
-#: Names of parts that engines write by rank, by layer or by shard.
+#: Names for parts that engines write by rank, layer or shard.
 _OF_A_RANK = re.compile(r"(?:^|[^a-z])rank[_-]?\d|_states\b|shard|\d-of-\d")
 _OF_TENSORS = (".safetensors", ".distcp")
 _TENSOR_FILES = (*_OF_TENSORS, ".pt", ".pth", ".bin", ".ckpt")
-#: A zip's first record, and torch's number of its older files (torch/serialization.py, `MAGIC_NUMBER`).
+#: A zip's first record, and the magic number in torch's older files (torch/serialization.py, `MAGIC_NUMBER`).
 _ZIP, _LEGACY = b"PK\x03\x04", bytes.fromhex("80028a0a6cfc9c46f9206aa850192e")
 _HEAD, _TAIL = 512, 1 << 16
 _MAX_SHOWN = 20
@@ -82,7 +82,7 @@ STATE, OTHER = "state", "other"
 
 @dataclass(frozen=True, slots=True)
 class NotRead:
-    """A file, or a folder (`name` ends in `/`), that was not read; `kind` is STATE where it looks like training state.
+    """An unread file, or a folder (`name` ends in `/`). `kind` is STATE if it looks like training state.
 
     `name` is relative to the checkpoint's folder.
     """
@@ -97,14 +97,14 @@ class NotRead:
 
 @dataclass(frozen=True, slots=True)
 class ListedName:
-    """What a listing says of a name: `size` is None for a folder."""
+    """A name in a listing. `size` is None for a folder."""
 
     name: str
     size: int | None
 
 
 def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
-    """Return the files and folders of `checkpoint` that no reader opened and that are not known to be harmless.
+    """Return the checkpoint's files and folders that no reader opened and that may matter.
 
     Names next to the checkpoint's folder begin with `../`.
     """
@@ -129,7 +129,7 @@ def not_read(checkpoint: Checkpoint) -> tuple[NotRead, ...]:
 
 
 def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection[str]) -> Iterator[NotRead]:
-    """Yield the folders among `entries` whose files hold tensors, except steps and those in `known`."""
+    """Yield folders with tensor files among `entries`, except steps and folders in `known`."""
     for name in (entry.name for entry in entries if entry.size is None):
         if name in known or name.startswith(".") or is_step(root / name):
             continue
@@ -143,10 +143,10 @@ def _unread_folders(root: Path, entries: Iterable[ListedName], known: Collection
 
 
 def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
-    """Yield files with tensors in the folders around `root`, the checkpoint's own, the nearest first.
+    """Yield tensor files in the folders around `root`, the checkpoint's own, nearest first.
 
-    Files of the same step are its training state.  A run's folder may hold anything, and its other models are not
-    part of the step.
+    In the same step, they are training state. A run's folder may hold anything, and its other models are not part of
+    the step.
     """
     opened = {file.path for file in checkpoint.files}
     for folder in sorted((Path(one) for one in checkpoint.run_folders), key=lambda one: -len(one.parts)):
@@ -169,7 +169,7 @@ def _next_to(checkpoint: Checkpoint, root: Path) -> Iterator[NotRead]:
 
 
 def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
-    """Return True if `checkpoint` has every tensor of a safetensors file, as LLaMA-Factory's value head."""
+    """Return True if `checkpoint` has every tensor in a safetensors file, like LLaMA-Factory's value head."""
     if path.suffix != ".safetensors":
         return False
     try:
@@ -179,14 +179,14 @@ def _is_copy(path: Path, checkpoint: Checkpoint) -> bool:
 
 
 def _is_of_step(root: Path, folder: Path) -> bool:
-    """Return True if `folder`, which lies around a checkpoint at `root`, holds one step alone."""
+    """Return True if `folder`, around a checkpoint at `root`, holds only one step."""
     if is_step(folder):
         return True
     return folder == root.parent and not is_step(root) and not any((folder / one).exists() for one in RECORDS)
 
 
 def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callable[[str], bytes]) -> Iterator[NotRead]:
-    """Same as `not_read`, for a listing and the opened names; `ends` gives a file's first and last bytes."""
+    """Judge a listing like `not_read`, given the opened names. `ends` returns a file's first and last bytes."""
     used = {place for name in opened for place in _around(name)}
     models = {found.group("stem", "suffix", "count") for name in opened if (found := _WEIGHTS.fullmatch(_base(name)))}
     weights_alone = bool(models) and not {*_OPTIMIZER} & {*opened}
@@ -197,7 +197,7 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
         if entry.size is None:
             if name not in used and (folder := _unread_folder(name)) is not None:
                 yield folder
-        elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # of a rank that had no items
+        elif not _fits(base, _HARMLESS) and (entry.size or not base.endswith(".distcp")):  # a rank without items
             if weights_alone and name in _OPTIMIZER:
                 yield NotRead(name, OTHER, "the run's optimizer, beside weights alone")
             else:
@@ -205,30 +205,30 @@ def judged(listing: Iterable[ListedName], opened: Collection[str], ends: Callabl
 
 
 def is_named_like_state(name: str) -> bool:
-    """Return True if a file or folder has the name of a part of a training state: an optimizer, a rank, a shard."""
+    """Return True if the name suggests training state: an optimizer, a rank, a shard."""
     return _STATE.search(name.lower()) is not None
 
 
 def holds_tensors(name: str) -> bool:
-    """Return True if a file's name is that of tensors, and not of a by-product of training."""
+    """Return True for a tensor file's name, unless the file is a by-product of training."""
     return name.endswith(_TENSOR_FILES) and not _fits(_base(name), _HARMLESS)
 
 
 def stray_names(folder: Path) -> list[str]:
-    """Return the files of tensors in `folder`, if none has the usual name of a model or of a rank's part of one."""
+    """Return the tensor files in `folder` if none has the usual name of a model or a rank's part."""
     names = [name for name in names_in(folder) if holds_tensors(name) and not name.endswith(".distcp")]
     usual = [name for name in names if _WEIGHTS.fullmatch(name) or name.startswith("model") or _OF_A_RANK.search(name)]
     return [] if usual else names
 
 
 def may_hold_tensors(folder: Path) -> bool:
-    """Return True if a file in `folder`, or in a folder there, is not known to be without tensors."""
+    """Return True if a file in `folder`, or one level below, may hold tensors."""
     entries = list(_listed(folder, ""))
     return any(judged(entries, (), partial(_ends_in, folder))) or any(_unread_folders(folder, entries, ()))
 
 
 def is_of_a_run(name: str, is_weights: bool) -> str | None:
-    """Return the step or file of a training run that the relative `name` belongs to, or None for a model's file."""
+    """Return the training step or file that the relative `name` belongs to, or None for a model's file."""
     parts = name.split("/")
     for depth, part in enumerate(parts[:-1], 1):
         if ANY_STEP.fullmatch(part) or (is_named_like_state(part) and not is_weights):
@@ -241,9 +241,9 @@ def is_of_a_run(name: str, is_weights: bool) -> str | None:
 
 
 def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[str]:
-    """What a conversion tells the user of what was not read, as JSON has it; a long list is cut.
+    """Return the user's lines on unread files, from their JSON form. A long list is cut.
 
-    Without `verbose` several files have one line, without the reasons.
+    Without `verbose`, several files share one line without reasons.
     """
     if not verbose and len(found) > 1:
         names = [one["name"] for one in found]
@@ -254,7 +254,7 @@ def lines(found: Sequence[Mapping[str, str]], *, verbose: bool = True) -> list[s
 
 
 def _around(name: str) -> Iterator[str]:
-    """The folders that a file is in, below the checkpoint's own."""
+    """Yield the folders around a file, below the checkpoint's own."""
     while name := name.rpartition("/")[0]:
         yield name
 
@@ -268,7 +268,7 @@ def _fits(base: str, patterns: Iterable[str]) -> bool:
 
 
 def _unread_folder(name: str) -> NotRead | None:
-    """A folder without a file that was read: another step, or pictures, say, are no part of the checkpoint."""
+    """Return the report for a folder without opened files. Another step or pictures are no part of the checkpoint."""
     base = _base(name)
     if is_named_like_state(base) and not ANY_STEP.fullmatch(base):
         return NotRead(f"{name}/", STATE, "a folder that is named like training state")
@@ -276,12 +276,15 @@ def _unread_folder(name: str) -> NotRead | None:
 
 
 def _other_weights(name: str, models: AbstractSet[tuple[str | None, ...]]) -> NotRead | None:
-    """A model beside the one that was read, or a shard of another save of it: one more shard of that one is neither."""
+    """Return the report for another model, or for a shard from another save.
+
+    More shards of the opened save are not reported.
+    """
     found = _WEIGHTS.fullmatch(_base(name))
     if found is None or (own := found.group("stem", "suffix", "count")) in models:
         return None
     same_name = any(own[:2] == other[:2] for other in models)
-    if same_name and own[2] is None:  # which loaders take before shards
+    if same_name and own[2] is None:  # loaders prefer it to shards
         return None
     why = "a shard of another save" if same_name else "weights beside those that were read"
     return NotRead(name, OTHER, why)
@@ -299,7 +302,7 @@ def _kind_of_file(base: str, ends: Callable[[], bytes]) -> tuple[str, str]:
         return OTHER, "a file of torch's, without tensors"
     if start.startswith(_LEGACY) or (start.startswith(_ZIP) and b"data.pkl" in start[:_HEAD]):
         return STATE, "a file of torch's"
-    if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the length of a header, and the header
+    if start[8:10] == b'{"' and not any(start[5:8]):  # safetensors: the header's length, then the header
         return STATE, "it holds tensors"
     return OTHER, "no reader knows it"
 
@@ -309,7 +312,7 @@ def _listed(root: Path, folder: str) -> Iterator[ListedName]:
         name = f"{folder}/{base}" if folder else base
         try:
             yield ListedName(name, None if entry.is_dir() else entry.stat().st_size)
-        except OSError:  # a link to nothing, or a file that has just gone
+        except OSError:  # a broken link, or a file that has just been removed
             yield ListedName(name, 0)
 
 
@@ -318,9 +321,9 @@ def _ends_in(folder: Path, name: str) -> bytes:
 
 
 def _ends(path: Path) -> bytes:
-    """The first bytes of a file, and of a zip its last ones, where its records are named.
+    """Return a file's first bytes, and for a zip also its last ones with the record names.
 
-    None of a file that cannot be read, which is named all the same.
+    Return no bytes for an unreadable file, which is still reported.
     """
     try:
         with open_stream(path) as file:

@@ -1,4 +1,4 @@
-"""Find and describe the checkpoint that a path leads to: itself, a step of a run, or a run in a folder of runs."""
+"""Find and describe the checkpoint for a path: the path itself, a run's step, or a run in a folder of runs."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from ckpt.stores import places
 #: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
 _NEMO_CONTEXT = "model.yaml"
 AUTO = "auto"
-#: What a folder holds is asked what it is, as far as this, where the folder itself is nothing.
+#: Inner entries to identify if the folder itself is no checkpoint.
 _MAX_ENTRIES = 200
-_MAX_LEVELS = 6  # of folders in a folder that is searched for a checkpoint
-_MAX_SHOWN = 8  # names in one message
-_MAX_NEIGHBOURS = 2000  # names that a mistyped one is compared with
+_MAX_LEVELS = 6  # folder levels searched for a checkpoint
+_MAX_SHOWN = 8  # names per message
+_MAX_NEIGHBOURS = 2000  # names compared with a mistyped one
 
 
 def open_checkpoint(
@@ -60,10 +60,9 @@ def open_checkpoint(
     unfinished: bool = False,
     options: Mapping[str, Any] | None = None,
 ) -> Checkpoint:
-    """Describe the checkpoint at `path`; arguments and errors as of `ckpt.open`.
+    """Describe the checkpoint at `path`, with the arguments and errors of `ckpt.open`.
 
-    `options` are those that formats declare for reading.  What a conversion is still writing, or left when it was
-    stopped, is refused unless it may be `unfinished`.
+    The folder of a running or stopped conversion is refused unless `unfinished`.
     """
     formats = registry.all_formats() if format == AUTO else registry.named(format)
     for one in formats:
@@ -79,16 +78,16 @@ def open_checkpoint(
 
 
 def open_training(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """Return the newest complete checkpoint with an optimizer of `path`, its steps and a run in it; None without one.
+    """Return the newest complete checkpoint with an optimizer in `path`, its steps or its only run, or None.
 
-    A final model next to them is skipped.  Raise the errors of `open`.
+    A final model next to them is skipped. Raise the errors of `open`.
     """
     formats = [one for one in registry.all_formats() if one.reads and one.carries_optimizer]
     return _opened(path, formats, tag, config, Want("checkpoint with an optimizer", can_resume, is_newest=True))
 
 
 def open_model(path: Path, *, tag: str | None = None, config: str | None = None) -> Checkpoint | None:
-    """Return the model or adapter without an optimizer in `path` or one of its steps; None without one.
+    """Return the model or adapter without an optimizer in `path` or one of its steps, or None.
 
     Raise the errors of `open`.
     """
@@ -99,7 +98,7 @@ def open_model(path: Path, *, tag: str | None = None, config: str | None = None)
 def open_wanted(
     path: Path, want: Want, *, tag: str | None, config: str | None, options: Mapping[str, Any] | None
 ) -> Checkpoint | None:
-    """Return the checkpoint that `open` chooses among those that `want` accepts; None without one."""
+    """Return the checkpoint that `open` chooses among the ones accepted by `want`, or None."""
     formats = sorted((one for one in registry.all_formats() if one.reads), key=lambda one: one.name != want.prefers)
     return _opened(path, formats, tag, config, want, options=options)
 
@@ -153,10 +152,10 @@ def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
 
 
 def _noted(checkpoint: Checkpoint) -> Checkpoint:
-    """Add notes on a folder named for another step, on values of one rank, and on parts that hold nothing."""
+    """Add notes on a folder named for another step, on values from one rank, and on empty parts."""
     told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), lacking_states(checkpoint)[0])
-    two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader says so itself
+    two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader reports it itself
     notes = [note for note in (told, two, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
 
@@ -164,9 +163,9 @@ def _noted(checkpoint: Checkpoint) -> Checkpoint:
 def of_two_saves(checkpoint: Checkpoint) -> str:
     """Return a sentence if a model and its optimizer count different steps, or "".
 
-    These are of a save into a reused folder that was cut off.  It is no proof of damage, as the optimizer begins anew
-    if weights alone were loaded.  ZeRO's stage 0 counts otherwise; HF Trainer counts steps that an overflow made void,
-    so that its optimizer may have taken fewer.
+    They come from a save into a reused folder that was cut off. It is no proof of damage: the optimizer starts at 0 if
+    only weights were loaded. ZeRO's stage 0 counts differently. HF Trainer counts steps skipped after an overflow, so
+    its optimizer may have taken fewer.
     """
     state = checkpoint.state
     taken = _taken(checkpoint)
@@ -180,12 +179,12 @@ def of_two_saves(checkpoint: Checkpoint) -> str:
 
 
 def _taken(checkpoint: Checkpoint) -> float:
-    """Return how many steps the optimizer has taken; -1 if it counts none."""
+    """Return the number of steps taken by the optimizer, or -1 if it does not count."""
     return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 
 
 def rank_copies_note(tensors: Iterable[Tensor]) -> str:
-    """Return a note on tensors whose ranks each have values of their own; empty without any."""
+    """Return a note on tensors with different values on each rank, or "" without any."""
     own = [tensor.fqn for tensor in tensors if tensor.rank_copies]
     if not own:
         return ""
@@ -195,7 +194,7 @@ def rank_copies_note(tensors: Iterable[Tensor]) -> str:
 
 
 def _neighbour(path: Path) -> str | None:
-    """A hint at what is nearly called so beside a path that is not there, or on the Hub."""
+    """Return a hint at a similar name in the same folder or on the Hub."""
     try:
         beside = [entry.name for entry in islice(path.parent.iterdir(), _MAX_NEIGHBOURS)]
     except OSError:
@@ -206,7 +205,7 @@ def _neighbour(path: Path) -> str | None:
 def can_resume(checkpoint: Checkpoint) -> bool:
     """Return True if a checkpoint has a model and its optimizer.
 
-    Raise IncompleteError if the optimizer is of a later step: an optimizer that began anew has taken fewer.
+    Raise IncompleteError if the optimizer is from a later step. A restarted optimizer has taken fewer.
     """
     if not (has_optimizer(checkpoint) and holds_model(checkpoint)):
         return False
@@ -216,9 +215,9 @@ def can_resume(checkpoint: Checkpoint) -> bool:
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether there is an optimizer, even if nothing tells which parameters its states belong to.
+    """Return True if there is an optimizer, even without a map from its states to parameters.
 
-    Its engine takes such states by number: training can go on from them, but they cannot be converted.
+    Its engine loads such states by number, so training can continue, but a conversion can't.
     """
     if checkpoint.missing_optimizer is not None:
         return False
@@ -227,7 +226,7 @@ def has_optimizer(checkpoint: Checkpoint) -> bool:
 
 
 def holds_optimizer(file: Path) -> bool:
-    """Return True if a torch file holds an optimizer, even if no format reads a file of this name or content."""
+    """Return True if a torch file holds an optimizer, even if no format reads this file."""
     from ckpt.containers.torchfile.read import read
     from ckpt.containers.torchfile.tree import children, is_branch
 
@@ -238,7 +237,7 @@ def holds_optimizer(file: Path) -> bool:
 
     try:
         return has_optimizer(open_checkpoint(file))
-    except HalfError:  # an optimizer alone
+    except HalfError:  # only an optimizer
         return True
     except CkptError:
         try:
@@ -248,12 +247,12 @@ def holds_optimizer(file: Path) -> bool:
 
 
 def knows_optimizer(checkpoint: Checkpoint) -> bool:
-    """Whether states or hyperparameters of an optimizer are read, or what is not read of them is known."""
+    """Return True if optimizer states or hyperparameters were read, or were skipped for a known reason."""
     return bool(checkpoint.optimizer_states or checkpoint.state.param_groups or checkpoint.unread)
 
 
 def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) -> CkptError:
-    """What to say where there is nothing of `format`; `others` are the formats that it is known to be instead."""
+    """Return the error if `path` has nothing in `format`. `others` lists the formats that do find a checkpoint."""
     wanted = "checkpoint of a known format" if format == AUTO else f"{format} checkpoint"
     if tag is not None:
         wanted += f" with the tag {tag!r}"
@@ -297,7 +296,7 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
 
 
 def _opens(path: Path, format: str, tag: str) -> bool:
-    """Return True if the step `tag` of a run can be opened."""
+    """Return True if the run's step `tag` can be opened."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     try:
         return _opened(path, formats, tag, None) is not None
@@ -306,7 +305,7 @@ def _opens(path: Path, format: str, tag: str) -> bool:
 
 
 def _step_named(path: Path, tag: str | None) -> Path:
-    """Return the step that `tag` names in `path`, by its name or number; without a tag the newest one, if any."""
+    """Return the step for `tag` in `path`, by name or number. Without a tag, return the newest one, if any."""
     run = run_at(path)
     steps = run.steps if tag is None else run.tagged(tag)
     return steps[0].path if steps else path if tag is None else confined(path, tag)
@@ -324,7 +323,7 @@ def _contents(folder: Path) -> str:
 
 
 def _checkpoint_deeper(path: Path) -> Path | None:
-    """Return a checkpoint or run deeper in a folder than the levels that are searched for the only run."""
+    """Return a checkpoint or run below the levels that are searched for the only run."""
     level = [path]
     for _ in range(_MAX_LEVELS):
         inside = [inner for folder in level for inner in folders_in(folder) if not inner.name.startswith(".")]
@@ -348,7 +347,7 @@ def _without_digits(name: str) -> str:
 
 
 def _run_here(path: Path) -> Path:
-    """The run folder that is meant by `path`, the only one in it or itself."""
+    """Return the run folder for `path`: itself, or the only run in it."""
     try:
         return path if is_run(path) else run_below(path, is_run) or path
     except CkptError:
@@ -356,15 +355,15 @@ def _run_here(path: Path) -> Path:
 
 
 def _is_part(path: Path) -> bool:
-    """Whether a file lies in a folder that is a checkpoint."""
+    """Return True for a file in a checkpoint's folder."""
     try:
         return path.is_file() and is_run(path.parent)
-    except CkptError:  # a damaged one is one
+    except CkptError:  # damaged, but a checkpoint
         return True
 
 
 def _checkpoints_inside(path: Path, format: str) -> list[str]:
-    """What in a folder, or in the newest step there, is a checkpoint by itself: files, and models beside each other."""
+    """Return the checkpoints inside a folder or its newest step: files, and models next to each other."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     places = [path, *(step.path for step in run_at(path).steps[:1] if step.path.is_dir())] if path.is_dir() else []
     every = [place / name for place in places for name in names_in(place)]
@@ -374,7 +373,7 @@ def _checkpoints_inside(path: Path, format: str) -> list[str]:
 
 
 def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Checkpoint:
-    """Add the model's config and the folders of the run's other files, where the reader did not."""
+    """Add the model's config and the run's folders if the reader did not."""
     folders = [request.config] if request.config is not None else []
     folders += [f for folder in checkpoint.folders for f in enclosing_folders(Path(folder))]
     distinct = tuple(dict.fromkeys(folders))
@@ -390,7 +389,7 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
 
 
 def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
-    """Raise UsageError if an option for reading has no meaning for the checkpoint."""
+    """Raise UsageError if a reading option does not apply to the checkpoint."""
     for name in options.keys() - checkpoint.used_options:
         option = registry.options_for_reading()[name]
         raise UsageError(
@@ -403,7 +402,7 @@ def _check_used(checkpoint: Checkpoint, options: Mapping[str, Any]) -> None:
 
 
 def find_config(where: str) -> Path:
-    """The folder of a model's config: a folder or URL, that of a config.json, or a Hub id's files in the cache."""
+    """Return the folder with a model's config, from a folder, a URL, a config.json, or a Hub id (cached files)."""
     path = places.local(where)
     if where and path.is_dir():
         if any((path / name).exists() for name in (CONFIG, ADAPTER_CONFIG, _NEMO_CONTEXT)):

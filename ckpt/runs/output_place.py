@@ -1,4 +1,4 @@
-"""Places for output: no trainer rotates, counts or searches them.
+"""Output places that no trainer rotates, counts or searches.
 
 Trainers delete and load by folder name. HF Trainer counts each `checkpoint-*` in its output folder
 (transformers/trainer_utils.py, `sort_checkpoints`), torchtitan each name with `step-N` (components/checkpoint.py), and
@@ -22,19 +22,19 @@ from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import ANY_STEP, RECORDS
 from ckpt.stores import standins
 
-#: Part of a name that makes a trainer take a folder for one of its steps.
+#: Name part that trainers recognise as a step.
 _STEP_LIKE = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?\d")
-#: Folders that hold only steps; Accelerate deletes by age whatever lies in its own.
+#: Folders that hold only steps. Accelerate deletes anything in its own folder by age.
 _STEPS_ALONE = ("checkpoints", "ckpts")
-#: Folders above a source that may belong to its run, as in `run/checkpoint-4/global_step4/universal`.
+#: Levels above a source that may belong to its run, like in `run/checkpoint-4/global_step4/universal`.
 _LEVELS = 3
 
 
 def default_output(path: Path, target: str) -> Path:
-    """Return the folder to write if the user names none: `outputs` becomes `outputs-hf`, next to it.
+    """Return the default output folder: `outputs` becomes `outputs-hf`, next to it.
 
-    A step or a part of one becomes a neighbour of the run: `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output of
-    a source at a URL goes into the working directory. Raises UsageError if `path` has no name.
+    A step or its part becomes a neighbour of the run: `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output from a
+    URL goes into the working directory. Raise UsageError if `path` has no name.
     """
     if standins.url_of(path) is not None:
         return Path(f"{path.name.partition('@')[0]}-{target}")
@@ -42,7 +42,7 @@ def default_output(path: Path, target: str) -> Path:
 
 
 def next_to_run(path: Path, *suffix: str) -> Path:
-    """Return a place next to the run of `path`, named after `path` and `suffix`.
+    """Return a place next to the run around `path`, named after `path` and `suffix`.
 
     It is relative if `path` is, so that it reads like the user's input.
     """
@@ -76,7 +76,7 @@ def _is_part_of_run(path: Path) -> bool:
 
 
 def check_place(destination: Path) -> None:
-    """Raise UsageError if a trainer would count, load or delete `destination` as one of its steps."""
+    """Raise UsageError if a trainer would count, load or delete `destination` as a step."""
     if standins.url_of(destination) is not None:
         return
     place = Path(os.path.abspath(destination))
@@ -85,7 +85,7 @@ def check_place(destination: Path) -> None:
             raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a step of a trainer's")
     if place.parent.name in _STEPS_ALONE and any(_steps_beside(place)):
         raise _refusal(destination, f"a folder outside {place.parent.name}/", f"{place.parent} holds a trainer's steps")
-    is_universal = place.name.endswith("_universal")  # next to the step, as DeepSpeed's ds_to_universal.py writes it
+    is_universal = place.name.endswith("_universal")  # DeepSpeed's ds_to_universal.py writes it next to the step
     if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_steps_beside(place), None)):
         raise _refusal(
             destination, "a name that is not a step's, or a folder outside the run", f"{step} lies next to it"
@@ -93,7 +93,7 @@ def check_place(destination: Path) -> None:
 
 
 def place_notes(destination: Path) -> list[str]:
-    """Return a warning if `destination` lies in a run folder, under a name that its trainer ignores today."""
+    """Return a warning if `destination` is in a run folder under a name that its trainer currently ignores."""
     if standins.url_of(destination) is not None:
         return []
     place = Path(os.path.abspath(destination))
@@ -124,12 +124,12 @@ def _steps_beside(place: Path) -> Iterator[str]:
 
 
 def _is_step_name(path: Path) -> bool:
-    """Return True if `path` has the name of a step. LeRobot's are bare numbers, as `checkpoints/005000`."""
+    """Return True if `path` has a step's name. LeRobot uses bare numbers: `checkpoints/005000`."""
     return ANY_STEP.fullmatch(path.name) is not None or (path.name.isdecimal() and path.parent.name in _STEPS_ALONE)
 
 
 def _is_trainers(step: Path) -> bool:
-    """Return True if a trainer wrote the folder `step`: it holds files, and no manifest of a conversion."""
+    """Return True if a trainer wrote the folder `step`: it holds files, but no conversion manifest."""
     if not step.is_dir() or is_staged(step):
         return False
     names = entries_in(step)

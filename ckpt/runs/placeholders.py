@@ -1,7 +1,7 @@
-"""Empty placeholders saved in place of weights.
+"""Empty placeholders in place of weights.
 
-Under ZeRO-3 and FSDP a rank's module holds empty tensors of shape [0] unless the weights are gathered.  A script that
-saves such a module writes files with every name and without the weights.
+Under ZeRO-3 and FSDP, a rank's module holds empty tensors of shape [0] unless the weights are gathered. A script that
+saves such a module writes all names without the weights.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ReadRequest
 from ckpt.runs.steps import trainer_steps
 
 _PLACEHOLDER = (0,)
-#: Suffixes of parameter names that no module gives to a tensor of shape [0], but next to other empty tensors.
+#: Parameter suffixes that modules never use for a tensor with shape [0], except next to other empty tensors.
 _PARAMETERS = ("weight", "bias")
 _GATHER = (
     "set stage3_gather_16bit_weights_on_model_save (Accelerate: zero3_save_16bit_model) to save whole weights, "
@@ -26,9 +26,9 @@ _GATHER = (
 
 
 def check_has_elements(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError if no tensor of a model has an element.
+    """Raise IncompleteError if the model has no element, or has empty placeholders as weights.
 
-    The same if weights are empty placeholders, unless the format's files record shapes.
+    Placeholders are allowed if the format's files record shapes.
     """
     sizes = [tensor.numel for (_, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES]
     if len(sizes) > 1 and not any(sizes) and not _placeholders(checkpoint):
@@ -52,7 +52,7 @@ def check_has_elements(checkpoint: Checkpoint) -> None:
 
 
 def _placeholders(checkpoint: Checkpoint) -> list[str]:
-    """Return the names of the placeholders; none if the model has empty tensors of its own."""
+    """Return the names of placeholders, or none if the model has its own empty tensors."""
     shapes = {fqn: tensor.shape for (fqn, role), tensor in checkpoint.tensors.items() if role in MODEL_ROLES}
     empty = [fqn for fqn, shape in shapes.items() if shape == _PLACEHOLDER and not _has_no_rows(fqn, shapes)]
     is_certain = checkpoint.is_adapter or any(fqn.endswith(_PARAMETERS) for fqn in empty)
@@ -66,7 +66,7 @@ def _has_no_rows(fqn: str, shapes: dict[str, tuple[int, ...]]) -> bool:
 
 
 def _checkpoint_with_weights(path: Path, names: Collection[str]) -> Path | None:
-    """Return the DeepSpeed step with weights of these names: in the folder of the placeholders, or next to it."""
+    """Return the DeepSpeed step with weights for these names, in the placeholders' folder or next to it."""
     folder = path if path.is_dir() else path.parent
     for place in (folder, *trainer_steps(folder), folder.parent, *trainer_steps(folder.parent)):
         for one in registry.all_formats():

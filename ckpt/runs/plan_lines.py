@@ -1,4 +1,4 @@
-"""What a plan will write, and what is not in it: as JSON, and in lines."""
+"""Report of a plan's output and omissions, in JSON and in lines."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ckpt.runs import not_read
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import TRAINER_STATE
 
-_MAX_LEFT_OUT = 8  # kinds of things that one line names
+_MAX_LEFT_OUT = 8  # omissions per line
 
 
 def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[str, Any]:
-    """What a conversion writes, moves, casts and leaves out, for printing and for JSON."""
+    """Return the report of a plan: files, bytes, casts, omissions."""
     return {
         "source": plan.checkpoint.path,
         "format": plan.checkpoint.format,
@@ -44,7 +44,7 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
 
 
 def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
-    """The report of a plan as text; without `verbose` a long list of files is cut."""
+    """Return the report's lines. Without `verbose`, a long file list is cut."""
     files = report["files"]
     shown = files if verbose or len(files) <= 12 else files[:10]
     to = "" if report["destination"] is None else f", to {printable(report['destination'])}"
@@ -66,10 +66,9 @@ def plan_lines(report: dict[str, Any], verbose: bool = False) -> list[str]:
 
 
 def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
-    """What a plan's report has to say about precision, about what is not in the target, and what was not read.
+    """Return the report's lines on precision, omitted content and unread files.
 
-    Without `verbose` there is one line for all notes, one for all that is not in the target, and one for all that was
-    not read.
+    Without `verbose`, each of these three has one line.
     """
     notes = note_lines(report["notes"], verbose)
     left_out = report["left_out"]
@@ -83,7 +82,7 @@ def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
 
 
 def loads_lines(report: dict[str, Any]) -> list[str]:
-    """The line, if any, that says whether a library can load the folder."""
+    """Return the line, if any, that says if a library can load the folder."""
     loads = report["loads"] and Loads(**{**report["loads"], "lacks": tuple(report["loads"]["lacks"])})
     return [printable(loads.sentence(report["destination"] or "FOLDER"))] if loads else []
 
@@ -98,11 +97,11 @@ def written_lines(
     verified: bool,
     verbose: bool = False,
 ) -> list[str]:
-    """The report of a conversion that took so many `seconds`, as text; `num_done` bytes were there already."""
+    """Return a finished conversion's lines. `num_done` bytes existed before."""
     lines = lost_lines(report, verbose=verbose)
     if num_done:
         lines.append(f"{show_size(num_done)} were there already, and are as they were written")
-    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # whatever its name, Trainer takes the folder
+    if any(file["name"] == TRAINER_STATE for file in report["files"]):  # Trainer accepts the folder under any name
         place = printable(report["destination"])
         lines.append(f"to go on with HF Trainer: trainer.train(resume_from_checkpoint={place!r})")
     wrote = f"wrote {counted(len(report['files']), 'file')}, {show_size(report['total_bytes'])}"
@@ -117,12 +116,12 @@ def written_lines(
 
 
 def _is_lossy(source: str, target: str) -> bool:
-    """Return True if values of the dtype `source` may be rounded in `target`."""
+    """Return True if casting from `source` to `target` may round values."""
     return BY_NAME[source].itemsize >= BY_NAME[target].itemsize
 
 
 def model_dtypes(plan: Plan) -> list[str]:
-    """The dtypes in which weights and their masters are written, that of the most bytes first."""
+    """Return the written dtypes of weights and masters, by descending size."""
     sizes: Counter[str] = Counter()
     for slot in (slot for file in plan.target.files for slot in file.slots):
         if slot.key[1] in (WEIGHT, MASTER):

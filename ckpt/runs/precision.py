@@ -1,7 +1,7 @@
-"""What a run records of the precision that its model computes in, where its weights are kept in float32.
+"""Compute dtype recorded by a run that stores its weights in float32.
 
-FSDP keeps its parameters in float32 and casts them as they are gathered (torch/distributed/fsdp, `MixedPrecision`; HF
-Trainer's and Accelerate's `bf16` and `fp16`): no tensor of the checkpoint tells of it, as DeepSpeed's do.
+FSDP keeps float32 parameters and casts them when gathering (torch/distributed/fsdp, `MixedPrecision`; HF Trainer's and
+Accelerate's `bf16` and `fp16`). Unlike in DeepSpeed's checkpoints, no tensor shows the compute dtype.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from ckpt.plan.precision import CAST_SOURCES, Choice, num_elements
 from ckpt.runs.model_files import CONFIG
 
 TRAINING_ARGS = "training_args.bin"
-_MAX_ARGUMENTS = 16 << 20  # bytes of training arguments, which take a few kB
+_MAX_ARGUMENTS = 16 << 20  # maximum bytes; training arguments take a few kB
 _HALF = {"bfloat16": BFLOAT16, "float16": FLOAT16}
 
 
 def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with what its run computes in, or with a note where the record of it cannot be read."""
+    """Return `checkpoint` with its run's compute dtype, or with a note if the record can't be read."""
     try:
         recorded = _recorded_dtype(checkpoint) if _keeps_float32(checkpoint) else None
     except (CorruptError, NotFoundError, UnsafeError) as error:
@@ -43,20 +43,20 @@ def with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _keeps_float32(checkpoint: Checkpoint) -> bool:
-    """Whether it is a run's whose weights are kept in float32 alone.
+    """Return True for a run's checkpoint that stores weights only in float32.
 
-    Not where weights of 16 bits or masters are there, which tell by themselves.  A Hugging Face folder is no run, nor
-    is an adapter's: the weights are what somebody chose to write.
+    Weights in 16 bits or masters show the dtype themselves. A Hugging Face folder or an adapter is no run: its weights
+    are what somebody chose to write.
     """
     if checkpoint.namespace == HUB or checkpoint.is_adapter or checkpoint.state.ds_config is not None:
-        return False  # DeepSpeed casts the model itself: float32 weights are what it computes in
+        return False  # DeepSpeed casts the model itself, so float32 weights show the compute dtype
     weights = list(checkpoint.with_role(WEIGHT))
     counts = num_elements(Choice(weight, weight.dtype) for weight in weights if weight.dtype in CAST_SOURCES)
     return set(counts) == {FLOAT32} and not any(True for _ in checkpoint.with_role(MASTER))
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
-    """What a run computes in, and what records it; float32 and nothing where there is no record."""
+    """Return a run's compute dtype and its record. Without a record, return float32 and no record."""
     known = [
         arguments for folder in checkpoint.run_folders if (arguments := _read_arguments(Path(folder) / TRAINING_ARGS))
     ]
@@ -72,15 +72,15 @@ def _recorded_dtype(checkpoint: Checkpoint) -> ComputesIn:
 
 
 def read_training_args(path: Path) -> Record | Mapping[Any, Any] | None:
-    """The training arguments that HF Trainer saved (transformers, trainer.py, `_save`); None where there are none."""
+    """Return HF Trainer's saved training arguments (transformers, trainer.py, `_save`), or None."""
     try:
         return _read_arguments(path)
-    except (CorruptError, NotFoundError, UnsafeError):  # no file of torch.save, or one that is damaged
+    except (CorruptError, NotFoundError, UnsafeError):  # not from torch.save, or damaged
         return None
 
 
 def _read_arguments(path: Path) -> Record | Mapping[Any, Any] | None:
-    """They may be of a class of anybody's, so names outside the table are read as inert records."""
+    """Read training arguments. Their class may be anybody's, so unlisted names become inert records."""
     if not os.path.lexists(path):
         return None
     inside = confined(path.parent, path.name)

@@ -1,4 +1,4 @@
-"""Quantization of a model: method and settings, from config.json or the file that a quantizer writes next to it.
+"""A model's quantization method and settings, from config.json or the quantizer's own file next to it.
 
 Sources: transformers 5.23 `utils/quantization_config.py`; AutoGPTQ and AutoAWQ `quantize_config.json`,
 `quant_config.json`; nvidia-modelopt 0.47 `hf_quant_config.json`; mlx-lm 0.30 `utils.py` (`save_config`).
@@ -16,14 +16,14 @@ from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
 from ckpt.runs.model_files import CONFIG, QUANTIZATION_FILES
 
-#: Key of mlx-lm in config.json.
+#: mlx-lm's key in config.json.
 _MLX = "quantization"
 _ENTRY = "quantization_config"
 
 
 @dataclass(frozen=True)
 class Quantization:
-    """The recorded method (None if only its settings are recorded), its settings, and the file that records them."""
+    """Recorded method (None if only settings are recorded), settings, and the file with the record."""
 
     method: str | None
     settings: Mapping[str, Any]
@@ -36,7 +36,7 @@ class Quantization:
 
     @property
     def title(self) -> str:
-        """The method with its main setting, for people: "modelopt NVFP4", "mlx, 4 bits"."""
+        """Method and main setting for messages: "modelopt NVFP4", "mlx, 4 bits"."""
         inner = self.settings.get(_MLX)
         settings = {**self.settings, **(inner if isinstance(inner, Mapping) else {})}
         algorithm, bits = settings.get("quant_algo"), settings.get("bits")
@@ -45,7 +45,7 @@ class Quantization:
 
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
-    """Return what config.json, or a quantizer's own file in `folders`, records; None for a plain model."""
+    """Return the quantization in config.json, or in a quantizer's own file in `folders`. None for a plain model."""
     found = _of_config(config or {})
     return found or next((one for folder in folders if (one := _of_folder(Path(folder))) is not None), None)
 

@@ -1,4 +1,4 @@
-"""A folder of runs: `outputs/RUN/checkpoint-N`, as Axolotl's and TRL's users keep them."""
+"""Search in a folder of runs: `outputs/RUN/checkpoint-N`, a common layout with Axolotl and TRL."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from ckpt.move.json_files import read_json
 from ckpt.move.listing import folders_in
 from ckpt.runs.steps import has_record, run_at
 
-#: The digests of what a conversion wrote, which it writes last.
+#: Digests for a conversion's output, written last.
 MANIFEST = "ckpt-manifest.json"
 _LEVELS = 2
-_MAX_FOLDERS = 2000  # looked into on each level
+_MAX_FOLDERS = 2000  # folders searched per level
 
 
 def run_below(path: Path, holds: Callable[[Path], bool]) -> Path | None:
-    """Return the one run folder below `path` that `holds` a checkpoint, or None without one.
+    """Return the only run folder below `path` that `holds` accepts, or None.
 
-    It is on the first two levels.  A folder with steps, or with a record of one, is a run itself: nothing inside
-    replaces it.  The output of a conversion counts only if nothing else is there.  Raise SeveralRunsError for several
-    runs.
+    It searches two levels. A folder with steps or a record is a run itself, and no inner folder replaces it. A
+    conversion's output counts only if there is nothing else. Raise SeveralRunsError for several runs.
     """
     if not path.is_dir() or run_at(path).steps or has_record(path):
         return None
@@ -43,19 +42,19 @@ def _folders(folder: Path) -> list[Path]:
         steps = {step.path for step in run_at(folder).steps}
         inside = [p for p in folders_in(folder) if not p.name.startswith(".") and not p.is_symlink()]
         return [p for p in inside if p not in steps]
-    except (OSError, CkptError):  # a folder that cannot be listed holds nothing that can be read
+    except (OSError, CkptError):  # an unlistable folder has nothing to read
         return []
 
 
 def _holds(folder: Path, holds: Callable[[Path], bool]) -> bool:
     try:
         return holds(folder)
-    except CkptError:  # a damaged one is one
+    except CkptError:  # damaged, but a checkpoint
         return True
 
 
 def _is_converted(folder: Path) -> bool:
-    """Return True if a folder is as a conversion left it, by its manifest: no run has saved anything there since."""
+    """Return True if a folder matches its manifest: no run has saved there since the conversion."""
     try:
         files = read_json(folder / MANIFEST)["files"] if (folder / MANIFEST).is_file() else {}
         sizes = {folder / name: file["bytes"] for name, file in files.items()}

@@ -1,7 +1,7 @@
-"""Folders of sentence-transformers: a model in the root, and further modules in folders of their own.
+"""Folders of sentence-transformers: a model in the root, and further modules in subfolders.
 
-`modules.json` lists them (sentence-transformers 5, `SentenceTransformer.py`).  In training, tensors of module N have
-names that begin with `N.`.
+`modules.json` lists them (sentence-transformers 5, `SentenceTransformer.py`). In training, module N's tensor names
+begin with `N.`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _CARRIED = (".json", ".txt", ".model", ".jinja")
 
 
 def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
-    """Return the folder of each module but the model itself, by the prefix of its tensors; empty without a list."""
+    """Return the folder of each module except the model itself, by tensor prefix. Empty without a list."""
     home = next((folder for folder in map(Path, folders) if (folder / MODULES).is_file()), None)
     if home is None:
         return {}
@@ -34,7 +34,7 @@ def module_folders(folders: Iterable[str | Path]) -> dict[str, str]:
 
 
 def settings(folder: Path) -> Iterator[str]:
-    """Yield the names of the list of modules and of the settings of each, relative to `folder`."""
+    """Yield the module list's name, and each module's settings files, relative to `folder`."""
     if (folder / MODULES).is_file():
         yield from (name for name in names_in(folder) if name in _SETTINGS or name.startswith("sentence_"))
         for place in module_folders([folder]).values():

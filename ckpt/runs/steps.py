@@ -1,4 +1,4 @@
-"""Run folders: what a trainer leaves around its checkpoints."""
+"""Run folders: a trainer's files and folders around its checkpoints."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, is_folder, once
 from ckpt.move.source import read_file
 
-#: HF Trainer's record of a step (transformers/trainer_callback.py, `TrainerState`).
+#: HF Trainer's step record (transformers/trainer_callback.py, `TrainerState`).
 TRAINER_STATE = "trainer_state.json"
-#: DeepSpeed's file with the tag of the step that was saved last, and that of its universal checkpoints.
+#: DeepSpeed's files with the last saved step's tag, and the last universal checkpoint's.
 LATEST, LATEST_UNIVERSAL = "latest", "latest_universal"
-#: Megatron-LM's and verl's file with the number of that step; Megatron-LM's may say `release` instead.
+#: Megatron-LM's and verl's file with the last step's number. Megatron-LM's may say `release` instead.
 TRACKER = "latest_checkpointed_iteration.txt"
-#: What megatron-core writes last into the folder of a step, and what stands beside it since before.
+#: megatron-core's last file in a step folder, and files written before it.
 MEGATRONS_LAST, MEGATRONS_COMMON, _OF_DCP = "metadata.json", "common.pt", ".metadata"
-#: Files that record the step to load: the above, and SkyRL's.
+#: Files that record the step to load: the ones above, and SkyRL's.
 RECORDS = (LATEST, LATEST_UNIVERSAL, TRACKER, "latest_ckpt_global_step.txt")
 _MAX_RECORDED = 4096
-#: Keys of megatron-core's GPT models, and bytes of the metadata that hold the first keys.
+#: Keys in megatron-core's GPT models, and the maximum metadata bytes to search.
 _MEGATRONS_KEYS = re.compile(
     rb"embedding\.word_embeddings\.|decoder\.layers\.(?:\d+\.)?(?:self_attention\.linear_|mlp\.(?:linear_fc|experts\.))"
 )
 _MAX_METADATA = 1 << 20
 
-#: A step's folder as HF Trainer, TRL and Axolotl name it (transformers/trainer_utils.py).
+#: Step folder from HF Trainer, TRL and Axolotl (transformers/trainer_utils.py).
 TRAINER_STEP = re.compile(r"checkpoint-(\d+)")
-#: Megatron's name of a step (megatron/training/checkpointing.py).
+#: Megatron's step name (megatron/training/checkpointing.py).
 MEGATRON_STEP = re.compile(r"iter_(\d{7,})")
-#: Beginnings of the names of steps, each before the step's number, by the savers that write them.
+#: Prefixes before a step's number, and the savers that use them.
 STEP_NAMES = {
     r"checkpoint[-_]?": "HF Trainer, TRL, Axolotl, ms-swift, diffusers; Accelerate's own naming; Ray Train",
     r"(?:global[-_]?)?step[-_=]?": "DeepSpeed, NeoX, verl, SkyRL, VeOmni; torchtitan, Levanter, prime-rl, OLMo-core",
@@ -46,26 +46,26 @@ STEP_NAMES = {
     r"ep\d+-ba": "Composer",
     r"epoch[-_=]?": "Accelerate's examples, torchtune",
 }
-#: Endings that Lightning and NeMo put after the number.
+#: Suffixes that Lightning and NeMo add after the number.
 _ENDINGS = r"(?:-consumed_samples=[\d.]+?)?(?:-last)?(?:-v\d+)?(?:\.(?:ckpt|pt|pth))?"
 ANY_STEP = re.compile(f"(?:{'|'.join(STEP_NAMES)})(\\d+){_ENDINGS}")
-#: Folders in a run's folder that hold its steps: torchtitan's, Lightning's and LeRobot's.
+#: Folders for steps inside a run's folder: torchtitan's, Lightning's and LeRobot's.
 _HOLDERS = ("checkpoint", "checkpoints", "ckpt", "ckpts")
-#: The newest step of Lightning or LeRobot, whose number is not in its name.  A link leads to a numbered step.
+#: Newest step from Lightning or LeRobot, without a number in its name. A link points to a numbered step.
 _LAST = re.compile(r"last(?:-v\d+)?(?:\.ckpt)?")
-#: LeRobot's record of a step's number (lerobot, utils/constants.py).
+#: LeRobot's step number record (lerobot, utils/constants.py).
 _LEROBOTS_RECORD = "training_state/training_step.json"
-#: Suffixes of steps that are one file.
+#: Suffixes for single-file steps.
 _FILES = (".ckpt", ".pt", ".pth")
 _COUNTS_EPOCHS = re.compile(r"epoch[-_=]?\d+(?:\.\w+)?")
-#: Parts of a step that hold the model, if the step's folder is no checkpoint itself: OLMo-core's, prime-rl's,
-#: LeRobot's, NeMo-RL's, SkyRL's, NeMo's.
+#: Folders inside a step that hold the model, if the step's folder is no checkpoint: OLMo-core's, prime-rl's, LeRobot's,
+#: NeMo-RL's, SkyRL's, NeMo's.
 STEP_PARTS = ("model_and_optim", "trainer/", "pretrained_model", "policy/weights", "policy", "weights", "model")
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A step of a run, a folder or a file, by the number in its name."""
+    """A run's step, a folder or a file, with the number in its name."""
 
     path: Path
     number: int
@@ -74,10 +74,15 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """The steps of a run's folder, newest first.
+    """A run folder's steps, newest first.
 
-    At equal numbers a step with HF Trainer's record comes first.  File times are never compared.  `last` are steps
+    At equal numbers, a step with HF Trainer's record comes first. File times are never compared. `last` holds steps
     without a number in their names.
+
+    Example:
+
+        run = run_at(Path("outputs"))
+        newest = run.steps[0].path  # outputs/checkpoint-400
     """
 
     path: Path
@@ -85,32 +90,32 @@ class Run:
     last: tuple[Path, ...] = ()
 
     def name(self, place: Path) -> str:
-        """Return the name of a place in the run for messages, which `--tag` takes if it is a step."""
+        """Return a place's name for messages, relative to the run. For a step, `--tag` accepts it."""
         return str(place.relative_to(self.path)) if place.is_relative_to(self.path) else str(place)
 
     def holder(self, place: Path) -> Step | None:
-        """Return the step that `place` is or lies in."""
+        """Return the step that contains `place`."""
         return next((step for step in self.steps if place.is_relative_to(step.path)), None)
 
     def tagged(self, tag: str) -> list[Step]:
-        """Return the steps of the name `tag`, or of that number."""
+        """Return the steps with the name or number `tag`."""
         named = [step for step in self.steps if tag in (step.path.name, self.name(step.path))]
         return named or [step for step in self.steps if tag.isdecimal() and step.number == int(tag)]
 
     def recorded(self) -> list[Path]:
-        """Return the steps that files in the run's folder name, or name by their numbers."""
+        """Return the steps recorded by files in the run's folder, by name or number."""
         said = [text for name in RECORDS if (text := recorded_step(self.path / name))]
         named = [self.path / text for text in said if Path(text).name == text and (self.path / text).is_dir()]
         return [*named, *(step.path for text in said for step in self.tagged(text))]
 
     def copies(self, step: Step) -> list[str]:
-        """Return the names of moving averages that a trainer saved next to a step."""
+        """Return the names of moving averages saved next to a step."""
         stem = step.path.name.removesuffix(step.path.suffix if step.path.suffix in _FILES else "")
         found = re.compile(rf"{re.escape(stem)}[-_.]ema(?:\.\w+)?", re.IGNORECASE)
         return [self.name(step.path.with_name(name)) for name in entries_in(step.path.parent) if found.fullmatch(name)]
 
     def record_of(self, place: Path) -> str | None:
-        """Return the name of the file in the run's folder that names the step `place` is or lies in."""
+        """Return the file in the run's folder that names the step containing `place`."""
         top = place.relative_to(self.path).parts[0] if place != self.path and place.is_relative_to(self.path) else ""
         for name in RECORDS if top else ():
             said = recorded_step(self.path / name)
@@ -121,7 +126,7 @@ class Run:
 
 @once
 def run_at(path: Path) -> Run:
-    """Return the steps in the folder `path`, and in a folder of steps in it, by their names alone."""
+    """Return the steps in the folder `path` and in its inner step folders, by name only."""
     found = [step for holder in _holders(path) for step in _steps_in(holder)]
 
     def order(step: Step) -> tuple[int, bool, str]:
@@ -132,12 +137,12 @@ def run_at(path: Path) -> Run:
 
 
 def has_record(path: Path) -> bool:
-    """Return True if a file in the folder records the step to take."""
+    """Return True if a file in the folder records the step to load."""
     return any((path / name).is_file() for name in RECORDS)
 
 
 def has_trainer_state(path: Path) -> bool:
-    """Return True if HF Trainer's record of a step is in the folder."""
+    """Return True if the folder has HF Trainer's record of a step."""
     return (path / TRAINER_STATE).is_file()
 
 
@@ -155,28 +160,28 @@ def _steps_in(folder: Path) -> Iterator[Step]:
 
 
 def is_step(folder: Path) -> bool:
-    """Return True if a folder has the name of a step. LeRobot's name is the number alone."""
+    """Return True if a folder has a step's name. LeRobot's is only a number."""
     return ANY_STEP.fullmatch(folder.name) is not None or (folder.name.isdecimal() and _is_bare_step(folder))
 
 
 def _is_bare_step(folder: Path) -> bool:
-    """Return True if a folder whose name is a number is a step: LeRobot's, Nanotron's, Orbax's."""
+    """Return True if a folder with a number as its name is a step: LeRobot's, Nanotron's, Orbax's."""
     return folder.parent.name in _HOLDERS or any((folder / part).is_dir() for part in STEP_PARTS)
 
 
 def step_number(name: str) -> int | None:
-    """Return the number of the step in a name, or None if it is no step's name."""
+    """Return the step's number in a name, or None if it is no step's name."""
     match = ANY_STEP.fullmatch(name)
     return None if match is None else int(match[1])
 
 
 @once
 def recorded_step(path: Path) -> str | None:
-    """What the file `latest` or a tracker says, "" included; None without such a file.
+    """Return the text in `latest` or a tracker file, perhaps "". None without such a file.
 
-    A link to nothing says "", and a folder in the place of Megatron's tracker; one that is called `latest` is a step.
+    A broken link counts as "", and so does a folder in place of Megatron's tracker. A folder called `latest` is a step.
 
-    Raises UnsafeError for a link out of its folder.
+    Raise UnsafeError for a link out of its folder.
     """
     if path.is_dir():
         return "" if path.name == TRACKER else None
@@ -191,9 +196,9 @@ def trainer_steps(path: Path) -> list[Path]:
 
 
 def one_with_state(step: Path) -> Path | None:
-    """A step of the run of `step` that has HF Trainer's record, where `step`, a `checkpoint-N`, lacks it.
+    """Return another step with HF Trainer's record if `step`, a `checkpoint-N`, lacks it.
 
-    Trainer writes it last: `step` was not written to its end.
+    Trainer writes the record last, so `step` is incomplete.
     """
     if not TRAINER_STEP.fullmatch(step.name) or (step / TRAINER_STATE).exists():
         return None
@@ -201,7 +206,7 @@ def one_with_state(step: Path) -> Path | None:
 
 
 def check_ended(step: Path) -> None:
-    """Raise IncompleteError for a `checkpoint-N` without HF Trainer's record, which comes last, or with half."""
+    """Raise IncompleteError if a `checkpoint-N` lacks a complete HF Trainer record, which is written last."""
     if (other := one_with_state(step)) is not None:
         what = f"{TRAINER_STATE} is missing, which HF Trainer writes last"
         raise IncompleteError(what, path=step, found=f"{other.name} has it")
@@ -209,7 +214,7 @@ def check_ended(step: Path) -> None:
 
 
 def enclosing_folders(path: Path) -> list[Path]:
-    """Return the folders that may hold files of a checkpoint's run: its own, and the folders around its step."""
+    """Return the folders that may hold a run's files for a checkpoint: its own, and the ones around its step."""
     if path.name in STEP_PARTS and is_step(path.parent):
         return [path, path.parent, path.parent.parent]
     if path.name == "dist_ckpt":  # verl's, next to the model's config and tokenizer
@@ -218,7 +223,7 @@ def enclosing_folders(path: Path) -> list[Path]:
 
 
 def recorded_number(step: Path) -> int | None:
-    """Return the number of a step that HF Trainer or LeRobot records in its folder, if there is one."""
+    """Return the step's number recorded by HF Trainer or LeRobot in its folder, if any."""
     if not (step / _LEROBOTS_RECORD).is_file():
         return trainer_step(step)
     recorded = read_json(confined(step, _LEROBOTS_RECORD))
@@ -227,7 +232,7 @@ def recorded_number(step: Path) -> int | None:
 
 
 def trainer_step(folder: Path) -> int | None:
-    """The step that HF Trainer records in the `checkpoint-N` folder `folder`, if it is one."""
+    """Return the step recorded by HF Trainer in `folder`, if it is a `checkpoint-N` folder."""
     if not (folder / TRAINER_STATE).is_file():
         return None
     recorded = read_json(confined(folder, TRAINER_STATE))
@@ -236,14 +241,14 @@ def trainer_step(folder: Path) -> int | None:
 
 
 def of_another_step(place: Path, step: int | None) -> str | None:
-    """What to say where a checkpoint in `place`, whose files record `step`, lies in a folder of another number.
+    """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
-    HF Trainer and Megatron name their folders by nothing else, so that one was copied or renamed over another.
+    HF Trainer and Megatron only use the step in folder names, so the folder was copied or renamed.
     """
     for folder in (place, place.parent):
         recorded = step if MEGATRON_STEP.fullmatch(folder.name) else None
         if TRAINER_STEP.fullmatch(folder.name):
-            with suppress(CkptError):  # damage of the record is another matter
+            with suppress(CkptError):  # a damaged record is reported elsewhere
                 recorded = trainer_step(folder)
         if recorded is not None and recorded != step_number(folder.name):
             return (
@@ -253,9 +258,9 @@ def of_another_step(place: Path, step: int | None) -> str | None:
 
 
 def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
-    """Return the file that Megatron writes last into a step, if it is missing: Megatron loads no such step.
+    """Return the name of Megatron's last file in a step if it is missing. Megatron loads no such step.
 
-    Newer versions write no other file of their own, so that the folder is read as DCP, whose names are its own.
+    Newer versions have no other file of their own, so the folder would be read as DCP.
     """
     is_megatrons = (step / MEGATRONS_COMMON).is_file() or (has_own_names and has_megatrons_keys(step))
     if not is_megatrons or not (step / _OF_DCP).is_file() or (step / MEGATRONS_LAST).exists():
@@ -264,6 +269,6 @@ def missing_last_of_megatron(step: Path, has_own_names: bool) -> str | None:
 
 
 def has_megatrons_keys(step: Path) -> bool:
-    """Return True if the first keys in a folder's DCP metadata are megatron-core's; other trainers use DCP as well."""
+    """Return True if a folder's first DCP keys are megatron-core's. Other trainers use DCP too."""
     path = step / _OF_DCP
     return path.is_file() and _MEGATRONS_KEYS.search(read_file(path, _MAX_METADATA)) is not None

@@ -1,7 +1,7 @@
-"""The files that stand beside a checkpoint in its run folder, for a run of another number of ranks or another engine.
+"""A run folder's other files, adapted for another number of ranks or another engine.
 
-As HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_optimizer_and_scheduler`) and Accelerate
-(accelerate/utils/constants.py, `checkpointing.py`) name them.  Everything is copied as bytes and nothing is loaded.
+Names follow HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_optimizer_and_scheduler`) and Accelerate
+(accelerate/utils/constants.py, `checkpointing.py`). Files are copied as bytes and never loaded.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from ckpt.runs.model_files import (
 )
 from ckpt.runs.steps import TRAINER_STATE
 
-#: Files that only a step of HF Trainer or of Accelerate has.
+#: Files found only in HF Trainer or Accelerate steps.
 _OF_A_STEP = (TRAINER_STATE, "random_states_0.pkl")
-#: What DeepSpeed puts beside its files, of no use with others.
+#: DeepSpeed's scripts next to its files, useless for other engines.
 DEEPSPEED_SCRIPTS = ("zero_to_fp32.py", "zero_to_torch.py")
-#: Files of the run as a whole.  `training_args.bin` is a pickle of a program's objects: bytes to us.
+#: Files for the whole run. `training_args.bin` is a pickle with program objects, copied as bytes.
 _SHARED = (*SHARED_RUN_PATTERNS, "adapter_config.json", *DEEPSPEED_SCRIPTS)
-#: Random states, by rank.  HF Trainer's has no number in a run of one process.
+#: Random states by rank. With one process, HF Trainer's has no number.
 _TRAINER_RNG = re.compile(r"rng_state(?:_(\d+))?\.pth")
 _ACCELERATE_RNG = re.compile(r"random_states_(\d+)\.pkl")
-#: Weights in another format, which are in the checkpoint itself as well.
+#: The checkpoint's weights again, in another format.
 _WEIGHTS = ("model*.safetensors", "model.safetensors.index.json", "pytorch_model*.bin", "adapter_model.*")
 _MAX_FILE = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Companions:
-    """Files to be written, what is left behind, and what the user should know."""
+    """Files to write, omitted files, and notes for the user."""
 
     files: tuple[TargetFile, ...]
     dropped: tuple[str, ...]
@@ -59,11 +59,10 @@ class Companions:
 def model_files(
     checkpoint: Checkpoint, dtype: DType | None, written: Mapping[DType, int] | None = None, *, plain: bool = False
 ) -> tuple[list[TargetFile], list[str]]:
-    """What every target has beside a model: config, tokenizer and the like, by name; and notes on the config.
+    """Return the files that every target has next to a model (config, tokenizer and so on), and notes on the config.
 
-    In a config of transformers' the dtype is made true: that of most elements in `written`, by default of those of the
-    model in `dtype`, or its own.  `plain` says that nothing quantized is written.  Raises CorruptError for a config
-    that is no JSON.
+    A transformers config gets the right dtype: the most frequent one in `written`, by default the model's own or
+    `dtype`. `plain` is True if nothing quantized is written. Raise CorruptError for a config that is not JSON.
     """
     folders = [Path(folder) for folder in checkpoint.folders]
     found = companions(folders)
@@ -93,10 +92,11 @@ def run_companions(
     deepspeed: bool = True,
     own: Sequence[TargetFile] = (),
 ) -> Companions:
-    """`model_files`, and of a step that a trainer resumes from: its state, scheduler and random states.
+    """Return `model_files`, and for a resumable step also its trainer state, scheduler and random states.
 
-    `num_ranks` None keeps the random states of all ranks.  `deepspeed` says that the target is DeepSpeed's, around
-    whose tag a run's files lie; `own` are the format's files with training state, which those of a step precede.
+    If `num_ranks` is None, the random states of all ranks are kept. `deepspeed` means a DeepSpeed target: a run's files
+    are in the folder around its tag. `own` holds the format's files with training state. A step's files take
+    precedence.
     """
     files, notes = model_files(checkpoint, dtype)
     home = _home(checkpoint) if deepspeed else trainer_folder(checkpoint)
@@ -122,7 +122,7 @@ def run_companions(
 
 
 def run_files(checkpoint: Checkpoint) -> list[Path]:
-    """The files beside a checkpoint that hold training state, which `run_companions` carries along."""
+    """Return the run's files with training state that `run_companions` copies."""
     if (home := _home(checkpoint)) is None:
         return []
     return [home / name for name in _names(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
@@ -137,9 +137,9 @@ def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
 
 
 def trainer_folder(checkpoint: Checkpoint) -> Path | None:
-    """The step of HF Trainer or Accelerate that the checkpoint of a training run is, or lies in.
+    """Return the HF Trainer or Accelerate step folder that contains a run's checkpoint.
 
-    None for one without an optimizer: a trainer would go on from its step as if the optimizer's states were there.
+    None without an optimizer: a trainer would continue from its step as if the states existed.
     """
     if not checkpoint.optimizer_states and not checkpoint.state.param_groups:
         return None
@@ -153,7 +153,7 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
 
 
 def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
-    """What to tell of a step for HF Trainer under FSDP that lacks its scheduler (5.23, the method named above)."""
+    """Return a note if a step for HF Trainer under FSDP lacks its scheduler (5.23, the method named above)."""
     names = {file.name for file in files}
     if TRAINER_STATE not in names or "scheduler.pt" in names:
         return ()
@@ -161,7 +161,7 @@ def _no_schedule(files: Sequence[TargetFile]) -> tuple[str, ...]:
 
 
 def _home(checkpoint: Checkpoint) -> Path | None:
-    """The folder that holds the files of the step; of DeepSpeed's, it is the one around the tag's."""
+    """Return the folder with a step's files. For DeepSpeed, it is the folder around the tag."""
     step = trainer_folder(checkpoint)
     parent = Path(checkpoint.path).parent
     if step is None and checkpoint.tag is not None and str(parent) in checkpoint.folders:
@@ -171,7 +171,7 @@ def _home(checkpoint: Checkpoint) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class _RandomState:
-    """A rank's random state, and the name of its file in a run of `num_ranks` (None: of as many as there were)."""
+    """A rank's random state file, and its name in a run with `num_ranks` (None: unchanged)."""
 
     name: str
     rank: int
@@ -212,7 +212,7 @@ def _span(ranks: list[int]) -> str:
 
 
 def content_of(folder: Path, name: str) -> bytes:
-    """Return a small, whole file of `folder`; raise LossError for a large one, CorruptError for a damaged one."""
+    """Return a small file's content. Raise LossError for a large file, CorruptError for a damaged one."""
     path = confined(folder, name)
     with translate_os_errors(path):
         if path.stat().st_size > _MAX_FILE:

@@ -1,4 +1,4 @@
-"""The YAML (or JSON) files that say how a run was configured."""
+"""YAML or JSON files with a run's configuration."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _MAX_BYTES = 1 << 20
 
 
 def read_run_config(path: Path) -> Mapping[str, Any]:
-    """The object in a YAML or JSON file; NotFoundError, CorruptError."""
+    """Return the object in a YAML or JSON file. Raise NotFoundError or CorruptError."""
     import yaml
 
     with translate_os_errors(path):
