@@ -1,17 +1,17 @@
-"""DeepSpeed's AutoEP: the experts of a transformers model's MoE blocks, which expert parallel ranks share.
+"""DeepSpeed's AutoEP: experts in a transformers model's MoE blocks, spread over expert-parallel ranks.
 
     layer_L_expert_E_mp_rank_00_model_states.pt
 
-A rank has the experts of a layer in three tensors, `{module}.experts.w1` to `w3`, of [experts, ...].  Which of the
-layer's experts these are is recorded in the model files, for each layer and tensor: `ds_autoep_layers`, in the way in
-which AutoTP records it (`converters.deepspeed.autotp`).  Under stages 0 to 2 each expert's matrices are in a file of
-their own, E counting on from rank to rank; the optimizer has flat buffers for what one expert parallel rank has, which
-the same data parallel ranks share as with DeepSpeed-MoE (`converters.deepspeed.sharing`).  Under stage 3 there are no
-such files, and each rank's optimizer file says which ranks share a buffer, `ds_zero_partition_groups`.
+A rank holds its experts of a layer in three tensors, `{module}.experts.w1` to `w3`, with shape [experts, ...]. The
+model files record these experts per layer and tensor in `ds_autoep_layers`, in AutoTP's form
+(`converters.deepspeed.autotp`). Under stages 0 to 2 each expert has its own file, with E counting over all ranks. The
+optimizer has one flat buffer per expert-parallel rank, shared by data-parallel ranks like with DeepSpeed-MoE
+(`converters.deepspeed.sharing`). Stage 3 has no such files, and each rank's optimizer file records the ranks that share
+a buffer in `ds_zero_partition_groups`.
 
-A layer's router is in the module a second time, under the name that transformers' block has for it.
+The module also holds each layer's router a second time, under the name used by transformers' block.
 
-Format facts are from deepspeed 0.19.8: runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep_affine.py,
+Format facts: deepspeed 0.19.8, runtime/engine.py (`_save_moe_checkpoint`), checkpoint/autoep_affine.py,
 runtime/zero/stage3.py (`_zero3_partition_group_metadata`).
 """
 
@@ -37,7 +37,7 @@ _MATRICES = ("w1", "w2", "w3")
 
 
 def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, str]:
-    """Entries of the module dict that are a router's again, by the names that these have in `router`."""
+    """Map second entries of a router in the module dict to their names in `router`."""
     found: dict[str, str] = {}
     for layer in model.content.get(AUTOEP) or ():
         path = layer["module_path"] + "."
@@ -55,10 +55,10 @@ def routers(model: RankFile, module: Mapping[str, StoredTensor]) -> dict[str, st
 
 
 def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """How ranks share experts, AutoEP's or those of DeepSpeed's MoE layers if there are any, and what is in `files`.
+    """Return the sharing of experts, AutoEP's or a DeepSpeed MoE layer's, and the tensors in `files`.
 
-    `files` are those of experts in a step's folder.  Raises NotFoundError for AutoEP's that are not read,
-    IncompleteError where an expert's file is missing, CorruptError where one holds something else.
+    `files` are the expert files in a step folder. Raise NotFoundError for an unsupported AutoEP form, IncompleteError
+    if an expert's file is missing, CorruptError if a file holds something else.
     """
     if not model.content.get(AUTOEP):
         return read_experts(files, model, sources)
@@ -103,10 +103,10 @@ def _of_expert(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> F
 
 
 def recorded(model: RankFile) -> Sharing:
-    """How expert parallel ranks share each tensor of experts, in the order of layers, as a model file has it.
+    """Return the recorded sharing of each expert tensor over expert-parallel ranks, in layer order.
 
-    Raises NotFoundError where experts are not dealt to ranks in order, or not all layers are AutoEP's, CorruptError
-    where what is recorded of a layer does not agree.
+    Raise NotFoundError if ranks don't hold consecutive experts, or some layers don't use AutoEP. Raise CorruptError if
+    a layer's records disagree.
     """
     layers: Sequence[Mapping[str, Any]] = model.need(AUTOEP)
     if "folding" in model.content:
@@ -139,7 +139,7 @@ def recorded(model: RankFile) -> Sharing:
 
 
 def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, model: RankFile) -> None:
-    """Files count experts on from rank to rank, whatever is recorded: only where it is the same are they known."""
+    """Raise NotFoundError unless the recorded order is the files' order: experts counted from rank to rank."""
     each, rest = divmod(num_experts, num_ranks)
     sizes = (each, *known.shape[1:])
     boxes = tuple((Box((rank * each, *(0,) * (len(sizes) - 1)), sizes),) for rank in range(num_ranks))
@@ -148,7 +148,7 @@ def _check_in_order(fqn: str, known: Cut, num_experts: int, num_ranks: int, mode
 
 
 def sharing_under_stage3(models: Sequence[RankFile], inners: Sequence[RankFile]) -> Sharing:
-    """How ranks share experts by their model files, if the run was under AutoEP."""
+    """Return the sharing of experts recorded in the model files. Nothing is shared without AutoEP."""
     file = models[0]
     if not file.content.get(AUTOEP):
         if inners[0].content.get("ds_zero_partition_groups"):
@@ -169,9 +169,9 @@ def sharers_under_stage3(
     number: int,
     shapes: Mapping[str, Shape],
 ) -> list[tuple[int, ...]]:
-    """The ranks that share the buffers of a sub-group, as they record it: all, or those of each expert parallel rank.
+    """Return the ranks that share a sub-group's buffers: one tuple with all ranks, or one per expert-parallel rank.
 
-    CorruptError where they do not agree on it.
+    Raise CorruptError if the ranks' records disagree.
     """
     world = tuple(range(len(inners)))
     if not sharing.cuts:

@@ -1,12 +1,12 @@
-"""DeepSpeed's AutoTP: tensor parallel ranks without a pipeline, each with ZeRO files of its own.
+"""DeepSpeed's AutoTP: tensor-parallel ranks without a pipeline, each with its own ZeRO files.
 
     mp_rank_TT_model_states.pt, with ZeRO-3 zero_pp_rank_D_mp_rank_TT_model_states.pt
-    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt, without ZeRO none
+    [bf16_]zero_pp_rank_D_mp_rank_TT_optim_states.pt, none without ZeRO
 
-Each tensor parallel rank wrote what a run of its parts alone would write.  How the parts make up the model is recorded
-in its model file, for each parameter by name: `universal_checkpoint_info.affine_map`, pieces of the whole tensor and
-where they are in the rank's (deepspeed 0.19.8, checkpoint/affine.py, `ParamAffineMap`; module_inject/layers.py,
-`collect_autotp_universal_checkpoint_info`).  What is in no map, buffers, every rank has whole.
+Each tensor-parallel rank writes its shards like a separate run. Its model file records how shards form each parameter,
+by name, in `universal_checkpoint_info.affine_map`: pieces of the whole tensor, with their place in the rank's shard
+(deepspeed 0.19.8, checkpoint/affine.py, `ParamAffineMap`; module_inject/layers.py,
+`collect_autotp_universal_checkpoint_info`). Tensors missing from the map, such as buffers, are whole on every rank.
 """
 
 from __future__ import annotations
@@ -35,20 +35,19 @@ _MAP_VERSION = 1
 
 @dataclass(frozen=True, slots=True)
 class RankSlice:
-    """What one tensor parallel rank has: its parts as if they were a model, and its model file."""
+    """One tensor-parallel rank's shards, described like a model, with its model file."""
 
     checkpoint: Checkpoint
     file: RankFile
 
 
 def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing:
-    """How the `ranks` of which there are files share tensors, one of whose model files is `file`.
+    """Return how the `ranks` with files share tensors. `file` is one of their model files.
 
-    As GPT-NeoX shares them where the file is one of its, and `folders` may then have the Hub's config; otherwise as
-    AutoTP recorded it.
+    GPT-NeoX's files follow its own rule, with the Hub's config from `folders`; other files follow AutoTP's records.
     """
-    if "args" in file.content:  # GPT-NeoX's, or a user's own
-        from converters.deepspeed.neox import known_by_name  # only here: it needs pipelines, and Megatron's names
+    if "args" in file.content:  # GPT-NeoX's, or a user's entry
+        from converters.deepspeed.neox import known_by_name  # late: it needs pipelines and Megatron's names
 
         if known := known_by_name(file, ranks, folders):
             return known
@@ -56,17 +55,17 @@ def sharing_of(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) ->
 
 
 def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> Checkpoint:
-    """The model that tensor parallel ranks have together; `sources` knows the storages of all their files.
+    """Join the tensor-parallel ranks' shards to the whole model. `sources` knows the storages of all their files.
 
-    Raises NotFoundError for a tensor that `sharing` does not have, CorruptError where one is not as it has it, or two
-    files hold the very same.
+    Raise NotFoundError for a tensor missing from `sharing`, CorruptError if a shard differs from it or two files are
+    equal.
     """
     first = slices[0].checkpoint
     for other in slices[1:]:
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
-    # mesh of the engine: data parallel ranks of one tensor parallel rank are tp apart
+    # In the engine's mesh, the data-parallel ranks of one tensor-parallel rank are tp apart.
     ranks = [range(tp, dp * len(slices), len(slices)) for tp in range(len(slices))]
     computed: dict[str, Callable[[], memoryview]] = {}
     unread = Unread()
@@ -85,7 +84,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
             joined = cut.joined(held, ranks)
             tensors[key] = joined.rank_local() if role == BUFFER else joined
     config = dict(first.state.ds_config or {})
-    config.pop("tensor_parallel", None)  # what is read are whole tensors
+    config.pop("tensor_parallel", None)  # the tensors are whole now
     quantized = next((method for each in slices for method in each.checkpoint.quantized.methods.values()), None)
     if quantized is not None:
         raise NotFoundError(
@@ -108,10 +107,10 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
 
 
 def _check_alike(first: RankSlice, other: RankSlice) -> None:
-    """Ranks have parts of the same tensors in the same param groups, after the same steps."""
+    """Raise CorruptError unless ranks have the same tensors, param groups and steps."""
     a, b = first.checkpoint, other.checkpoint
     told = (
-        ("tensors", a.tensors.keys(), {key for key in b.tensors if key[0] not in a.ties}),  # rank 0 alone records ties
+        ("tensors", a.tensors.keys(), {key for key in b.tensors if key[0] not in a.ties}),  # only rank 0 records ties
         ("param groups", a.state.param_groups, b.state.param_groups),
         ("states of one number", a.state.scalars, b.state.scalars),
         ("data parallel ranks", a.world_size, b.world_size),
@@ -127,7 +126,7 @@ def _check_alike(first: RankSlice, other: RankSlice) -> None:
 
 
 def _check_distinct(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) -> None:
-    """Refuse equal files where ranks hold different parts.  A partition of an embedding may well be equal on each."""
+    """Raise CorruptError for equal files if ranks hold different shards. Equal embedding shards are allowed."""
     own = {fqn for fqn, one in sharing.cuts.items() if not one.is_replicated}
     parts = (t for one in slices for (fqn, _), t in one.checkpoint.tensors.items() if fqn in own)
     with_own = {fragment.extent.path for part in parts for fragment in part.fragments()}
@@ -135,7 +134,7 @@ def _check_distinct(slices: Sequence[RankSlice], sharing: Sharing, sources: Sour
 
 
 def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cut:
-    """How ranks share a tensor; every rank has all of a buffer."""
+    """Return the recorded cut of a tensor. Buffers are whole on every rank."""
     fqn, role = key
     if role == BUFFER:
         shape = slices[0].checkpoint.tensors[key].shape
@@ -146,15 +145,15 @@ def _recorded_cut(key: Key, slices: Sequence[RankSlice], sharing: Sharing) -> Cu
 
 
 def recorded(file: RankFile, ranks: Sequence[int]) -> Sharing:
-    """How `ranks` share each parameter, as the model file of the first of them has it.
+    """Return how `ranks` share each parameter, recorded in the first rank's model file.
 
-    NotFoundError where nothing is recorded, or a rank's part is no cut.
+    Raise NotFoundError if there is no record, or a rank's shard is not a cut.
     """
     info = file.content.get(UNIVERSAL_INFO)
     affine = info.get("affine_map") if isinstance(info, Mapping) else None
     if not isinstance(affine, Mapping) or affine.get("version") != _MAP_VERSION:
         raise tensor_parallel(file.path)
-    # patterns are whole names, escaped
+    # The patterns are escaped full names.
     known = {f"^{re.escape(fqn)}$": fqn for fqn in file.need("module") if isinstance(fqn, str)}
     entries = {known[pattern]: entry for pattern, entry in affine["params"].items() if pattern in known}
     cuts = {fqn: cut_of(fqn, entry, ranks, file) for fqn, entry in entries.items()}
@@ -168,9 +167,9 @@ def cut_of(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError] = tensor_parallel,
 ) -> Cut:
-    """How the ranks that were `found` share a parameter, as it is recorded.
+    """Return the recorded cut of a parameter among the ranks `found`.
 
-    CorruptError where it is other ranks that share it, `unsupported` where no rank's part is a cut.
+    Raise CorruptError if other ranks share it, and `unsupported` if a rank's shard is not a cut.
     """
     shape = tuple(entry["logical_shape"])
     ranks = {int(rank): one for rank, one in entry["ranks"].items()}
@@ -195,7 +194,7 @@ def _boxes(
     file: RankFile,
     unsupported: Callable[[str, str], NotFoundError],
 ) -> tuple[Box, ...]:
-    """A rank's pieces as boxes of the whole tensor, if they lie one behind the other in the rank's own."""
+    """Return a rank's pieces as boxes of the whole tensor. They must lie end to end in the rank's shard."""
     found, at, strides = [], 0, contiguous_strides(shape)
     for piece in pieces:
         sizes, (start, steps) = tuple(piece["shape"]), piece["source"]

@@ -1,4 +1,4 @@
-"""Facts about an engine that its DeepSpeed config tells."""
+"""Engine facts from its DeepSpeed config."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from typing import Any
 
 
 def section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The options under a name; none where there are none."""
+    """Return the options in a section, or {} if it is missing."""
     options = config.get(name)
     return dict(options) if isinstance(options, Mapping) else {}
 
 
 def is_enabled(config: Mapping[str, Any], name: str) -> bool:
-    """Whether `bf16` or `fp16` is enabled in a DeepSpeed config."""
+    """Return True if `bf16` or `fp16` is enabled in a DeepSpeed config."""
     names = (name, "bfloat16") if name == "bf16" else (name,)
     return any(section(config, one).get("enabled") for one in names)
 
 
 def is_bf16_optimizer(config: Mapping[str, Any]) -> bool:
-    """Whether the engine of a DeepSpeed config has BF16_Optimizer, which deals no parameters and aligns none.
+    """Return True if the engine uses BF16_Optimizer, which neither deals nor aligns parameters.
 
-    engine.py, `_do_optimizer_sanity_check`: bf16 with gradients in float32 under stage 1 without offload, or no ZeRO.
+    engine.py, `_do_optimizer_sanity_check`: bf16 with float32 gradients under stage 1 without offload, or without ZeRO.
     """
     types, options = section(config, "data_types"), section(config, "zero_optimization")
     stage = options.get("stage", 0)

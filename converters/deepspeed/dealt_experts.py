@@ -1,8 +1,8 @@
-"""Experts of DeepSpeed's MoE layers as ranks have them: which files and param groups an engine of ZeRO-1 or 2 loads.
+"""Files and param groups for experts in DeepSpeed MoE layers, loaded by a ZeRO-1 or 2 engine.
 
-For any number of ranks and `ep_size`, the same in all layers: with several, DeepSpeed puts the optimizer's groups into
-the order of a set of strings, which is another in each process (deepspeed 0.19.8, moe/utils.py,
-`split_params_into_different_moe_groups_for_optimizer`).  What ranks have of experts: `converters.deepspeed.sharing`.
+Any number of ranks and any `ep_size` is supported, but all layers need the same one. With several, DeepSpeed orders the
+optimizer's groups by a set of strings, and the order differs in each process (deepspeed 0.19.8, moe/utils.py,
+`split_params_into_different_moe_groups_for_optimizer`). `converters.deepspeed.sharing` gives each rank's experts.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import DeepSpeedModel, refuse_experts
 from converters.deepspeed.sharing import Sharing
 
-#: moe/utils.py: a param group of experts is split where it would have more elements.
+#: Maximum elements in a param group of experts, before it is split (moe/utils.py).
 MAX_GROUP_SIZE = 178956971
 _PREFIX = "ep_size_"
 
 
 def notes(sharing: Sharing) -> Iterator[str]:
-    """Notes for the user of the files on their experts."""
+    """Yield notes for the user about the experts."""
     if sharing.counts:
         layers, size = len(sharing.counts), sharing.num_ranks
         yield f"experts of {layers} MoE layers are for ep_size {size}: build the model with it"
 
 
 def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[ParamGroup]:
-    """The param groups of an expert parallel rank, as an engine of this `ep_size` makes them."""
-    is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's groups are those of such an engine
+    """Yield an expert-parallel rank's param groups, like an engine with this `ep_size`."""
+    is_kept = _recorded_sizes(model) <= {sharing.num_ranks}  # the source's engine made the same groups
     for group in model.groups if is_kept else _whole_groups(model, sharing):
         if not sharing.is_shared(group.fqns[0]):
             yield group
@@ -45,7 +45,7 @@ def groups(model: DeepSpeedModel, sharing: Sharing, rank: int) -> Iterator[Param
 
 
 def files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The file of each expert: its name, and its part of the whole module's state dict."""
+    """Yield each expert's file name and its part of the module's state dict."""
     for layer, (begin, count) in enumerate(sharing.counts.items()):
         for number in range(count):
             own = {fqn: tensor for fqn, tensor in module.items() if fqn.startswith(f"{begin}{number}.")}
@@ -53,7 +53,7 @@ def files(sharing: Sharing, module: Mapping[str, Any]) -> Iterator[tuple[str, di
 
 
 def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
-    """The content of the model file: without experts but for what is listed of rank 0's."""
+    """Return the model file's content without experts. Rank 0's experts stay in the lists."""
     if not sharing.counts:
         return root
 
@@ -73,7 +73,7 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
-    """The groups of the whole model: those that another `ep_size` told apart are one."""
+    """Return the whole model's groups. Groups split by another `ep_size` are joined."""
     found: list[ParamGroup] = []
     seen: dict[str, int] = {}
     for group in model.groups:
@@ -90,7 +90,7 @@ def _whole_groups(model: DeepSpeedModel, sharing: Sharing) -> list[ParamGroup]:
 
 
 def _split_large_group(model: DeepSpeedModel, fqns: Sequence[str]) -> Iterator[list[str]]:
-    """A rank's parameters of a group, in several where they are too many."""
+    """Yield a rank's parameters in a group, split if they have too many elements."""
     own: list[str] = []
     size = 0
     for fqn in fqns:
@@ -104,9 +104,9 @@ def _split_large_group(model: DeepSpeedModel, fqns: Sequence[str]) -> Iterator[l
 
 
 def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, ep_size: int | None) -> Sharing:
-    """How `ep_size` of `num_ranks` ranks share the experts of a model, if it has any; None is the source's `ep_size`.
+    """Return how `ep_size` ranks share the model's experts. None keeps the source's `ep_size`.
 
-    UsageError where experts do not divide, or where no engine would load them.
+    Raise UsageError if the experts do not divide, or no engine can load them.
     """
     names = (*model.weights, *model.buffers)
     counts = _counts(names)
@@ -139,7 +139,7 @@ def sharing_of(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int,
 
 
 def _counts(names: Sequence[str]) -> dict[str, int]:
-    """The number of experts by what the names of a layer's begin with, in the order of the layers."""
+    """Return the number of experts per layer, keyed by the layer's name prefix, in layer order."""
     numbers: dict[str, int] = {}
     for fqn in names:
         if match := EXPERT.fullmatch(fqn):
@@ -148,9 +148,9 @@ def _counts(names: Sequence[str]) -> dict[str, int]:
 
 
 def _recorded_sizes(model: DeepSpeedModel) -> set[int]:
-    """`ep_size` of the source's param groups of experts.
+    """Return the `ep_size` values in the source's expert param groups.
 
-    LossError for groups that no engine makes: of experts and others.
+    Raise LossError for groups that mix experts with other parameters: no engine makes them.
     """
     sizes = set()
     for group in model.groups:
@@ -169,7 +169,7 @@ def _other_options(group: ParamGroup) -> str:
 
 
 def _refuse_split_groups(model: DeepSpeedModel) -> None:
-    """LossError where groups of experts differ in nothing: an engine of another `ep_size` may split them elsewhere."""
+    """Raise LossError if expert groups are equal in every option: another `ep_size` may split them elsewhere."""
     seen = set()
     for group in model.groups:
         key = (group.options.get("name"), _other_options(group))

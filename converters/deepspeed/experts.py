@@ -1,11 +1,10 @@
-"""Experts of DeepSpeed's MoE layers (`deepspeed.moe.layer.MoE`), which expert parallel ranks share.
+"""Experts in DeepSpeed's MoE layers (`deepspeed.moe.layer.MoE`), spread over expert-parallel ranks.
 
     layer_L_expert_E_mp_rank_00_model_states.pt
 
-L counts the model's MoE layers in order, E the layer's experts.  Names in these files are those of the whole model.
-Everywhere else a rank calls its experts by their place among its own: expert parallel rank e has experts `e * n` to
-`e * n + n - 1` of a layer, n being the layer's experts by the number of such ranks (deepspeed 0.19.8,
-runtime/engine.py, `_save_moe_checkpoint`).
+L counts the model's MoE layers, E the layer's experts. These files use whole-model names. Elsewhere a rank numbers only
+its own experts: expert-parallel rank e has experts `e * n` to `e * n + n - 1` in a layer, with n experts per rank
+(deepspeed 0.19.8, runtime/engine.py, `_save_moe_checkpoint`).
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from converters.deepspeed import model_file
 from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.sharing import Sharing, numbered
 
-#: Files of experts by the number of their layer and their own.
+#: Expert files by layer number and expert number.
 Files = Mapping[tuple[int, int], str]
 
 
 def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing, dict[Key, Tensor]]:
-    """The experts in the `files` of a step's folder, by their numbers, and the tensors of these files.
+    """Return the sharing of experts, and the tensors in the expert `files`.
 
-    Raises IncompleteError where an expert's file is missing, CorruptError where one holds something else.
+    Raise IncompleteError if an expert's file is missing, CorruptError if a file holds something else.
     """
     recorded, wanted = check_files(files, model)
     counts: dict[str, int] = {}
@@ -52,20 +51,20 @@ def read_experts(files: Files, model: RankFile, sources: Sources) -> tuple[Shari
     buffers = model_file.buffer_names(model)
     tensors: dict[Key, Tensor] = {}
     for name, value in stored.items():
-        role = BUFFER if numbered(name, 0) in buffers else WEIGHT  # those of one rank are recorded
+        role = BUFFER if numbered(name, 0) in buffers else WEIGHT  # one rank's names are recorded
         tensors[name, role] = model_file.whole(name, role, value)
     return Sharing(model.path, counts=counts, is_in_rows=is_in_rows(model.content.get("ds_config"))), tensors
 
 
 def is_in_rows(config: Any) -> bool:
-    """Whether the data parallel ranks with the same experts are in a row, by a DeepSpeed config."""
+    """Return True if data-parallel ranks with the same experts are consecutive, by the DeepSpeed config."""
     return isinstance(config, Mapping) and bool(config.get("use_data_before_expert_parallelism"))
 
 
 def check_files(files: Files, model: RankFile) -> tuple[Sequence[int], Sequence[tuple[int, int]]]:
-    """How many experts each layer has, and the layer and number of each, all of which have files.
+    """Return the number of experts per layer, and (layer, expert) for each expert, after checking that all have files.
 
-    CorruptError or IncompleteError where there are others.
+    Raise CorruptError for unexpected files, IncompleteError for missing ones.
     """
     recorded = model.content.get("num_experts") or []
     if not isinstance(recorded, Sequence) or not all(type(count) is int for count in recorded):
@@ -96,7 +95,7 @@ def entries_of(content: Any, path: str) -> Iterable[tuple[Any, Any]]:
 
 
 def _beginning(name: Any, expert: int, value: Any, path: str) -> str:
-    """The prefix of names in an expert's file; CorruptError for a name that is not one of the expert's tensors."""
+    """Return the prefix of a name in an expert's file. Raise CorruptError unless it is one of the expert's tensors."""
     match = EXPERT.fullmatch(name) if isinstance(name, str) else None
     if match is None or int(match[2]) != expert or not isinstance(value, StoredTensor):
         raise CorruptError(

@@ -1,4 +1,4 @@
-"""The facts about a source that only DeepSpeed's own writers understand."""
+"""Source facts used only by DeepSpeed's writers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedFacts:
-    """What DeepSpeed's readers tell their writers, in `Checkpoint.facts`."""
+    """Facts passed from DeepSpeed's readers to its writers in `Checkpoint.facts`."""
 
-    #: Whether modules are in another order than the model's own: partitions are cut from parameters in their order.
+    #: True if modules are not in the model's own order. Partitions follow the parameter order.
     own_module_order: bool = False

@@ -1,7 +1,7 @@
-"""The folder that `DeepSpeedEngine.save_checkpoint` leaves: step folders, `latest`, and one or two files per rank.
+"""Folder written by `DeepSpeedEngine.save_checkpoint`: step folders, `latest`, and one or two files per rank.
 
-File names: deepspeed/runtime/engine.py, `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_zero_ckpt_prefix` (0.19).  The
-number after `zero_pp_rank_` is the data-parallel rank; the prefix says which precision was enabled and nothing else.
+File names: deepspeed/runtime/engine.py, `_get_zero_ckpt_name`, `_get_ckpt_name`, `_get_zero_ckpt_prefix` (0.19). The
+number after `zero_pp_rank_` is the data-parallel rank. The prefix only shows the enabled precision.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckpt.runs.finding import Steps, find_step, newest_first
 from ckpt.runs.halves import optimizer_alone
 from ckpt.runs.steps import LATEST
 
-#: What users call any of the formats here.
+#: Aliases for all formats here.
 ALIASES = ("deepspeed", "ds")
-# The underscore before "optim" is missing in files from before DeepSpeed 0.3.
+# Files from before DeepSpeed 0.3 have no underscore before "optim".
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-#: Suffix of every file with a part of the model: of all ranks, of one, of an expert, of a pipeline's layer.
+#: Suffix of every file with a part of the model: whole, per rank, per expert, per pipeline layer.
 _MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
@@ -37,10 +37,10 @@ PIPELINE_LAYER = re.compile(r"layer_(\d+)(?:-model_(\d+))?-model_states\.pt")
 
 @dataclass(frozen=True)
 class StepFolder:
-    """The files of one step folder: optimizer files and per-rank model files by data-parallel rank, numerically.
+    """Files in one step folder: optimizer files and per-rank model files by data-parallel rank, in numeric order.
 
-    `model` is the single model file of stages 0 to 2; `experts` are files of MoE layers' experts, by the numbers of
-    layer and expert, `experts_optimizer` those of expert parallel ranks without ZeRO.
+    `model` is the single model file in stages 0 to 2. `experts` are MoE expert files by layer and expert number.
+    `experts_optimizer` are expert-parallel ranks' optimizer files without ZeRO.
     """
 
     path: Path
@@ -52,9 +52,9 @@ class StepFolder:
 
     @property
     def stages(self) -> tuple[int, ...]:
-        """The ZeRO stages that the names allow: in stage 3 each rank has a model file, in 1 and 2 they share one.
+        """ZeRO stages that fit the file names: stage 3 has a model file per rank, stages 1 and 2 have one in total.
 
-        Where both kinds are there, left by an earlier run, or neither is, only the optimizer files can tell.
+        If both kinds are present, left by an earlier run, or neither, only the optimizer files tell.
         """
         if self.model is not None and not self.model_per_rank:
             return 1, 2
@@ -66,14 +66,14 @@ class StepFolder:
 
 
 def is_step_folder(path: Path) -> bool:
-    """Whether it holds ZeRO partition files."""
+    """Return True if the folder holds ZeRO partition files."""
     return has_name(path, OPTIMIZER)
 
 
 def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
-    """The step that is meant, where the names of its files allow for ZeRO's `stage`.  No file of it is opened.
+    """Find the step at `path` or `tag`, if its file names fit ZeRO's `stage`. No file is opened.
 
-    Names do not tell stage 1 from 2: both take such a folder, and whoever reads it finds the stage in the files.
+    Names don't distinguish stages 1 and 2: both accept the folder, and reading the files finds the stage.
     """
     with naming_a_complete_step(path, check_names):
         folder = find_step(path, tag, _STEPS)
@@ -81,15 +81,15 @@ def find_stage(path: Path, tag: str | None, stage: int) -> Path | None:
 
 
 def zero_steps(path: Path) -> list[Path]:
-    """The step folders in `path`, newest first (by the number in the name)."""
+    """Return the step folders in `path`, newest first by the number in the name."""
     return newest_first(filter(is_step_folder, folders_in(path)))
 
 
 @contextlib.contextmanager
 def naming_a_complete_step(path: Path, check: Callable[[Path], object]) -> Iterator[None]:
-    """Give an error about a step folder in `path` the hint which of them can be read: the newest that passes `check`.
+    """Add a hint to errors about a step folder: the newest step in `path` that passes `check`.
 
-    `check` raises CkptError or OSError for a step that is not complete.
+    `check` raises CkptError or OSError for an incomplete step.
     """
     try:
         yield
@@ -112,7 +112,7 @@ def _passes(check: Callable[[Path], object], folder: Path) -> bool:
 
 
 def check_names(folder: Path) -> None:
-    """Raise CorruptError where `folder` lacks a rank's file, as far as names and the steps beside it tell."""
+    """Raise IncompleteError if `folder` lacks a rank's file, judging by names and by the steps beside it."""
     num_ranks = max(len(list_step_folder(step, 0).optimizer) for step in zero_steps(folder.parent))
     if not list_step_folder(folder, 0).has_files_of(num_ranks):
         raise IncompleteError(
@@ -131,7 +131,7 @@ _STEPS = Steps(
 
 
 def tensor_parallel_ranks(path: Path) -> list[int]:
-    """The tensor parallel ranks that have files in a step folder."""
+    """Return the tensor-parallel ranks with files in a step folder."""
     patterns = ((OPTIMIZER, 2), (_MODEL_PER_RANK, 2), (MODEL, 1))
     names = names_in(path)
     return sorted({int(m[group]) for name in names for pattern, group in patterns if (m := pattern.fullmatch(name))})
@@ -144,9 +144,9 @@ def tensor_parallel_rank(optimizer: str) -> int:
 
 
 def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
-    """Sort the files of a step folder by what they are; with `tp_rank` those of that tensor parallel rank alone.
+    """Sort the files in a step folder by kind. With `tp_rank`, keep only this tensor-parallel rank's files.
 
-    Raises CorruptError for two files of one rank, NotFoundError for model-parallel layouts and for experts' files of
+    Raise CorruptError for two files of one rank, NotFoundError for model-parallel layouts and for expert files from
     DeepSpeed before 0.5, UnsafeError for a link out of the folder.
     """
     optimizer: dict[int, str] = {}
@@ -181,7 +181,7 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
 
 
 def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | None = None) -> None:
-    """Note a file by what it is of; CorruptError where there is one already."""
+    """Add a file under its key. Raise CorruptError if the key is taken."""
     if key in files:
         raise CorruptError(
             "two files of one rank: one of them is left over from an earlier run",
@@ -194,14 +194,17 @@ def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | No
 
 
 def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
-    """Whether a file of the tensor parallel rank `found` is wanted; NotFoundError where there is to be only one."""
+    """Return True if files of tensor-parallel rank `found` are wanted.
+
+    Raise NotFoundError for any rank but 0 if `tp_rank` is None.
+    """
     if tp_rank is None and found != 0:
         raise tensor_parallel(path)
     return found == (tp_rank or 0)
 
 
 def tensor_parallel(path: str, what: str = "") -> NotFoundError:
-    """The error for files of tensor parallel ranks that do not record how they share tensors."""
+    """Return the error for tensor-parallel files without a record of the sharding."""
     return _unsupported(
         path,
         "parts of tensors on tensor-parallel ranks (mp_rank other than 00) without a pipeline's files of layers" + what,
@@ -212,7 +215,7 @@ def tensor_parallel(path: str, what: str = "") -> NotFoundError:
 
 
 def experts_unsupported(path: str, what: str = "") -> NotFoundError:
-    """The error for experts spread over ranks in a way that is not read."""
+    """Return the error for experts spread over ranks in an unsupported way."""
     return _unsupported(
         path,
         "experts that DeepSpeed-MoE spread over ranks" + what,
@@ -224,37 +227,37 @@ def experts_unsupported(path: str, what: str = "") -> NotFoundError:
 def check_has_model(step: Path) -> None:
     """Raise HalfError if a step has no file with a part of the model.
 
-    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them.  A step that lacks only
-    some of them is incomplete, not half: its reader names the missing file.
+    DeepSpeed writes the model's files before the optimizer's, so an interrupted save has them. If only some are
+    missing, the step is incomplete, not half, and its reader names the missing file.
     """
     if not any(name.endswith(_MODEL_SUFFIX) for name in names_in(step)):
         raise optimizer_alone(step, "the model's files, *_model_states.pt")
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a file holds an expert, or the optimizer of an expert parallel rank."""
+    """Return True for an expert's file, or an expert-parallel rank's optimizer file."""
     return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
 
 
 def is_of_one_rank(path: str) -> bool:
-    """Whether a file is a data parallel rank's own model file, as stage 3 has them."""
+    """Return True for a data-parallel rank's own model file, as in stage 3."""
     return bool(_MODEL_PER_RANK.fullmatch(os.path.basename(path)))
 
 
 def is_model_file(name: str) -> bool:
-    """Whether a file is a tensor parallel rank's model file, of those that all its data parallel ranks share."""
+    """Return True for a tensor-parallel rank's model file, shared by its data-parallel ranks."""
     return bool(MODEL.fullmatch(name))
 
 
 def refuse_unsupported(folder: Path) -> None:
-    """NotFoundError where a step's folder without ZeRO's files is of tensor-parallel ranks, or of DeepSpeed-MoE."""
+    """Raise NotFoundError for an unsupported step folder without ZeRO files: tensor-parallel ranks or DeepSpeed-MoE."""
     if not folder.is_dir() or is_universal(folder) or has_name(folder, PIPELINE_LAYER):
         return
     list_step_folder(folder)
 
 
 def is_universal(folder: Path) -> bool:
-    """Whether it is a universal checkpoint, which has model files beside the tensors' folders."""
+    """Return True for a universal checkpoint, which has model files beside the tensor folders."""
     return (folder / "zero").is_dir()
 
 

@@ -1,6 +1,6 @@
-"""Entries of DeepSpeed's files, in one table for all who read or write them.
+"""Keys in DeepSpeed's files, shared by all readers and writers.
 
-After deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, runtime/zero/
+From deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`), runtime/zero/stage_1_and_2.py, runtime/zero/
 stage3.py and runtime/bf16_optimizer.py (`state_dict`), checkpoint/ds_to_universal.py (`_save_optimizer_state`).
 """
 
@@ -9,29 +9,29 @@ from __future__ import annotations
 import re
 
 # fmt: off
-#: Training state with a place of its own in a model file.
+#: Training state with its own key in a model file.
 MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_samples")
-#: Training state with a place of its own in an optimizer file.
+#: Training state with its own key in an optimizer file.
 OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
-#: What a client hands over so that universal checkpoints can be made of its run.
+#: Key of the client's information for universal checkpoints.
 UNIVERSAL_INFO = "universal_checkpoint_info"
-#: How expert parallel ranks of AutoEP share experts.
+#: Key of AutoEP's records of shared experts.
 AUTOEP = "ds_autoep_layers"
-#: All that DeepSpeed itself has in a model file.  Everything else there is the user's client state.
+#: DeepSpeed's own keys in a model file. All other keys are the user's client state.
 MODEL_FILE = frozenset({
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments",
     "shared_params", *MODEL_STATE, "sparse_tensor_module_names", "global_steps", "dp_world_size", "mp_world_size",
     "checkpoint_parallel_dimensions", "num_experts", "ds_config", "ds_version", AUTOEP, UNIVERSAL_INFO,
 })
-#: What describes tensors, or the schema, in an optimizer file or the one of a universal checkpoint.  Everything else
-#: there is training state.
+#: Keys in an optimizer file, or a universal checkpoint's, that describe tensors or the schema. All other keys are
+#: training state.
 OPTIMIZER_FILE = frozenset({
     "base_optimizer_state", "base_optimizer_state_step", "optimizer_state_dict", "single_partition_of_fp32_groups",
     "fp32_flat_groups", "zero_stage", "group_paddings", "param_alignment_paddings", "partition_count", "ds_version",
     "param_slice_mappings", "param_groups", "ds_zero_partition_groups", UNIVERSAL_INFO,
 })
 # fmt: on
-#: Entries of a model file that each slice has for itself: random states of Megatron-DeepSpeed and of GPT-NeoX.
+#: Keys in a model file that differ per slice: random states of Megatron-DeepSpeed and GPT-NeoX.
 OF_SLICES = (
     "rng_state",
     "random_rng_state",
@@ -40,9 +40,9 @@ OF_SLICES = (
     "cuda_rng_state",
     "rng_tracker_states",
 )
-#: What a pipeline of Megatron-DeepSpeed was read from, so that it can be written again.
+#: Key of the facts for writing a Megatron-DeepSpeed pipeline again.
 PIPELINE = "pipeline"
-#: A parameter of an expert of DeepSpeed's MoE layers: up to the expert's number, the number, and the rest.
+#: Expert parameter in DeepSpeed's MoE layers: the prefix, the expert's number, and the rest.
 EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")
-#: Experts of a layer under AutoEP.
+#: Experts in a layer under AutoEP.
 AUTOEP_EXPERTS = re.compile(r".*\.experts\.w[123]")

@@ -1,6 +1,6 @@
-"""The order and the places that DeepSpeed gives parameters in flat buffers, computed for any number of ranks.
+"""DeepSpeed's order and offsets of parameters in flat buffers, computed for any number of ranks.
 
-Pure arithmetic over numbers of elements.  `zero_partitions` has the same rules from the reader's side.
+Pure arithmetic over element counts. `partitions` has the same rules for reading.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from converters.deepspeed.partitions import slot_size
 
 T = TypeVar("T")
 
-#: stage_1_and_2.py, `nccl_start_alignment_factor`: a group is padded to a multiple of this times the number of ranks.
+#: stage_1_and_2.py, `nccl_start_alignment_factor`: groups are padded to a multiple of this times the ranks.
 START_ALIGNMENT = 2
 #: runtime/zero/config.py, `sub_group_size`.
 SUB_GROUP_SIZE = 1_000_000_000
@@ -23,7 +23,7 @@ SUB_GROUP_SIZE = 1_000_000_000
 
 @dataclass(frozen=True, slots=True)
 class FlatPart:
-    """Elements `start:stop` of parameter number `index` lie from element `at` on of a rank's buffer."""
+    """Elements `start:stop` of parameter number `index`, at offset `at` in a rank's buffer."""
 
     index: int
     start: int
@@ -37,10 +37,10 @@ class FlatPart:
 
 @dataclass(frozen=True, slots=True)
 class FlatLayout:
-    """A parameter group of stages 1 and 2: one flat buffer, cut evenly among the ranks.
+    """Param group in stages 1 and 2: one flat buffer, cut evenly over the ranks.
 
-    `starts` and `numels` are of each parameter, `paddings` what `parameter_alignment` puts behind it; `used` elements
-    are in use, and every rank has `partition` of them.
+    `starts` and `numels` are per parameter. `paddings` are the elements that `parameter_alignment` adds after each.
+    `used` elements are in use, and every rank has `partition` elements.
     """
 
     starts: tuple[int, ...]
@@ -50,11 +50,11 @@ class FlatLayout:
     partition: int
 
     def padding(self, rank: int) -> int:
-        """Elements at the end of the rank's partition that belong to no parameter; several last ranks may have some."""
+        """Return the padding at the end of the rank's partition. Several last ranks may have some."""
         return min(self.partition, max(0, (rank + 1) * self.partition - self.used))
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
-        """The parts that the rank holds, in rising order."""
+        """Yield the rank's parts, in ascending order."""
         first, last = rank * self.partition, (rank + 1) * self.partition
         for index in range(max(0, bisect_right(self.starts, first) - 1), len(self.starts)):
             begin, end = self.starts[index], self.starts[index] + self.numels[index]
@@ -66,9 +66,9 @@ class FlatLayout:
 
 
 def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> FlatLayout:
-    """stage_1_and_2.py, `__init__` and `flatten_dense_tensors_aligned`.
+    """Lay out a group like stage_1_and_2.py, `__init__` and `flatten_dense_tensors_aligned`.
 
-    `alignment` is in elements; the last parameter has no padding of its own.
+    `alignment` is in elements. The last parameter has no padding.
     """
     starts, paddings = [], []
     position = 0
@@ -84,13 +84,13 @@ def flat_layout(numels: Sequence[int], num_ranks: int, alignment: int = 1) -> Fl
 
 
 def parameter_alignment(itemsize: int) -> int:
-    """Elements that `parameter_alignment` aligns to: 16 bytes of the model's dtype."""
+    """Return the elements per alignment unit of `parameter_alignment`: 16 bytes in the model's dtype."""
     return 16 // gcd(16, itemsize)
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLayout:
-    """A sub-group of stage 3: every rank has a slot for every parameter, `offsets` into its buffer of `length`."""
+    """Sub-group in stage 3: every rank has a slot per parameter, at `offsets` in its buffer of `length`."""
 
     offsets: tuple[int, ...]
     numels: tuple[int, ...]
@@ -98,7 +98,7 @@ class SlotLayout:
     num_ranks: int
 
     def parts(self, rank: int) -> Iterator[FlatPart]:
-        """The parts that the rank holds, in rising order; the rest of its slots is padding."""
+        """Yield the rank's parts, in ascending order. The rest of its slots is padding."""
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
             slot = slot_size(numel, self.num_ranks)
             start, stop = min(rank * slot, numel), min((rank + 1) * slot, numel)
@@ -107,7 +107,10 @@ class SlotLayout:
 
 
 def slot_layout(numels: Sequence[int], num_ranks: int) -> SlotLayout:
-    """partition_parameters.py, `_partition_param`; stage3.py, `_create_fp16_partitions_with_defragmentation`."""
+    """Lay out a sub-group's slots.
+
+    partition_parameters.py, `_partition_param`; stage3.py, `_create_fp16_partitions_with_defragmentation`.
+    """
     offsets, position = [], 0
     for numel in numels:
         offsets.append(position)
@@ -116,9 +119,9 @@ def slot_layout(numels: Sequence[int], num_ranks: int) -> SlotLayout:
 
 
 def sub_groups(numels: Sequence[int], num_ranks: int, size: int = SUB_GROUP_SIZE) -> list[range]:
-    """The parameters of a group in sub-groups: stage3.py, `_create_fp16_sub_groups`.
+    """Split a group's parameters into sub-groups like stage3.py, `_create_fp16_sub_groups`.
 
-    A sub-group ends with the parameter that fills it; sizes are those of one rank's slots.
+    A sub-group ends with the parameter that fills it. Sizes are one rank's slots.
     """
     found, first, filled = [], 0, 0
     for index, numel in enumerate(numels):
@@ -132,11 +135,11 @@ def sub_groups(numels: Sequence[int], num_ranks: int, size: int = SUB_GROUP_SIZE
 
 
 def dealt(items: Sequence[T], num_ranks: int) -> list[T]:
-    """The order in which `round_robin_gradients` flattens: stage_1_and_2.py, `_round_robin_reorder`."""
+    """Return the flattening order of `round_robin_gradients`: stage_1_and_2.py, `_round_robin_reorder`."""
     return [item for first in range(num_ranks) for item in items[first::num_ranks]]
 
 
 def before_dealing(items: Sequence[T], num_ranks: int) -> list[T]:
-    """The items in the order that they had before `dealt`."""
+    """Return the items in their order before `dealt`."""
     places = dealt(range(len(items)), num_ranks)
     return [item for _, item in sorted(zip(places, items, strict=True), key=lambda pair: pair[0])]

@@ -1,6 +1,6 @@
-"""What a DeepSpeed checkpoint holds, whatever the source: groups in flattening order, masters, states, weights.
+"""Content of a DeepSpeed checkpoint for any source: groups in flattening order, masters, states, weights.
 
-Shared by the writers of ZeRO files and of universal checkpoints.
+Shared by the writers of ZeRO files and universal checkpoints.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from ckpt.state.unread import listed
 from converters.deepspeed.config import is_enabled, section
 from converters.deepspeed.keys import AUTOEP_EXPERTS, EXPERT, MODEL_FILE, MODEL_STATE, PIPELINE
 
-#: The version whose files these are, for sources that DeepSpeed did not write.
+#: Version written for sources from other frameworks.
 VERSION = "0.19.8"
 
-#: Fields of a training state that DeepSpeed's files have places for.
+#: Training state fields with a place in DeepSpeed's files.
 _FIELDS = (*MODEL_STATE, "loss_scaler", "ds_config", "client_state", "extra_state")
 
 
 @dataclass(frozen=True, slots=True)
 class DeepSpeedModel:
-    """A model and its optimizer as DeepSpeed sees them.
+    """Model and optimizer in DeepSpeed's terms.
 
-    `groups` are those of the optimizer, in its own order; `resumable` is False where the source does not say what
-    they are (then there is one per parameter).  `weights` has every parameter, `masters` the trainable ones; `states`
-    has the optimizer's tensors by fqn and role, `scalars` its numbers by name and fqn.
+    `groups` are the optimizer's, in its order. `resumable` is False if the source does not record them; then there is
+    one per parameter. `weights` has every parameter, `masters` the trainable ones. `states` has the optimizer's tensors
+    by fqn and role, `scalars` its numbers by name and fqn.
     """
 
     checkpoint: Checkpoint
@@ -46,14 +46,14 @@ class DeepSpeedModel:
     buffers: Mapping[str, Tensor]
     left_out: Mapping[Key, str]
     notes: tuple[str, ...]
-    #: Whether states are written as `elastic_checkpoint` has them: without hyperparameters, which the source lacks.
+    #: True to write states in the `elastic_checkpoint` form, without hyperparameters, because the source lacks them.
     is_elastic: bool = False
-    #: States other than steps of which parameters of one group have different numbers, as Adafactor's RMS.
+    #: States, except steps, whose numbers differ within a group, such as Adafactor's RMS.
     uneven_numbers: tuple[str, ...] = ()
 
     @property
     def frozen(self) -> list[str]:
-        """Parameters that the optimizer does not own: frozen, or without elements."""
+        """Parameters outside the optimizer: frozen, or empty."""
         return [fqn for fqn in self.weights if fqn not in self.masters]
 
     @property
@@ -62,9 +62,9 @@ class DeepSpeedModel:
 
     @property
     def dtype(self) -> DType:
-        """The model's dtype: that of most of its elements.
+        """Dtype of most model elements.
 
-        If the source is not DeepSpeed's, of its trained parameters only: frozen ones may be stored in another dtype.
+        For sources from other frameworks, only trained parameters count: frozen ones may be stored in another dtype.
         """
         counts: dict[DType, int] = {}
         trained = [self.weights[fqn] for fqn in self.masters] if not self.is_deepspeed else []
@@ -74,12 +74,12 @@ class DeepSpeedModel:
 
     @property
     def samples(self) -> int | None:
-        """Sequences consumed so far: DeepSpeed's own count, that of another trainer's `train_state`, or Megatron's."""
+        """Sequences consumed so far: DeepSpeed's own count, another trainer's `train_state`, or Megatron's."""
         return positions.sequences_seen(self.state)
 
     @property
     def schedule(self) -> Any:
-        """The LR schedule's state: what the source recorded, or else the position that its steps tell."""
+        """LR schedule state: the source's, or else the position after its steps."""
         recorded, steps = self.state.lr_scheduler, self.state.step
         if recorded is not None or self.is_deepspeed or steps is None or not self.states:
             return recorded
@@ -92,20 +92,20 @@ class DeepSpeedModel:
 
     @property
     def is_deepspeed(self) -> bool:
-        """Whether DeepSpeed wrote the source."""
+        """True if DeepSpeed wrote the source."""
         return _is_deepspeed(self.checkpoint)
 
     @property
     def version(self) -> str:
-        """DeepSpeed's, as the source records it."""
+        """DeepSpeed version, recorded in the source."""
         return str((self.state.engine_version if self.is_deepspeed else None) or VERSION)
 
     def roles(self, fqns: Iterable[str]) -> list[str]:
-        """The optimizer's tensor states that any of these has."""
+        """Return the optimizer's tensor states that any of these parameters has."""
         return list(dict.fromkeys(role for fqn in fqns for role in self.states.get(fqn, ())))
 
     def master_dtype(self, fqns: Sequence[str]) -> DType:
-        """One dtype for a flat buffer of masters: fp32, unless all are stored as masters of another one."""
+        """Return the dtype for a flat buffer of masters: fp32, unless all masters share another dtype."""
         masters = [self.masters[fqn] for fqn in fqns]
         stored = {master.dtype for master in masters}
         if len(stored) == 1 and all(master.role == MASTER for master in masters):
@@ -113,14 +113,14 @@ class DeepSpeedModel:
         return FLOAT32
 
     def state_dtype(self, fqns: Iterable[str], role: str) -> DType:
-        """One dtype for a flat buffer of states: that of the source, or fp32 where they differ."""
+        """Return the dtype for a flat buffer of states: the source's, or fp32 if the parameters differ."""
         stored = {self.states[fqn][role].dtype for fqn in fqns if role in self.states.get(fqn, ())}
         return stored.pop() if len(stored) == 1 else FLOAT32
 
     def numbers(self, fqns: Sequence[str]) -> dict[str, Any]:
-        """States that are one number for all of these, such as Adam's step, without `uneven_numbers`.
+        """Return states that are one number for all these parameters, such as Adam's step, without `uneven_numbers`.
 
-        Raises LossError where steps differ: a flat buffer has one.
+        Raise LossError if steps differ, because a flat buffer has only one.
         """
         found: dict[str, Any] = {}
         for name, values in self.checkpoint.state.scalars.items():
@@ -137,7 +137,7 @@ class DeepSpeedModel:
 
     @property
     def dropped(self) -> list[str]:
-        """Notes on optimizer states that are numbers and have no place in flat buffers."""
+        """Notes on optimizer states that are numbers and don't fit flat buffers."""
         why = "parameters of one group have different numbers, and ZeRO's flat buffers have one"
         return [f"optimizer state {name}: {why}" for name in self.uneven_numbers]
 
@@ -149,10 +149,9 @@ def _is_deepspeed(checkpoint: Checkpoint) -> bool:
 def describe(
     checkpoint: Checkpoint, dtype: DType | None, *, may_be_elastic: bool = False, may_have_experts: bool = False
 ) -> DeepSpeedModel:
-    """`checkpoint` as a DeepSpeed model; `dtype` None keeps the model's own.
+    """Describe `checkpoint` as a DeepSpeed model. `dtype` None keeps the model's own.
 
-    `may_be_elastic`: whether the target has a schema for states without hyperparameters; `may_have_experts`: whether
-    it has files of experts.
+    `may_be_elastic`: the target supports states without hyperparameters. `may_have_experts`: it has expert files.
     """
     refuse_experts(
         (fqn for fqn, _ in checkpoint.tensors), checkpoint.state.ds_config or {}, but_native=may_have_experts
@@ -197,9 +196,9 @@ def describe(
 
 
 def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native: bool = False) -> None:
-    """UsageError where a model of this DeepSpeed config has such experts, or AutoEP's, for what its engine loads.
+    """Raise UsageError if the model has experts that its engine would load from expert files.
 
-    `but_native` is for what loads those of MoE layers.
+    `but_native` allows DeepSpeed's MoE layers.
     """
     auto = config.get("expert_parallel")
     is_auto = isinstance(auto, Mapping) and bool(auto.get("enabled"))
@@ -219,9 +218,9 @@ def refuse_experts(fqns: Iterable[str], config: Mapping[str, Any], *, but_native
 
 
 def _recorded_dtype(checkpoint: Checkpoint) -> DType | None:
-    """The dtype that the model's config gives a model whose weights were trained in float32, as FSDP keeps them.
+    """Return the config's dtype for a model trained with float32 weights, like FSDP's. None otherwise.
 
-    A 16-bit model of DeepSpeed has weights of its own beside float32 masters.
+    DeepSpeed's 16-bit models have their own weights beside float32 masters.
     """
     config = checkpoint.config or {}
     named = BY_NAME.get(str(config.get("dtype") or config.get("torch_dtype")).removeprefix("torch."))
@@ -244,9 +243,9 @@ def _dtype_notes(checkpoint: Checkpoint, dtype: DType | None, recorded: DType | 
 def _kept_as_stored(
     checkpoint: Checkpoint, weights: Mapping[str, Choice], masters: Mapping[str, Tensor], resumable: bool
 ) -> dict[str, Choice]:
-    """The tensors that no optimizer owns, if the source does not tell buffers from frozen parameters.
+    """Return tensors outside the optimizer, uncast, if the source mixes buffers and frozen parameters.
 
-    An engine rounds the latter to its dtype as it loads them, and a buffer, which it keeps as it is, must not be.
+    An engine rounds frozen parameters on loading, but keeps buffers, so these must not be rounded.
     """
     if _is_deepspeed(checkpoint) or not resumable or any(True for _ in checkpoint.with_role(BUFFER)):
         return {}
@@ -263,13 +262,13 @@ def _kept_notes(kept: Mapping[str, Choice]) -> Iterator[str]:
 
 
 def _ties(checkpoint: Checkpoint) -> dict[str, str]:
-    """Aliases of tensors that are there."""
+    """Return the aliases of existing tensors."""
     found = {fqn for fqn, _ in checkpoint.tensors}
     return {alias: owner for alias, owner in checkpoint.ties.items() if owner in found}
 
 
 def _is_buffer(tensor: Tensor) -> bool:
-    """A tensor that no optimizer could own is taken for a buffer where the source does not tell them apart."""
+    """Return True for a buffer. If the source has no roles, this includes dtypes that no optimizer takes."""
     return tensor.role == BUFFER or (tensor.role == WEIGHT and tensor.dtype not in CAST_SOURCES)
 
 
@@ -277,7 +276,7 @@ def _is_buffer(tensor: Tensor) -> bool:
 
 
 def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tuple[list[ParamGroup], bool]:
-    """The optimizer's groups, and whether the source records them with their hyperparameters."""
+    """Return the optimizer's groups, and True if the source records them with hyperparameters."""
     known = _known_groups(checkpoint, weights)
     if known and all(group.options for group in known):
         return known, True
@@ -286,7 +285,7 @@ def _param_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> tupl
 
 
 def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """The groups of a ZeRO run that records no hyperparameters, where all have the same states; else none."""
+    """Return the groups of a ZeRO run without recorded hyperparameters if all have the same states, else []."""
     known = _known_groups(checkpoint, weights) if _is_deepspeed(checkpoint) else []
     roles: dict[str, set[str]] = {}
     for fqn, role in checkpoint.tensors:
@@ -297,7 +296,7 @@ def _elastic_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> li
 
 
 def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[ParamGroup]:
-    """Groups as recorded, each parameter under its own name and once, without those that have no elements."""
+    """Return the recorded groups, with each parameter once under its own name, without empty parameters."""
     found: list[ParamGroup] = []
     taken: set[str] = set()
     for group in checkpoint.state.param_groups:
@@ -318,7 +317,7 @@ def _known_groups(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list
 
 
 def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) -> ParamGroup:
-    """A group of another framework's Adam with the options that DeepSpeed's own cannot do without."""
+    """Return another framework's Adam group with the options that DeepSpeed's Adam requires."""
     roles = {role for fqn in group.fqns for role in states.get(fqn, ())}
     if not adam.is_adam(group.options, roles):
         return group
@@ -326,7 +325,7 @@ def _completed(group: ParamGroup, states: Mapping[str, Mapping[str, Tensor]]) ->
 
 
 def _trainable(checkpoint: Checkpoint, weights: Mapping[str, Choice]) -> list[str]:
-    """Where no groups are recorded: parameters with masters, or else with states, or else all that have elements."""
+    """Return the trainable parameters without recorded groups: with masters, else with states, else non-empty."""
     others = {fqn for fqn, role in checkpoint.tensors if role not in MODEL_ROLES}
     for names in ({fqn for fqn, role in checkpoint.tensors if role == MASTER}, others):
         if found := [fqn for fqn in weights if fqn in names]:
@@ -365,7 +364,7 @@ def _schedule_notes(checkpoint: Checkpoint) -> Iterator[str]:
 def _states(
     checkpoint: Checkpoint, masters: Mapping[str, Tensor]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[Key, str]]:
-    """The optimizer's tensors by fqn and role, and those that are left out, and why: of another shape than theirs."""
+    """Return the optimizer's tensors by fqn and role, and the tensors left out for their shape, with the reason."""
     states: dict[str, dict[str, Tensor]] = {}
     misfits: list[Key] = []
     for (fqn, role), tensor in checkpoint.tensors.items():
@@ -393,7 +392,7 @@ def _uneven_numbers(checkpoint: Checkpoint, groups: Sequence[ParamGroup]) -> Ite
 
 
 def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Tensor]]) -> Iterator[str]:
-    """Parameters that never had a gradient have no states; DeepSpeed, which flattens, has zeros for them."""
+    """Yield notes on parameters without states, because they never had a gradient. DeepSpeed fills in zeros."""
     gaps: dict[str, list[str]] = {}
     for group in groups:
         for role in dict.fromkeys(role for fqn in group.fqns for role in states.get(fqn, ())):
@@ -408,15 +407,15 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
 
 
 def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """The `zero_optimization` section of the DeepSpeed config that the source records."""
+    """Return the `zero_optimization` section in the source's DeepSpeed config."""
     options = (checkpoint.state.ds_config or {}).get("zero_optimization")
     return options if isinstance(options, Mapping) else {}
 
 
 def ds_config(model: DeepSpeedModel, stage: int, asked: DType | None) -> tuple[dict[str, Any], list[str]]:
-    """The DeepSpeed config of the source with the stage and the precision that are written, and notes on that.
+    """Return the source's DeepSpeed config with the written stage and precision, and notes.
 
-    It is a record: a run that loads the checkpoint has a config of its own.
+    It is only a record: the run that loads the checkpoint has its own config.
     """
     recorded = model.state.ds_config
     config = dict(recorded or {})
@@ -440,7 +439,7 @@ def ds_config(model: DeepSpeedModel, stage: int, asked: DType | None) -> tuple[d
 
 
 def loss_scaler(model: DeepSpeedModel, config: Mapping[str, Any]) -> Record:
-    """The loss scaler of the source, or the one that DeepSpeed starts with: runtime/fp16/loss_scaler.py."""
+    """Return the source's loss scaler, or DeepSpeed's initial one (runtime/fp16/loss_scaler.py)."""
     recorded = model.state.loss_scaler
     if isinstance(recorded, Record):
         return recorded
@@ -469,15 +468,15 @@ def loss_scaler(model: DeepSpeedModel, config: Mapping[str, Any]) -> Record:
 
 
 def optimizer_items(model: DeepSpeedModel) -> dict[str, Any]:
-    """The entries of an optimizer file beside tensors, as the source recorded them."""
+    """Return the source's optimizer file entries other than tensors."""
     scaler = {} if model.state.loss_scaler is None else {"loss_scaler": model.state.loss_scaler}
     return scaler | dict(model.state.private.get("deepspeed", {}))
 
 
 def client_state(model: DeepSpeedModel) -> tuple[dict[str, Any], list[str]]:
-    """The user's own entries of a model file, and the training state that has no place there.
+    """Return the user's entries for a model file, and notes on training state that doesn't fit.
 
-    What other engines record and DeepSpeed has no place for is handed to the user as client state.
+    Training state of other engines becomes client state if DeepSpeed has no place for it.
     """
     state = model.state
     client = dict(state.client_state or {})

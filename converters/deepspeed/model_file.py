@@ -1,6 +1,6 @@
-"""DeepSpeed's model files (`mp_rank_00_model_states.pt`, or one for each rank of stage 3): what they say.
+"""DeepSpeed's model files (`mp_rank_00_model_states.pt`, or one per rank in stage 3).
 
-Facts: see `converters.deepspeed.zero`; entries: `converters.deepspeed.keys`.
+Facts: see `converters.deepspeed.zero`; keys: `converters.deepspeed.keys`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from converters.deepspeed.state_dict_names import StateDictNames, match
 
 
 def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTensor]:
-    """Return the tensors of the module's state dict, by the names of parameters and buffers.
+    """Return the tensors of the module's state dict by parameter and buffer name.
 
     Entries without a tensor (`_extra_state`) belong to `training_state`.
     """
@@ -32,14 +32,14 @@ def module(model: RankFile, num_tensor_parallel: int = 1) -> dict[str, StoredTen
 
 
 def module_and_names(model: RankFile, num_tensor_parallel: int = 1) -> tuple[dict[str, StoredTensor], StateDictNames]:
-    """Return `module`, and how names of the state dict relate to names of parameters and buffers."""
+    """Return `module`, and the relation between state dict names and parameter names."""
     tensors = _state_dict(model, num_tensor_parallel)
     names = _match(model, tensors)
     return {names.renamed.get(fqn, fqn): stored for fqn, stored in tensors.items()}, names
 
 
 def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Container[str]) -> dict[str, DType]:
-    """Return the dtype of each entry of `module`, and of trained parameters without an entry the engine's dtype."""
+    """Return the dtype of each entry in `module`. Trained parameters without an entry get the engine's dtype."""
     found = {fqn: stored.dtype for fqn, stored in module.items()}
     lacking = [fqn for shapes in param_shapes(model) for fqn in shapes if fqn not in found]
     dtypes = {dtype for fqn, dtype in found.items() if fqn not in buffers}
@@ -47,7 +47,7 @@ def natives(model: RankFile, module: Mapping[str, StoredTensor], buffers: Contai
 
 
 def _match(model: RankFile, tensors: Mapping[str, StoredTensor]) -> StateDictNames:
-    if model.content.get("param_shapes") is None:  # nothing is recorded without ZeRO
+    if model.content.get("param_shapes") is None:  # without ZeRO nothing is recorded
         return match(tensors, dict.fromkeys(buffer_names(model)))
     shapes: dict[str, Shape | None] = {fqn: shape for group in param_shapes(model) for fqn, shape in group.items()}
     shapes |= shape_dict(model.content.get("frozen_param_shapes") or {}, model, "frozen_param_shapes")
@@ -71,14 +71,14 @@ def _state_dict(model: RankFile, num_tensor_parallel: int) -> dict[str, StoredTe
 
 
 def _is_component(name: str, value: Any) -> bool:
-    """Whether an entry of the module dict holds parameters of its own.  `_extra_state` may be a dict of anything."""
+    """Return True if a module dict entry holds parameters. `_extra_state` may be any dict."""
     if not isinstance(value, Mapping) or name.endswith("_extra_state"):
         return False
     return any(isinstance(inner, StoredTensor | Mapping) for inner in value.values())
 
 
 def ties(model: RankFile) -> dict[str, str]:
-    """Alias to owner.  Only the file of global rank 0 records them."""
+    """Return aliases with their owners. Only global rank 0's file records them."""
     shared = model.content.get("shared_params") or {}
     pairs = shared.items() if isinstance(shared, Mapping) else shared
     return {str(alias): str(owner) for alias, owner in pairs}
@@ -92,7 +92,7 @@ def whole(fqn: str, role: str, stored: StoredTensor, rank: int | None = None) ->
 def with_replicas(
     tensors: Mapping[Key, Tensor], ties: Mapping[str, str], module: Mapping[str, StoredTensor]
 ) -> dict[Key, Tensor]:
-    """The owners of ties, each with the alias that `module` stores as a replica, to be compared with it."""
+    """Return the owners of ties, each with its stored alias as a replica to compare."""
     found: dict[Key, Tensor] = {}
     for alias, owner in ties.items():
         tensor = tensors[owner, WEIGHT]
@@ -105,7 +105,7 @@ def buffer_names(model: RankFile) -> set[str]:
 
 
 def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
-    """A dict of fqn to shape, as recorded (torch.Size, tuple or list)."""
+    """Return a recorded dict of fqn to shape (torch.Size, tuple or list)."""
     if not isinstance(value, Mapping):
         raise CorruptError(f"{what} is no dict of shapes", **file.where)
     shapes = {}
@@ -118,16 +118,16 @@ def shape_dict(value: Any, file: RankFile, what: str) -> dict[str, Shape]:
 
 
 def param_shapes(model: RankFile) -> list[dict[str, Shape]]:
-    """Shapes of trainable parameters in flattening order: one dict per group (stages 1, 2) or sub-group (stage 3)."""
+    """Return trainable parameters' shapes in flattening order: a dict per group, or per sub-group in stage 3."""
     recorded = model.need("param_shapes")
     groups = recorded if isinstance(recorded, Sequence) else [recorded]  # one dict, in very old files
     return [shape_dict(group, model, "param_shapes") for group in groups]
 
 
 def is_dealt(model: RankFile, inner: RankFile) -> bool:
-    """Whether parameters lie in the order in which `round_robin_gradients` deals them to ranks, not the optimizer's.
+    """Return True if `round_robin_gradients` reordered the parameters.
 
-    BF16_Optimizer, which records no stage, deals none.
+    BF16_Optimizer, which records no stage, never reorders.
     """
     config = model.content.get("ds_config")
     if not isinstance(config, Mapping) or "zero_stage" not in inner.content or is_bf16_optimizer(config):
@@ -136,7 +136,7 @@ def is_dealt(model: RankFile, inner: RankFile) -> bool:
     return bool(isinstance(options, Mapping) and options.get("round_robin_gradients"))
 
 
-#: The error for a run that was saved by `save_checkpoint(exclude_frozen_parameters=True)`.
+#: Message for a run saved with `save_checkpoint(exclude_frozen_parameters=True)`.
 FROZEN_LEFT_OUT = (
     "the run was saved without its frozen parameters, which are in none of these files (DeepSpeed's "
     "exclude_frozen_parameters, as HF Trainer has it with PEFT)"
@@ -144,9 +144,9 @@ FROZEN_LEFT_OUT = (
 
 
 def frozen_saved(model: RankFile, stage: int) -> bool | None:
-    """Whether frozen parameters were saved, too: stages 2 and 3 then record a dict, empty if no parameter is frozen.
+    """Return True if frozen parameters were saved. Stages 2 and 3 then record a dict, maybe empty.
 
-    After deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`; None where nothing tells.
+    From deepspeed 0.19.8, runtime/engine.py, `_common_checkpoint_state`. None if it is unknown.
     """
     if stage < 2 or "frozen_param_shapes" not in model.content:
         return None
@@ -154,7 +154,7 @@ def frozen_saved(model: RankFile, stage: int) -> bool | None:
 
 
 def check_left_out(model: RankFile, fqn: str) -> None:
-    """Raise CorruptError for a placeholder of stage 3 without a record, unless frozen parameters were left out."""
+    """Raise CorruptError for an unrecorded stage 3 placeholder, unless frozen parameters were left out."""
     if frozen_saved(model, 3) is not False:
         raise CorruptError(
             "the elements of a parameter are stored nowhere",
@@ -167,7 +167,7 @@ def check_left_out(model: RankFile, fqn: str) -> None:
 
 
 def frozen(models: Sequence[RankFile], ties: Mapping[str, str]) -> Iterator[Tensor]:
-    """Frozen parameters in the model's dtype: whole in a file of all ranks, a slot of each in those of each rank."""
+    """Yield frozen parameters in the model's dtype: whole in a shared file, or one slot per rank file."""
     shapes = shape_dict(models[0].content.get("frozen_param_shapes") or {}, models[0], "frozen_param_shapes")
     for fqn, shape in shapes.items():
         if fqn in ties:
@@ -189,7 +189,7 @@ def _fragment(model: RankFile, fqn: str) -> StoredTensor:
 
 
 def training_state(model: RankFile, optimizer: Mapping[str, Any], **fields: Any) -> TrainingState:
-    """What DeepSpeed records, and the user's client state as one item; `fields` are what other files have."""
+    """Return DeepSpeed's training state, with the user's client state as one item. `fields` come from other files."""
     content = model.content
     found = {name: content[name] for name in (*MODEL_STATE, "ds_config") if content.get(name) is not None}
     found |= {name: value for name, value in optimizer.items() if name not in OPTIMIZER_FILE and value is not None}

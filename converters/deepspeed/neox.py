@@ -1,11 +1,11 @@
-"""GPT-NeoX without a pipeline (`pipe_parallel_size` 0): tensor parallel ranks, each with files as of a run of its own.
+"""GPT-NeoX without a pipeline (`pipe_parallel_size` 0): tensor-parallel ranks with separate files.
 
-Its model is the pipeline's layers one behind the other, `sequential.N.` and what layer N calls its parameters
-(EleutherAI/gpt-neox: megatron/model/gpt2_model.py, `to_sequential`; megatron/model/utils.py, `SequentialWrapper`).
-Nothing records how ranks share a tensor: it follows from its name, and the sizes among the run's arguments prove it
-(megatron/checkpointing.py, `save_ds_checkpoint`).  With a parallel residual the ranks' biases of row parallel layers
-are added up (tools/ckpts/convert_neox_to_hf.py does it, too), otherwise each has the same one (megatron/model/
-transformer.py, `ParallelTransformerLayer.forward`): of the two only the Hub's config tells.
+The model is the pipeline's layers in a row, `sequential.N.` plus layer N's own parameter names (EleutherAI/gpt-neox:
+megatron/model/gpt2_model.py, `to_sequential`; megatron/model/utils.py, `SequentialWrapper`). The sharding is not
+recorded: it follows from the names, and the sizes in the run's arguments prove it (megatron/checkpointing.py,
+`save_ds_checkpoint`). With a parallel residual, the ranks' biases in row-parallel layers are summed
+(tools/ckpts/convert_neox_to_hf.py does the same); otherwise they are equal (megatron/model/transformer.py,
+`ParallelTransformerLayer.forward`). Only the Hub's config tells the two cases apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from converters.deepspeed.sharing import Cut, Sharing
 from converters.names.megatron.layers import Layers, is_recomputed, sequential
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, split_of
 
-#: Dims of whole tensors by how their names end: h hidden, v the padded vocabulary, p positions, f of the MLP.
+#: Whole tensors' dims by name ending: h hidden, v padded vocabulary, p positions, f MLP.
 _DIMS = {
     "word_embeddings.weight": "v h",
     "output_layer.weight": "v h",
@@ -41,14 +41,14 @@ _DIMS = {
     "linear_fc2.weight": "h f",
     "linear_fc2.bias": "h",
 }
-#: Of layers whose columns ranks share: each adds a bias of its own, or has the same.
+#: Biases of row-parallel layers: summed over ranks, or equal on all.
 _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 
 def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path]) -> Sharing | None:
-    """How the `ranks` of which there are files share tensors, if `file`, the model file of one, is GPT-NeoX's.
+    """Return how the `ranks` with files share tensors, if `file`, one rank's model file, is GPT-NeoX's; else None.
 
-    `folders` may have the Hub's config.
+    `folders` may hold the Hub's config.
     """
     args, module = attributes(file.content.get("args")), file.content.get("module")
     if "model_parallel_size" not in args or not isinstance(module, Mapping) or not all(map(sequential, module)):
@@ -98,7 +98,7 @@ def known_by_name(file: RankFile, ranks: Sequence[int], folders: Sequence[Path])
 
 
 def _are_added(folders: Sequence[Path]) -> bool | None:
-    """Whether ranks' biases of row parallel layers are added up; None where no config tells."""
+    """Return True if ranks' biases in row-parallel layers are summed. None without a config."""
     config = read_config(folders) or {}
     told = config.get("use_parallel_residual") if config.get("model_type") == "gpt_neox" else None
     return told if isinstance(told, bool) else None
@@ -107,7 +107,7 @@ def _are_added(folders: Sequence[Path]) -> bool | None:
 def _neox_cut(
     fqn: str, canonical: str, split: Split, local: Shape, size: int, sizes: dict[str, int], file: RankFile
 ) -> Cut:
-    """How ranks share a tensor if each holds a part of shape `local`; `sizes` learns the MLP's size from the first."""
+    """Return the cut of a tensor from a rank's shape `local`. The first MLP tensor adds the MLP's size to `sizes`."""
     shape = full_shape(split, local, size)
     dims = _DIMS.get(".".join(canonical.split(".")[-2:]), "h").split()
     if "f" in dims and len(shape) == len(dims):

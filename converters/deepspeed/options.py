@@ -1,4 +1,4 @@
-"""The options of DeepSpeed's formats."""
+"""Options for DeepSpeed's formats."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.options import MAX_SIZE, option
 
 @dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """The options for experts; None means the same as in the source."""
+    """Options for experts. None keeps the source's value."""
 
     ep_size: int | None = option(
         "`ep_size` of all `deepspeed.moe` layers: ranks that share the experts of a layer. [default: as the source]",
@@ -20,7 +20,7 @@ class ExpertOptions:
 
 @dataclass(frozen=True, slots=True)
 class UniversalOptions:
-    """False is a run's folder: the step's in it, and `latest_universal` beside that."""
+    """Options for universal checkpoints. False writes a run folder with the step inside and `latest_universal`."""
 
     step_folder: bool = option(
         "The output is the step's own folder, with zero/ in it, as --output_folder of ds_to_universal.py is: "

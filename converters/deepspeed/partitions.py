@@ -1,6 +1,6 @@
-"""Where ZeRO puts the elements of a parameter: two rules, one for stages 1 and 2, one for stage 3.
+"""ZeRO's rules for the place of a parameter's elements: one for stages 1 and 2, one for stage 3.
 
-Pure arithmetic over extents.  A rule is kept once per flat group (or per slot offset), never once per rank and tensor.
+Pure arithmetic over extents. A rule is stored per flat group (or slot offset), never per rank and tensor.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ckpt.plan.tensors import Extent, FlatRange, Fragment, Run, Shape, run_fragm
 
 @dataclass(frozen=True, slots=True)
 class FlatGroup:
-    """One flat buffer cut evenly: rank r holds elements `r*partition` on, as many as its extent has.
+    """Flat buffer cut evenly: rank r holds the elements from `r*partition` on.
 
-    Extents may be shorter than `partition` (padding stripped at the end) or have padding behind the last parameter.
-    `ranks` are those that share the buffer, in order; all by default.
+    Extents may be shorter than `partition` (stripped padding) or have padding after the last parameter. `ranks` are the
+    ranks that share the buffer, in order; all by default.
     """
 
     extents: Sequence[Extent]
@@ -27,10 +27,10 @@ class FlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class InFlatGroup:
-    """Stages 1 and 2: a parameter begins at element `start` of a flat group; `behind` elements of padding follow it.
+    """Rule for stages 1 and 2: a parameter starts at element `start` in a flat group, with `behind` padding after it.
 
-    deepspeed/runtime/zero/stage_1_and_2.py: parameters are laid end to end (with `parameter_alignment`, padded in
-    between), and the whole is padded to a multiple of twice the world size and cut evenly.
+    deepspeed/runtime/zero/stage_1_and_2.py: parameters are laid end to end (with `parameter_alignment`, with padding in
+    between). The buffer is padded to a multiple of twice the world size and cut evenly.
     """
 
     group: FlatGroup
@@ -44,7 +44,7 @@ class InFlatGroup:
         return run_fragments(self.runs(shape, prod(shape), prod(shape) + self.behind))
 
     def runs(self, shape: Shape, start: int, stop: int) -> list[Run]:
-        """The stored runs of elements `start` to `stop`, counted from the parameter's first."""
+        """Return the stored runs of elements `start` to `stop`, relative to the parameter's start."""
         found: list[Run] = []
         start, stop, partition = self.start + start, self.start + stop, self.group.partition
         ranks = self.group.ranks
@@ -63,10 +63,9 @@ class InFlatGroup:
 
 @dataclass(frozen=True, slots=True)
 class InSlots:
-    """Stage 3: every rank has a slot of ceil(numel / ranks) elements for the parameter, `offset` into its extent.
+    """Rule for stage 3: every rank has a slot of ceil(numel / ranks) elements, at `offset` in its extent.
 
-    deepspeed/runtime/zero/partition_parameters.py, `_partition_param`.  What is left of the last slots is padding of
-    arbitrary content.
+    deepspeed/runtime/zero/partition_parameters.py, `_partition_param`. The end of the last slots is arbitrary padding.
     """
 
     extents: Sequence[Extent]
@@ -101,5 +100,5 @@ class InSlots:
 
 
 def slot_size(numel: int, num_ranks: int) -> int:
-    """Elements of a rank's slot for a parameter of `numel` elements under stage 3."""
+    """Return the elements in a rank's stage 3 slot for a parameter with `numel` elements."""
     return -(-numel // num_ranks)

@@ -1,4 +1,4 @@
-"""Tensors that are put together from the ranks' parts: arithmetic over boxes and extents."""
+"""Tensors assembled from the ranks' parts, by arithmetic over boxes and extents."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ckpt.plan.tensors import Box, FlatRange, Fragment, Shape, Source, flat_regi
 
 @dataclass(frozen=True, slots=True)
 class RankPart:
-    """A rank's tensor of shape `shape`: where its elements are, and which boxes of the whole tensor they are.
+    """One rank's part with its own `shape`: its elements, and their boxes in the whole tensor.
 
-    `boxes` are the rank's part of the whole tensor, one behind the other along the first dim.  `ranks` are those of the
-    run that have it, by their data parallel rank, which is the one that `source` knows; None where that is not known.
+    `boxes` lie end to end along the part's dim 0. `ranks` maps `source`'s data-parallel ranks to the run's ranks; None
+    if unknown.
     """
 
     shape: Shape
@@ -22,10 +22,10 @@ class RankPart:
     ranks: Sequence[int] | None
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        """Fragments that hold the rank's part of the whole tensor, which is of `shape`."""
+        """Yield the part's fragments in the whole tensor's `shape`."""
         for found in self.source.fragments(self.shape):
             fragment = found._replace(rank=self.ranks[found.rank or 0] if self.ranks else None)
-            if isinstance(fragment.region, Box):  # a whole tensor of a layer's file
+            if isinstance(fragment.region, Box):  # a whole tensor in a layer's file
                 at = 0
                 for box in self.boxes:
                     inner = Box((at, *(0,) * (len(box.sizes) - 1)), box.sizes) if box.sizes else box
@@ -39,7 +39,7 @@ class RankPart:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A tensor that tensor or expert parallel ranks hold in parts."""
+    """Source joining the parts on tensor-parallel or expert-parallel ranks."""
 
     parts: tuple[RankPart, ...]
 

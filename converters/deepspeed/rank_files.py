@@ -1,6 +1,6 @@
-"""What one rank wrote into a file of DeepSpeed's, and how ZeRO's optimizer files say what they hold.
+"""One rank's DeepSpeed file, and the structure of ZeRO's optimizer files.
 
-Shared by the readers of formats that have such files.  Facts: see `converters.deepspeed.zero`.
+Shared by the readers of formats with such files. Facts: see `converters.deepspeed.zero`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from converters.optimizers.state_dicts import GROUPS, groups_of
 
 
 def known_structure(path: Path, framework: Callable[[], str] = lambda: "deepspeed") -> AbstractContextManager[None]:
-    """Errors of files that are built in another way than those of known versions become CorruptError."""
+    """Turn errors from files with an unknown structure into CorruptError."""
     return structure(
         "the files are not built as those of any known version of DeepSpeed",
         path,
@@ -39,9 +39,9 @@ def inner_file(file: RankFile) -> RankFile:
 
 
 def partition_counts(inner: RankFile) -> tuple[int, ...]:
-    """Ranks that share a partition, by param group.  Those of experts are shared by some; all share the others.
+    """Return the number of ranks that share a partition, per param group. Expert groups have fewer ranks.
 
-    Not `dp_world_size`: MiCS partitions over a part of the data-parallel ranks.
+    This is not `dp_world_size`: MiCS partitions over some of the data-parallel ranks.
     """
     recorded = inner.need("partition_count")
     counts = tuple(recorded) if isinstance(recorded, Sequence) and not isinstance(recorded, str) else (recorded,)
@@ -51,11 +51,10 @@ def partition_counts(inner: RankFile) -> tuple[int, ...]:
 
 
 def in_group_order(inner: RankFile, counts: Sequence[int]) -> RankFile:
-    """A rank's optimizer file with its param groups in the order in which another one has them, that of `counts`.
+    """Return a rank's optimizer file with param groups in the order of `counts`, another rank's partition counts.
 
-    DeepSpeed-MoE makes groups of experts from a set of names, whose order differs from process to process
-    (deepspeed 0.19.8, moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`).  Those that as many ranks
-    share are in one order everywhere.
+    DeepSpeed-MoE builds expert groups from a set of names, and its order differs per process (deepspeed 0.19.8,
+    moe/utils.py, `split_params_into_different_moe_groups_for_optimizer`). Groups with equal counts keep their order.
     """
     own = partition_counts(inner)
     if own == tuple(counts):
@@ -87,7 +86,7 @@ def expect_groups(inners: list[RankFile], key: str, count: int) -> None:
 
 
 def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
-    """The optimizer's states of a group: a dict by state name, empty before the first step."""
+    """Return a group's optimizer states by name; empty before the first step."""
     base = inner.content.get("base_optimizer_state")
     if isinstance(base, Mapping):
         state = base.get("state") or {}
@@ -95,17 +94,17 @@ def base_state(inner: RankFile, group: int) -> Mapping[str, Any]:
         return state.get(ids[0] if ids else group) or {}
     if isinstance(base, Sequence) and group < len(base):  # elastic_checkpoint
         state = dict(base[group])
-        if "base_optimizer_state_step" in inner.content:  # of the group, where the optimizer does not count for itself
+        if "base_optimizer_state_step" in inner.content:  # per group, if the optimizer does not count itself
             state.setdefault("step", inner.content["base_optimizer_state_step"])
         return state
     return {}
 
 
 def partition_size(inners: list[RankFile], group: int) -> int:
-    """Elements of the group's flat buffer per rank, padding included.
+    """Return the elements per rank in the group's flat buffer, padding included.
 
-    What rank 0 keeps and what it says it stripped.  Not so on other ranks: before DeepSpeed 0.16.4 the last rank
-    recorded the padding of all of them.  BF16_Optimizer strips nothing.
+    The size is rank 0's kept elements plus its recorded padding. Other ranks don't work: before DeepSpeed 0.16.4 the
+    last rank recorded all ranks' padding. BF16_Optimizer strips nothing.
     """
     first = inners[0]
     size = flat_extent(first.need("single_partition_of_fp32_groups")[group], first).numel
@@ -125,7 +124,7 @@ def partition_size(inners: list[RankFile], group: int) -> int:
 
 
 def parameter_starts(shapes: Mapping[str, Shape], inner: RankFile, group: int, size: int) -> dict[str, int]:
-    """Where each parameter begins in the group's flat buffer, with `parameter_alignment` paddings behind it."""
+    """Return each parameter's start in the group's flat buffer, counting `parameter_alignment` paddings."""
     recorded = inner.content.get("param_alignment_paddings")
     paddings = list(recorded[group]) if recorded else [0] * len(shapes)
     if len(paddings) != len(shapes) or not all(type(padding) is int and padding >= 0 for padding in paddings):
@@ -156,12 +155,12 @@ def flat_extent(stored: Any, inner: RankFile) -> Extent:
 
 
 def base_groups(inner: RankFile) -> tuple[ParamGroup, ...]:
-    """The param groups of the optimizer within a rank's, which list flat buffers where torch lists parameters."""
+    """Return the param groups of a rank's inner optimizer. They list flat buffers in place of parameters."""
     return groups_of(inner.content.get("base_optimizer_state") or inner.content.get("optimizer_state_dict"), inner.path)
 
 
 def in_sub_groups(groups: Iterable[ParamGroup], sub_groups: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """The groups with the parameters of the sub-groups of stage 3 that they list."""
+    """Return the groups with their stage 3 sub-groups replaced by parameters."""
     return tuple(replace(group, fqns=tuple(fqn for i in group.fqns for fqn in sub_groups[int(i)])) for group in groups)
 
 

@@ -1,16 +1,15 @@
-"""How ranks share the tensors of a model: which boxes of each tensor every rank has, by the tensor's name.
+"""Sharing of a model's tensors over ranks: each rank's boxes of every tensor, by name.
 
-One class for all who share, and five ways to know it:
+One class for all kinds of sharing, built in five ways:
 
-    autotp.recorded          tensor parallel ranks, as AutoTP recorded them
-    neox.known_by_name       tensor parallel ranks of GPT-NeoX, which records nothing
-    autoep.recorded          expert parallel ranks of AutoEP, as it recorded them
-    experts.read_experts     expert parallel ranks of DeepSpeed's MoE layers, by the number of experts
+    autotp.recorded          tensor-parallel ranks, recorded by AutoTP
+    neox.known_by_name       tensor-parallel ranks in GPT-NeoX, which records nothing
+    autoep.recorded          expert-parallel ranks, recorded by AutoEP
+    experts.read_experts     expert-parallel ranks in DeepSpeed's MoE layers, by the number of experts
     Sharing(path)            nothing is shared
 
-Which data parallel ranks have the same experts, and flat buffers of them, follows from deepspeed 0.19.8, utils/
-groups.py, `_create_expert_and_data_parallel`: every n-th one, or with `use_data_before_expert_parallelism` as many in a
-row.
+Data-parallel ranks with the same experts share flat buffers (deepspeed 0.19.8, utils/groups.py,
+`_create_expert_and_data_parallel`): every n-th rank, or consecutive ranks with `use_data_before_expert_parallelism`.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from converters.deepspeed.parts import Joined, RankPart
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A tensor of `shape` that ranks share: the boxes of it that each has, one behind the other in its own tensor.
+    """Sharded tensor with whole `shape`: each rank's boxes of it, laid end to end in the rank's shard.
 
-    `shards` are the shapes of the ranks' own tensors.  `is_added`: each has a summand of the whole.
+    `shards` are the shards' shapes. If `is_added`, each rank has a summand of the tensor instead.
     """
 
     shape: Shape
@@ -43,7 +42,7 @@ class Cut:
 
     @property
     def is_replicated(self) -> bool:
-        """Whether every rank has all of the tensor."""
+        """True if every rank has the whole tensor."""
         return all(boxes == (whole(self.shape),) for boxes in self.boxes)
 
     def check(self, whose: str, held: Sequence[Tensor | None], paths: Sequence[str]) -> list[Tensor]:
@@ -63,7 +62,7 @@ class Cut:
         return found
 
     def joined(self, held: Sequence[Tensor], ranks: Sequence[Sequence[int]]) -> Tensor:
-        """The whole tensor, made of the ranks' parts; `ranks` are the data parallel ranks that have each part."""
+        """Return the whole tensor made of the parts. `ranks` are the data-parallel ranks that have each part."""
         if self.is_replicated and len(held) > 1:
             sources: list[Source] = [source for one in held for source in (one.source, *one.replicas)]
             return replace(held[0], replicas=tuple(sources[1:]))
@@ -74,48 +73,48 @@ class Cut:
 
 @dataclass(frozen=True)
 class Sharing:
-    """The boxes of each tensor that each of `num_ranks` ranks holds, by the tensor's name in the whole model.
+    """Boxes of each tensor held by each of `num_ranks` ranks, by the tensor's whole-model name.
 
-    `cuts` has the tensors whose boxes are recorded, or known by their names.  `counts` has the number of experts of
-    each MoE layer of DeepSpeed's, by what their names begin with: an expert is whole on one rank, which numbers its own
-    from 0.  Every rank has all of any other tensor.  `path` is the file that tells it.
+    `cuts` has the tensors with boxes recorded or known by name. `counts` has the number of experts in each DeepSpeed
+    MoE layer, by name prefix; an expert is whole on one rank, which numbers its own from 0. Any other tensor is whole
+    on every rank. `path` is the file that records the sharing.
     """
 
     path: str
     num_ranks: int = 1
     cuts: Mapping[str, Cut] = field(default_factory=dict)
     counts: Mapping[str, int] = field(default_factory=dict)
-    #: `use_data_before_expert_parallelism`: the data parallel ranks with the same experts are in a row.
+    #: `use_data_before_expert_parallelism`: data-parallel ranks with the same experts are consecutive.
     is_in_rows: bool = False
-    #: How tensor parallel ranks are put together, in words, and what the user's state says of a run of whole tensors.
+    #: Description of the joining rule for notes, and client state for a run with whole tensors.
     how: str = "as AutoTP recorded them"
     client: Mapping[str, Any] = field(default_factory=dict)
 
     def is_shared(self, fqn: str) -> bool:
-        """Whether ranks have different parts of a tensor, or only some have it."""
+        """Return True if ranks have different parts of a tensor, or only some have it."""
         return fqn in self.cuts or EXPERT.fullmatch(fqn) is not None
 
     def rank_of(self, fqn: str) -> int | None:
-        """The rank that has an expert; None for a tensor of no expert."""
+        """Return the rank with an expert, or None for other tensors."""
         match = EXPERT.fullmatch(fqn)
         return int(match[2]) // (self._each(match) or 1) if match else None
 
     def name_on_rank(self, fqn: str) -> str:
-        """The name of an expert's tensor on the rank that has the expert."""
+        """Return the name of an expert's tensor on its rank."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, int(match[2]) % self._each(match)) if match else fqn
 
     def name_in_model(self, fqn: str, rank: int) -> str:
-        """The name in the whole model of the tensor that a rank calls `fqn`."""
+        """Return the whole-model name of the tensor that a rank calls `fqn`."""
         match = EXPERT.fullmatch(fqn)
         return numbered(fqn, rank * self._each(match) + int(match[2])) if match else fqn
 
     def _each(self, match: re.Match[str]) -> int:
-        """The number of experts that a rank has of a layer."""
+        """Return the number of experts per rank in a layer."""
         return self.counts[match[1]] // self.num_ranks
 
     def held_by(self, rank: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """The tensors of the whole model that a rank has, with the shapes of its parts of them."""
+        """Return a rank's tensors by whole-model name, with its parts' shapes."""
         return {
             fqn: self.cuts[fqn].shards[rank] if fqn in self.cuts else shape
             for fqn, shape in shapes.items()
@@ -123,7 +122,7 @@ class Sharing:
         }
 
     def in_order(self, fqns: Iterable[str]) -> tuple[str, ...]:
-        """Parameters of a group in the order in which the model registers them, each once."""
+        """Return a group's parameters in registration order, each once."""
         fqns, layers = tuple(dict.fromkeys(fqns)), list(self.counts)
         matches = [match for match in map(EXPERT.fullmatch, fqns) if match]
         if len(matches) < len(fqns):
@@ -132,22 +131,22 @@ class Sharing:
         return tuple(sorted(fqns, key=places.__getitem__))
 
     def holders(self, rank: int, world_size: int) -> range:
-        """The data parallel ranks of `world_size` that have what an expert parallel rank has."""
+        """Return the data-parallel ranks that have an expert-parallel rank's experts."""
         count = world_size // self.num_ranks
         return range(rank * count, (rank + 1) * count) if self.is_in_rows else range(rank, world_size, self.num_ranks)
 
     def place(self, rank: int, world_size: int) -> tuple[int, int]:
-        """A data parallel rank's number among those with other experts, and among those with the same."""
+        """Return a data-parallel rank's expert-parallel rank, and its index among ranks with the same experts."""
         every = ((own, self.holders(own, world_size)) for own in range(self.num_ranks))
         return next((own, ranks.index(rank)) for own, ranks in every if rank in ranks)
 
     def sharers(
         self, shapes: Mapping[str, Shape], count: int, world_size: int
     ) -> Iterator[tuple[range, dict[str, Shape]]]:
-        """The data parallel ranks that share a flat buffer of a param group, and its parameters by name in the model.
+        """Yield the data-parallel ranks that share a param group's flat buffer, and its parameters by model name.
 
-        Rank 0 recorded `shapes`; `count` of `world_size` ranks share a buffer.  One buffer that all share, or one for
-        each expert parallel rank.
+        `shapes` are rank 0's records, and `count` ranks share a buffer. Yield one buffer shared by all ranks, or one
+        per expert-parallel rank.
         """
         if count == world_size and not any(map(self.is_shared, shapes)):
             yield range(world_size), dict(shapes)
@@ -159,7 +158,7 @@ class Sharing:
             yield known.holders(rank, world_size), known.held_by(rank, named)
 
     def check_buffer(self, shapes: Mapping[str, Shape], count: int, world_size: int) -> None:
-        """Refuse a flat buffer of `count` of `world_size` ranks that is not of experts alone, as ranks have them."""
+        """Raise an error unless a flat buffer on `count` ranks holds only experts, sharded like on the ranks."""
         if not self.cuts:
             self._check_counted(shapes, count, world_size)
             return
@@ -200,9 +199,9 @@ class Sharing:
                 )
 
     def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """The tensors of which expert parallel ranks have `parts`, by data parallel ranks.
+        """Yield the tensors whose `parts` are on expert-parallel ranks.
 
-        Fragments of a part name their rank by its place in `ranks`.
+        A part's fragments name their rank by its index in `ranks`.
         """
         every = [(key, tensor) for part in parts for key, tensor in part.items()]
         yield from (tensor for (fqn, _), tensor in every if fqn not in self.cuts)
@@ -212,5 +211,5 @@ class Sharing:
 
 
 def numbered(fqn: str, number: int) -> str:
-    """The same tensor of the expert with another number."""
+    """Return the same tensor's name for another expert number."""
     return EXPERT.sub(rf"\g<1>{number}\g<3>", fqn)

@@ -1,10 +1,10 @@
-"""DeepSpeed without ZeRO (stage 0): read.
+"""DeepSpeed without ZeRO (stage 0): reader.
 
-One file, `mp_rank_00_model_states.pt`, has the module and the optimizer: torch's own in fp32, and under bf16 and fp16
-one around it with float32 masters.  Under AutoTP each tensor parallel rank has such a file of its parts
-(`converters.deepspeed.autotp`).  With MoE layers there is a file for each expert, and one with the optimizer of each
-expert parallel rank, `expp_rank_E_mp_rank_00_optim_states.pt`.  Format facts are from deepspeed 0.19.8:
-runtime/engine.py (`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
+One file, `mp_rank_00_model_states.pt`, has the module and the optimizer: torch's own in fp32, and under bf16 and fp16 a
+wrapper with float32 masters. Under AutoTP each tensor-parallel rank has such a file with its shards
+(`converters.deepspeed.autotp`). With MoE layers there is a file per expert, and a file per expert-parallel rank's
+optimizer, `expp_rank_E_mp_rank_00_optim_states.pt`. Format facts: deepspeed 0.19.8, runtime/engine.py
+(`_save_checkpoint`, `_save_moe_checkpoint`), runtime/fp16/unfused_optimizer.py (`state_dict`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ from converters.deepspeed.sharing import Sharing
 from converters.optimizers.state_dicts import GROUPS, STATE, Optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: What DeepSpeed calls the param groups of experts by.
+#: Name of expert param groups.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
-#: The entries of an optimizer that describe tensors; the others are training state.
+#: Optimizer entries that describe tensors. Other entries are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GROUPS)
 
 
@@ -68,9 +68,9 @@ class Stage0(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The step folder that `path` is, that `tag` names in it, or that its `latest` records.
+        """Find the step folder: `path`, the one named by `tag`, or the one in `latest`.
 
-        NotFoundError for what DeepSpeed writes and no format here is of.
+        Raise NotFoundError for unsupported DeepSpeed files.
         """
         found = find_step(path, tag, _STEPS)
         folders = [path, *meant(path, tag, _STEPS)] if found is None and path.is_dir() else []
@@ -80,7 +80,7 @@ class Stage0(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step; an optimizer's states get the names that the shapes prove, or are left out with a note."""
+        """Describe a step. Optimizer states get the names proven by their shapes, or are left out with a note."""
         with known_structure(path):
             return _read(path, [one for one in (request.config, path, path.parent) if one])
 
@@ -92,9 +92,9 @@ ZERO0 = Stage0()
 
 
 def _is_step(folder: Path) -> bool:
-    """Whether the folder has model files of tensor parallel ranks, one mostly, and neither partitions nor layers.
+    """Return True if the folder only has tensor-parallel model files, mostly one, without partitions or layers.
 
-    A universal checkpoint made of stage 1 or 2 has the same ones.
+    A universal checkpoint from stage 1 or 2 has the same files.
     """
     names = [name for name in names_in(folder) if name.endswith("_states.pt")] if folder.is_dir() else []
     names = [name for name in names if not is_of_experts(name)]
@@ -124,9 +124,9 @@ def _model_file(path: Path, tp_rank: int, sources: Sources) -> RankFile:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a tensor parallel rank has, the only one mostly: tensors of its module, and its optimizer.
+    """One tensor-parallel rank's content, mostly the only rank's: module tensors and optimizer.
 
-    `optimizers` are those of expert parallel ranks, by number; `named` is None where nothing proves their names.
+    `optimizers` belong to expert-parallel ranks, by number. `named` is None if their names can't be proven.
     """
 
     path: Path
@@ -164,7 +164,7 @@ def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
         example = name.format(next((rank for rank in range(max(sizes)) if rank not in files), 0))
         check_all_there("optimizers of expert parallel ranks are missing", files, max(sizes), path, example)
         ranks = [sources.of_rank(files[rank], rank, "DeepSpeed file") for rank in sorted(files)]
-        sources.check_distinct((each.rank, each.path) for each in ranks)  # each has experts of its own
+        sources.check_distinct((each.rank, each.path) for each in ranks)  # each has its own experts
         optimizers = [_optimizer(each) for each in ranks if each.need("optimizer") is not None]
     shapes = {fqn: tensor.shape for (fqn, role), tensor in tensors.items() if role == WEIGHT}
     sharing = replace(sharing, num_ranks=len(optimizers))
@@ -173,7 +173,7 @@ def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
 
 
 def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
-    """What a tensor parallel rank has as if it were a model, with the states of the optimizers that are `named`."""
+    """Describe a tensor-parallel rank's content like a model, with the states of the `named` optimizers."""
     file, tensors = held.file, dict(held.tensors)
     notes: list[str] = []
     if "optimizer" not in file.content:
@@ -211,9 +211,9 @@ def _checkpoint(held: _Held, named: Sequence[Optimizer] | None) -> Checkpoint:
 
 
 def _missing_optimizer(file: RankFile) -> str | None:
-    """Return the reason why the optimizer of a run under ZeRO is not here, or None.
+    """Return the reason why a ZeRO run's optimizer is missing, or None.
 
-    The optimizer has files of its own from stage 1 on, and the model's file records the stage.
+    From stage 1 on the optimizer has its own files, and the model's file records the stage.
     """
     options = (file.content.get("ds_config") or {}).get("zero_optimization")
     stage = options.get("stage") if isinstance(options, dict) else None
@@ -223,7 +223,7 @@ def _missing_optimizer(file: RankFile) -> str | None:
 
 
 def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: OptimizerStates) -> dict[Key, Tensor]:
-    """The masters and states that an expert parallel rank has; what are no tensors is added to `states`."""
+    """Return an expert-parallel rank's masters and states, and add its other states to `states`."""
     own = replace(states, tensors={})
     shapes = held.sharing.held_by(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
@@ -238,9 +238,9 @@ def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: Optimizer
 
 
 def _optimizer(file: RankFile) -> Optimizer:
-    """The optimizer in a file, with its masters among the states of their parameters.
+    """Return the optimizer in a file, with masters among its parameters' states.
 
-    Raises CorruptError for what is no optimizer's state, or has states of no parameter.
+    Raise CorruptError if it is not an optimizer's state, or has states without a parameter.
     """
     optimizer = file.content.get("optimizer") or {}
     if not isinstance(optimizer, Mapping):
@@ -249,7 +249,7 @@ def _optimizer(file: RankFile) -> Optimizer:
         raise CorruptError("the optimizer's masters are missing", path=file.path, expected="fp32_groups")
     found = take_apart(optimizer.get("optimizer_state_dict", optimizer), file.path)
     found.check_members(file.path)
-    found = replace(found, groups=found.without_names())  # a rank's own, of experts
+    found = replace(found, groups=found.without_names())  # a rank's own names for experts
     if (masters := optimizer.get("fp32_groups")) is None:
         return found
     every = dict(found.states)
@@ -259,7 +259,7 @@ def _optimizer(file: RankFile) -> Optimizer:
 
 
 def _expert_parallel_sizes(optimizer: Optimizer) -> set[int]:
-    """The sizes by which groups of experts are called."""
+    """Return the sizes in the names of expert groups."""
     names = [_EP_SIZE.fullmatch(str(group.options.get("name"))) for group in optimizer.groups if _is_of_experts(group)]
     return {int(match[1]) for match in names if match}
 
@@ -269,9 +269,9 @@ def _is_of_experts(group: ParamGroup) -> bool:
 
 
 def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing: Sharing) -> list[Optimizer] | None:
-    """The `optimizers` by expert parallel rank, with names: of experts those of each, of others the first one's.
+    """Return the `optimizers` with names: experts from each rank, other parameters from the first.
 
-    None where the shapes do not prove which parameters they have, or where ranks share experts in several ways.
+    None if the shapes don't prove the parameters, or ranks share experts in several ways.
     """
     if _expert_parallel_sizes(optimizers[0]) - {len(optimizers)}:
         return None
@@ -290,7 +290,7 @@ def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing
 
 
 def _groups(named: Sequence[Optimizer], sharing: Sharing) -> tuple[ParamGroup, ...]:
-    """The param groups of the whole model: the ranks' parts of a group are joined."""
+    """Return the whole model's param groups, joining the ranks' parts."""
     every = zip(*(optimizer.groups for optimizer in named), strict=True)
     return tuple(
         replace(groups[0], fqns=sharing.in_order(fqn for group in groups for fqn in group.fqns)) for groups in every

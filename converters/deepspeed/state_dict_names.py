@@ -1,8 +1,8 @@
-"""Names in a module's state dict that differ from the names of its parameters and buffers.
+"""State dict names that differ from the names of parameters and buffers.
 
-A wrapper may override `state_dict()` and drop, add or change parts of the names, as TRL's models with a value head do.
-DeepSpeed writes such a dict as it is.  It records parameters in `param_shapes`, `frozen_param_shapes` and
-`shared_params`, and buffers in `buffer_names`, by the names of the module tree (deepspeed 0.19.8, runtime/engine.py).
+A wrapper may override `state_dict()` and drop, add or change parts of the names, like TRL's models with a value head.
+DeepSpeed writes such a dict unchanged. It records parameters in `param_shapes`, `frozen_param_shapes` and
+`shared_params`, and buffers in `buffer_names`, by module tree names (deepspeed 0.19.8, runtime/engine.py).
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _Parts = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class StateDictNames:
-    """Names of a state dict next to the recorded names.
+    """State dict names matched with recorded names.
 
-    `renamed` maps a name of the dict to the recorded name.  `unmatched` are entries that may be recorded parameters
-    under names without a visible relation.
+    `renamed` maps a dict name to the recorded name. `unmatched` are entries that may be recorded parameters under names
+    without a visible relation.
     """
 
     renamed: Mapping[str, str] = field(default_factory=dict)
@@ -52,10 +52,9 @@ class StateDictNames:
 
 
 def match(module: Mapping[str, StoredTensor], recorded: Mapping[str, Shape | None]) -> StateDictNames:
-    """Match entries of `module` with `recorded` names without an entry; a shape of None fits every shape.
+    """Match entries of `module` with `recorded` names without an entry. Shape None fits every shape.
 
-    Two names match if one has further parts in one place and the last part is the same.  The place most names agree
-    on comes first.
+    Two names match if one has extra parts in one place and the same last part. The place shared by most names wins.
     """
     lacking = {fqn for fqn in recorded if fqn not in module and not _is_expert(fqn)}
     unknown = {tuple(fqn.split(".")): fqn for fqn in module if fqn not in recorded}
@@ -106,5 +105,5 @@ def _fits(shape: Shape, recorded: Shape | None) -> bool:
 
 
 def _is_expert(fqn: str) -> bool:
-    """Return True for a parameter in a file of its own."""
+    """Return True for a parameter stored in an expert file."""
     return bool(EXPERT.fullmatch(fqn) or AUTOEP_EXPERTS.fullmatch(fqn))

@@ -1,7 +1,7 @@
-"""The optimizer's states of one flat buffer of ZeRO's, as all ranks have them.
+"""Optimizer states of one ZeRO flat buffer on all ranks.
 
-Whatever an optimizer keeps beside the buffer: tensors with an element for each of its elements, plain or quantized;
-numbers; and what belongs to the whole of a rank's part of the buffer, and so to no parameter.
+States come in three kinds: tensors with an element per buffer element, plain or quantized; numbers; and states of a
+rank's whole part, which belong to no parameter.
 """
 
 from __future__ import annotations
@@ -19,17 +19,16 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
-#: Elements that a rank's part of a state may have: as many as are in use, or with the padding.
+#: Allowed element counts for a rank's part of a state: without or with padding.
 Sizes = Collection[int]
 
 
 @dataclass
 class GroupStates:
-    """The optimizer's states of one flat buffer, on all ranks.
+    """Optimizer states of one flat buffer, on all ranks.
 
-    `buffers` are the ranks' extents of those that have an element for each of the buffer's, by name; `numbers` are
-    those that are one number.  Of a buffer in `quantized` the extents are of plain values, which are computed:
-    `in_blocks` says where.  `left` says of each other state what it is.
+    `buffers` are the ranks' extents of elementwise states by name; `numbers` are single numbers. For a buffer in
+    `quantized`, the extents hold computed plain values, resolved by `in_blocks`. `left` describes every other state.
     """
 
     buffers: dict[str, list[Extent]] = field(default_factory=dict)
@@ -38,14 +37,14 @@ class GroupStates:
     left: dict[str, str] = field(default_factory=dict)
 
     def in_blocks(self, rule: Rule, name: str) -> Rule:
-        """The rule for the parts of a buffer: of a quantized one it leads to what is computed."""
+        """Return the rule for a buffer's parts. A quantized buffer's rule leads to computed values."""
         paths = frozenset(one.path for one in self.quantized.get(name, ()))
         return InBlocks(rule, paths) if paths else rule
 
     def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
-        """Add what a buffer of these parameters, in `file` among others, has beside plain elements.
+        """Add the numbers and quantized states for these parameters. `file` is one of the buffer's files.
 
-        CorruptError if another of `who` has another number for a parameter that they share.
+        Raise CorruptError if another of `who` has a different number for a shared parameter.
         """
         fqns = list(fqns)
         for name, parts in self.quantized.items():
@@ -61,9 +60,9 @@ class GroupStates:
 def group_states(
     inners: Sequence[RankFile], states: Callable[[RankFile], Mapping[str, Any]], sizes: Sequence[Sizes]
 ) -> GroupStates:
-    """Sort the states of a flat buffer, whose parts may have these `sizes` on each rank.
+    """Sort a flat buffer's states. `sizes` are the allowed sizes of each rank's part.
 
-    CorruptError where a rank lacks a state that others have, or is of another step.
+    Raise CorruptError if a rank lacks a state, or is at another step.
     """
     found = GroupStates()
     ranks = [understood(states(inner)) for inner in inners]
@@ -89,7 +88,7 @@ def group_states(
 
 
 def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) -> GroupStates:
-    """The states of a group of stages 1 and 2: padded as its partitions are, or not with `elastic_checkpoint`."""
+    """Return a stage 1 or 2 group's states, padded like its partitions, or unpadded with `elastic_checkpoint`."""
     sizes: list[Sizes] = []
     for inner in inners:
         kept = flat_extent(inner.need("single_partition_of_fp32_groups")[group], inner).numel
@@ -99,7 +98,7 @@ def flat_group_states(inners: Sequence[RankFile], group: int, partition: int) ->
 
 
 def _is_part(value: Any, sizes: Sizes) -> bool:
-    """Whether a state can be a rank's part.  One element is a number, where the part is longer."""
+    """Return True if a state can be a rank's part. A single element is a number if the part is longer."""
     if not isinstance(value, StoredTensor | Quantized) or len(value.shape) != 1:
         return False
     return value.shape[0] in sizes and (value.shape[0] > 1 or max(sizes) == 1)

@@ -1,4 +1,4 @@
-"""Tensors of several ranks added up: one after the other, each sum rounded to their dtype, as torch adds them."""
+"""Sums of several ranks' tensors, added one by one and rounded to their dtype each time, like in torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 
 def added_up(tensors: Sequence[Tensor], path: str) -> tuple[Tensor, dict[str, Callable[[], memoryview]]]:
-    """The sum of `tensors`, which are alike, and what computes it, by a made-up path, for `Checkpoint.computed`."""
+    """Return the sum of equally shaped `tensors`, and its computation by a made-up path for `Checkpoint.computed`."""
     first = tensors[0]
     if first.dtype not in (BFLOAT16, FLOAT16, FLOAT32):
         raise NotFoundError("ranks' parts in this dtype are not added up", path=path, fqn=first.fqn, found=first.dtype)
@@ -22,7 +22,7 @@ def added_up(tensors: Sequence[Tensor], path: str) -> tuple[Tensor, dict[str, Ca
 
 
 def _compute(tensors: Sequence[Tensor]) -> memoryview:
-    import numpy as np  # which describing a checkpoint does not take
+    import numpy as np  # not needed to describe a checkpoint
 
     from ckpt.move.casts import cast_bits
     from ckpt.move.reading import read_box

@@ -1,13 +1,13 @@
-"""DeepSpeed Universal Checkpoint: `zero/<fqn>/{fp32,exp_avg,...}.pt`, a folder per parameter, for any number of ranks.
+"""DeepSpeed Universal Checkpoint: `zero/<fqn>/{fp32,exp_avg,...}.pt`, a folder per parameter, for any world size.
 
-Format facts are from deepspeed 0.19.8: checkpoint/ds_to_universal.py writes it, `load_universal` reads it
+Format facts: deepspeed 0.19.8. checkpoint/ds_to_universal.py writes it, `load_universal` reads it
 (runtime/base_optimizer.py and checkpoint/universal_checkpoint.py for stages 1 and 2, runtime/zero/stage3.py for 3).
 There are two forms:
 
-    stages 1, 2   a dict {param, cat_dim} of the whole tensor; step.pt; mp_rank_00_model_states.pt
+    stages 1, 2   a dict {param, cat_dim} with the whole tensor; step.pt; mp_rank_00_model_states.pt
     stage 3       the bare tensor, flat; the step in zero/optimizer_state.pt; zero_pp_rank_*_mp_rank_00_model_states.pt
 
-Stage 3 takes the dict form too.  So what comes from no stage at all is written such that every stage loads it.
+Stage 3 accepts the dict form, too. So a source without a stage is written in a form that every stage loads.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ FP32 = "fp32"
 STEP = "step"
 
 _OPTIMIZER_STATE = "optimizer_state.pt"
-#: What stage 3 loads, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
+#: States loaded by stage 3, by name (stage3.py, `load_hp_checkpoint_state_from_checkpoint_dir_stage3`).
 _STAGE3_STATES = {"exp_avg", "exp_avg_sq"}
 
 
 class Universal(Format):
-    """The format `universal`."""
+    """Format `universal`."""
 
     name = "universal"
     title = "DeepSpeed Universal Checkpoint"
@@ -75,16 +75,16 @@ class Universal(Format):
     loads_from = "run"
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The folder with `zero/`, which `path` is, `tag` names in it, or its `latest_universal` records."""
+        """Find the folder with `zero/`: `path`, the one named by `tag`, or the one in `latest_universal`."""
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe it; the files of every parameter are opened, none of their data is read."""
+        """Describe the folder. Every parameter's files are opened, but no data is read."""
         with known_structure(path):
             return _read_folder(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """A folder that `load_checkpoint` takes with `"checkpoint": {"load_universal": true}` in its config."""
+        """Lay out a folder for `load_checkpoint` with `"checkpoint": {"load_universal": true}` in the config."""
         return _lay_out(checkpoint, layout, is_step=layout.read(UniversalOptions).step_folder)
 
 
@@ -103,7 +103,7 @@ _STEPS = Steps(_is_universal, record=LATEST_UNIVERSAL, owns_record=True)
 
 @dataclass
 class _UniversalReading:
-    """What has been read so far of one folder."""
+    """Parts of one folder read so far."""
 
     path: Path
     sources: Sources = field(default_factory=Sources)
@@ -133,11 +133,11 @@ def _read_folder(path: Path) -> Checkpoint:
     trained = {fqn for group in groups for fqn in group}
     copies, natives = names.copies(trained), model_file.natives(model, module, buffers)
     frozen = {tensor.key: tensor for tensor in model_file.frozen(models, ties)}
-    # The copies of weights in fp32 under `zero/` are of these.
+    # The fp32 copies under `zero/` belong to these weights.
     for fqn, stored in module.items():
         if fqn in ties or fqn in copies:
             continue
-        has_placeholders = is_of_one_rank(model.path)  # of parameters, under stage 3
+        has_placeholders = is_of_one_rank(model.path)  # parameters under stage 3
         if fqn in buffers or stored.extent.numel or not (fqn in trained or has_placeholders):
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored)
@@ -174,7 +174,7 @@ def _read_folder(path: Path) -> Checkpoint:
 
 
 def _stage_of(models: Sequence[RankFile]) -> int:
-    """The stage that wrote the model files: 3 has one for each rank, 1 and 2 are told apart by the engine's config."""
+    """Return the stage that wrote the model files: 3 has one per rank; for 1 and 2 the engine's config tells."""
     if is_of_one_rank(models[0].path):
         return 3
     config = models[0].content.get("ds_config")
@@ -184,7 +184,7 @@ def _stage_of(models: Sequence[RankFile]) -> int:
 
 
 def _model_files(reading: _UniversalReading) -> list[RankFile]:
-    """The one model file of stages 1 and 2, or those of all ranks of stage 3; the former where there are both."""
+    """Return the single model file of stages 1 and 2, or else all ranks' files of stage 3."""
     check_has_model(reading.path)
     folder = list_step_folder(reading.path)
     single = [reading.load(folder.model)] if folder.model is not None else []
@@ -231,7 +231,7 @@ def _add_parameter(reading: _UniversalReading, fqn: str, shape: Shape, native: D
 
 
 def _param(value: Any, path: Path) -> StoredTensor:
-    """The tensor of a file of either form."""
+    """Return the tensor in a file in either form."""
     stored = value.get("param") if isinstance(value, Mapping) else value
     if not isinstance(stored, StoredTensor):
         raise CorruptError("the file holds no tensor", path=path, expected="a tensor, or a dict with `param`")
@@ -254,7 +254,7 @@ def _stage3_optimizer(state: Mapping[str, Any]) -> Mapping[str, Any]:
 def _add_stage3_steps(
     reading: _UniversalReading, state: Mapping[str, Any], groups: Sequence[Mapping[str, Shape]]
 ) -> None:
-    """Stage 3 records the step of each sub-group with the optimizer's state of rank 0."""
+    """Add the steps in stage 3's form: per sub-group, in rank 0's optimizer state."""
     states = _stage3_optimizer(state).get("state") or {}
     for number, shapes in enumerate(groups):
         step = (states.get(number) or {}).get(STEP)
@@ -265,7 +265,7 @@ def _add_stage3_steps(
 
 
 def _check_complete(reading: _UniversalReading, groups: Sequence[Mapping[str, Shape]]) -> None:
-    """A state that one parameter of a group has, all have: DeepSpeed keeps them in one buffer."""
+    """Raise CorruptError if only some parameters in a group have a state: DeepSpeed keeps them in one buffer."""
     for group in groups:
         roles = {role for fqn, role in reading.tensors if fqn in group and role != WEIGHT}
         for fqn in group:
@@ -284,7 +284,7 @@ def _lacking(reading: _UniversalReading, fqn: str, expected: str) -> CorruptErro
 
 
 def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Groups by fqn, in the optimizer's order; stage 3 lists sub-groups where torch lists parameters."""
+    """Return the groups by fqn in the optimizer's order. Stage 3 lists sub-groups in place of parameters."""
     if optimizer := _stage3_optimizer(state.content):
         return in_sub_groups(groups_of(optimizer, state.path), shapes)
     groups = groups_of(state.content, state.path)
@@ -297,7 +297,7 @@ def _param_groups(model: RankFile, state: RankFile, shapes: Sequence[Mapping[str
 
 
 def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target:
-    """A run's folder, or where it `is_step` that of the step alone."""
+    """Lay out a run folder, or only the step folder if `is_step`."""
     model = zero_model.describe(checkpoint, layout.dtype)
     stage = _written_stage(checkpoint)
     num_ranks = checkpoint.world_size or 1
@@ -319,7 +319,7 @@ def _lay_out(checkpoint: Checkpoint, layout: Layout, *, is_step: bool) -> Target
 
 
 def _written_stage(checkpoint: Checkpoint) -> int | None:
-    """The stage whose form is written: the source's, or the one of its config.  None is the form that all load."""
+    """Return the stage whose form is written: the source's, or its config's. None means the form for all stages."""
     if checkpoint.state.zero_stage is not None:
         return checkpoint.state.zero_stage
     recorded = zero_model.zero_options(checkpoint).get("stage")
@@ -335,14 +335,14 @@ def _files(
     yield f"zero/{_OPTIMIZER_STATE}", _optimizer_state(model, config, num_ranks, stage)
     if stage != 3:
         shapes = [group.shapes(model) for group in zero_writer.flat_groups(model, config, num_ranks)]
-        # Where no stage is known, the frozen parameters are recorded as stage 2 does.
+        # Without a known stage, record frozen parameters like stage 2.
         yield "mp_rank_00_model_states.pt", zero_writer.model_root(model, config, num_ranks, shapes, 0, stage or 2)
     if stage not in (1, 2):
         yield from zero_writer.slot_model_files(model, config, num_ranks)
 
 
 def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, bare: bool) -> Iterator[tuple[str, Any]]:
-    """A parameter's files.  DeepSpeed has every state for every parameter: zeros for one that never had a gradient."""
+    """Yield a parameter's files. DeepSpeed has every state for every parameter: zeros if it never had a gradient."""
     master, states = model.masters[fqn], model.states.get(fqn, {})
     for role in roles:
         if role not in states:
@@ -356,7 +356,7 @@ def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, b
             fill = (FromSource(tensor.key, FlatRange(0, tensor.numel)),)
             yield path, NewTensor(dtype, (tensor.numel,), fill)
         else:
-            # DeepSpeed cuts every tensor along a dim and fails on one without: 0-d ones get one.
+            # DeepSpeed cuts every tensor along a dim and fails without one, so 0-dim tensors get one.
             yield path, {"cat_dim": 0, "param": replace(copy_of(tensor, dtype), shape=tensor.shape or (1,))}
     step = model.checkpoint.state.scalars.get(STEP, {}).get(fqn)
     if not bare and step is not None:
@@ -366,7 +366,7 @@ def _parameter_files(model: DeepSpeedModel, fqn: str, roles: Sequence[str], *, b
 def _optimizer_state(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, stage: int | None
 ) -> dict[str, Any]:
-    """What rank 0's optimizer file says beside tensors.  Stages 1 and 2 look for groups at the top, stage 3 within."""
+    """Return rank 0's optimizer file entries. Stages 1 and 2 look for groups at the top, stage 3 inside."""
     if stage in (1, 2):
         groups = zero_writer.flat_groups(model, config, num_ranks)
         paddings = {

@@ -1,14 +1,14 @@
-"""DeepSpeed ZeRO stages 1, 2 and 3: write, for any number of ranks.
+"""DeepSpeed ZeRO stages 1, 2 and 3: writer for any number of ranks.
 
-What is written is what the engine of that many ranks would have saved, so that `load_checkpoint` takes it without any
-option.  Format facts are from deepspeed 0.19.8: runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`,
-`_load_checkpoint`, `load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`,
-`load_state_dict`), runtime/bf16_optimizer.py (whose engine loads ZeRO-1's own schema as well).
+The output equals a save by an engine with this number of ranks, so `load_checkpoint` loads it without options. Format
+facts: deepspeed 0.19.8, runtime/engine.py (`_common_checkpoint_state`, `_save_zero_checkpoint`, `_load_checkpoint`,
+`load_module_state_dict`), runtime/zero/stage_1_and_2.py and stage3.py (`state_dict`, `load_state_dict`),
+runtime/bf16_optimizer.py (its engine also loads ZeRO-1's schema).
 
-The schema is that without `elastic_checkpoint`, which an elastic engine loads too, wherever hyperparameters are known.
-The elastic one has no place for them; it is written of a source that has it, with the number of steps that its loader
-asks for and its saver leaves out with torch's optimizers.  An engine without `elastic_checkpoint` would pad a 0-d step
-as if it were a partition (`_restore_base_optimizer_state`).
+With known hyperparameters the schema is the one without `elastic_checkpoint`, which an elastic engine also loads. The
+elastic schema can't hold hyperparameters. It is only written for sources that use it, with the step count that its
+loader needs and its saver omits with torch's optimizers. An engine without `elastic_checkpoint` would pad a 0-dim step
+like a partition (`_restore_base_optimizer_state`).
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ from converters.deepspeed.sharing import Sharing
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
-    """The files of a run folder of ZeRO-`stage`: the step folder, `latest`, and what stood beside the source's.
+    """Lay out a ZeRO-`stage` run folder: the step folder, `latest`, and the files beside the source's step.
 
-    Raises UsageError where no number of ranks is known, LossError for what ZeRO cannot represent.
+    Raise UsageError if the number of ranks is unknown, LossError for content that ZeRO can't hold.
     """
     num_ranks = layout.num_ranks(checkpoint)
     model = zero_model.describe(checkpoint, layout.dtype, may_be_elastic=stage < 3, may_have_experts=stage < 3)
@@ -88,7 +88,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, stage: int) -> Target:
 
 
 def _check_has_elements(model: DeepSpeedModel) -> None:
-    """LossError for a parameter without elements, which stage 3 records nowhere."""
+    """Raise LossError for an empty parameter, because stage 3 does not record it."""
     if empty := next((fqn for fqn, choice in model.weights.items() if not choice.tensor.numel), None):
         raise LossError(
             "ZeRO-3 has no place for a parameter without elements",
@@ -98,7 +98,7 @@ def _check_has_elements(model: DeepSpeedModel) -> None:
 
 
 def step_folder(checkpoint: Checkpoint) -> str:
-    """The source's own name for its step, or DeepSpeed's default.  HF Trainer looks for `global_step*`."""
+    """Return the source's step name, or DeepSpeed's default. HF Trainer looks for `global_step*`."""
     return checkpoint.tag or f"global_step{checkpoint.state.step or 0}"
 
 
@@ -122,7 +122,7 @@ def _zero_notes(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int
 
 
 def master_notes(model: DeepSpeedModel) -> Iterator[str]:
-    """Notes on masters that are made of weights."""
+    """Yield notes on masters made from weights."""
     upcast = [fqn for fqn, master in model.masters.items() if master.role != MASTER]
     if upcast:
         what = "have no master in the source: their weights are the masters"
@@ -130,7 +130,7 @@ def master_notes(model: DeepSpeedModel) -> Iterator[str]:
 
 
 def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
-    """Whether the recorded batch fits the number of data parallel ranks."""
+    """Yield a note if the number of data-parallel ranks does not divide the recorded batch."""
     batch = config.get("train_batch_size")
     if isinstance(batch, int) and batch % num_ranks:
         ranks = counted(num_ranks, "rank")
@@ -139,12 +139,15 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
 
 # -- file names and the parts of files that stages share ---------------------------------------------------------------
 
-#: A file: its name in the step folder, and the object that torch.load is to give.
+#: File name in the step folder, and the object for torch.load.
 File = tuple[str, Any]
 
 
 def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any, rank: int, mp_rank: int = 0) -> File:
-    """A rank's, around `inner`.  engine.py, `_get_zero_ckpt_prefix`: the prefix says that bf16 is enabled, no more."""
+    """Return a rank's optimizer file around `inner`.
+
+    The name's prefix only shows that bf16 is enabled (engine.py, `_get_zero_ckpt_prefix`).
+    """
     prefix = "bf16_" if is_enabled(config, "bf16") else ""
     root = {"optimizer_state_dict": inner, "ds_config": config, "ds_version": model.version}
     return f"{prefix}zero_pp_rank_{rank}_mp_rank_{mp_rank:02d}_optim_states.pt", root
@@ -153,7 +156,7 @@ def optimizer_file(model: DeepSpeedModel, config: Mapping[str, Any], inner: Any,
 def model_root(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, param_shapes: list[Any], rank: int, stage: int
 ) -> dict[str, Any]:
-    """The content of a model file with the module of one rank without model parallelism."""
+    """Return a model file's content with the module, on one rank without model parallelism."""
     whole = stage < 3
     module = _module(model, whole)
     shapes, fragments = (None, None) if stage == 1 else _frozen(model, module, None if whole else (rank, num_ranks))
@@ -166,7 +169,7 @@ def model_root(
     }
     client, _ = zero_model.client_state(model)
     root = common_root(model, config, num_ranks, param_shapes, own=own) | client
-    if not (model.resumable or any(model.states.values())):  # of weights alone nothing tells which will be frozen
+    if not (model.resumable or any(model.states.values())):  # with only weights, frozen parameters are unknown
         del root["frozen_param_shapes"], root["frozen_param_fragments"]
     return root
 
@@ -181,10 +184,10 @@ def common_root(
     tp: int = 1,
     pp: int = 1,
 ) -> dict[str, Any]:
-    """engine.py, `_common_checkpoint_state`, without the client's.
+    """Return a model file's common part without client state: engine.py, `_common_checkpoint_state`.
 
-    `num_ranks` are the data parallel ones of each of `tp` x `pp` parts of the model; `own` is what the file has of the
-    module, if it has one.
+    `num_ranks` are the data-parallel ranks for each of the `tp` x `pp` model parts. `own` holds the file's module
+    entries, if any.
     """
     state = model.state
     root: dict[str, Any] = {
@@ -202,7 +205,7 @@ def common_root(
         "skipped_steps": 0 if state.skipped_steps is None else state.skipped_steps,
         "global_steps": model.checkpoint.state.step or 0,
     }
-    if model.samples is not None:  # without it DeepSpeed multiplies steps by the batch size
+    if model.samples is not None:  # otherwise DeepSpeed multiplies steps by the batch size
         root["global_samples"] = model.samples
     return root | {
         "dp_world_size": num_ranks,
@@ -214,9 +217,9 @@ def common_root(
 
 
 def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
-    """The module's state dict; a tied alias is the tensor of its owner.
+    """Return the module's state dict. A tied alias shares its owner's tensor.
 
-    Where it is not whole, as of stage 3, parameters are empty and buffers are there.
+    In stage 3 (not whole), parameters are empty and buffers present.
     """
     module = StoredDict("OrderedDict")
     for fqn, choice in model.weights.items():
@@ -230,9 +233,9 @@ def _module(model: DeepSpeedModel, is_whole: bool) -> StoredDict:
 
 
 def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | None) -> tuple[StoredDict | None, ...]:
-    """Shapes and elements of the parameters that the optimizer does not own, whole or this rank's slots of them.
+    """Return shapes and elements of parameters outside the optimizer, whole or as this rank's slots.
 
-    None where the source leaves them out, as PEFT does: the loader takes None, but no dict that lacks one of them.
+    Return None, None if the source leaves them out, like PEFT: the loader accepts None, but no incomplete dict.
     """
     if not model.frozen and (model.state.frozen_saved is False or is_adapter(model.weights)):
         return None, None
@@ -249,10 +252,10 @@ def _frozen(model: DeepSpeedModel, module: StoredDict, part: tuple[int, int] | N
 
 @dataclass(frozen=True, slots=True)
 class LocalParameter:
-    """The part of a parameter in a tensor parallel rank's module.
+    """Part of a parameter in a tensor-parallel rank's module.
 
-    `name` is the module's own for it, `shape` that of its part, which is made of `boxes` of the whole tensor, one
-    behind the other.
+    `name` is the module's name for it. `shape` is the part's shape, made of `boxes` of the whole tensor, laid end to
+    end.
     """
 
     name: str
@@ -264,7 +267,7 @@ class LocalParameter:
         return prod(self.shape)
 
     def parts(self, tensor: Tensor, start: int, stop: int, at: int) -> Iterator[FromSource]:
-        """Elements `start:stop` of the part, to lie from `at` on."""
+        """Yield elements `start:stop` of the part, placed from offset `at` on."""
         for region, offset in flat_regions(self.boxes, tensor.shape, start, stop):
             yield FromSource(tensor.key, region, at + offset - start)
 
@@ -277,9 +280,9 @@ def _flat(
     local: Sequence[LocalParameter | None] = (),
     **options: Any,
 ) -> NewTensor:
-    """A 1-d tensor of a rank: parts of source tensors, and zeros between and where there is no tensor.
+    """Return a rank's 1-dim tensor: parts of source tensors, with zeros in the gaps and for missing tensors.
 
-    `local` says what the module at hand has of each of them, where that is not the whole.
+    `local` gives the module's part of each tensor, if it is not the whole.
     """
     fill: list[FromSource] = []
     for place in places:
@@ -302,7 +305,7 @@ def _state(
     rank: int,
     local: Sequence[LocalParameter | None] = (),
 ) -> dict[str, Any]:
-    """The optimizer's states of a flat buffer, by name; none before the first step."""
+    """Return a flat buffer's optimizer states by name; empty before the first step."""
     numbers, roles = model.numbers(fqns), model.roles(fqns)
     if "step" in numbers and not model.is_deepspeed and adam.has_states(roles):
         numbers["step"] = adam.whole_steps(numbers["step"])
@@ -314,14 +317,14 @@ def _state(
 
 
 def scalar(value: Any) -> Any:
-    """A state that is one number: torch's optimizers have a 0-d tensor of float32, DeepSpeed's a Python int."""
+    """Return a state number: torch's optimizers use a 0-dim float32 tensor, DeepSpeed's a Python int."""
     if isinstance(value, OneElement):
         return one_element(value)
     return number(value) if isinstance(value, float) else value
 
 
 def param_groups(model: DeepSpeedModel, members: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """The param groups as torch's optimizers record them: hyperparameters, then the numbers of the flat buffers."""
+    """Return the param groups in torch's form: hyperparameters, then the flat buffers' numbers."""
     return [{**group.options, "params": list(ids)} for group, ids in zip(model.groups, members, strict=True)]
 
 
@@ -334,9 +337,9 @@ def stage_record(stage: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class FlattenedGroup:
-    """A flat group: its parameters in flattening order, their order in the optimizer, and where each lies.
+    """Flat group: parameters in flattening order, their optimizer order, and their layout.
 
-    `local` has what a tensor parallel rank's module has of each of them; it is empty where that is the whole.
+    `local` has a tensor-parallel rank's part of each, and is empty for whole parameters.
     """
 
     fqns: tuple[str, ...]
@@ -350,11 +353,11 @@ class FlattenedGroup:
         return [self.local.get(fqn) for fqn in self.fqns]
 
     def name(self, fqn: str) -> str:
-        """The parameter's name in the module."""
+        """Return the parameter's name in the module."""
         return self.local[fqn].name if fqn in self.local else fqn
 
     def shapes(self, model: DeepSpeedModel) -> StoredDict:
-        """The group's entry of `param_shapes`."""
+        """Return the group's entry in `param_shapes`."""
         shapes = (self.local.get(fqn, model.masters[fqn]).shape for fqn in self.fqns)
         return StoredDict("OrderedDict", zip(map(self.name, self.fqns), map(Size, shapes), strict=True))
 
@@ -366,7 +369,7 @@ def flat_group(
     num_ranks: int,
     local: Mapping[str, LocalParameter] | None = None,
 ) -> FlattenedGroup:
-    """A group as an engine with this config flattens it on `num_ranks` ranks."""
+    """Flatten a group like an engine with this config on `num_ranks` ranks."""
     options = {} if is_bf16_optimizer(config) else config.get("zero_optimization", {})
     own = local or {}
     fqns = dealt(group.fqns, num_ranks) if options.get("round_robin_gradients") else list(group.fqns)
@@ -378,7 +381,7 @@ def flat_group(
 
 
 def flat_groups(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> list[FlattenedGroup]:
-    """All groups, of which every rank has a partition."""
+    """Flatten all groups. Every rank has a partition of each."""
     return [flat_group(model, config, group, num_ranks) for group in model.groups]
 
 
@@ -401,7 +404,7 @@ def _stage12_files(
 def _rank_groups(
     model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int, experts: Sharing, expert_rank: int
 ) -> list[FlattenedGroup]:
-    """The groups of an expert parallel rank: those of experts are under the names that it has for these."""
+    """Return an expert-parallel rank's groups. Expert groups use the rank's own names."""
     groups = []
     for group in dealt_experts.groups(model, experts, expert_rank):
         shapes = {fqn: model.masters[fqn].shape for fqn in group.fqns if experts.is_shared(fqn)}
@@ -416,9 +419,9 @@ def _rank_groups(
 def stage12_items(
     model: DeepSpeedModel, config: Mapping[str, Any], counts: Sequence[int], stage: int
 ) -> dict[str, Any]:
-    """The entries of an optimizer file of stages 1 and 2 beside its partitions; each group has several partitions.
+    """Return a stage 1 or 2 optimizer file's entries without partitions. `counts` are partitions per group.
 
-    What the source did not record is left to the engine (`_load_global_state`), which has its config for it.
+    Unrecorded entries are left to the engine's config (`_load_global_state`).
     """
     items = zero_model.optimizer_items(model)
     if "loss_scaler" not in items and not is_enabled(config, "fp16"):
@@ -437,9 +440,9 @@ def _scaler_items(model: DeepSpeedModel, config: Mapping[str, Any]) -> dict[str,
 
 
 def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: Sequence[int]) -> dict[str, Any]:
-    """A rank's flat buffers: masters without padding, states with it, but for elastic ones.
+    """Return a rank's flat buffers: unpadded masters, padded states (unpadded if elastic).
 
-    `ranks` are its numbers among those that share each group.
+    `ranks` are its indices among the ranks that share each group.
     """
     masters, states, mappings = [], {}, []
     for index, (group, rank) in enumerate(zip(groups, ranks, strict=True)):
@@ -465,7 +468,7 @@ def partitions(model: DeepSpeedModel, groups: Sequence[FlattenedGroup], ranks: S
 
 
 def _elastic(model: DeepSpeedModel, states: Mapping[int, Any]) -> dict[str, Any]:
-    """stage_1_and_2.py, `_get_base_optimizer_state`; its loader puts the step into all groups."""
+    """Return the elastic form: stage_1_and_2.py, `_get_base_optimizer_state`. Its loader sets every group's step."""
     step = next((model.numbers(group.fqns).get("step") for group in model.groups), None)
     taken = step.value if isinstance(step, OneElement) else step
     return {
@@ -475,9 +478,9 @@ def _elastic(model: DeepSpeedModel, states: Mapping[int, Any]) -> dict[str, Any]
 
 
 def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
-    """The place of each parameter's elements in the rank's partition.
+    """Return the place of each parameter's elements in the rank's partition.
 
-    True also with `round_robin_gradients`, where DeepSpeed's own are those of the order before dealing.
+    Correct with `round_robin_gradients`, too, where DeepSpeed itself records places from before the reordering.
     """
     places = {group.fqns[place.index]: place for place in group.layout.parts(rank)}
     mapping = StoredDict("OrderedDict")
@@ -493,7 +496,7 @@ def _slice_mapping(group: FlattenedGroup, rank: int) -> StoredDict:
 
 @dataclass(frozen=True, slots=True)
 class _SubGroups:
-    """The sub-groups of all groups in one row: parameters and places of each, and the numbers of each group's."""
+    """Sub-groups of all groups in a row: parameters and layout of each, and each group's sub-group numbers."""
 
     fqns: list[tuple[str, ...]]
     layouts: list[SlotLayout]
@@ -501,7 +504,7 @@ class _SubGroups:
 
 
 def slot_groups(model: DeepSpeedModel, num_ranks: int) -> _SubGroups:
-    """The sub-groups as an engine with the recorded config makes them on `num_ranks` ranks."""
+    """Return the sub-groups like an engine with the recorded config on `num_ranks` ranks."""
     recorded = zero_model.zero_options(model.checkpoint).get("sub_group_size", SUB_GROUP_SIZE)
     size = int(recorded) if isinstance(recorded, int | float) and recorded else SUB_GROUP_SIZE
     found = _SubGroups([], [], [])
@@ -525,7 +528,7 @@ def _stage3_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: i
 
 
 def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> Iterator[File]:
-    """The ranks' model files of stage 3.  Where nothing is frozen, rank 0's alone differs from others."""
+    """Yield the ranks' stage 3 model files. Without frozen parameters only rank 0's file differs."""
     groups = slot_groups(model, num_ranks).fqns
     shapes = [StoredDict("OrderedDict", ((fqn, Size(model.masters[fqn].shape)) for fqn in fqns)) for fqns in groups]
     root = None
@@ -536,14 +539,14 @@ def slot_model_files(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks
 
 
 def stage3_items(model: DeepSpeedModel, config: Mapping[str, Any], num_ranks: int) -> dict[str, Any]:
-    """What an optimizer file of stage 3 says beside its slots.  The loader asks for all of these."""
+    """Return a stage 3 optimizer file's entries without slots. The loader requires all of them."""
     items = zero_model.optimizer_items(model)
     items = _scaler_items(model, config) | {name: value for name, value in items.items() if name != "clip_grad"}
     return {"zero_stage": stage_record(3), **items, "partition_count": num_ranks}
 
 
 def _slots(model: DeepSpeedModel, groups: _SubGroups, rank: int) -> dict[str, Any]:
-    """A rank's flat buffers, one per sub-group."""
+    """Return a rank's flat buffers, one per sub-group."""
     masters, states = [], {}
     for index, (fqns, layout) in enumerate(zip(groups.fqns, groups.layouts, strict=True)):
         tensors = [model.masters[fqn] for fqn in fqns]

@@ -1,6 +1,6 @@
-"""DeepSpeed ZeRO stages 1, 2 and 3: read.
+"""DeepSpeed ZeRO stages 1, 2 and 3: reader.
 
-Format facts are from deepspeed 0.19.8: runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`),
+Format facts: deepspeed 0.19.8, runtime/engine.py (`_save_checkpoint`, `_save_zero_checkpoint`),
 runtime/zero/stage_1_and_2.py and runtime/zero/stage3.py (`state_dict`), runtime/bf16_optimizer.py (`state_dict`).
 """
 
@@ -68,19 +68,19 @@ from converters.deepspeed.states import flat_group_states, group_states
 from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
-#: Ranks and files that a message lists at most.
+#: Maximum ranks and files listed in a message.
 _SHOWN = 16
-#: The ranks whose numbers of a parameter are compared here: those that share a buffer have been by then.
+#: Ranks compared here for a parameter's numbers; ranks that share a buffer are compared earlier.
 _EXPERT_RANKS = "expert parallel ranks"
-#: What a step's folder is called unless a script says otherwise (engine.py, `save_checkpoint`).
+#: Default name of a step folder (engine.py, `save_checkpoint`).
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")
 
 
 class Zero(Format):
-    """The three formats `zero1`, `zero2` and `zero3`."""
+    """Formats `zero1`, `zero2` and `zero3`."""
 
     aliases = ALIASES
-    namespace = TRANSFORMERS  # a run's own: what its modules are called in memory
+    namespace = TRANSFORMERS  # the in-memory model's names
     always_has_optimizer = True
     records_shapes = True
     loads_from = "run"
@@ -94,13 +94,13 @@ class Zero(Format):
         return find_stage(path, tag, self.stage)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a step of any stage, under the name of the stage that its optimizer files record."""
+        """Describe a step of any stage. Its optimizer files record the stage."""
         read = partial(_read_step, config=request.config)
         with naming_a_complete_step(path.parent, read):
             return read(path)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        from converters.deepspeed.write import lay_out  # only here: what is only read starts sooner
+        from converters.deepspeed.write import lay_out  # a late import, to start faster for reading
 
         return lay_out(checkpoint, layout, self.stage)
 
@@ -110,7 +110,7 @@ ZERO1, ZERO2, ZERO3 = Zero(1), Zero(2), Zero(3)
 
 @dataclass
 class _ZeroReading:
-    """What has been read so far of one step folder."""
+    """Parts of one step folder read so far."""
 
     folder: StepFolder
     num_tensor_parallel: int = 1
@@ -121,7 +121,7 @@ class _ZeroReading:
     models: list[RankFile] = field(default_factory=list)  # rank 0's first
     ties: dict[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    own_order: bool = False  # ranks have experts in another order than the model's
+    own_order: bool = False  # ranks order experts differently from the model
 
     def load(self, path: str, rank: int) -> RankFile:
         file = self.sources.of_rank(path, rank, "DeepSpeed file")
@@ -134,7 +134,7 @@ def _framework(reading: _ZeroReading) -> str:
 
 
 def _stage(inner: RankFile) -> int:
-    """1, 2 or 3.  BF16_Optimizer records no stage; it partitions like stage 1."""
+    """Return 1, 2 or 3. BF16_Optimizer records no stage, but partitions like stage 1."""
     stage = inner.content.get("zero_stage")
     if isinstance(stage, Record):
         stage = stage.args[0] if stage.args else None
@@ -164,9 +164,9 @@ def _read_step(path: Path, config: Path | None = None) -> Checkpoint:
 
 
 def _read_slice(path: Path, tp_rank: int, num_ranks: int, every: Sources | None = None) -> RankSlice:
-    """What one of `num_ranks` tensor parallel ranks wrote; all there is, if it is the only one.
+    """Describe one tensor-parallel rank's files: the whole model if it is the only one.
 
-    `every` is told of the storages of every rank's files.
+    `every` collects the storages of all ranks' files.
     """
     sources = Sources() if every is None else Sources(storages=every.storages)
     reading = _ZeroReading(list_step_folder(path, tp_rank), num_ranks, sources)
@@ -185,7 +185,7 @@ def _understand(reading: _ZeroReading) -> RankSlice:
     world_size = max(counts)
     there = sorted(rank for rank in folder.optimizer if rank < world_size)
     inners = [first if rank == first_rank else inner_file(reading.load(folder.optimizer[rank], rank)) for rank in there]
-    # before files are missed: a number of ranks that the others do not record makes no file a missing one
+    # Before checking for missing files: another run's file must not make ranks look missing.
     for inner in inners:
         if _stage(inner) != stage or sorted(partition_counts(inner)) != sorted(counts):
             raise CorruptError(
@@ -211,7 +211,7 @@ def _without_model_file(path: Path, tp_rank: int) -> IncompleteError:
 
 
 def _said(stage: int, counts: tuple[int, ...]) -> str:
-    """The layout that a file records; stage 3 counts the partitions of all groups at once."""
+    """Describe the layout recorded in a file. Stage 3 counts partitions over all groups."""
     groups = f", with {counted(len(counts), 'param group')}" if stage < 3 else ""
     return f"ZeRO-{stage} on {_listed(counts)} ranks{groups}"
 
@@ -237,7 +237,7 @@ def _check_ranks(files: Mapping[int, str], world_size: int, path: Path, kind: st
 
 
 def _name_for_rank(files: Mapping[int, str], rank: int, kind: str) -> str:
-    """What the file of `rank` would be called, judging by those that are there."""
+    """Return the expected file name for `rank`, following an existing one."""
     for other, path in files.items():
         return Path(path).name.replace(f"zero_pp_rank_{other}_", f"zero_pp_rank_{rank}_")
     return f"zero_pp_rank_{rank}_mp_rank_00_{kind}.pt"
@@ -264,7 +264,7 @@ def _read_stage12(reading: _ZeroReading, inners: list[RankFile]) -> None:
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored, 0)
     reading.tensors.update(model_file.with_replicas(reading.tensors, again, module))
-    reading.tensors = {**experts, **reading.tensors, **experts}  # in the order of their layers
+    reading.tensors = {**experts, **reading.tensors, **experts}  # in layer order
     expect_groups(inners, "single_partition_of_fp32_groups", len(groups))
     counts = partition_counts(inners[0])
     counts = counts if len(counts) == len(groups) else (max(counts),) * len(groups)
@@ -292,7 +292,7 @@ def _read_flat_group(
     shapes: Mapping[str, Shape],
     natives: Mapping[str, DType],
 ) -> dict[Key, Tensor]:
-    """Masters and states of the parameters that lie in a flat buffer of a param group, which `ranks` share."""
+    """Return the masters and states in one flat buffer of a param group, shared by `ranks`."""
     partition = partition_size(inners, number)
     starts = parameter_starts(shapes, inners[0], number, partition * len(inners))
     nexts = dict(zip(shapes, [*starts.values(), partition * len(inners)][1:], strict=True))
@@ -349,7 +349,7 @@ def _read_sub_group(
     shapes: Mapping[str, Shape],
     natives: Mapping[str, DType],
 ) -> dict[Key, Tensor]:
-    """Masters and states of the parameters of a sub-group, which the ranks of `inners` share."""
+    """Return the masters and states in a sub-group, shared by the ranks of `inners`."""
     length = sum(slot_size(prod(shape), len(inners)) for shape in shapes.values())
     masters = [_offloaded(reading, inner, inner.need("fp32_flat_groups")[number], None, length) for inner in inners]
     sizes = [(length, master.numel) for master in masters]
@@ -367,7 +367,7 @@ def _read_sub_group(
 
 
 def _light(reading: _ZeroReading, rank: int) -> RankFile:
-    """A rank's model file without what only rank 0's is read for, so that a thousand ranks fit in memory."""
+    """Return a rank's model file without parts only needed from rank 0, so a thousand ranks fit in memory."""
     file = reading.load(reading.folder.model_per_rank[rank], rank)
     if rank == 0:
         return file
@@ -378,7 +378,7 @@ def _light(reading: _ZeroReading, rank: int) -> RankFile:
 
 
 def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str]) -> None:
-    """Buffers are not partitioned: every rank wrote its own copy."""
+    """Add the buffers. They are not partitioned: every rank wrote a copy."""
     copies = [model_file.module(model, reading.num_tensor_parallel) for model in models]
     for fqn in (fqn for fqn in copies[0] if fqn in names):
         tensor = model_file.whole(fqn, BUFFER, copies[0][fqn], 0)
@@ -398,9 +398,9 @@ def _add_buffers(reading: _ZeroReading, models: list[RankFile], names: set[str])
 
 
 def _add_unrecorded(reading: _ZeroReading, module: Mapping[str, StoredTensor]) -> None:
-    """Add whole tensors of the module dict that are no recorded parameters and no buffers.
+    """Add whole tensors from the module dict that are neither recorded parameters nor buffers.
 
-    Raise CorruptError for an empty placeholder of a parameter stored nowhere.
+    Raise CorruptError for an empty placeholder whose elements are not stored.
     """
     found = {fqn for fqn, _ in reading.tensors} | reading.ties.keys()
     file = reading.models[0]
@@ -425,10 +425,10 @@ def _sub_group_state(reading: _ZeroReading, inner: RankFile, number: int, length
 
 
 def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str | None, length: int) -> Extent:
-    """A rank's buffer of a sub-group, which with NVMe offload lies in a file of its own and is empty here.
+    """Return a rank's sub-group buffer, read from its own file if it was offloaded to NVMe.
 
     deepspeed/runtime/swap_tensor/optimizer_utils.py: raw elements in `{ds_id}.tensor.swp`, for optimizer states
-    `{state}-{ds_id}.tensor.swp`, padded at the end; engine.py copies the folder to `offloaded_tensors/rankNN`.
+    `{state}-{ds_id}.tensor.swp`, padded at the end. engine.py copies the folder to `offloaded_tensors/rankNN`.
     """
     extent = flat_extent(stored, inner)
     name = (stored.attributes or {}).get("ds_id")
@@ -458,7 +458,7 @@ def _offloaded(reading: _ZeroReading, inner: RankFile, stored: Any, state: str |
 
 
 def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple[ParamGroup, ...]:
-    """Param groups by fqn: a group lists its sub-groups where torch lists parameters."""
+    """Return the param groups by fqn. Groups list sub-groups in place of parameters."""
     groups = base_groups(inner)
     members: list[Sequence[Any]] = [group.fqns for group in groups]
     if sorted(i for ids in members for i in ids) != list(range(len(sub_groups))):
@@ -470,10 +470,11 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 
 
 def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
-    """A save that was cut off in a folder that is used again, as Accelerate's is, leaves files of two steps.
+    """Return a note if model and optimizer files are from different steps.
 
-    The optimizer's own count alone is no proof of it: it starts anew where only weights were loaded.  CorruptError
-    where it is that of the folder's name, which DeepSpeed takes from the model's, and the model's is another.
+    This happens if a save is interrupted in a reused folder, like Accelerate's. The optimizer's count alone proves
+    nothing: it restarts if only weights were loaded. Raise CorruptError if the optimizer's count matches the folder's
+    name, which DeepSpeed derives from the model's step, and the model's does not.
     """
     file = reading.models[0]
     recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))
@@ -500,7 +501,7 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
     check_same_options([(inner, base_groups(inner)) for inner in inners])
     found = {fqn for fqn, _ in reading.tensors}
     for alias, owner in reading.ties.items():
-        if owner not in found:  # an alias is not read itself
+        if owner not in found:  # aliases are not read
             raise CorruptError(
                 "a parameter is recorded as tied to one that is not there", path=file.path, fqn=alias, expected=owner
             )

@@ -1,1 +1,1 @@
-"""Pipelines under DeepSpeed: `layer_*` files of Megatron-DeepSpeed and GPT-NeoX, 3D parallel."""
+"""DeepSpeed pipelines: `layer_*` files from Megatron-DeepSpeed and GPT-NeoX, 3D parallel."""

@@ -1,7 +1,7 @@
-"""Arguments of Megatron-DeepSpeed, whose sources branched off in 2021, and those that Megatron-LM has now.
+"""Arguments of Megatron-DeepSpeed, forked from Megatron-LM in 2021, and Megatron-LM's current names for them.
 
-After deepspeedai/Megatron-DeepSpeed, megatron/arguments.py and checkpointing.py (`check_checkpoint_args`), and
-EleutherAI/gpt-neox, megatron/checkpointing.py, which compares every recorded argument with one of its own.
+From deepspeedai/Megatron-DeepSpeed, megatron/arguments.py and checkpointing.py (`check_checkpoint_args`), and
+EleutherAI/gpt-neox, megatron/checkpointing.py, which compares every recorded argument with its own.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Any
 from ckpt.containers.torchfile.values import Record
 
 _NORMS = {"RMSNorm": "rmsnorm", "LayerNorm": "layernorm"}
-#: What both call the sizes of a layout.
+#: Layout arguments in both frameworks.
 _TP, _PP = ("tensor_model_parallel_size", "model_parallel_size"), ("pipeline_model_parallel_size", "pipe_parallel_size")
 
 
 def attributes(args: Any) -> Mapping[str, Any]:
-    """The recorded arguments by name: Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
+    """Return the recorded arguments by name. Megatron-DeepSpeed saves a Namespace, GPT-NeoX a dict."""
     if isinstance(args, Record):
         return args.attributes
     return args if isinstance(args, Mapping) else {}
 
 
 def current(args: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments, with those that have new names since also under these."""
+    """Return the arguments, adding current names for renamed ones."""
     found = dict(args)
     groups, heads = args.get("num_key_value_heads"), args.get("num_attention_heads")
     if isinstance(groups, int):
@@ -40,7 +40,7 @@ def current(args: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
-    """The object that was recorded, with the target's `sizes` for what it has of them."""
+    """Return the recorded object with the target's `sizes` in place of its own."""
     known = attributes(args)
     changed = {name: size for name, size in sizes.items() if name in known}
     changed |= {new: sizes[old] for old, new in (_TP, _PP) if new in known}
@@ -50,7 +50,7 @@ def recorded(args: Any, sizes: Mapping[str, Any]) -> Any:
 
 
 def of_neox(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]:
-    """What GPT-NeoX records of its arguments (`save_ds_checkpoint`), but for the type of the tokenizer."""
+    """Return the arguments that GPT-NeoX records (`save_ds_checkpoint`), except the tokenizer's type."""
     names = ("hidden_size", "num_attention_heads", "max_position_embeddings", "make_vocab_size_divisible_by")
     found = {name: args[name] for name in names if name in args}
     found |= {name: sizes[name] for name in ("num_layers", "padded_vocab_size")}
@@ -58,7 +58,7 @@ def of_neox(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> dict[str, Any]
 
 
 def namespace(args: Mapping[str, Any], sizes: Mapping[str, Any]) -> Record:
-    """Megatron-LM's arguments as Megatron-DeepSpeed's, for a source that recorded none of the latter."""
+    """Return Megatron-LM's arguments in Megatron-DeepSpeed's form, for a source that recorded only the former."""
     found = {**args, **sizes}
     if "num_attention_heads" in args:
         groups = args.get("num_query_groups") if args.get("group_query_attention") else None

@@ -1,4 +1,4 @@
-"""The description of a checkpoint of DeepSpeed's pipeline, from what its files hold.
+"""Description of a DeepSpeed pipeline checkpoint from its files.
 
 Format facts: see `converters.deepspeed.pipeline.format`.
 """
@@ -25,7 +25,7 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
 def read_step(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe the checkpoint of one step."""
+    """Describe one step's checkpoint."""
     reading = PipelineReading(list_folder(path))
     with known_structure(path):
         return _read(reading, path, request)
@@ -70,16 +70,16 @@ def _read(reading: PipelineReading, path: Path, request: ReadRequest) -> Checkpo
 def _entries(
     reading: PipelineReading, slices: Sequence[RankFile], optimizer: RankFile | None, config: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """What describes the run, by the names in the files.
+    """Return the run's training state by key.
 
-    The client's entries are one item, as of other files of DeepSpeed's; `args` has the run's arguments also under the
-    names that Megatron-LM has now, and `pipeline` what the same layout is written again from.
+    The client's entries are one item, like in DeepSpeed's other files. `args` has the run's arguments, also under
+    Megatron-LM's current names. `pipeline` has the facts for writing the same layout again.
     """
     first = slices[0].content
     items = {name: first[name] for name in (*MODEL_STATE, "ds_config") if first.get(name) is not None}
     if optimizer is not None:
         items |= {k: v for k, v in optimizer.content.items() if k not in OPTIMIZER_FILE and v is not None}
-    known = MODEL_FILE - {UNIVERSAL_INFO} | set(OF_SLICES)  # here it is the client that hands it over
+    known = MODEL_FILE - {UNIVERSAL_INFO} | set(OF_SLICES)  # here the client passes it
     client = {str(name): value for name, value in first.items() if name not in known and value is not None}
     items |= {"client_state": client} if client else {}
     items["args"] = current(attributes(first.get("args"))) | {

@@ -1,4 +1,4 @@
-"""The folder of one step of a DeepSpeed pipeline: which file is of which layer, slice and partition.
+"""One step folder of a DeepSpeed pipeline: the layer, slice and partition of each file.
 
 Format facts: see `converters.deepspeed.pipeline.format`.
 """
@@ -20,9 +20,9 @@ _EXPERT = re.compile(r"(?:layer_\d+_)?expert_\d+_mp_rank_\d+_(?:model|optim)_sta
 
 @dataclass(frozen=True)
 class Folder:
-    """The files of one step: of layers by number and tensor rank, of slices, of partitions by data rank and slice.
+    """Files in one step: layers by (number, tensor rank), slices, partitions by (data rank, slice).
 
-    A slice is a rank of a pipeline stage and of its tensor ranks: number pp * TP + tp.
+    A slice is one tensor-parallel rank in one pipeline stage: number pp * TP + tp.
     """
 
     path: Path
@@ -40,12 +40,12 @@ class Folder:
 
 
 def is_pipeline(path: Path) -> bool:
-    """Whether `path` is a folder with files of a pipeline's layers."""
+    """Return True if `path` is a folder with pipeline layer files."""
     return has_name(path, PIPELINE_LAYER)
 
 
 def list_folder(path: Path) -> Folder:
-    """Sort the files of a step by what they are; CorruptError for two of one rank and for those that are missing."""
+    """Sort a step's files by kind. Raise CorruptError for duplicate or missing files."""
     layers: dict[tuple[int, int], str] = {}
     slices: dict[int, str] = {}
     partitions: dict[tuple[int, int], str] = {}

@@ -1,16 +1,16 @@
-"""Megatron-DeepSpeed: DeepSpeed's pipeline of tensor parallel layers, with ZeRO-1 partitions of the optimizer.
+"""Megatron-DeepSpeed: DeepSpeed's pipeline of tensor-parallel layers, with ZeRO-1 optimizer partitions.
 
     <run>/latest                                                       "global_step100"
-    <run>/global_step100/layer_LL-model_TT-model_states.pt             a layer's weights on a tensor parallel rank
+    <run>/global_step100/layer_LL-model_TT-model_states.pt             a layer's weights on a tensor-parallel rank
     <run>/global_step100/mp_rank_SS_model_states.pt                    training state; S = pp * TP + tp
-    <run>/global_step100/[bf16_]zero_pp_rank_D_mp_rank_SS_optim_states.pt    masters and states of data rank D
+    <run>/global_step100/[bf16_]zero_pp_rank_D_mp_rank_SS_optim_states.pt    masters and states on data rank D
 
-L counts the layers of the whole pipeline; `-model_TT` is there where the topology has an axis `model`.  An embedding
-that is also the output layer has one file, and is in the optimizer of the first and of the last stage.
+L counts the whole pipeline's layers. `-model_TT` is present if the topology has an axis `model`. A tied embedding has
+one file, and is in the first and the last stage's optimizer.
 
 Format facts: deepspeed 0.19.8, runtime/pipe/module.py (`save_state_dict`, `ckpt_layer_path`), runtime/pipe/topology.py,
 runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py; for names
-`converters.names.megatron.layers`.  What is in the files is in `converters.deepspeed.pipeline.read`.
+`converters.names.megatron.layers`. `converters.deepspeed.pipeline.read` describes the contents.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _STEPS = Steps(
 
 
 class MegatronDeepSpeed(Format):
-    """The format `megatron-deepspeed`."""
+    """Format `megatron-deepspeed`."""
 
     name = "megatron-deepspeed"
     title = "Megatron-DeepSpeed, pipeline"
@@ -55,17 +55,17 @@ class MegatronDeepSpeed(Format):
     takes = ("world_size",)
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A step's folder: `path` itself, the one that `tag` names, or the one that `latest` records."""
+        """Find a step's folder: `path` itself, the one named by `tag`, or the one in `latest`."""
         return find_step(path, tag, _STEPS)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the checkpoint of one step."""
+        """Describe one step's checkpoint."""
         from converters.deepspeed.pipeline.checkpoint import read_step
 
         return read_step(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.deepspeed.pipeline.write`."""
+        """Lay out a run folder; see `converters.deepspeed.pipeline.write`."""
         from converters.deepspeed.pipeline.write import lay_out
 
         return lay_out(checkpoint, layout)

@@ -1,4 +1,4 @@
-"""Megatron-DeepSpeed: which bytes of the layers' and ranks' files hold which part of which tensor.
+"""Reader for Megatron-DeepSpeed: maps bytes in layer and rank files to parts of tensors.
 
 Format facts: see `converters.deepspeed.pipeline.format`.
 """
@@ -47,15 +47,15 @@ from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
 _OLDEST_ORDER = 2.0
-#: A note of the reader that the writer looks for.
+#: Note from the reader that the writer looks for.
 OTHER_ORDER = "the pipeline's parameters are in another order than those of Megatron-DeepSpeed and GPT-NeoX"
 
 
 @dataclass(frozen=True, slots=True)
 class _HeldPart:
-    """A rank's part of a tensor, before it is known which ranks have the others.
+    """One rank's part of a tensor, before the other parts' ranks are known.
 
-    `layer` is whose file has it; None for what lies in partitions, whose files are of slices.
+    `layer` is the number of its layer file, or None for partitions, which belong to slices.
     """
 
     slice: int
@@ -67,13 +67,13 @@ class _HeldPart:
     layer: int | None = None
 
 
-#: A param group over all slices: its options, and its number among those of a slice that have the same.
+#: Param group over all slices: its options, and its index among a slice's groups with equal options.
 _GroupKey = tuple[str, int]
 
 
 @dataclass
 class PipelineReading:
-    """What has been read so far of one step folder."""
+    """Parts of one step folder read so far."""
 
     folder: Folder
     layers: Layers = field(default_factory=lambda: Layers({}))
@@ -87,7 +87,7 @@ class PipelineReading:
     gated: dict[str, bool] = field(default_factory=dict)
     recomputed: dict[int, dict[str, StoredTensor]] = field(default_factory=dict)
     dp: int = 1
-    stages: dict[int, int] = field(default_factory=dict)  # of layers
+    stages: dict[int, int] = field(default_factory=dict)  # pipeline stage by layer
     states: OptimizerStates = field(default_factory=OptimizerStates)
 
     def load(self, path: str, rank: int) -> RankFile:
@@ -97,7 +97,7 @@ class PipelineReading:
         return known_split(fqn, sections=GATED if self.gated.get(fqn) else (), path=path)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
+        """Return a tensor for every name and role, in the model's order. Parts on several ranks become replicas."""
         return {key: self._tensor(*key) for key in sorted(self.held, key=lambda key: registered(key[0]))}
 
     def _tensor(self, fqn: str, role: str) -> Tensor:
@@ -138,10 +138,10 @@ class PipelineReading:
         )
 
     def _ranks(self, held: _HeldPart) -> range | None:
-        """The ranks of the run that have a part, by data parallel rank.
+        """Return the run's ranks that have a part, by data-parallel rank.
 
-        runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, the last one's ranks
-        being neighbours.  All data parallel ranks have a layer, and the first of them writes the file.
+        runtime/pipe/topology.py, `PipeModelDataParallelTopology`: the axes are pipe, data, model, and the last axis has
+        consecutive ranks. All data-parallel ranks have a layer, and the first one writes the file.
         """
         tp = self.folder.tp
         stage = held.slice // tp if held.layer is None else self.stages.get(held.layer)
@@ -152,7 +152,7 @@ class PipelineReading:
 
 
 def read_layers(reading: PipelineReading) -> None:
-    """Note the tensors of all layers' files; LossError for names without a rule."""
+    """Add the tensors in all layer files. Raise LossError for names without a rule."""
     folder = reading.folder
     contents = {key: reading.load(path, key[1]) for key, path in folder.layers.items()}
     names = {
@@ -189,7 +189,7 @@ def _note_weight(reading: PipelineReading, layer: int, rank: int, file: RankFile
 
 
 def _note_gated(reading: PipelineReading, layer: int, entries: Mapping[str, Any]) -> None:
-    """Whether the rows of the first matrix of an MLP are gate and up: the shape of the second tells."""
+    """Record if the rows of an MLP's first matrix are gate and up, judging by the second matrix's shape."""
     shapes = {
         reading.layers.canonical(layer, name): value.shape
         for name, value in entries.items()
@@ -207,7 +207,7 @@ def check_neox(
     tp: int,
     hint: str = "convert it with GPT-NeoX's tools/ckpts/convert_neox_to_hf.py",
 ) -> None:
-    """Refuse what GPT-NeoX does differently from Megatron and boxes cannot express."""
+    """Raise LossError for GPT-NeoX layouts that differ from Megatron's and don't fit boxes."""
     biases = [name for name in ("attention.dense.bias", "mlp.dense_4h_to_h.bias") if name in entries]
     if biases and tp > 1:
         raise LossError(
@@ -228,7 +228,7 @@ def check_neox(
 
 
 def read_slices(reading: PipelineReading) -> list[RankFile]:
-    """The model files of all slices: param shapes, training state, and no weights."""
+    """Return all slices' model files, with param shapes and training state but no weights."""
     folder = reading.folder
     files = [reading.load(folder.slices[number], number) for number in range(len(folder.slices))]
     check_same("step", [(file, file.content.get("global_steps")) for file in files])
@@ -263,7 +263,7 @@ def read_slices(reading: PipelineReading) -> list[RankFile]:
 
 
 def _check_order(file: RankFile) -> None:
-    """The rows of query_key_value have been interleaved by head since checkpoint version 2.0."""
+    """Raise NotFoundError unless query_key_value's rows are interleaved by head: checkpoint version 2.0 or later."""
     version = file.content.get("checkpoint_version", _OLDEST_ORDER)
     if not isinstance(version, int | float) or version < _OLDEST_ORDER:
         raise NotFoundError(
@@ -284,7 +284,7 @@ def _check_order(file: RankFile) -> None:
 
 
 def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
-    """Every layer that a slice has parameters of must have its files, and none may be left over."""
+    """Raise CorruptError unless every layer has its files and no file is left over."""
     recorded = attributes(files[0].content.get("args")).get("num_layers")
     found = len(reading.layers.transformers)
     if isinstance(recorded, int) and recorded != found:
@@ -308,7 +308,7 @@ def _check_layers(reading: PipelineReading, files: Sequence[RankFile]) -> None:
 
 
 def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
-    """Names of a slice's parameters, each with the number of its layer; None for a tied one's, which has none."""
+    """Yield a slice's parameter names with their layer number, or None for tied parameters."""
     for shapes in param_shapes(file) if file.content.get("param_shapes") is not None else []:
         for name in shapes:
             number = name.partition(".")[0]
@@ -316,7 +316,7 @@ def _parameters(file: RankFile) -> Iterator[tuple[str, int | None]]:
 
 
 def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dict[int, int]:
-    """The pipeline stage of each layer that some slice has parameters of; tied ones are on the first and the last."""
+    """Return the pipeline stage of each layer listed by a slice. Tied layers are on the first and the last."""
     found: dict[int, int] = {}
     tied: list[int] = []
     for file in files:
@@ -333,7 +333,7 @@ def _stages_by_layer(reading: PipelineReading, files: Sequence[RankFile]) -> dic
 
 
 def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> RankFile | None:
-    """Note masters and optimizer states of all slices; returns the first rank's optimizer, None where there is none."""
+    """Add all slices' masters and optimizer states. Return the first rank's optimizer, or None if there is none."""
     folder = reading.folder
     if not folder.partitions:
         reading.notes.append("there are no optimizer files: weights only")
@@ -356,13 +356,13 @@ def read_partitions(reading: PipelineReading, slices: Sequence[RankFile]) -> Ran
         _read_slice(reading, slice_file, inners)
         first = first or inners[0]
     reading.sources.check_distinct((rank, folder.partitions[rank, number]) for rank, number in expected)
-    groups = (reading.groups[key] for key in reading.group_order)  # each in the order of the model
+    groups = (reading.groups[key] for key in reading.group_order)  # each in the model's order
     reading.states.groups = tuple(ParamGroup(tuple(sorted(fqns, key=registered)), some) for fqns, some in groups)
     return first
 
 
 def stage_sizes(reading: PipelineReading, slices: Sequence[RankFile]) -> list[int] | None:
-    """Numbers of transformer layers of the pipeline's stages; None where the files do not tell of all layers."""
+    """Return the number of transformer layers per pipeline stage. None if the files don't cover all layers."""
     transformers = set(reading.layers.transformers)
     stages = slices[:: reading.folder.tp]
     sizes = [len(transformers & {number for _, number in _parameters(file)}) for file in stages]
@@ -412,7 +412,7 @@ def _read_slice(reading: PipelineReading, file: RankFile, inners: list[RankFile]
 
 
 def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
-    """Put the groups of a slice into the order of all: a stage may lack some that others have between these."""
+    """Merge a slice's groups into the overall order. A stage may lack groups between its own."""
     place = 0
     for key in keys:
         if key not in order:
@@ -421,7 +421,7 @@ def _merge_order(order: list[_GroupKey], keys: Sequence[_GroupKey]) -> None:
 
 
 def _check_parameter_order(reading: PipelineReading, names: Iterable[str]) -> None:
-    """Note where the optimizer of a slice has its parameters in another order than that of the modules we know."""
+    """Note if a slice's optimizer orders its parameters differently from the known modules."""
     fqns = [fqn for name in names if (fqn := reading.layers.of_parameter(name)) is not None]
     if fqns != sorted(fqns, key=reading.layers.order) and not reading.own_module_order:
         reading.notes.append(OTHER_ORDER)
@@ -429,7 +429,7 @@ def _check_parameter_order(reading: PipelineReading, names: Iterable[str]) -> No
 
 
 def _check_partitions(inners: Sequence[RankFile]) -> None:
-    """All of one run: as many partitions as there are files, and hyperparameters of the same step."""
+    """Raise CorruptError unless the partitions are complete and share hyperparameters."""
     for inner in inners:
         counts = inner.need("partition_count")
         counts = counts if isinstance(counts, Sequence) else [counts]
@@ -444,7 +444,7 @@ def _check_partitions(inners: Sequence[RankFile]) -> None:
 
 
 def _check_shape(reading: PipelineReading, file: RankFile, fqn: str, shape: Shape) -> None:
-    """The optimizer's part of a parameter must be as large as the layer's."""
+    """Raise CorruptError if a parameter's shape differs between the optimizer and the layer file."""
     weights = reading.held.get((fqn, WEIGHT))
     if not weights or weights[0].shape != shape:
         raise CorruptError(

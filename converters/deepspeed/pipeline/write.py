@@ -1,7 +1,7 @@
-"""Megatron-DeepSpeed: write, for any tensor, pipeline and data parallel sizes.
+"""Writer for Megatron-DeepSpeed with any tensor, pipeline and data parallel sizes.
 
-What is written is what a run of that layout would have saved, so that DeepSpeed's pipeline engine takes it by
-`load_checkpoint`.  Partitions have the schema of ZeRO-1, which BF16_Optimizer loads as well.
+The output equals a save by a run with this layout, so DeepSpeed's pipeline engine loads it with `load_checkpoint`.
+Partitions use ZeRO-1's schema, which BF16_Optimizer also loads.
 
 Format facts: see `converters.deepspeed.pipeline.format`; for stages deepspeed 0.19.8, runtime/utils.py,
 `partition_balanced`.
@@ -53,9 +53,9 @@ _POSITIONS = "embedding.position_embeddings.weight"
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of a run folder: a step's folder, `latest`, Megatron's tracker, config and tokenizer.
+    """Lay out a run folder: a step folder, `latest`, Megatron's tracker, config and tokenizer.
 
-    Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
+    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
     """
     pipeline = _describe(checkpoint, layout)
     model, step = pipeline.model, checkpoint.state.step
@@ -80,9 +80,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 @dataclass(frozen=True)
 class _Pipeline:
-    """The source as DeepSpeed sees it, and the layout that it is to have.
+    """Source in DeepSpeed's terms, with the target layout.
 
-    `record` is what the reader of this format noted of the source's own pipeline.
+    `record` has the reader's facts about the source's own pipeline.
     """
 
     model: DeepSpeedModel
@@ -100,19 +100,19 @@ class _Pipeline:
 
     @cached_property
     def tensors(self) -> dict[str, Choice]:
-        """What is in the layers' files, in the order of the modules."""
+        """Contents of the layer files, in module order."""
         buffers = {fqn: Choice(tensor, tensor.dtype) for fqn, tensor in self.model.buffers.items()}
         found = {**self.model.weights, **buffers}
         return {fqn: found[fqn] for fqn in sorted(found, key=self.layers.order)}
 
     @cached_property
     def has_optimizer(self) -> bool:
-        """Whether there are param groups with hyperparameters: what an engine could resume."""
+        """True if there are param groups with hyperparameters for an engine to resume."""
         return self.model.resumable and bool(self.model.masters)
 
     @cached_property
     def without_groups(self) -> dict[Key, str]:
-        """Masters and states that go nowhere, and why: there are no groups to partition."""
+        """Masters and states that are dropped without param groups, with the reason."""
         if self.has_optimizer:
             return {}
         left = [key for key in self.checkpoint.tensors if key[1] not in (WEIGHT, BUFFER)]
@@ -120,7 +120,7 @@ class _Pipeline:
         return dict.fromkeys(left, f"{', '.join(sorted({role for _, role in left}))}: {why}")
 
     def stage_of(self, number: int) -> int:
-        """The pipeline stage of a layer."""
+        """Return a layer's pipeline stage."""
         kind = self.layers.kinds[number]
         if kind is Kind.TRANSFORMER:
             return self.stages.place(self.layers.transformers.index(number))[0]
@@ -128,7 +128,7 @@ class _Pipeline:
 
     @cached_property
     def members(self) -> list[dict[str, None]]:
-        """The names of each stage's parameters, in the order of its module: a tied embedding is in the last as well."""
+        """Names of each stage's parameters in module order. A tied embedding is in the last stage, too."""
         found: list[dict[str, None]] = [{} for _ in range(self.grid.pp)]
         for fqn in self.tensors:
             place = self.layers.place(fqn)
@@ -139,7 +139,7 @@ class _Pipeline:
         return [dict.fromkeys(sorted(names, key=self.layers.order)) for names in found]
 
     def local(self, fqn: str, tp: int) -> LocalParameter:
-        """The part of a tensor that a tensor parallel rank has."""
+        """Return a tensor-parallel rank's part of a tensor."""
         shape = self.tensors[fqn].tensor.shape
         split = known_split(fqn, sections=sections_of(fqn, self._shape))
         try:
@@ -157,7 +157,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
     record = checkpoint.state.private.get("megatron-deepspeed", {}).get(PIPELINE)
     record = record if isinstance(record, Mapping) else {}
     args = checkpoint.state.args or {}
-    # A pipeline's own entries are written here and not by what is shared with ZeRO's files.
+    # The pipeline's own entries are written here, not by the code shared with ZeRO.
     others = {name: value for name, value in checkpoint.state.private.items() if name != "megatron-deepspeed"}
     model = zero_model.describe(replace(checkpoint, state=replace(checkpoint.state, private=others)), layout.dtype)
     layers = _layers(model, record, args)
@@ -179,7 +179,7 @@ def _describe(checkpoint: Checkpoint, layout: Layout) -> _Pipeline:
 
 
 def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str, Any]) -> Layers:
-    """The source's own numbering, or Megatron-DeepSpeed's, or GPT-NeoX's where only that has such a model."""
+    """Return the source's layer numbering, or Megatron-DeepSpeed's, or GPT-NeoX's if only it supports the model."""
     names = (*model.weights, *model.buffers)
     if record:
         layers = Layers({number: Kind(kind) for number, kind in record["kinds"].items()}, record["neox"])
@@ -188,7 +188,7 @@ def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str,
         make = Layers.of_neox if args.get("gpt_j_residual") else Layers.of_model
         layers = make(len(numbers), tied=OUTPUT not in names)
     for fqn in names:
-        layers.order(fqn)  # LossError for one without a place
+        layers.order(fqn)  # raises LossError for a tensor without a place
     for fqn in (EMBEDDING, "decoder.final_layernorm.weight"):
         if fqn not in names:
             raise LossError("the source lacks a tensor that every model of Megatron-DeepSpeed has", fqn=fqn)
@@ -196,7 +196,7 @@ def _layers(model: DeepSpeedModel, record: Mapping[str, Any], args: Mapping[str,
 
 
 def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
-    """The sizes that were asked for, and otherwise the source's."""
+    """Return the requested sizes, by default the source's."""
     options = layout.read(MegatronOptions)
     for name, value in vars(options).items():
         if name not in ("tp", "pp", *STAGE_ARGS, "make_vocab_size_divisible_by") and value not in (None, 1):
@@ -224,7 +224,7 @@ def _grid(args: Mapping[str, Any], layout: Layout) -> Grid:
 
 
 def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stages:
-    """Pipeline stages as asked for; otherwise the source's where there are as many, and balanced ones where not."""
+    """Return the requested pipeline stages, or the source's if their number fits, or balanced ones."""
     if num_layers < grid.pp:
         what, hint = "there are more pipeline stages than layers", "a smaller --pp"
         raise UsageError(what, expected=f"--pp {num_layers} or less", hint=hint)
@@ -237,9 +237,9 @@ def _stages(num_layers: int, grid: Grid, layout: Layout, recorded: Any) -> Stage
 
 
 def balanced(num_layers: int, num_stages: int) -> list[int]:
-    """How many transformer layers `partition_balanced` deals to each stage by `type:transformer`: the rest goes first.
+    """Return the layers per stage from `partition_balanced` with `type:transformer`: the remainder goes to the first.
 
-    Both libraries ask for that by default.
+    Both libraries use it by default.
     """
     each, rest = divmod(num_layers, num_stages)
     return [each + (stage < rest) for stage in range(num_stages)]
@@ -282,12 +282,12 @@ def _check(pipeline: _Pipeline, args: Mapping[str, Any]) -> None:
 
 # -- files ---------------------------------------------------------------------------------------------------
 
-#: A file: its name in the step folder, and the object that torch.load is to give.
+#: File name in the step folder, and the object for torch.load.
 _File = tuple[str, dict[Any, Any]]
 
 
 def _layer_files(pipeline: _Pipeline) -> Iterator[_File]:
-    """runtime/pipe/module.py, `save_state_dict`."""
+    """Yield the layer files: runtime/pipe/module.py, `save_state_dict`."""
     entries: dict[int, list[tuple[str, str]]] = {number: [] for number in pipeline.layers.kinds}
     for fqn in pipeline.tensors:
         place = pipeline.layers.place(fqn)
@@ -310,7 +310,7 @@ def _part(choice: Choice, local: LocalParameter) -> NewTensor:
 
 
 def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: int) -> Iterator[_File]:
-    """The model file of a slice, and its partitions."""
+    """Yield a slice's model file and its partitions."""
     model, config, dp = pipeline.model, pipeline.config, pipeline.dp
     number = pp * pipeline.grid.tp + tp
     local = {fqn: pipeline.local(fqn, tp) for fqn in pipeline.members[pp]}
@@ -328,7 +328,7 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
 
 
 def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> Iterator[FlattenedGroup]:
-    """The param groups of a slice, each with its parameters in the order of the module; a slice may lack some."""
+    """Yield a slice's param groups with their parameters in module order. Empty groups are skipped."""
     for group in pipeline.model.groups:
         members = set(group.fqns)
         fqns = tuple(fqn for fqn in local if fqn in members)
@@ -340,9 +340,9 @@ def _slice_groups(pipeline: _Pipeline, local: Mapping[str, LocalParameter]) -> I
 
 
 def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
-    """The entries of a model file that Megatron-DeepSpeed hands to DeepSpeed, and what is not written.
+    """Return Megatron-DeepSpeed's client entries for a model file, and notes on dropped state.
 
-    Of another format's training state, only what has a place of its own in DeepSpeed's files is kept.
+    From other formats' training state, only entries with a place in DeepSpeed's files are kept.
     """
     model, checkpoint = pipeline.model, pipeline.checkpoint
     sizes = _sizes(pipeline)
@@ -361,7 +361,7 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
         client["args"] = of_neox(checkpoint.state.args or {}, sizes)
     elif not pipeline.record:
         client["args"] = namespace(checkpoint.state.args or {}, sizes)
-        client["checkpoint_version"] = 3.0  # the order of the rows of query_key_value, which the reader relies on
+        client["checkpoint_version"] = 3.0  # the row order of query_key_value for readers
     client.setdefault("iteration", checkpoint.state.step or 0)
     of_slices = pipeline.record.get("of_slices", {})
     if of_slices and not _keeps_slices(pipeline):
@@ -370,7 +370,7 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
 
 
 def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
-    """The target's layout as Megatron's arguments."""
+    """Return the target's layout as Megatron's arguments."""
     grid = pipeline.grid
     return {
         "num_layers": len(pipeline.layers.transformers),
@@ -384,7 +384,7 @@ def _sizes(pipeline: _Pipeline) -> dict[str, Any]:
 
 
 def _keeps_slices(pipeline: _Pipeline) -> bool:
-    """Whether the target's slices are the source's."""
+    """Return True if the target has the source's slices."""
     source = Grid.of_args(pipeline.checkpoint.state.args or {})
     return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
 
