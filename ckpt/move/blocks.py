@@ -1,7 +1,7 @@
-"""Copies of a target file, in batches: a thread carries out a batch in a moment, in buffers of bounded size.
+"""Copies to a target file in short batches, with bounded buffers.
 
-Like-for-like ranges are read and written as they are, a window at a time.  Small ones that are neighbours in the
-target, and those that are cast, are gathered: few reads that scatter, and one write.
+Ranges without a cast are copied window by window. Small ranges adjacent in the target, and ranges to cast, are
+gathered: few scattering reads, then one write.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ from ckpt.plan.tensors import Extent, Shape, is_contiguous
 
 Turn = contextlib.AbstractContextManager[object]  # a lock
 
-BUFFER = 4 << 20  # bytes read at a time where data passes through this process
-WINDOW = 1 << 20  # bytes that are copied or gathered at a time: they stay in the processor's cache
-_SPAN = 8 << 20  # bytes per job of a thread: they are written back to disk while the next are being copied
-_SLAB = 2 << 20  # bytes of rows that several copies fill together
-_BATCH = 8 << 20  # small copies are handed to a thread together, up to this many bytes
-_SMALL = 256 << 10  # a range of fewer bytes is gathered with its neighbours
-MAX_ROWS = 500  # ranges that are gathered at a time: one read scatters to 1,024 buffers at most, gaps included
+BUFFER = 4 << 20  # bytes per read if data passes through this process
+WINDOW = 1 << 20  # bytes copied or gathered at once: they fit the processor's cache
+_SPAN = 8 << 20  # bytes per job; they reach the disk while the next job copies
+_SLAB = 2 << 20  # bytes of rows filled by several copies together
+_BATCH = 8 << 20  # small copies are batched up to this many bytes
+_SMALL = 256 << 10  # smaller ranges are gathered with their neighbours
+MAX_ROWS = 500  # ranges gathered at once; one read scatters to at most 1,024 buffers, including gaps
 
 
 class OpenTarget(Protocol):
-    """An open target file, and the lock to hold while writing to it.
+    """An open target file with a lock for writing.
 
-    Linux lets one thread at a time write to a file, and those who wait in the kernel for their turn spin.
+    Linux lets one thread write to a file at a time. Waiting threads would spin in the kernel.
     """
 
     name: str
@@ -51,26 +51,26 @@ class OpenTarget(Protocol):
 
 
 class Batch(Protocol):
-    """Copies to one target file that a thread carries out together; `is_cast`: in numpy, to another dtype."""
+    """Copies to one target file, done by one thread. `is_cast` is True if numpy converts the dtype."""
 
     @property
     def is_cast(self) -> bool: ...
 
     def reads(self) -> Iterator[tuple[str, int, int]]:
-        """The ranges that it will read: paths, offsets and numbers of bytes."""
+        """Yield the ranges to read: path, offset and number of bytes."""
         ...
 
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Where in the target it writes, and how many bytes there: one element per copy."""
+        """Return the target offset and the number of bytes of each copy."""
         ...
 
     def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
-        """Copy, and say after each step how many bytes were written."""
+        """Copy, and yield the number of bytes written after each step."""
         ...
 
 
 def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]], buffer_size: int) -> Iterator[Batch]:
-    """A plan's copies to a target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
+    """Yield a plan's copies to one target file (`Plan.spans`, `Plan.copies`) in batches of about `_BATCH` bytes."""
     for one in spans:
         yield from _span_batches(one, buffer_size)
     for slot, copies in slots:
@@ -84,7 +84,7 @@ def batches(spans: Iterable[Spans], slots: Iterable[tuple[Slot, Sequence[Copy]]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpanBatch:
-    """Contiguous copies, rising in the target."""
+    """Contiguous copies in ascending target order."""
 
     spans: Spans
 
@@ -123,7 +123,7 @@ class SpanBatch:
 
 
 def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
-    """Rows together, and long ones cut."""
+    """Yield batches of rows. Long rows are cut."""
     is_cast = spans.source_dtype != spans.target_dtype
     spans = _cut_rows(spans, max(1, (min(WINDOW, buffer_size) if is_cast else _SPAN) // _itemsize(spans)))
     reached = np.cumsum(spans.numel * spans.target_dtype.itemsize)
@@ -133,7 +133,7 @@ def _span_batches(spans: Spans, buffer_size: int) -> Iterator[SpanBatch]:
 
 
 def _cut_rows(spans: Spans, step: int) -> Spans:
-    """The same copies in rows of at most `step` elements."""
+    """Return the same copies in rows of at most `step` elements."""
     num_parts = np.maximum(1, -(-spans.numel // step))
     if (num_parts == 1).all():
         return spans
@@ -148,7 +148,7 @@ def _cut_rows(spans: Spans, step: int) -> Spans:
 
 
 def _joined(spans: Spans) -> Spans:
-    """The same copies, with one row for neighbours in the source that are neighbours in the target."""
+    """Return the same copies, with rows merged if they are adjacent in both source and target."""
     size = spans.numel * spans.source_dtype.itemsize
     follows = np.diff(spans.path) == 0
     follows &= (np.diff(spans.source) == size[:-1]) & (np.diff(spans.target) == size[:-1])
@@ -159,7 +159,7 @@ def _joined(spans: Spans) -> Spans:
 
 
 def _windows(spans: Spans, buffer_size: int) -> Iterator[tuple[int, int]]:
-    """Rows (first, end) that are written together: those that fit `WINDOW` and leave no gap, and others one by one."""
+    """Yield the rows (first, end) to write together: adjacent small ones within `WINDOW`, and each other row alone."""
     half = min(WINDOW, buffer_size) // 2
     size = spans.numel * spans.target_dtype.itemsize
     is_small = spans.numel * _itemsize(spans) <= (
@@ -179,7 +179,10 @@ def _itemsize(spans: Spans) -> int:
 
 
 def gather(spans: Spans, sources: OpenFiles) -> NDArray:
-    """The elements of all rows, which leave no gap in the target, as one array of raw bits of the target's dtype."""
+    """Return the elements of all rows as one array of raw bits in the target dtype.
+
+    The rows are adjacent in the target.
+    """
     sizes = spans.numel * spans.source_dtype.itemsize
     ends = np.cumsum(sizes)
     raw = np.empty(int(ends[-1]), np.uint8)
@@ -221,10 +224,10 @@ def descriptor_of(sources: OpenFiles, path: str) -> int:
 
 
 def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterator[memoryview]:
-    """The bytes of a range, or those that there are; of a local file up to `step` at a time, each in place of the last.
+    """Yield a range's bytes, up to the end of the file.
 
-    To copy inside the kernel (`copy_file_range`) takes longer, as it goes page by page: 1.5 times as long where the
-    source is on a disk, and 1.2 times where it is in memory (Linux 6.18, ext4).
+    For a local file, all parts share one buffer of `step` bytes. Copying inside the kernel (`copy_file_range`) is
+    slower because it goes page by page: 1.5 times from disk, 1.2 times from memory (Linux 6.18, ext4).
     """
     if (remote := behind(source)) is not None:
         for start in range(offset, offset + size, _SPAN):
@@ -246,7 +249,7 @@ def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterato
 
 @dataclass(frozen=True, slots=True)
 class CopyBatch:
-    """Copies with gaps on one side or both, and such as are like them."""
+    """Copies with gaps in the source or the target."""
 
     copies: list[Copy]
 
@@ -281,7 +284,7 @@ class CopyBatch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch(CopyBatch):
-    """Copies of what `content` computes; `room` is what to hold meanwhile."""
+    """Copies of the bytes computed by `content`. `room` reserves memory in the meantime."""
 
     content: Callable[[], memoryview]
     room: Turn
@@ -298,7 +301,7 @@ class ComputedBatch(CopyBatch):
 
 
 def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
-    """Copies together, and large ones cut."""
+    """Yield batches of copies. Large copies are cut."""
     batch: list[Copy] = []
     size = 0
     for part in (Copy(*part) for copy in copies for part in _blocks(copy.source, copy.target, _SPAN)):
@@ -312,9 +315,9 @@ def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
 
 
 def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
-    """Copies that fill parts of the rows of a slot, as batches that together fill some rows.  Returns the others.
+    """Yield batches of copies that fill whole rows of a slot together. Return the other copies.
 
-    A row parallel weight of several ranks is such: each has some columns.
+    An example is a row-parallel weight: each rank has some columns.
     """
     row_numel = prod(slot.shape[1:])
     row = row_numel * slot.dtype.itemsize
@@ -339,7 +342,7 @@ def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, N
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """Bytes of a target file from `start` on, which several copies fill before they are written."""
+    """A buffer for a range of the target file from `start` on, filled by several copies before it is written."""
 
     start: int
     content: NDArray
@@ -350,7 +353,7 @@ class _Slab:
 
 
 def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
-    """A buffer for copies with gaps that together fill a range of the target; None if not, or if it is too large."""
+    """Return a buffer for copies that fill a range despite gaps. None if they do not, or if the range is too large."""
     if all(copy.target.is_contiguous for copy in copies):
         return None
     start, stop = min(copy.target.offset for copy in copies), max(copy.target.end for copy in copies)
@@ -360,16 +363,16 @@ def _slab(copies: list[Copy], at_most: int) -> _Slab | None:
 
 
 def read_blocks(copy: Copy, source: int, buffer_size: int) -> Iterator[tuple[Extent, NDArray]]:
-    """Parts of the target, and for each an array of its shape with the bits that it is to hold."""
+    """Yield parts of the target, each with an array of its bits."""
     widening = max(1, copy.target.dtype.itemsize // copy.source.dtype.itemsize)
     for read, write in _blocks(copy.source, copy.target, buffer_size // widening):
         yield write, cast(read_bits(source, read), read.dtype, write.dtype)
 
 
 def _blocks(source: Extent, target: Extent, buffer_size: int) -> Iterator[tuple[Extent, Extent]]:
-    """Cut a copy into blocks whose source, with gaps and repeated elements, fits the buffer.
+    """Cut a copy into blocks with a source range, including gaps and repeated elements, that fits the buffer.
 
-    The dim with the longest source stride is cut first, so that a block is as compact as it can be in the source.
+    The dim with the longest source stride is cut first, to keep each block compact in the source.
     """
     reach = source.end - source.offset
     if max(reach, source.nbytes) <= buffer_size or source.numel <= 1:
@@ -394,7 +397,7 @@ def sliced(extent: Extent, dim: int, start: int, size: int) -> Extent:
 
 
 def _write_bits(descriptor: int, extent: Extent, bits: NDArray) -> None:
-    """Write a contiguous array to a possibly strided extent, one contiguous run at a time."""
+    """Write a contiguous array to an extent, one contiguous run at a time."""
     inner = len(extent.shape)
     while inner and is_contiguous(extent.shape[inner - 1 :], extent.strides[inner - 1 :]):
         inner -= 1
