@@ -1,4 +1,4 @@
-"""What a checkpoint is, which formats there are, what a target needs, and the proof that the one makes the other.
+"""Checkpoints, formats, targets, and plans with a proof that a target can be made from a checkpoint.
 
 Pure: no file is opened, and torch is not imported.
 

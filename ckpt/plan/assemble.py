@@ -1,4 +1,4 @@
-"""One tensor out of the parts that ranks have of it."""
+"""Assembly of a tensor from several ranks' parts."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ _Held = TypeVar("_Held")
 
 
 def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], native: DType | None = None) -> Tensor:
-    """The tensor of `parts`, each with the shape of the whole; a region that several ranks hold has replicas.
+    """Return the tensor made from `parts`, each with the whole tensor's shape.
 
-    Whether the parts tile the tensor is proved with the plan.  Raises CorruptError where they are of different tensors.
+    A region held by several ranks has replicas. The plan proves that the parts tile the tensor. Raise CorruptError if
+    they belong to different tensors.
     """
     shape, first = parts[0]
     for other, part in parts:
@@ -36,7 +37,7 @@ def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], nativ
 
 
 def whole_copies(held: Iterable[tuple[_Region, _Held]]) -> list[list[_Held]]:
-    """What is held of each region, once per copy of the whole: one that has fewer holders is in all with its last."""
+    """Group what is held for each region into complete copies. A region with fewer holders reuses its last one."""
     holders: dict[_Region, list[_Held]] = {}
     for region, one in held:
         holders.setdefault(region, []).append(one)

@@ -1,7 +1,7 @@
-"""The description of a whole checkpoint, the layout of a target, and the protocol that a format implements.
+"""Descriptions of checkpoints, layouts and targets, and the protocol for formats.
 
-A reader turns files into a `Checkpoint`; a writer turns a `Checkpoint` into a `Target`.  Neither moves tensor
-data, and neither knows which other formats exist.
+A reader turns files into a `Checkpoint`. A writer turns a `Checkpoint` into a `Target`. Neither moves tensor data, and
+neither knows which other formats exist.
 """
 
 from __future__ import annotations
@@ -20,15 +20,14 @@ from ckpt.plan.loads import Loads
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
-#: Roles with a meaning of their own, those of the model itself; every other role is the name of an optimizer state.
+#: Roles of the model itself. Every other role is the name of an optimizer state.
 WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 
-#: Names of parameters: as the Hub's files spell them, as transformers' modules spell them in memory, as
-#: megatron-core's GPTModel does with its layers and experts numbered over the whole model, or as the model at hand
-#: does, when nothing more is known of it.
+#: Namespaces for parameters: the Hub's files, transformers' modules in memory, megatron-core's GPTModel (with global
+#: layer and expert numbers), or the model's own unknown names.
 HUB, TRANSFORMERS, MEGATRON, OWN = "hub", "transformers", "megatron", "own"
 
-#: Megatron-LM's arguments that tell the sizes of its axes (megatron/training/arguments.py).
+#: Megatron-LM's arguments with axis sizes (megatron/training/arguments.py).
 AXES = {
     "tp": "tensor_model_parallel_size",
     "pp": "pipeline_model_parallel_size",
@@ -45,7 +44,7 @@ Facts = TypeVar("Facts")
 
 @dataclass(frozen=True, slots=True)
 class ParamGroup:
-    """Hyperparameters (`lr`, `betas`, ...) and the parameters that they apply to, by fqn."""
+    """Hyperparameters (`lr`, `betas`, ...) and the fqns of their parameters."""
 
     fqns: tuple[str, ...]
     options: Mapping[str, Any]
@@ -53,9 +52,9 @@ class ParamGroup:
 
 @dataclass(frozen=True, slots=True)
 class OneElement:
-    """An optimizer state that is one number and stored as a tensor, of shape () or [1].
+    """A one-number optimizer state stored as a tensor, with shape () or [1].
 
-    The optimizer that wrote it changes it in place, so it stays one; of Adam's `step` each engine has its own form.
+    The optimizer changes it in place, so it must stay a tensor. Adam's `step` has its own form in each engine.
     """
 
     value: int | float | bool
@@ -65,63 +64,63 @@ class OneElement:
 
 @dataclass(frozen=True, slots=True)
 class TrainingState:
-    """Everything of a run that is not a tensor of a parameter.  A field is None where nothing of the kind is recorded.
+    """A run's state apart from its parameters' tensors. A field is None if nothing is recorded.
 
-    What no field has the meaning of is in `private`, by the engine that understands it; any other's writer lists it as
-    left out, or hands it to the user.  Fields that are entries of files have the names that these have there.
+    Entries without a field are in `private`, by the engine that understands them. Another engine's writer reports them
+    as left out, or hands them to the user. A field for a file's entry has the entry's name.
     """
 
-    #: Optimizer steps taken, with those that an overflow made void.
+    #: Optimizer steps taken, including steps skipped after an overflow.
     step: int | None = None
     param_groups: tuple[ParamGroup, ...] = ()
-    #: Optimizer states that are one number per parameter, by state and fqn: Adam's `step`.  Other than `step`, a
-    #: `OneElement` where that is a tensor.
+    #: One-number optimizer states, by state and fqn: Adam's `step`. States other than `step` are `OneElement` if stored
+    #: as a tensor.
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: Who recorded it: `deepspeed`, `megatron`, `torch` (its state dicts, whoever saved them).
+    #: Recording engine: `deepspeed`, `megatron`, or `torch` (its state dicts, whoever saved them).
     engine: str | None = None
-    #: The version of `engine` that the files record.
+    #: Version of `engine` in the files.
     engine_version: str | None = None
-    #: DeepSpeed: the stage, 1 to 3, by which the optimizer was partitioned.  The config may say another one.
+    #: DeepSpeed: the stage (1 to 3) used for partitioning the optimizer. The config may have another value.
     zero_stage: int | None = None
-    #: DeepSpeed: whether frozen parameters were saved, too; None where nothing tells.
+    #: DeepSpeed: True if frozen parameters were saved too, None if unknown.
     frozen_saved: bool | None = None
-    #: An LR schedule that counts optimizer steps: torch's (`last_epoch`) or DeepSpeed's (`last_batch_iteration`).
+    #: LR schedule counted in optimizer steps: torch's (`last_epoch`) or DeepSpeed's (`last_batch_iteration`).
     lr_scheduler: Any = None
-    #: Megatron's LR and weight decay schedule, which counts sequences (`num_steps`).
+    #: Megatron's LR and weight decay schedule, counted in sequences (`num_steps`).
     opt_param_scheduler: Any = None
     #: DeepSpeed's loss scaler: a Record of one of its classes.
     loss_scaler: Any = None
     #: Megatron's loss scaler: a dict with `scale`.
     grad_scaler: Any = None
-    #: Sequences consumed, as DeepSpeed counts them: a number, or a stored tensor of one.
+    #: Sequences consumed in DeepSpeed's count: a number, or a stored tensor with one.
     global_samples: Any = None
-    #: DeepSpeed: how many of `step` an overflow made void.
+    #: DeepSpeed: number of steps in `step` skipped after an overflow.
     skipped_steps: Any = None
-    #: What a torch trainer counts, in optimizer steps (`step`) and sequences (`sequences`).
+    #: A torch trainer's counts, in optimizer steps (`step`) and sequences (`sequences`).
     train_state: Mapping[str, Any] | None = None
-    #: DeepSpeed: the position of its data sampler (curriculum learning).
+    #: DeepSpeed: position of its data sampler (curriculum learning).
     data_sampler: Any = None
-    #: DeepSpeed: the schedule of random layerwise token dropping.
+    #: DeepSpeed: schedule for random layerwise token dropping.
     random_ltd: Any = None
     #: Megatron-LM's arguments by name: `tensor_model_parallel_size`, `consumed_train_samples` in sequences.
     args: Mapping[str, Any] | None = None
-    #: The config that DeepSpeed's engine ran with.
+    #: Config that DeepSpeed's engine ran with.
     ds_config: Mapping[str, Any] | None = None
-    #: What the user handed to DeepSpeed's `save_checkpoint`, or a script to Megatron-DeepSpeed.
+    #: The user's argument to DeepSpeed's `save_checkpoint`, or a script's to Megatron-DeepSpeed.
     client_state: Mapping[str, Any] | None = None
-    #: Entries of the model's state dict that are no tensors (`_extra_state`), by fqn.
+    #: Non-tensor entries in the model's state dict (`_extra_state`), by fqn.
     extra_state: Mapping[str, Any] | None = None
-    #: What each rank has for itself, by entry (`rng_state`) and by the name that the rank has in the format.
+    #: Each rank's own values, by entry (`rng_state`) and by the format's name for the rank.
     per_rank: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    #: What only one engine understands: by engine, and by the entry's name in its files.
+    #: Entries that only one engine understands, by engine and name.
     private: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of_entries(cls, engine: str, entries: Mapping[str, Any], **fields: Any) -> TrainingState:
-        """The state that `engine` recorded: `entries` of its files in the fields of their names, the rest `private`.
+        """Return the state recorded by `engine`: known entries become fields, the rest `private`.
 
-        `fields` are what the files have elsewhere.  An entry that is no mapping where its field is one, or whose field
-        is known from elsewhere, is private.
+        `fields` holds values from elsewhere. An entry stays private if its field needs a mapping and it is none, or if
+        the field is already set.
         """
         private: dict[str, dict[str, Any]] = {}
         for name, value in entries.items():
@@ -133,9 +132,9 @@ class TrainingState:
         return cls(engine=engine, private=private, **fields)
 
     def entries(self) -> dict[str, Any]:
-        """All that is recorded beside tensors, steps and hyperparameters, by the names in the engines' files.
+        """Return all entries except tensors, steps and hyperparameters, by their names in the engines' files.
 
-        A private entry whose name is taken has its engine's before it.
+        If a private entry's name is taken, its engine's name is put in front.
         """
         found = {name: value for name in _ENTRIES if (value := getattr(self, name)) is not None} | dict(self.per_rank)
         for engine, own in self.private.items():
@@ -143,13 +142,13 @@ class TrainingState:
         return found
 
 
-#: Fields that are entries of files: mappings, and others.
+#: Fields for file entries: mappings, and others.
 _MAPPINGS = ("train_state", "args", "ds_config", "client_state", "extra_state")
 _ENTRIES = (
     *("lr_scheduler", "opt_param_scheduler", "loss_scaler", "grad_scaler"),
     *("global_samples", "skipped_steps", "data_sampler", "random_ltd", *_MAPPINGS),
 )
-#: Private entries that tell whose they are where files of torch's carry them from one engine to another.
+#: Engines of private entries that torch's files may carry from one engine to another.
 _OWNERS = {
     **dict.fromkeys(("dynamic_loss_scale", "overflow", "clip_grad"), "deepspeed"),
     "checkpoint_version": "megatron",
@@ -159,13 +158,13 @@ _OWNERS = {
 
 @dataclass(frozen=True, slots=True)
 class SourceFile:
-    """A file as it was when its metadata was read; a change of any field means that it has been replaced."""
+    """A file's state when its metadata was read. Any changed field means that the file was replaced."""
 
     path: str
     size: int
     mtime_ns: int
     inode: int
-    #: Of the last change of anything; who rewrites a file can put its mtime back, and not this.
+    #: Time of the last change of any kind. A rewrite can restore mtime, but not ctime.
     ctime_ns: int = 0
 
     @classmethod
@@ -199,16 +198,16 @@ class SourceFile:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the user named: all `places`, run folders and adapters among them, and the folder of the model's config."""
+    """The user's input: all `places`, including run folders and adapters, and the model config's folder."""
 
     places: tuple[str, ...] = ()
     config: str | None = None
 
 
 class ComputesIn(NamedTuple):
-    """The 16-bit dtype that a run computes in though its weights are kept in float32 alone, and what records it.
+    """A run's 16-bit compute dtype, if its weights are stored only in float32, and the record that says so.
 
-    `dtype` is None where such a run may compute in one, and nothing records it.
+    `dtype` is None if such a run may compute in 16 bits but no record exists.
     """
 
     dtype: DType | None
@@ -217,10 +216,10 @@ class ComputesIn(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class QuantizedStates:
-    """The optimizer states that are stored quantized; their tensors are of the plain values, which are computed.
+    """Optimizer states stored quantized. Their tensors are computed and have the plain values.
 
-    `methods` says by which method each is, `blocks` how it is stored, where that is known: for writers of formats that
-    have a place for it (`carries_blocks`).
+    `methods` gives each state's method. `blocks` gives the stored form, if known, for formats that support it
+    (`carries_blocks`).
     """
 
     methods: Mapping[Key, str] = field(default_factory=dict)
@@ -229,13 +228,17 @@ class QuantizedStates:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A lazy description of a checkpoint: which bytes of which files hold which part of which tensor.
+    """A lazy description of a checkpoint: the byte ranges that hold each part of each tensor.
 
-    `format` names the format that read it, `framework` who wrote it, as far as it says so.  Both are for people, as
-    `notes` and `passed_over` are: no writer asks for them.  What a writer has to know is a field of its own, here or in
-    `state`.  `ties` maps an alias to the fqn that owns the tensor, as the checkpoint records it.  `passed_over` says
-    which newer checkpoints of the run are not the one that was taken, and why: the user is told even where notes are
-    not wanted.  `unread` is what no tensor is made of, a sentence for each: a plan says that it is not in the target.
+    `format` is the format it was read as, `framework` its writer, if recorded. Both are for messages, like `notes` and
+    `passed_over`; no writer uses them. Facts for writers have their own fields, here or in `state`. `ties` maps an
+    alias to the fqn that owns the tensor. `passed_over` says why newer checkpoints in the run were skipped, even if
+    notes are off. `unread` has a sentence for each state without a tensor; a plan reports it as left out.
+
+    Example:
+
+        checkpoint.tensors["lm_head.weight", "weight"].shape
+        checkpoint.optimizer_states  # ("exp_avg", "exp_avg_sq", "step")
     """
 
     path: str
@@ -243,48 +246,48 @@ class Checkpoint:
     tensors: Mapping[Key, Tensor]
     files: tuple[SourceFile, ...]
     framework: str | None = None
-    #: The name of the step's folder in the run's, where the engine names steps (DeepSpeed).
+    #: Name of the step's folder in the run's folder, if the engine names steps (DeepSpeed).
     tag: str | None = None
     world_size: int | None = None
-    #: Whether its engine loads it on the ranks that wrote it alone, though others of its format on any.
+    #: True if the engine loads it only on the same number of ranks, though other checkpoints in this format fit any.
     bound_to_ranks: bool = False
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
-    #: Whether it is an adapter without the model that it adapts, under the names of PEFT's files or a namespace's own.
+    #: True for an adapter without its base model, under PEFT's file names or the namespace's own.
     is_adapter: bool = False
-    #: What PEFT's `adapter_config.json` would say of an adapter that another trainer configured otherwise.
+    #: Equivalent of PEFT's `adapter_config.json` if another trainer configured the adapter differently.
     adapter_config: Mapping[str, Any] | None = None
-    #: Names of the options for reading that had a meaning.
+    #: Names of reading options that had an effect.
     used_options: frozenset[str] = frozenset()
-    #: Recorded settings that the user has accepted, though the target cannot hold them.
+    #: Recorded settings that the user accepts losing in the target.
     accepted: frozenset[str] = frozenset()
     config: Mapping[str, Any] | None = None
-    #: The places in which the run's other files (config, tokenizer) may stand, nearest first.
+    #: Folders that may hold the run's other files (config, tokenizer), nearest first.
     folders: tuple[str, ...] = ()
-    #: Nothing is written into a place that the user named, nor over one.
+    #: Output never goes into or over a place that the user named.
     given: Given = Given()
     computes_in: ComputesIn | None = None
     notes: tuple[str, ...] = ()
     passed_over: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    #: Reason why the optimizer that the run had is not here, or None.
+    #: Reason why the run's optimizer is missing here, or None.
     missing_optimizer: str | None = None
-    #: Functions that return the bytes of made-up paths.  An extent with such a path is computed when it is written; a
-    #: merged LoRA weight is one.
+    #: Functions for the bytes of virtual paths. Extents with such a path are computed on writing, for example merged
+    #: LoRA weights.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: QuantizedStates = QuantizedStates()
-    #: Names of tensors that `--dtype` never casts: the parts of quantized weights.
+    #: Tensors that `--dtype` never casts: parts of quantized weights.
     uncast: frozenset[str] = frozenset()
-    #: What a family's readers tell its own writers, an object of that family's (`facts_of`).
+    #: Facts that a family's readers pass to its own writers (`facts_of`).
     facts: Any = None
 
     def facts_of(self, family: type[Facts]) -> Facts:
-        """The facts of this family's; those of nothing known where another one's reader made this."""
+        """Return the facts of this family, or empty ones if another family's reader made this checkpoint."""
         return self.facts if isinstance(self.facts, family) else family()
 
     def holds(self, names: Iterable[str]) -> bool:
-        """Return True if there are tensors of all `names`, possibly behind path prefixes."""
+        """Return True if there are tensors for all `names`, possibly behind path prefixes."""
         known = [fqn.split(".") for fqn in {fqn for fqn, _ in self.tensors} | self.ties.keys()]
         return {".".join(parts[start:]) for parts in known for start in range(len(parts))}.issuperset(names)
 
@@ -296,7 +299,10 @@ class Checkpoint:
 
     @property
     def run_folders(self) -> tuple[str, ...]:
-        """The `folders` with the run's own files: without the one given for the config, where that is another run's."""
+        """The `folders` with the run's own files.
+
+        The folder given for the config is left out if it belongs to another run.
+        """
         if self.given.config is None:
             return self.folders
         path, given = Path(self.path), Path(self.given.config)
@@ -304,13 +310,13 @@ class Checkpoint:
 
     @property
     def shapes(self) -> dict[str, Shape]:
-        """Shapes by fqn; an optimizer's states may have shapes of their own, and have the last word nowhere."""
+        """Shapes by fqn. A weight's or master's shape wins over an optimizer state's."""
         states_first = sorted(self.tensors.values(), key=lambda tensor: tensor.role in MODEL_ROLES)
         return {tensor.fqn: tensor.shape for tensor in states_first}
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """One tensor per parameter: the model's own weight, or the fp32 master where only that is stored."""
+        """One tensor per parameter: the model's own weight, or the fp32 master if there is no other."""
         found: dict[str, Tensor] = {}
         for (fqn, role), tensor in self.tensors.items():
             if role == WEIGHT or (role == MASTER and fqn not in found):
@@ -324,9 +330,9 @@ class Checkpoint:
         return tuple(sorted(roles | set(self.state.scalars)))
 
     def with_plain_states(self) -> Checkpoint:
-        """This with fp32 values in place of optimizer states that are stored quantized (torchao, bitsandbytes).
+        """Return this checkpoint with fp32 values in place of quantized optimizer states (torchao, bitsandbytes).
 
-        They have the bits that the library computes.
+        The values have the same bits as the library's.
         """
         counts = Counter(self.quantized.methods.values())
         notes = [
@@ -338,10 +344,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """What the user said about the source: `tag` of the step folder, and the folder or file of the model's config.
+    """The user's choices for the source: the step folder's `tag`, and the folder or file of the model's config.
 
-    `accepted` are names of recorded settings to ignore.  `options` are those that formats declare for reading, by name
-    (see `ckpt.plan.options`).
+    `accepted` names recorded settings to ignore. `options` holds the formats' reading options by name (see
+    `ckpt.plan.options`).
     """
 
     tag: str | None = None
@@ -350,16 +356,16 @@ class ReadRequest:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def read(self, declaration: type[Options]) -> Options:
-        """Return the given options of those that a format declares, as its dataclass."""
+        """Return the given options in the format's dataclass `declaration`."""
         return read_options(declaration, self.options)
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Layout:
-    """What a writer has to know: `Layout(dtype=FLOAT32)`, and with options of its format `Layout(tp=2, pp=4)`.
+    """The user's choices for a writer: `Layout(dtype=FLOAT32)`, or with the format's options `Layout(tp=2, pp=4)`.
 
-    `dtype` None keeps the model's own; `max_shard_size` is in bytes; `world_size` None keeps the source's number
-    of ranks.  `options` are those that the format declares, by name (see `ckpt.plan.options`); None asks for nothing.
+    `dtype` None keeps the model's own. `max_shard_size` is in bytes. `world_size` None keeps the source's number of
+    ranks. `options` holds the format's options by name (see `ckpt.plan.options`); None values are dropped.
     """
 
     dtype: DType | None
@@ -380,16 +386,16 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def read(self, declaration: type[Options]) -> Options:
-        """What was asked for of the options that a format declares, as that dataclass.  Other options are ignored."""
+        """Return the requested options in the format's dataclass `declaration`. Other options are ignored."""
         return read_options(declaration, self.options)
 
     def of_files(self) -> dict[str, Any]:
-        """The options of `ckpt.plan.options.OF_FILES` that were asked for, by name."""
+        """Return the requested options from `ckpt.plan.options.OF_FILES`, by name."""
         usual = Layout()
         return {name: getattr(self, name) for name in OF_FILES if getattr(self, name) != getattr(usual, name)}
 
     def num_ranks(self, checkpoint: Checkpoint) -> int:
-        """The number of ranks to write files for.  UsageError if neither the source nor the user gives it."""
+        """Return the number of ranks to write. Raise UsageError if neither the source nor the user gives it."""
         found = self.world_size or checkpoint.world_size
         if found is None:
             what, hint = "the source has no number of ranks of its own", "--world-size says how many there are"
@@ -398,10 +404,10 @@ class Layout:
 
 
 class Slot(NamedTuple):
-    """A range of a target file and the part of a tensor that it must hold.
+    """A range in a target file, and the tensor part it must hold.
 
-    `extent.path` is the target file's name, relative to the target folder; a dtype other than the tensor's own
-    means a cast.
+    `extent.path` is the target file's name, relative to the target folder. A dtype other than the tensor's means a
+    cast.
     """
 
     key: Key
@@ -411,9 +417,9 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TargetFile:
-    """A file of the target: its size, the bytes that are known now, by offset, and the slots to be filled.
+    """A target file: its size, the known bytes by offset, and the slots to fill.
 
-    `zeros` are ranges (offset, length) that stay zero: padding between and behind tensors.
+    `zeros` lists ranges (offset, length) that stay zero: padding between and after tensors.
     """
 
     name: str
@@ -429,13 +435,13 @@ class TargetFile:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Everything a writer wants written.
+    """A writer's result: all files to write.
 
-    `left_out` are tensors that are not written, each with the sentence that tells the user why; any other tensor that
-    the plan cannot prove to be placed stops the conversion.  `dropped` names what is no tensor and has no place in this
-    format; `notes` is what the user should know about the choice that was made (which precision, which names).
-    `is_rearranged` says that its tensors are parts of the source's, so that read back they are not compared with these.
-    `loads` is the proved answer to: can a library load the folder?  None for formats that have no such library.
+    `left_out` lists tensors that are not written, each with a sentence for the user. Any other tensor that the plan
+    can't prove to be placed stops the conversion. `dropped` names other content that this format can't hold. `notes`
+    tells the user about choices (precision, names). `is_rearranged` means that its tensors are parts of the source's,
+    and can't be compared with them after reading back. `loads` says if a library can load the folder, None if the
+    format has no such library.
     """
 
     files: tuple[TargetFile, ...]
@@ -447,57 +453,55 @@ class Target:
 
     @property
     def not_written(self) -> tuple[str, ...]:
-        """Everything of the source that is not in the target, a line each."""
+        """Source content that is not in the target, one line each."""
         return (*self.dropped, *dict.fromkeys(self.left_out.values()))
 
 
 class Format(Protocol):
-    """A checkpoint format, a subclass of this: one module in `converters/`, one line in the registry.
+    """A checkpoint format. A subclass is one module in `converters/` and one line in the registry.
 
-    All that it can do is listed here, with what most formats do; a format says where it differs.
+    All abilities are listed here with the most common default. A format overrides only the differences.
     """
 
     name: str
     title: str
-    #: Other names that users type for it.  Formats of one family may share one, which then means all that are read.
+    #: Other names that users may type. Formats in one family may share an alias; it then means all readable ones.
     aliases: tuple[str, ...] = ()
-    #: The namespace that what is written must have; None takes any.
+    #: Namespace required for writing. None accepts any.
     namespace: str | None
     reads: bool = True
     writes: bool = True
-    #: Whether it has a place for optimizer states; a plan proves that each is placed in one that has.
+    #: True if it holds optimizer states. The plan then proves that each is placed.
     carries_optimizer: bool = True
-    #: Whether it has a place for optimizer states that are stored quantized, in blocks.
+    #: True if it holds optimizer states stored quantized, in blocks.
     carries_blocks: bool = False
-    #: Whether a model with quantized weights has a place in it.
+    #: True if it holds models with quantized weights.
     carries_quantized: bool = False
-    #: Whether there is an optimizer in each checkpoint, also where nothing tells which parameters its states are of.
+    #: True if every checkpoint has an optimizer, even without a map from states to parameters.
     always_has_optimizer: bool = False
-    #: The files record the shape of every parameter, and the reader compares it with the parameter's parts.
+    #: The files record every parameter's shape, and the reader compares it with the parameter's parts.
     records_shapes: bool = False
-    #: What an engine is given to load a step: its own folder, or the run's, whose record names the step.
+    #: Folder that an engine needs to load a step: the step's own, or the run's with a record of the step.
     loads_from: Literal["step", "run"] = "step"
-    #: Whether an engine on another number of ranks than wrote it loads it, and one with other sizes of Megatron's axes.
+    #: True if an engine loads it on another number of ranks, or with other Megatron axis sizes.
     fits_other_ranks: bool = True
     fits_other_axes: bool = False
-    #: Whether files say for how many ranks they are, although they fit others.
+    #: True if files record their number of ranks although they fit others.
     records_ranks: bool = False
-    #: Those of `ckpt.plan.options.OF_FILES` that say something about what it writes; others are refused.
+    #: Options from `ckpt.plan.options.OF_FILES` that affect its files. Others are refused.
     takes: tuple[str, ...] = ()
-    #: Where its ranks stand on Megatron's axes: `all` on all of them, `model` one for all data parallel ranks of a tp
-    #: and pp rank; None where that is not known.
+    #: Ranks on Megatron's axes: `all` for all axes, `model` for one rank per tp and pp rank, None if unknown.
     ranks_on_axes: Literal["all", "model"] | None = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """The checkpoint of this format that `path` is, or records as its latest one; None if there is none.
+        """Return the checkpoint of this format at `path`, or the latest in its record. None if there is none.
 
-        Cheap: names and small files only.  Where these do not tell apart formats of one family, each of them returns
-        the folder, and `read` describes it as what it is.  Raises CorruptError where the record is there and
-        contradicts the folder.
+        This is cheap: names and small files only. If they fit several formats in a family, each returns the folder, and
+        `read` identifies it. Raise CorruptError if a record contradicts the folder.
         """
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
         """Describe the checkpoint that `find` returned, without reading tensor data."""
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Say which files this format needs for `checkpoint` and what each byte of them must hold."""
+        """Return the files that this format needs for `checkpoint`, and the content of each byte."""

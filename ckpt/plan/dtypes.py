@@ -1,4 +1,4 @@
-"""Element types, by the names that torch and safetensors give them."""
+"""Element types, with torch's and safetensors' names."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DType:
-    """An element type, one object of each: it is compared and hashed millions of times in a large plan.
+    """An element type. There is one object for each, because large plans compare and hash millions.
 
-    `name` is torch's attribute name, `tag` the safetensors header's word (None where the container has
-    none), `itemsize` the bytes of one element as torch counts elements: a `float4_e2m1fn_x2` element is
-    one byte that holds two values.
+    `name` is torch's attribute name. `tag` is the name in safetensors headers (None if there is none). `itemsize` is
+    the size in bytes of one torch element: a `float4_e2m1fn_x2` element is one byte with two values.
     """
 
     name: str
@@ -66,5 +65,5 @@ ALL: tuple[DType, ...] = (
 BY_NAME = {dtype.name: dtype for dtype in ALL}
 BY_TAG = {dtype.tag: dtype for dtype in ALL if dtype.tag is not None}
 
-#: What `--dtype` may name. Only these are ever the source or the target of a cast.
+#: Values for `--dtype`. Casts only happen between these.
 CASTABLE = {"fp32": FLOAT32, "bf16": BFLOAT16, "fp16": FLOAT16}

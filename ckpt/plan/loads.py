@@ -1,4 +1,4 @@
-"""The answer to: can the library that a folder is written for load it?"""
+"""Answer to the question: can the target's library load the folder?"""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ckpt.base.text import scheme_of
 class Loads:
     """A proved answer.
 
-    `can` is None if nothing here knows it, `call` is the Python call that loads the folder, `why` says what is missing
-    and `hint` what to do.  `lacks` are files without which it still loads, such as a tokenizer.
+    `can` is None if it is unknown. `call` is the Python call that loads the folder, `why` the obstacle, and `hint` a
+    way around it. `lacks` lists optional files, such as a tokenizer.
     """
 
     can: bool | None
@@ -37,7 +37,7 @@ class Loads:
 
     @property
     def denial(self) -> str:
-        """What stands against loading the folder."""
+        """Reason why the folder can't be loaded."""
         return f"{self.call.rpartition('.')[2]} cannot load this folder: {self.why}"
 
     def to_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Namespaces: how the names of a model's tensors relate to those of the Hub's files, over which all ways lead."""
+"""Namespaces: relations between a model's tensor names and the Hub's, the common intermediate."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.tensors import Box
 
-#: torchtitan's names, under which its runs go on.
+#: Names used by torchtitan's runs.
 TORCHTITAN = "torchtitan"
-#: Names between which a tensor is never cut or padded otherwise; a model of the user's own has no others.
+#: Namespaces with equal tensors: nothing is cut or padded between them. A model with its own names has no others.
 OF_THE_MODEL = frozenset({OWN, HUB, TRANSFORMERS})
 
 
 @dataclass(frozen=True)
 class Namespace:
-    """What is registered under a namespace's name.
+    """Functions registered for a namespace.
 
-    `to_hub` and `from_hub` give a checkpoint the other names; they raise LossError for a tensor that they do not place,
-    CorruptError where one is missing or not as the config says.  `adapted` changes what a layout asks for within the
-    namespace, `comparable` brings two of its checkpoints into the same shapes, and `padding` tells the parts of tensors
-    that are padding, by fqn.  `tells` says whether the run's own record tells which tensors there are, as a config
-    does; readers hold them against it.  `adapter_to_peft` and `adapter_from_peft` give an adapter without its model the
-    names of PEFT's files, and take them from it; they are None where adapters have no names of the namespace.
+    `to_hub` and `from_hub` translate a checkpoint's names. They raise LossError for a tensor without a place,
+    CorruptError for a missing tensor or a contradiction to the config. `adapted` applies a layout within the namespace.
+    `comparable` brings two checkpoints into the same shapes. `padding` returns the padded parts of tensors by fqn.
+    `tells` returns True if the run's own record lists its tensors, like a config; readers check against it.
+    `adapter_to_peft` and `adapter_from_peft` translate an adapter's names to and from PEFT's files, or are None if
+    adapters have no names here.
     """
 
     to_hub: Callable[[Checkpoint], Checkpoint]
@@ -37,6 +37,6 @@ class Namespace:
 
 
 def in_words(namespace: str) -> str:
-    """The namespace in the words of a message."""
+    """Return the namespace's name for messages."""
     known = {OWN: "the checkpoint's own names", HUB: "the Hub's names", TRANSFORMERS: "transformers' names"}
     return known.get(namespace, f"{namespace}'s names")

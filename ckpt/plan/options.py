@@ -1,8 +1,8 @@
 """Options that a format adds to commands: for writing (`Layout`) and for reading (`ReadRequest`).
 
-A format declares them as frozen dataclasses, each field made by `option`.  Its writer reads the given options with
-`layout.read(TheDataclass)`, its reader with `request.read(TheDataclass)`, both typed.  The module of the dataclass is
-imported for `ckpt convert --help`, so it stays small: neither numpy nor torch.
+A format declares them in frozen dataclasses, with each field made by `option`. Its writer gets typed options from
+`layout.read(TheDataclass)`, its reader from `request.read(TheDataclass)`. `ckpt convert --help` imports the module, so
+it must stay small, without numpy or torch.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from typing import Any, TypeVar, cast, get_args, get_type_hints
 
 from ckpt.base.errors import UsageError
 
-#: Ranks of a run, and of any axis of it: more than the largest have had, and few enough to be counted one by one.
+#: Maximum number of ranks, in a run and on any axis: more than any real run, and few enough for a loop.
 MAX_SIZE = 1 << 16
 
-#: Options that say into which files a target is cut, with what is so of formats that do not take them.
+#: Options for cutting a target into files, and the reason if a format does not take them.
 OF_FILES = {
     "world_size": "any number of ranks loads what it writes",
     "max_shard_size": "its files are not cut by size",
@@ -28,10 +28,10 @@ Options = TypeVar("Options")
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """`--name` on the command line, `Layout(name=...)` in Python.
+    """An option: `--name` on the command line, `Layout(name=...)` in Python.
 
-    `type` is bool, int, float or str; `choices` are all values that a str may have, if not any.  Options for reading
-    have `applies_to`, the checkpoints for which they have a meaning, and `absent`, the error for all others.
+    `type` is bool, int, float or str. `choices` lists all values for a str, or is empty. A reading option has
+    `applies_to` (the checkpoints it applies to) and `absent` (the error for others).
     """
 
     name: str
@@ -51,11 +51,11 @@ class Option:
 
     @property
     def flag(self) -> str:
-        """The option on the command line."""
+        """Command-line form."""
         return f"--{self.name.replace('_', '-')}"
 
     def check(self, value: Any) -> None:
-        """Raise UsageError where `value` is none that the option takes; the command line has looked before."""
+        """Raise UsageError if `value` is not allowed. The command line has already checked it."""
         is_kind = type(value) is self.type or (self.type is float and type(value) is int)
         if is_kind and self.choices:
             is_kind = value in self.choices
@@ -68,18 +68,18 @@ class Option:
 
 
 def option(help: str, *, default: Any = None, **more: Any) -> Any:
-    """A field of a format's options: its help text, and what else an `Option` has."""
+    """Declare a field in a format's options: its help text, and other attributes of `Option`."""
     return field(default=default, metadata={"help": help, **more})
 
 
 def read_options(declaration: type[Options], asked: Mapping[str, Any]) -> Options:
-    """Return the `asked` options as the dataclass that declares them, without all others."""
+    """Return the requested options in the dataclass `declaration`, ignoring all others."""
     names = {one.name for one in fields(cast(Any, declaration))}
     return declaration(**{name: value for name, value in asked.items() if name in names})
 
 
 def options_of(declaration: type) -> tuple[Option, ...]:
-    """The options that a dataclass declares.  A field of type `int | None` takes an int."""
+    """Return the options in a dataclass. A field with type `int | None` takes an int."""
     hints = get_type_hints(declaration)
     return tuple(
         Option(one.name, _plain_hint(hints[one.name]), one.default, **one.metadata)

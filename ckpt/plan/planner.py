@@ -1,6 +1,6 @@
-"""From a checkpoint and a target to copies, with the proof that every byte is covered exactly once.
+"""Plans: the copies from a checkpoint to a target, with the proof that every byte is covered exactly once.
 
-Pure: no I/O, no torch.  A plan can be printed, counted and dealt out by target file; `ckpt.move.run` carries it out.
+Pure: no I/O, no torch. A plan can be printed, counted and split by target file. `ckpt.move.run` executes it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _CASTABLE = frozenset(CASTABLE.values()) | {FLOAT64}
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """The elements of `source` go to `target`: the same shape, and a cast where the dtypes differ.
+    """Elements to copy from `source` to `target`: the same shape, with a cast if the dtypes differ.
 
     `target.path` is relative to the target folder.
     """
@@ -48,18 +48,18 @@ class Copy:
 
     @property
     def is_span(self) -> bool:
-        """Whether it is a plain range of bytes on both sides."""
+        """True for a plain byte range on both sides, without a cast."""
         return self.source.dtype == self.target.dtype and self.is_flat
 
     @property
     def is_flat(self) -> bool:
-        """Whether the elements follow each other on both sides."""
+        """True if the elements are contiguous on both sides."""
         return self.source.is_contiguous and self.target.is_contiguous
 
 
 @dataclass(frozen=True, slots=True)
 class Cast:
-    """How many tensors a plan casts from one dtype to another."""
+    """Number of tensors, and their bytes, that a plan casts from one dtype to another."""
 
     source: DType
     target: DType
@@ -69,7 +69,13 @@ class Cast:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is going to happen.  Made by `make_plan`, which has proved it."""
+    """A proved conversion, made by `make_plan`.
+
+    Example:
+
+        plan = make_plan(checkpoint, format.lay_out(checkpoint, Layout()))
+        plan.total_bytes, plan.casts
+    """
 
     checkpoint: Checkpoint
     target: Target
@@ -77,32 +83,32 @@ class Plan:
     span_bytes: int
     buffered_bytes: int
     casts: tuple[Cast, ...]
-    #: Bytes of the largest content that is computed as a whole.
+    #: Size of the largest computed content in bytes.
     largest_computed: int = 0
     _spans: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict, repr=False)
-    #: By target file, the slots to which other copies go as well.
+    #: Slots that also take copies outside `_spans`, by target file.
     _others: Mapping[str, Sequence[Slot]] = field(default_factory=dict, repr=False)
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of the files to be written."""
+        """Total size of the target files in bytes."""
         return sum(file.size for file in self.target.files)
 
     @property
     def moved_bytes(self) -> int:
-        """Bytes of tensor data to be written."""
+        """Tensor data to write, in bytes."""
         return self.span_bytes + self.buffered_bytes
 
     def spans(self, file: TargetFile) -> tuple[Spans, ...]:
-        """The copies of contiguous elements to `file` from files, as arrays: one `Spans` for each pair of dtypes."""
+        """Return the contiguous copies from files to `file`, as arrays: one `Spans` per pair of dtypes."""
         return self._spans.get(file.name, ())
 
     def slots(self, file: TargetFile) -> Sequence[Slot]:
-        """The slots of `file` that take copies which `spans` has not."""
+        """Return the slots in `file` with copies that are not in `spans`."""
         return self._others.get(file.name, ())
 
     def slot_copies(self, slot: Slot) -> Iterator[Copy]:
-        """The copies to one of `slots` that `spans` lacks: computed ones, and those with gaps."""
+        """Yield a slot's copies that are not in `spans`: computed ones, and ones with gaps."""
         tensor = self.checkpoint.tensors[slot.key]
         for copy in _slot_copies(tensor.fragments(), tensor.shape, slot):
             if copy.source.path in self.checkpoint.computed or not copy.is_flat:
@@ -111,7 +117,7 @@ class Plan:
     def copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> Iterator[tuple[Slot, list[Copy]]]:
-        """The `wanted` slots of `file` that take copies from files which `spans` has not, with these copies."""
+        """Yield the `wanted` slots in `file` with copies from files that are not in `spans`, and these copies."""
         computed = self.checkpoint.computed
         for slot in filter(wanted, self.slots(file)):
             yield slot, [copy for copy in self.slot_copies(slot) if copy.source.path not in computed]
@@ -119,7 +125,7 @@ class Plan:
     def computed_copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> dict[str, list[Copy]]:
-        """The copies of what is computed to `wanted` slots, by the name of what it is in `Checkpoint.computed`."""
+        """Return the copies of computed content to `wanted` slots, by name in `Checkpoint.computed`."""
         found: dict[str, list[Copy]] = {}
         if self.checkpoint.computed:
             for copy in (copy for slot in filter(wanted, self.slots(file)) for copy in self.slot_copies(slot)):
@@ -131,10 +137,10 @@ class Plan:
 def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool = True) -> Plan:
     """Prove that `target` can be made from `checkpoint`, and find its copies.
 
-    `carries_optimizer` says whether the target's format has a place for optimizer states.
+    `carries_optimizer` is True if the target's format holds optimizer states.
 
-    Raises CorruptError where fragments of a tensor leave a hole or overlap, LossError where a target range is filled
-    by nothing, a tensor goes nowhere, or a cast is none that is ever made.
+    Raise CorruptError if a tensor's fragments leave a hole or overlap, LossError if a target range stays unfilled, a
+    tensor has no place, or a cast is unsupported.
     """
     wanted: dict[Key, list[tuple[TargetFile, Slot]]] = {}
     for file in target.files:
@@ -170,7 +176,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
 
 @dataclass
 class _Found:
-    """The copies that have been found so far, by target file: contiguous ones as rows, and the slots of all others."""
+    """Copies found so far, by target file: contiguous ones as rows, and the slots of all others."""
 
     checkpoint: Checkpoint
     rows: dict[str, Rows] = field(default_factory=dict)
@@ -181,7 +187,7 @@ class _Found:
     largest_computed: int = 0
 
     def fill(self, tensor: Tensor, places: list[tuple[TargetFile, Slot]]) -> None:
-        """Find the copies that fill all slots of a tensor, whose fragments are proved to tile it."""
+        """Find the copies for all slots of a tensor, after proving that its fragments tile it."""
         runs, computed = tensor.runs(), self.checkpoint.computed
         if runs is None or not _tile(runs, tensor):
             check_source(tensor)
@@ -207,11 +213,11 @@ class _Found:
                 )
 
     def _by_runs(self, runs: Sequence[Run], starts: list[int], region: FlatRange, slot: Extent, rows: Rows) -> int:
-        """Elements of a slot that runs fill."""
+        """Add copies from runs to a slot. Return the number of elements filled."""
         begin, end, filled = region.start, region.stop, 0
         if begin >= end or not runs:
             return 0
-        dtype = runs[0][2].dtype  # of all of them, as is proved
+        dtype = runs[0][2].dtype  # proved to be the same for all runs
         found, size, target_size = rows.of(dtype, slot.dtype), dtype.itemsize, slot.dtype.itemsize
         for number in range(max(0, bisect_right(starts, begin) - 1), len(runs)):
             start, stop, extent, at, _ = runs[number]
@@ -230,7 +236,7 @@ class _Found:
         return filled
 
     def _by_overlay(self, fragments: list[Fragment], shape: Shape, file: TargetFile, slot: Slot) -> int:
-        """Elements of a slot that fragments of any form fill."""
+        """Add copies from fragments of any form to a slot. Return the number of elements filled."""
         filled, has_others = 0, False
         for copy in _slot_copies(fragments, shape, slot):
             self.num_copies += 1
@@ -260,7 +266,7 @@ def _flat_slot(slot: Slot, shape: Shape) -> FlatRange | None:
 
 
 def _tile(runs: Sequence[Run], tensor: Tensor) -> bool:
-    """Whether runs hold every element exactly once, each within its extent and of the tensor's dtype."""
+    """Return True if the runs hold every element exactly once, inside their extents and with the tensor's dtype."""
     reached = 0
     for start, stop, extent, at, _ in runs:
         is_right = extent.dtype is tensor.dtype or extent.dtype == tensor.dtype
@@ -303,7 +309,7 @@ def check_source(tensor: Tensor) -> None:
 
 
 def _file_of(tensor: Tensor, region: Region) -> str | None:
-    """A file to name in a message about `region`: the one whose fragment touches it, or the first."""
+    """Return a file for a message about `region`: the one with that fragment, or the first."""
     fragments = list(tensor.fragments())
     touching = [fragment for fragment in fragments if fragment.region == region]
     return next((fragment.extent.path for fragment in touching or fragments), None)
@@ -324,7 +330,7 @@ def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Ite
 
 
 def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> bool:
-    """Whether `region` is a box without gaps, of a tensor that is one box: no more than a part of that is needed."""
+    """Return True for a box without gaps in a single-box tensor: it needs only a part of that box."""
     if len(fragments) != 1 or not isinstance(region, Box) or region.steps or not region.numel:
         return False
     first = fragments[0].region
@@ -332,7 +338,7 @@ def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> boo
 
 
 def _check_file_cover(file: TargetFile) -> None:
-    """Every byte of a target file comes from one literal or one slot.  A failure is a writer's bug."""
+    """Check that every byte in a target file comes from one literal or slot. A failure is a bug in the writer."""
     spans = [(offset, offset + len(data)) for offset, data in file.literals]
     spans += [(offset, offset + length) for offset, length in file.zeros]
     strided, outside = 0, False
@@ -353,10 +359,10 @@ def _check_file_cover(file: TargetFile) -> None:
 def _prove_nothing_is_lost(
     checkpoint: Checkpoint, target: Target, regions: Mapping[Key, Iterable[Region]], carries_optimizer: bool
 ) -> None:
-    """Raise LossError unless all of the source is placed, or left out for a reason that the user is told.
+    """Raise LossError unless everything in the source is placed, or left out with a reason for the user.
 
-    Of a parameter its weight or its master is placed; every buffer is, and every optimizer state of a format that
-    carries them.  What is placed is placed as a whole.  Only slots prove anything: zeros and literals do not.
+    A parameter needs its weight or its master, every buffer a place, and so does every optimizer state if the format
+    carries them. A placed tensor must be complete. Only slots count: zeros and literals prove nothing.
     """
     assert all(target.left_out.values()), "a tensor is left out without a reason"
     placed = {fqn for fqn, role in regions if role in (WEIGHT, MASTER)}
@@ -375,7 +381,7 @@ def _prove_nothing_is_lost(
 
 
 def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
-    """`checkpoint` with replicated tensors taken from `rank`, and no others compared with it."""
+    """Return `checkpoint` with replicated tensors taken from `rank` and not compared with other replicas."""
 
     def chosen(tensor: Tensor) -> Tensor:
         for source in (tensor.source, *tensor.replicas, *tensor.rank_copies):
@@ -388,7 +394,7 @@ def choose_replica(checkpoint: Checkpoint, rank: int) -> Checkpoint:
 
 
 def first_index(region: Region, shape: tuple[int, ...], position: int) -> tuple[int, ...]:
-    """The index in the tensor of the element at `position`, in row-major order, of `region`."""
+    """Return the tensor index of the element at `position` (row-major order) in `region`."""
     if isinstance(region, FlatRange):
         position += region.start
         region = whole(shape)

@@ -1,9 +1,8 @@
-"""The choice of the stored tensor, and of the dtype, that a weights-only target takes for each parameter.
+"""Choice of tensor and dtype for each parameter in a weights-only target.
 
-The rules are those of the frameworks themselves: weights that are stored in the model's dtype are taken as
-they are; where only fp32 masters are stored (a ZeRO optimizer), the model's weights are their rounding to the
-model's dtype, which is exactly what the engine computes after each step.  No other cast happens unless
-`--dtype` asks for it.
+The rules are the frameworks' own. Weights stored in the model's dtype are kept. If only fp32 masters are stored (a ZeRO
+optimizer), the weights are the masters rounded to the model's dtype, like in the engine after each step. No other cast
+happens without `--dtype`.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, FLOAT16, FLOAT32, FLOAT64, DType
 from ckpt.plan.tensors import Tensor
 
-#: Only these are ever the source of a cast: integers, bools, complex numbers, fp8 and fp4 keep their bits.
+#: Dtypes that may be cast. Integers, bools, complex numbers, fp8 and fp4 keep their bits.
 CAST_SOURCES = frozenset({FLOAT64, FLOAT32, BFLOAT16, FLOAT16})
 
 
 class Choice(NamedTuple):
-    """The tensor that is written for a parameter or buffer, and the dtype it is written in."""
+    """The tensor to write for a parameter or buffer, and its dtype in the target."""
 
     tensor: Tensor
     dtype: DType
@@ -36,7 +35,7 @@ class Choice(NamedTuple):
 
 
 def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) -> Choice:
-    """What to write for a parameter that is stored as `weight`, as `master` or as both.
+    """Choose between a parameter's stored `weight` and `master`.
 
     `dtype` None keeps the model's own precision.
     """
@@ -53,7 +52,7 @@ def choose(weight: Tensor | None, master: Tensor | None, dtype: DType | None) ->
 
 
 def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """Return one choice per parameter and buffer, by fqn.  No buffer and no part of a quantized weight is cast."""
+    """Return one choice per parameter and buffer, by fqn. Buffers and parts of quantized weights are never cast."""
     weights, masters, buffers = (
         {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role == wanted} for wanted in MODEL_ROLES
     )
@@ -66,13 +65,13 @@ def choices(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
 
 
 def kept_in_training(checkpoint: Checkpoint, dtype: DType | None) -> dict[str, Choice]:
-    """The tensors that an optimizer steps: `choices`, or, without a `dtype`, the masters where there are any."""
+    """Return the tensors that an optimizer updates: `choices`, or without a `dtype` the masters, if any."""
     masters = {} if dtype is not None else {t.fqn: Choice(t, t.dtype) for t in checkpoint.with_role(MASTER)}
     return choices(checkpoint, dtype) | masters
 
 
 def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
-    """Elements of floating parameters, without buffers, by the dtype that they are written in."""
+    """Return the number of elements in floating parameters (no buffers), by written dtype."""
     counts: dict[DType, int] = {}
     for choice in chosen:
         if choice.tensor.role != BUFFER and choice.dtype in CAST_SOURCES:
@@ -81,9 +80,9 @@ def num_elements(chosen: Iterable[Choice]) -> dict[DType, int]:
 
 
 def model_dtypes(checkpoint: Checkpoint, dtype: DType | None) -> dict[DType, int]:
-    """Elements of the model's parameters by the dtype that it computes in: `dtype`, or its own.
+    """Return the number of elements in the model's parameters by compute dtype: `dtype`, or the model's own.
 
-    Empty where only its config knows: engines that train in fp32 and compute in 16 bits keep no 16-bit weights.
+    Empty if only the config knows: engines that train in fp32 and compute in 16 bits store no 16-bit weights.
     """
     counts = num_elements(choices(checkpoint, dtype).values())
     is_run = bool(checkpoint.optimizer_states or checkpoint.state.param_groups)
@@ -98,9 +97,9 @@ def describe(
     asked: DType | None,
     record: str | None = None,
 ) -> list[str]:
-    """What a user should know about the precision that was chosen, and which option gives the other.
+    """Return notes on the chosen precision, with the option for the other choice.
 
-    `record` is what records the dtype that was taken as the run's own (`Checkpoint.computes_in`).
+    `record` names the source of the run's own dtype (`Checkpoint.computes_in`).
     """
     parameters = [c for c in chosen.values() if c.tensor.role in (WEIGHT, MASTER)]
     has_master = {fqn for fqn, role in checkpoint.tensors if role == MASTER}

@@ -1,14 +1,15 @@
-"""Formats and namespaces, one line each.  The core reaches converters only from here, by dotted name, when it asks.
+"""Formats and namespaces, one line each.
 
-Other packages register theirs by entry points, each with a name and the value `module:object`:
+The core reaches converters only through this table, by dotted name, on demand. Other packages register theirs through
+entry points, each with a name and the value `module:object`:
 
-    ckpt.formats          an object with what `ckpt.plan.checkpoint.Format` says
-    ckpt.format_options   under the format's name, the dataclass that declares its options (`ckpt.plan.options`)
+    ckpt.formats          an object that implements `ckpt.plan.checkpoint.Format`
+    ckpt.format_options   by the format's name, the dataclass that declares its options (`ckpt.plan.options`)
     ckpt.namespaces       a `ckpt.plan.namespace.Namespace`
     ckpt.pickle_names     names that pickles may hold (`ckpt.containers.torchfile.table`)
-    ckpt.declarations     under the format's name, a function that returns its `ckpt.testing.Declaration`
-    ckpt.stores           under a URL's scheme, a function that makes a `ckpt.stores.objects.Store` of the URL's root
-    ckpt.store_declarations   under the scheme, a function that returns its `ckpt.testing.StoreDeclaration`
+    ckpt.declarations     by the format's name, a function that returns its `ckpt.testing.Declaration`
+    ckpt.stores           by a URL's scheme, a function that makes a `ckpt.stores.objects.Store` from the URL's root
+    ckpt.store_declarations   by the scheme, a function that returns its `ckpt.testing.StoreDeclaration`
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ckpt.plan.checkpoint import Format, Layout
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import OF_FILES, Option, options_of
 
-#: In the order in which a folder is asked what it is: what holds most comes first.
+#: Detection order for a folder: the format with the most content comes first.
 FORMATS = {
     "megatron-deepspeed": "converters.deepspeed.pipeline.format:MEGATRON_DEEPSPEED",
     "zero1": "converters.deepspeed.zero:ZERO1",
@@ -42,7 +43,7 @@ FORMATS = {
     "peft": "converters.huggingface.peft:PEFT",
 }
 
-#: Formats with options of their own: the dataclasses that declare these (see `ckpt.plan.options`).
+#: Dataclasses with the formats' own options (see `ckpt.plan.options`).
 _MEGATRON = "converters.names.megatron.options:MegatronOptions"
 OPTIONS = {
     "megatron": _MEGATRON,
@@ -56,63 +57,63 @@ OPTIONS = {
     "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 
-#: Parameters that do not depend on the format, of convert, plan and mount alike, and of resume.
+#: Parameters for every format: of convert, plan and mount, and of resume.
 _OF_ALL = {
     "convert": ("format", "tag", "config", "accept_settings", "dtype", "dequantize", *OF_FILES),
     "resume": ("format", "tag", "config", "dtype", "world_size", "model_only", "missing_ok"),
 }
 
-#: How the names of each namespace relate to the Hub's (see `ckpt.plan.namespace`).
+#: Relations from each namespace to the Hub's names (see `ckpt.plan.namespace`).
 NAMESPACES = {
     "transformers": "converters.names.hub.wrapped:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
 }
 
-#: What else the core asks of converters: functions that know models by their config.
+#: Other functions that the core needs from converters. They know models by their config.
 SERVICES = {
-    # which of its names a tied tensor has in the Hub's files, by the owner that the checkpoint records
+    # a tied tensor's names in the Hub's files, by the owner in the checkpoint
     "kept_names": "converters.names.transformers.ties:kept_names",
-    # which names files of the config's architecture leave out, as they are tied to one that is stored
+    # names missing in files with the config's architecture, because they are tied to a stored one
     "tied_names": "converters.names.transformers.ties:tied_names",
-    # aliases that a config ties, by their names in memory, and the config without these ties
+    # aliases tied by a config, by their names in memory, and the config without these ties
     "declared_ties": "converters.names.transformers.ties:declared_ties",
     "untied_config": "converters.names.transformers.ties:untied_config",
-    # the namespace of a run's own names, where these tell it
+    # the namespace of a run's own names, if they show it
     "namespace_of": "converters.names.torchtitan:namespace_of",
-    # how a model's files differ from what its architecture saves
+    # differences between a model's files and its architecture's own save
     "name_differences": "converters.names.hub.proof:differences",
-    # what a config promises and a checkpoint lacks
+    # tensors that a config promises and a checkpoint lacks
     "lacking": "converters.names.hub.promised:lacking_of",
-    # proves that they do not, or raises
+    # proof that there are none, or an error
     "prove_names": "converters.names.hub.proof:prove",
-    # the settings of an adapter, checked entry by entry: those next to it, or given ones
+    # an adapter's settings, checked entry by entry: the ones next to it, or given ones
     "adapter_settings": "converters.names.adapter_settings:adapter_settings",
     "checked_settings": "converters.names.adapter_settings:checked_settings",
-    # proves that an adapter's are ones that PEFT loads, or raises
+    # proof that PEFT can load an adapter's names, or an error
     "prove_adapter_names": "converters.huggingface.peft:prove_names",
-    # what a model's modules are
+    # a model's modules
     "build_model": "converters.names.transformers.relation:build_model",
     "describe_modules": "converters.names.transformers.modules:describe",
-    # the class of transformers that an adapter was trained on
+    # the transformers class that an adapter was trained on
     "trained_class": "converters.names.hub.classes:trained_class",
     "has_conv1d": "converters.names.transformers.modules:has_conv1d",
-    # the shapes of a model's parameters
+    # shapes of a model's parameters
     "parameters_in_memory": "converters.names.parameters:in_memory",
     "megatron_stages": "converters.names.parameters:megatron_stages",
     # the nested state dict that torch's functions save and load
     "state_dict": "converters.pytorch.state:state_dict",
-    # the parts of quantized weights and their faults, and plain weights in place of these
+    # parts of quantized weights and their faults, and plain weights in place of the parts
     "quantized_weights": "converters.names.quantization.parts:quantized_weights",
     "dequantized": "converters.quantized.dequantize:dequantized",
     "can_dequantize": "converters.quantized.dequantize:can_dequantize",
-    # the tensors that quantized optimizer states are stored as, in place of the values computed of them
+    # stored tensors of quantized optimizer states, in place of the computed values
     "as_stored": "converters.quantized.carry:as_stored",
 }
 
 
 def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
-    """Our own and those of other packages; UsageError where one of these has a name that is taken."""
+    """Return our entries and other packages'. Raise UsageError if another package uses one of our names."""
     others = entries(group)
     for name in others.keys() & own.keys():
         raise UsageError(
@@ -124,20 +125,20 @@ def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
 
 
 def names() -> list[str]:
-    """Names of all formats, in the order in which a folder is asked what it is.
+    """Return all format names in detection order.
 
-    Those of other packages come first: a special kind of a format of ours is otherwise found as that.
+    Other packages come first. Otherwise, a special kind of one of our formats would be detected as ours.
     """
     return sorted(_registered(FORMATS, "ckpt.formats"), key=lambda name: name in FORMATS)
 
 
 def words() -> list[str]:
-    """All that may be typed for a format: the names and aliases of all of them."""
+    """Return all names and aliases that a user may type for a format."""
     return sorted({word for one in all_formats() for word in (one.name, *one.aliases)})
 
 
 def named(word: str) -> list[Format]:
-    """The format called `word`, or all that have it as an alias; UsageError if there is none."""
+    """Return the format called `word`, or all formats with this alias. Raise UsageError if there is none."""
     known = _registered(FORMATS, "ckpt.formats")
     if word in known:
         return [cast(Format, load(known[word]))]
@@ -149,7 +150,7 @@ def named(word: str) -> list[Format]:
 
 
 def get(word: str) -> Format:
-    """The one format that `word` names; UsageError if there is none, and where several share the alias."""
+    """Return the only format for `word`. Raise UsageError if there is none, or if several share the alias."""
     found = named(word)
     if len(found) > 1:
         several = "one of " + ", ".join(one.name for one in found)
@@ -158,7 +159,7 @@ def get(word: str) -> Format:
 
 
 def namespace(name: str) -> Namespace:
-    """The namespace called `name`; UsageError if there is none."""
+    """Return the namespace called `name`. Raise UsageError if there is none."""
     known = _registered(NAMESPACES, "ckpt.namespaces")
     if name not in known:
         raise UsageError(f"there are no names called {name!r}", expected="one of hub, " + ", ".join(known))
@@ -166,22 +167,22 @@ def namespace(name: str) -> Namespace:
 
 
 def service(name: str) -> Callable[..., Any]:
-    """One of `SERVICES`."""
+    """Return the function `name` from `SERVICES`."""
     return cast(Callable[..., Any], load(SERVICES[name]))
 
 
 def declarations() -> list[Any]:
-    """The `ckpt.testing.Declaration` of each format that another package brings: what its function returns."""
+    """Return the `ckpt.testing.Declaration` of each format in another package."""
     return [load(where)() for where in entries("ckpt.declarations").values()]
 
 
 def store_declarations() -> list[Any]:
-    """The `ckpt.testing.StoreDeclaration` of each store that another package brings: what its function returns."""
+    """Return the `ckpt.testing.StoreDeclaration` of each store in another package."""
     return [load(where)() for where in entries("ckpt.store_declarations").values()]
 
 
 def declared_options() -> dict[type, list[str]]:
-    """The dataclasses in which formats declare options of their own, and the names of the formats that share each."""
+    """Return the dataclasses with formats' own options, each with the names of the formats that share it."""
     found: dict[type, list[str]] = {}
     for name, where in _registered(OPTIONS, "ckpt.format_options").items():
         for declaration in where.split():
@@ -190,12 +191,12 @@ def declared_options() -> dict[type, list[str]]:
 
 
 def options_for_reading() -> dict[str, Option]:
-    """Return all options for reading that formats declare, by name."""
+    """Return all formats' reading options by name."""
     return {one.name: one for owner in declared_options() for one in options_of(owner) if one.is_for_reading}
 
 
 def check_layout(format: Format, layout: Layout) -> None:
-    """Raise UsageError where `layout` asks for what says nothing about the files of `format`."""
+    """Raise UsageError if `layout` sets an option without effect on the files of `format`."""
     for name in layout.of_files().keys() - set(format.takes):
         flag = f"--{name.replace('_', '-')}"
         others = ", ".join(one.name for one in all_formats() if one.writes and name in one.takes)
@@ -208,9 +209,9 @@ def check_layout(format: Format, layout: Layout) -> None:
 
 
 def check_options(format: str, asked: Mapping[str, Any], command: str = "convert") -> None:
-    """Raise UsageError where an option is asked for that `format` does not declare, or has another value.
+    """Raise UsageError if `format` does not declare a given option or allow its value.
 
-    `command` is the one whose help lists what it takes.
+    `command` is the command whose help lists the options.
     """
     declared = declared_options()
     of_owner = {owner: {one.name: one for one in options_of(owner) if not one.is_for_reading} for owner in declared}
@@ -234,5 +235,5 @@ def check_options(format: str, asked: Mapping[str, Any], command: str = "convert
 
 
 def all_formats() -> list[Format]:
-    """Every format, in the order in which a folder is asked what it is."""
+    """Return every format, in detection order."""
     return [get(name) for name in names()]

@@ -1,8 +1,8 @@
-"""Declared, invertible relations between two namespaces of the same tensors.
+"""Invertible relations between two namespaces for the same tensors.
 
-A relation is a list of links, each saying that a box of one tensor is a box of another, dim by dim.  Renaming,
-stacking, splitting, interleaving and transposing are all of this kind, so a relation is declared once and inverted
-mechanically, and the proof that nothing is left over on either side is the same for all of them.
+A relation is a list of links. Each link says that a box in one tensor equals a box in another, dim by dim. Renaming,
+stacking, splitting, interleaving and transposing all have this form. So a relation is declared once and inverted
+mechanically, with one proof that nothing is left over on either side.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from ckpt.plan.tiling import TilingFault, check_tiling
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """Box `a_box` of tensor `a` is box `b_box` of tensor `b`.
+    """Box `a_box` in tensor `a` equals box `b_box` in tensor `b`.
 
-    `dims[d]` is the dim of `b` that dim `d` of `a` becomes; None for a dim of size 1 in the box that `b` does not
-    have.  Dims of `b` that no dim of `a` becomes have size 1 in `b_box`.
+    `dims[d]` is the dim of `b` for dim `d` of `a`, or None for a dim of size 1 that `b` lacks. Dims of `b` without a
+    counterpart have size 1 in `b_box`.
     """
 
     a: str
@@ -56,7 +56,7 @@ class Link:
         return cls(a, whole(shape), b, whole(shape), tuple(range(len(shape))))
 
     def is_renaming(self, a_shape: Shape, b_shape: Shape) -> bool:
-        """Whether it says that all of a tensor is all of another, dim by dim."""
+        """Return True if the link only renames a whole tensor."""
         is_same = a_shape == b_shape and self.dims == tuple(range(len(a_shape)))
         return is_same and self.a_box.is_whole(a_shape) and self.b_box.is_whole(b_shape)
 
@@ -69,7 +69,7 @@ class Link:
 
     @property
     def is_one_to_one(self) -> bool:
-        """Whether every dim of either box is one of the other of the same size, or has size 1."""
+        """True if each dim has a counterpart of the same size, or has size 1."""
         sizes, left = self.a_box.sizes, list(self.b_box.sizes)
         if len(sizes) != len(self.dims):
             return False
@@ -85,18 +85,23 @@ class Link:
 
     @property
     def keeps_order(self) -> bool:
-        """Whether row-major order within the two boxes is the same."""
+        """True if both boxes have the same row-major order."""
         kept = [d for d in self.dims if d is not None]
         return kept == sorted(kept)
 
 
 @dataclass(frozen=True)
 class Relation:
-    """Links between all tensors of two namespaces, with the shapes on either side.
+    """Links between all tensors in two namespaces, with the shapes on each side.
 
-    `a_padding` are boxes of tensors of `a` that have no counterpart in `b`, and mean nothing: rows of a vocabulary
-    that are there to make it divisible.  They are left out on the way to `b`, and zero on the way back.  `a_copies`
-    maps tensors of `a` to others of `a` that hold the same; `b` has only these.  The same holds of `b`.
+    `a_padding` holds boxes in `a` without meaning or counterpart in `b`: rows that make a vocabulary divisible. They
+    are left out on the way to `b`, and zero on the way back. `a_copies` maps tensors in `a` to others in `a` with the
+    same content; `b` has only the latter. The `b_` fields are the same for `b`.
+
+    Example:
+
+        relation = Relation.renaming({"old.weight": "new.weight"}, {"old.weight": (4, 8)})
+        renamed = translate(checkpoint, relation, "hub")
     """
 
     links: tuple[Link, ...]
@@ -109,7 +114,7 @@ class Relation:
 
     @classmethod
     def renaming(cls, names: Mapping[str, str], shapes: Mapping[str, Shape]) -> Relation:
-        """The relation that renames each tensor of `names` (old to new name) and changes nothing in it."""
+        """Return a relation that renames tensors (old to new name in `names`) without other changes."""
         links = tuple(Link.rename(name, new, shapes[name]) for name, new in names.items())
         return cls(links, {link.a: shapes[link.a] for link in links}, {link.b: shapes[link.a] for link in links})
 
@@ -125,7 +130,7 @@ class Relation:
         )
 
     def check(self) -> Relation:
-        """This, proved to place every element on either side exactly once; LossError otherwise."""
+        """Return this relation, proved to place every element exactly once on each side. Raise LossError otherwise."""
         assert self._is_proved
         return self
 
@@ -158,7 +163,7 @@ def _check_side(
     padding: Mapping[str, tuple[Box, ...]],
     copies: Mapping[str, str],
 ) -> None:
-    """Prove that links and padding together tile every tensor, and that copies belong to linked tensors."""
+    """Prove that links and padding tile every tensor, and that copies belong to linked tensors."""
     for name in [*placed, *padding, *copies, *copies.values()]:
         if name not in shapes:
             raise LossError("the name mapping places a tensor that is not there", fqn=name)
@@ -167,7 +172,7 @@ def _check_side(
             continue
         boxes = [*placed.get(name, ()), *padding.get(name, ())]
         fault = check_tiling(boxes, shape)
-        if not boxes:  # which tiles a tensor without elements
+        if not boxes:  # no box tiles an empty tensor too
             fault = TilingFault("hole", whole(shape))
         if fault is not None:
             raise LossError(
@@ -177,8 +182,8 @@ def _check_side(
             )
 
 
-#: A link, the shape of its tensor of `a`, that tensor's source, and where row-major order within both boxes is the same
-#: and both are flat: the first element of either.
+#: A link, the shape and source of its tensor in `a`, and the first elements of both boxes if both are flat with the
+#: same row-major order.
 _LinkedPart = tuple[Link, Shape, Source, tuple[int, int] | None]
 
 
@@ -188,10 +193,9 @@ def _flat_starts(link: Link, a_shape: Shape, b_shape: Shape) -> tuple[int, int] 
 
 
 class _Linked(NamedTuple):
-    """A tensor put together from boxes of others, as links say, and of zeros where `zeros` are.
+    """A tensor joined from linked boxes in other tensors, with zeros in the boxes `zeros`.
 
-    `starts` are where the parts begin, rising, with the numbers of the parts; None where some part or padding is not
-    flat.
+    `starts` lists each part's start and number in ascending order, or is None if a part or the padding is not flat.
     """
 
     parts: tuple[_LinkedPart, ...]
@@ -266,10 +270,10 @@ def _carry(fragment: Fragment, a_shape: Shape, link: Link) -> Iterator[Fragment]
 
 
 def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Checkpoint:
-    """`checkpoint` under the names of the relation's `b` side.
+    """Return `checkpoint` under the names of the relation's `b` side.
 
-    Every role of a tensor is carried: what holds for a weight holds element by element for its master and for the
-    optimizer's states.  Raises LossError where the relation does not place a tensor.
+    Every role is translated, because a relation for a weight holds for its master and optimizer states, element by
+    element. Raise LossError if the relation has no place for a tensor.
     """
     relation.check()
     into: dict[str, list[Link]] = {name: [] for name in relation.b_shapes}
@@ -307,7 +311,7 @@ def translate(checkpoint: Checkpoint, relation: Relation, namespace: str) -> Che
 def _with_copies_as_replicas(
     checkpoint: Checkpoint, copies: Mapping[str, str], roles: Mapping[str, list[str]]
 ) -> Checkpoint:
-    """`checkpoint` in which a tensor that has a copy of another name has it as a replica, to be compared with it."""
+    """Return `checkpoint` with each copy under another name turned into a replica, so that it is compared."""
     if not copies:
         return checkpoint
     tensors = dict(checkpoint.tensors)
@@ -326,9 +330,9 @@ def _with_copies_as_replicas(
 
 
 class _Joint(NamedTuple):
-    """How tensor `name` is made from parts of others, whatever their role: found once, used for each.
+    """Recipe for tensor `name` from parts of others. It is computed once and used for every role.
 
-    `flat` has the first elements of each link's boxes where both are flat; `starts` is as in `_Linked`.
+    `flat` holds the first elements of each link's boxes if both are flat. `starts` is like in `_Linked`.
     """
 
     name: str
@@ -351,7 +355,7 @@ class _Joint(NamedTuple):
         return cls(name, shape, links, padding, False, flat, starts)
 
     def tensor(self, checkpoint: Checkpoint, role: str, a_shapes: Mapping[str, Shape]) -> Tensor:
-        """The tensor of this role.  Raises LossError or CorruptError where the parts do not fit together."""
+        """Return the tensor for a role. Raise LossError or CorruptError if the parts do not fit together."""
         name, parts = self.name, []
         for link in self.links:
             tensor = checkpoint.tensors.get((link.a, role))
@@ -386,7 +390,7 @@ class _Joint(NamedTuple):
             return _Linked(chosen, self.padding, first.dtype, self.starts)
 
         most = max(map(len, [tensor.replicas for tensor in parts]))
-        replicas = [  # of parts that have fewer, the tensor itself
+        replicas = [  # parts with fewer replicas use the tensor itself
             linked([(*one.replicas[number : number + 1], one.source)[0] for one in parts]) for number in range(most)
         ]
         source = linked([tensor.source for tensor in parts])
@@ -394,7 +398,7 @@ class _Joint(NamedTuple):
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
-    """Ties under the new names.  An alias holds no tensor of its own, so it is named like its owner's kind."""
+    """Return the ties under the new names. An alias has no own tensor, so it is renamed in parallel to its owner."""
     named = ((onto.get(alias, [alias]), onto.get(owner, [owner])) for alias, owner in ties.items())
     return {alias: owner for pair in named for alias, owner in zip(*pair, strict=False)}
 

@@ -1,4 +1,4 @@
-"""Contiguous copies side by side in arrays: what a plan of many small pieces consists of."""
+"""Contiguous copies in arrays, for plans with many small pieces."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 
 from ckpt.plan.dtypes import DType
 
-#: A piece of a target file that is hashed on its own, as offset and length in bytes.
+#: Separately hashed piece of a target file: offset and length in bytes.
 Piece = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """Copies of contiguous elements to one target file, rising in `target`: one row each.
+    """Contiguous copies to one target file in ascending `target` order, one row each.
 
-    Row i takes `numel[i]` elements of `source_dtype` from byte `source[i]` of the file `paths[path[i]]` on to byte
-    `target[i]` of the target file, as elements of `target_dtype`.
+    Row i copies `numel[i]` elements of `source_dtype` from byte `source[i]` in the file `paths[path[i]]` to byte
+    `target[i]` in the target file, in `target_dtype`.
     """
 
     source_dtype: DType
@@ -35,7 +35,7 @@ class Spans:
         return len(self.numel)
 
     def take(self, which: NDArray[np.int64] | slice) -> Spans:
-        """These rows alone."""
+        """Return only these rows."""
         return replace(
             self,
             path=self.path[which],
@@ -46,21 +46,22 @@ class Spans:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that are written."""
+        """Bytes to write."""
         return int(self.numel.sum()) * self.target_dtype.itemsize
 
 
 @dataclass(slots=True)
 class Rows:
-    """The contiguous copies of a target file while they are being found, in any order."""
+    """Collector for a target file's contiguous copies, in any order."""
 
     _paths: dict[str, int] = field(default_factory=dict)
     _rows: dict[tuple[DType, DType], array[int]] = field(default_factory=dict)
 
     def of(self, source_dtype: DType, target_dtype: DType) -> array[int]:
-        """The rows of one pair of dtypes, to which four numbers are added for each copy.
+        """Return the rows for a pair of dtypes. Add four numbers for each copy.
 
-        They are byte offset in the target, number of the path, byte offset in the source, number of elements.
+        They are the byte offset in the target, the path's number, the byte offset in the source, and the number of
+        elements.
         """
         key = source_dtype, target_dtype
         found = self._rows.get(key)
@@ -69,7 +70,7 @@ class Rows:
         return found
 
     def path(self, path: str) -> int:
-        """The number of a path."""
+        """Return a path's number."""
         return self._paths.setdefault(path, len(self._paths))
 
     def spans(self) -> tuple[Spans, ...]:

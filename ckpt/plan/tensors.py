@@ -1,9 +1,8 @@
 """Boxes, extents, fragments and logical tensors: pure arithmetic, no I/O, no torch.
 
-A logical tensor is an fqn, a role, a dtype and a shape.  Its elements lie in fragments: a region of the
-tensor and the extent of a file that holds that region.  Everything that converts, compares or reshards is
-the intersection of two such descriptions (`overlay`), and the proof that one of them leaves no hole and no
-overlap (`ckpt.plan.tiling`).
+A logical tensor has an fqn, a role, a dtype and a shape. Its elements are in fragments: a region in the tensor, and the
+file extent with that region. To convert, compare or reshard is to intersect two such descriptions (`overlay`), with the
+proof that neither has holes or overlaps (`ckpt.plan.tiling`).
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ from ckpt.plan.dtypes import DType
 Shape = tuple[int, ...]
 
 
-#: A file of zeros without end: where padding lies that no source has stored.
+#: An endless file of zeros: the source for padding that is not stored.
 ZEROS = "/dev/zero"
 
 
 class Box(NamedTuple):
-    """`sizes` elements from `offsets` on, in every dim of a tensor.  A 0-d tensor has the empty box `Box((), ())`.
+    """`sizes` elements from `offsets` on, in every dim of a tensor. A scalar has the empty box `Box((), ())`.
 
-    `steps` is empty where the elements are neighbours, as nearly everywhere; otherwise it says for each dim how far
-    apart they are: rows 1, 3, 5 of a tensor that interleaves two others are offset 1, size 3, step 2.
+    `steps` is empty if the elements are neighbours, the usual case. Otherwise it gives their distance in each dim: rows
+    1, 3, 5 of a tensor that interleaves two others have offset 1, size 3, step 2.
     """
 
     offsets: Shape
@@ -40,7 +39,7 @@ class Box(NamedTuple):
         return prod(self.sizes)
 
     def intersect(self, other: Box) -> Box | None:
-        """The common part, or None where there is none."""
+        """Return the common part, or None."""
         if self.steps or other.steps:
             return _intersect_steps(self, other)
         offsets, sizes = [], []
@@ -53,7 +52,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def relative_to(self, outer: Box) -> Box:
-        """This box in the coordinates of a tensor that holds just `outer`."""
+        """Return this box in the coordinates of a tensor with only `outer`."""
         offsets = tuple(a - b for a, b in zip(self.offsets, outer.offsets, strict=True))
         if not (self.steps or outer.steps):
             return Box(offsets, self.sizes)
@@ -62,7 +61,7 @@ class Box(NamedTuple):
         return stepped(tuple(o // t for o, t in zip(offsets, steps, strict=True)), self.sizes, inner)
 
     def inside(self, inner: Box) -> Box:
-        """`inner`, given in the coordinates of a tensor that holds just this box, in those that this box is in."""
+        """Return `inner`, in this box's coordinates, in the outer tensor's coordinates."""
         steps = self.all_steps
         offsets = tuple(a + b * t for a, b, t in zip(self.offsets, inner.offsets, steps, strict=True))
         if not (self.steps or inner.steps):
@@ -70,17 +69,17 @@ class Box(NamedTuple):
         return stepped(offsets, inner.sizes, tuple(s * t for s, t in zip(inner.all_steps, steps, strict=True)))
 
     def is_whole(self, shape: Shape) -> bool:
-        """Whether it is all of a tensor of this shape."""
+        """Return True if this box is a whole tensor with this shape."""
         return self.sizes == shape and not self.steps and not any(self.offsets)
 
     @property
     def all_steps(self) -> Shape:
-        """The steps, of every dim."""
+        """Steps in every dim."""
         return self.steps or (1,) * len(self.sizes)
 
     @property
     def ends(self) -> Shape:
-        """Behind the last element, in every dim."""
+        """End of the box in every dim, exclusive."""
         if not self.steps:
             return tuple(map(add, self.offsets, self.sizes))
         return tuple(a + (n - 1) * s + 1 for a, n, s in zip(self.offsets, self.sizes, self.steps, strict=True))
@@ -91,13 +90,16 @@ class Box(NamedTuple):
 
 
 def stepped(offsets: Shape, sizes: Shape, steps: Shape) -> Box:
-    """The box with these steps; steps of dims with one element are ignored, so that equal boxes compare equal."""
+    """Return the box with these steps.
+
+    Steps in dims with one element are dropped, so that equal boxes compare equal.
+    """
     steps = tuple(step if size > 1 else 1 for size, step in zip(sizes, steps, strict=True))
     return Box(offsets, sizes, steps if any(step != 1 for step in steps) else ())
 
 
 def _intersect_steps(one: Box, other: Box) -> Box | None:
-    """What two arithmetic progressions have in common, dim by dim, is one too."""
+    """Intersect dim by dim. Two arithmetic progressions intersect in a third."""
     offsets, sizes, steps = [], [], []
     dims = zip(one.offsets, one.sizes, one.all_steps, other.offsets, other.sizes, other.all_steps, strict=True)
     for a, n, s, b, m, t in dims:
@@ -120,8 +122,8 @@ def _intersect_steps(one: Box, other: Box) -> Box | None:
 class FlatRange(NamedTuple):
     """Elements `start` to `stop` of a tensor in row-major order.
 
-    Flat partitions (one long buffer cut among ranks) are of this kind.  A flat range is at most 2*ndim - 1 boxes
-    (`flat_boxes`); kept whole it is one copy instead of several, which is what a thousand ranks need.
+    Flat partitions (one long buffer cut among ranks) have this form. A flat range is at most 2*ndim - 1 boxes
+    (`flat_boxes`). Kept as one range it is a single copy, and with a thousand ranks that matters.
     """
 
     start: int
@@ -139,13 +141,13 @@ Region = Box | FlatRange
 
 
 def whole(shape: Shape) -> Box:
-    """The box that is all of a tensor of this shape."""
+    """Return the box for a whole tensor with this shape."""
     return Box((0,) * len(shape), shape)
 
 
-@lru_cache(4096)  # of the many tensors of a model few have a shape of their own
+@lru_cache(4096)  # few tensors of a model have a unique shape
 def contiguous_strides(shape: Shape) -> Shape:
-    """Row-major strides, in elements."""
+    """Return row-major strides in elements."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -155,7 +157,7 @@ def contiguous_strides(shape: Shape) -> Shape:
 
 @lru_cache(4096)
 def is_contiguous(shape: Shape, strides: Shape) -> bool:
-    """Whether the elements lie one after the other in row-major order (dims of size 1 are ignored)."""
+    """Return True if the elements are contiguous in row-major order. Dims of size 1 are ignored."""
     step = 1
     for size, stride in zip(reversed(shape), reversed(strides), strict=True):
         if size != 1 and stride != step:
@@ -166,9 +168,9 @@ def is_contiguous(shape: Shape, strides: Shape) -> bool:
 
 @lru_cache(1 << 14)  # a model's layers are cut alike
 def flat_range(box: Box, shape: Shape) -> FlatRange | None:
-    """`box` as a flat range of a tensor of `shape`, or None where it is not one.
+    """Return `box` as a flat range in a tensor with `shape`, or None if it is not flat.
 
-    It is one where, after leading dims of size 1, one dim is cut freely and all dims behind it are whole.
+    It is flat if it has leading dims of size 1, then one dim cut freely, then only whole dims.
     """
     numel = prod(box.sizes)
     if numel == 0 or box.is_whole(shape):
@@ -186,9 +188,9 @@ def flat_range(box: Box, shape: Shape) -> FlatRange | None:
 
 
 def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
-    """The flat range `start:stop` of a tensor of `shape` as disjoint boxes, in row-major order.
+    """Yield the flat range `start:stop` as disjoint boxes, in row-major order.
 
-    At most 2*ndim - 1 of them: a ragged head and tail per dim around one block of whole rows.
+    There are at most 2*ndim - 1: a ragged head and tail per dim around one block of whole rows.
     """
     if start >= stop:
         return
@@ -219,9 +221,9 @@ def flat_boxes(shape: Shape, start: int, stop: int) -> Iterator[Box]:
 
 
 def flat_regions(boxes: Iterable[Box], shape: Shape, start: int, stop: int) -> Iterator[tuple[Region, int]]:
-    """Elements `start:stop` of `boxes`, each in row-major order and one behind the other, as regions of a tensor.
+    """Yield elements `start:stop` of concatenated `boxes` as regions in a tensor with `shape`.
 
-    It is of `shape`.  With each comes the number of the element of the boxes that it begins with.
+    Each region comes with the number of its first element in the concatenation.
     """
     begin = 0
     for box in boxes:
@@ -254,12 +256,12 @@ class Extent(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the elements (not of the gaps that strides leave between them)."""
+        """Size of the elements in bytes, without gaps."""
         return prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
-        """The offset behind the last byte that this extent touches."""
+        """Offset after the last byte of this extent."""
         if is_contiguous(self.shape, self.strides):
             return self.offset + self.nbytes
         if 0 in self.shape:
@@ -272,7 +274,7 @@ class Extent(NamedTuple):
         return is_contiguous(self.shape, self.strides)
 
     def narrow(self, box: Box) -> Extent:
-        """The part of this array that `box`, in its own coordinates, cuts out."""
+        """Return the part of this array inside `box`, given in the array's coordinates."""
         skip = sum(offset * stride for offset, stride in zip(box.offsets, self.strides, strict=True))
         strides = self.strides
         if box.steps:
@@ -280,25 +282,25 @@ class Extent(NamedTuple):
         return Extent(self.path, self.offset + skip * self.dtype.itemsize, self.dtype, box.sizes, strides)
 
     def flat(self, start: int, stop: int) -> Extent:
-        """Elements `start:stop` of a contiguous array, as a 1-d extent."""
+        """Return elements `start:stop` of a contiguous array as a 1-d extent."""
         offset = self.offset + start * self.dtype.itemsize
         return Extent(self.path, offset, self.dtype, (stop - start,), (1,))
 
     def holding(self, region: Region, at: int) -> Extent:
-        """What a fragment has of `region`, whose elements lie from `at` on of a contiguous array."""
+        """Return a fragment's extent for `region`, with elements from `at` on in this contiguous array."""
         part = self.flat(at, at + region.numel)
         return part.reshape(region.sizes) if isinstance(region, Box) else part
 
     def reshape(self, shape: Shape) -> Extent:
-        """A contiguous array under another shape of the same number of elements."""
+        """Return a contiguous array with another shape and the same number of elements."""
         return Extent(self.path, self.offset, self.dtype, shape, contiguous_strides(shape))
 
 
 class Fragment(NamedTuple):
-    """A region of a tensor and the extent that holds it.
+    """A region in a tensor and the extent that holds it.
 
-    With a `Box` the extent has the box's sizes as its shape; with a `FlatRange` it is 1-d and contiguous.
-    `rank` says who wrote it, for messages; None where no rank is known.
+    With a `Box`, the extent's shape is the box's sizes. With a `FlatRange`, it is 1-d and contiguous. `rank` is the
+    writer, for messages, or None if unknown.
     """
 
     region: Region
@@ -306,8 +308,8 @@ class Fragment(NamedTuple):
     rank: int | None = None
 
 
-#: Elements `start:stop` of a tensor, in row-major order, lie from element `at` on of a contiguous extent, which a rank
-#: wrote: `(start, stop, extent, at, rank)`.  A plain tuple, as a plan of a large checkpoint sees millions of them.
+#: `(start, stop, extent, at, rank)`: elements `start:stop` of a tensor in row-major order are in a contiguous extent
+#: from element `at` on, written by `rank`. A plain tuple, because a large plan has millions.
 Run = tuple[int, int, Extent, int, int | None]
 
 
@@ -317,28 +319,28 @@ def run_fragments(runs: Iterable[Run]) -> Iterator[Fragment]:
 
 
 class Source(Protocol):
-    """Where a tensor's elements are: a rule that produces fragments when they are asked for.
+    """Places of a tensor's elements: a rule that produces fragments on demand.
 
-    A rule keeps what differs between tensors and not one object per rank, so that the description of 50,000
-    tensors on 1,024 ranks stays small.
+    A rule stores only the differences between tensors, not one object per rank. So the description of 50,000 tensors on
+    1,024 ranks stays small.
     """
 
     def fragments(self, shape: Shape) -> Iterator[Fragment]:
-        """Fragments that tile the tensor; flat ones in rising order."""
+        """Yield fragments that tile the tensor, flat ones in ascending order."""
 
 
 class Rule(Source, Protocol):
-    """A source that says where a part of a tensor is without going through all of it.
+    """A source that can locate a part of a tensor without listing all of it.
 
-    What it says is what its `fragments` say: a plan asks for the one or the other.
+    It must agree with its own `fragments`: a plan uses one or the other.
     """
 
     def runs(self, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
-        """Where elements `start:stop` are, in rising order; None where some lie in no contiguous runs."""
+        """Return the places of elements `start:stop` in ascending order, or None if some are in no contiguous run."""
 
 
 def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run] | None:
-    """Same as `Rule.runs`, for any source."""
+    """Return `Rule.runs` for any source."""
     if hasattr(source, "runs"):
         return cast(Rule, source).runs(shape, start, stop)
     found: list[Run] = []
@@ -355,28 +357,28 @@ def runs_of(source: Source, shape: Shape, start: int, stop: int) -> Sequence[Run
 
 
 class Alike(Source, Protocol):
-    """A source of many fragments that tells without listing them whether another is cut among the ranks as it is."""
+    """A source with many fragments that can compare its partition with another source's without listing them."""
 
     def cut(self, shape: Shape) -> Hashable:
-        """Equal where fragments and padding of two sources of a checkpoint are the same regions on the same ranks."""
+        """Return a key, equal if two sources in a checkpoint have the same regions and padding on the same ranks."""
 
 
 def cut_of(source: Source, shape: Shape) -> Hashable:
-    """Same as `Alike.cut`; None of a source whose fragments have to be listed for that."""
+    """Return `Alike.cut`, or None if the source's fragments must be listed."""
     return cast(Alike, source).cut(shape) if hasattr(source, "cut") else None
 
 
 @runtime_checkable
 class Padded(Protocol):
-    """A source that knows of padding which its format stores behind the tensor's elements."""
+    """A source whose format stores padding after the tensor's elements."""
 
     def padding(self, shape: Shape) -> Iterator[Fragment]:
-        """Flat ranges behind the last element, as if the tensor went on there; what they hold means nothing."""
+        """Yield the padding as flat ranges after the last element. Its content has no meaning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A tensor that lies in one place."""
+    """A tensor stored in one place."""
 
     extent: Extent
     rank: int | None = None
@@ -392,7 +394,7 @@ class Whole:
 
 @dataclass(frozen=True, slots=True)
 class Pieces:
-    """A tensor whose fragments are listed one by one."""
+    """A tensor with an explicit list of fragments."""
 
     pieces: tuple[Fragment, ...]
 
@@ -402,11 +404,11 @@ class Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's own name).
+    """A logical tensor: one fqn in one role (`weight`, `master`, `buffer`, or an optimizer state's name).
 
-    `native` is the dtype the model itself uses for this fqn, where the tensor's own is another one: an fp32
-    master of a bf16 model has `dtype` float32 and `native` bfloat16.  `replicas` hold the same elements again.
-    `rank_copies` are values of other ranks that may differ, as BatchNorm's running statistics do.
+    `native` is the model's own dtype for this fqn, if it differs: an fp32 master in a bf16 model has `dtype` float32
+    and `native` bfloat16. `replicas` hold the same elements again. `rank_copies` are other ranks' values that may
+    differ, for example BatchNorm's running statistics.
     """
 
     fqn: str
@@ -434,20 +436,20 @@ class Tensor:
         return self.source.fragments(self.shape)
 
     def runs(self) -> Sequence[Run] | None:
-        """All elements in rising order, or None where some lie in no contiguous runs."""
+        """Return all elements in ascending order, or None if some are in no contiguous run."""
         return runs_of(self.source, self.shape, 0, self.numel)
 
     def renamed(self, fqn: str) -> Tensor:
         return Tensor(fqn, self.role, self.dtype, self.shape, self.source, self.native, self.replicas, self.rank_copies)
 
     def rank_local(self) -> Tensor:
-        """Return the first rank's values; those of other ranks need not be equal."""
+        """Return the first rank's values. Other ranks' values may differ."""
         return replace(self, replicas=(), rank_copies=self.replicas)
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What two descriptions of a tensor have in common: the region, and the same elements in either extent."""
+    """Common part of two descriptions of a tensor: the region, and its extent on each side."""
 
     region: Region
     a: Extent
@@ -457,7 +459,7 @@ class Overlap:
 
 
 def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
-    """The fragment with a `FlatRange` and a 1-d extent, where both are possible."""
+    """Return the fragment with a `FlatRange` and a 1-d extent, or None if that is impossible."""
     if isinstance(fragment.region, FlatRange):
         return fragment
     if not fragment.extent.is_contiguous:
@@ -469,7 +471,7 @@ def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
 
 
 def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
-    """The fragments as flat ones, or None where one of them cannot be."""
+    """Return all fragments as flat ones, or None if that is impossible."""
     found = []
     for fragment in fragments:
         flat = _as_flat(fragment, shape)
@@ -492,9 +494,9 @@ def as_boxes(fragment: Fragment, shape: Shape) -> Iterator[Fragment]:
 
 
 def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Iterator[Overlap]:
-    """Every region that a fragment of `a` and one of `b` have in common, with both extents narrowed to it.
+    """Yield the common regions of fragments in `a` and `b`, with both extents narrowed to them.
 
-    Where both sides are flat it is a merge of two sorted lists; otherwise boxes are intersected.
+    If both sides are flat, two sorted lists are merged. Otherwise boxes are intersected.
     """
     a, b = list(a), list(b)
     flat_b = _all_flat(b, shape)
@@ -509,7 +511,7 @@ def overlay(a: Iterable[Fragment], b: Iterable[Fragment], shape: Shape) -> Itera
 
 
 def is_inside(region: Region, shape: Shape) -> bool:
-    """Whether `region` is one of a tensor of `shape`."""
+    """Return True if `region` lies in a tensor with `shape`."""
     if isinstance(region, FlatRange):
         return 0 <= region.start <= region.stop <= prod(shape)
     if not len(region.offsets) == len(region.sizes) == len(shape):
@@ -521,7 +523,7 @@ def is_inside(region: Region, shape: Shape) -> bool:
 
 
 def fits(extent: Extent, region: Region) -> bool:
-    """Whether an extent has the shape of what `region` says it holds."""
+    """Return True if an extent has the right shape for `region`."""
     if isinstance(region, Box):
         return extent.shape == region.sizes
     return extent.shape == (region.numel,) and extent.is_contiguous

@@ -1,4 +1,4 @@
-"""The proof that regions tile a tensor: every element is covered, and none twice."""
+"""Proof that regions tile a tensor: every element is covered exactly once."""
 
 from __future__ import annotations
 
@@ -28,8 +28,7 @@ from ckpt.plan.tensors import (
 class TilingFault:
     """Reason why regions do not tile a tensor: `kind` is `hole`, `overlap`, `outside` or `misfit`.
 
-    A misfit is a `fragment` whose extent has another size or dtype than its region and tensor.  `copy` counts the
-    copies of a tensor.
+    A misfit is a `fragment` with an extent of the wrong size or dtype. `copy` numbers the tensor's copies.
     """
 
     kind: str
@@ -46,7 +45,7 @@ class TilingFault:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A tensor whose stored parts do not make it up exactly once, and why."""
+    """A tensor that its stored parts do not cover exactly once, with the faults."""
 
     fqn: str
     role: str
@@ -54,7 +53,7 @@ class Damage:
 
 
 def damaged(tensors: Iterable[Tensor]) -> Iterator[Damage]:
-    """Yield the tensors with faults.  Tensors that are cut alike are tested only once."""
+    """Yield the tensors with faults. Tensors with the same partition are tested only once."""
     known: dict[Hashable, tuple[str, ...]] = {}
     for tensor in tensors:
         cuts = [cut_of(source, tensor.shape) for source in (tensor.source, *tensor.replicas)]
@@ -66,13 +65,13 @@ def damaged(tensors: Iterable[Tensor]) -> Iterator[Damage]:
 
 
 def faults_of(tensor: Tensor) -> Iterator[TilingFault]:
-    """Yield every fault of every copy of a tensor."""
+    """Yield every fault in every copy of a tensor."""
     for number, source in enumerate((tensor.source, *tensor.replicas), 1):
         yield from copy_faults(tensor, source, number)
 
 
 def copy_faults(tensor: Tensor, source: Source, copy: int = 1) -> Iterator[TilingFault]:
-    """Yield every fault of one copy of a tensor, misfits first."""
+    """Yield every fault in one copy of a tensor, misfits first."""
     fragments = list(source.fragments(tensor.shape))
     for fragment in fragments:
         if not fits(fragment.extent, fragment.region) or fragment.extent.dtype != tensor.dtype:
@@ -82,19 +81,19 @@ def copy_faults(tensor: Tensor, source: Source, copy: int = 1) -> Iterator[Tilin
 
 
 def check_tiling(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> TilingFault | None:
-    """None if the regions cover every element of `shape` exactly once; otherwise the first fault found.
+    """Return None if the regions cover every element of `shape` exactly once, otherwise the first fault.
 
-    With `overlaps`, at least once will do.
+    With `overlaps`, covering an element several times is allowed.
     """
-    if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # nearly all there are
+    if len(regions) == 1 and isinstance(regions[0], Box) and regions[0].is_whole(shape):  # the usual case
         return None
     return next(tiling_faults(regions, shape, overlaps=overlaps), None)
 
 
 def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = False) -> Iterator[TilingFault]:
-    """Every fault that `check_tiling` looks for; a region that lies outside covers nothing.
+    """Yield every fault that `check_tiling` looks for. A region outside the tensor covers nothing.
 
-    One hole or overlap may come in several parts.
+    One hole or overlap may be reported in several parts.
     """
     total = prod(shape)
     inside = []
@@ -125,9 +124,9 @@ def tiling_faults(regions: Sequence[Region], shape: Shape, *, overlaps: bool = F
 
 
 def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool) -> Iterator[TilingFault]:
-    """Cut space into slabs at every edge of the next dim and check each slab in the dims that are left.
+    """Cut space into slabs at every edge in the next dim, and check each slab in the remaining dims.
 
-    `offsets` and `sizes` are the slab so far.
+    `offsets` and `sizes` describe the slab so far.
     """
     dim = len(offsets)
     if not boxes:
@@ -158,7 +157,7 @@ def _sweep(boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlap
 def _sweep_residues(
     boxes: list[Box], offsets: Shape, sizes: Shape, shape: Shape, overlaps: bool
 ) -> Iterator[TilingFault]:
-    """Check a dim with steps as several dims without: one of every residue."""
+    """Check a dim with steps by splitting it into residue classes without steps."""
     dim = len(offsets)
     step = lcm(*(box.all_steps[dim] for box in boxes))
     for residue in range(min(step, shape[dim])):
