@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ckpt.base.errors import CorruptError, NotFoundError, UnsafeError
+from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.base.text import counted
 from ckpt.containers.dcp.shards import DCP_KEY, saved_offsets
 from ckpt.containers.safetensors import Header, Planned, build_header, read_header
@@ -29,6 +30,8 @@ _T = TypeVar("_T")
 
 #: transformers' names for a single model file, and for the index of shards.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+#: Shards of a model.  `shard-00001-model-00001-of-00001` is PyTorch's sharded writer, one set of files per rank.
+SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.safetensors|\.bin)")
 #: Maximum size of an index in bytes.
 MAX_INDEX = 128 << 20
 
@@ -68,6 +71,39 @@ def parse_index(
     metadata = index.get("metadata")
     total_size = metadata.get("total_size") if isinstance(metadata, dict) else None
     return Index(path.name, weight_map, total_size)
+
+
+def is_shard_set(names: Iterable[str]) -> bool:
+    """Return True if all names are shards of one model.  Missing shards are an error later on, not another format."""
+    found = [SHARD.fullmatch(name) for name in names]
+    return None not in found and len({(one["stem"], one["count"], one["suffix"]) for one in found if one}) == 1
+
+
+def index_of(shard: str) -> str | None:
+    """Return the name of the index that lists `shard`, or None if the name is no shard's."""
+    found = SHARD.fullmatch(shard)
+    return f"{found['stem']}{found['suffix']}.index.json" if found else None
+
+
+def check_shard_set(names: Iterable[str], folder: Path) -> None:
+    """Raise IncompleteError if shards without an index are not all there, by the numbers in their names."""
+    found = [match for name in names if (match := SHARD.fullmatch(name))]
+    if not found:
+        return
+    count, numbers = int(found[0]["count"]), {int(match["number"]) for match in found}
+    missing = next((number for number in range(1, count + 1) if number not in numbers), None)
+    if missing is not None or len(numbers) != count:
+        raise IncompleteError(
+            "the set of shards is not complete",
+            path=folder,
+            expected=f"{counted(count, 'shard')}, from 1 on",
+            found=counted(len(found), "shard") + (f", number {missing} is missing" if missing is not None else ""),
+        )
+
+
+def index_is_missing(shard: str) -> str:
+    """Return a note about complete shards without an index."""
+    return f"{index_of(shard)} is missing; every shard is here, and transformers loads none without it"
 
 
 def read_weights(

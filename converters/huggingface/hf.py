@@ -14,14 +14,18 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
-from ckpt.base.errors import IncompleteError, NotFoundError, UsageError
-from ckpt.base.text import Brief, counted
+from ckpt.base.errors import NotFoundError, UsageError
+from ckpt.base.text import Brief
 from ckpt.containers.sources import Sources
 from ckpt.containers.weights import (
     INDEX,
     MAX_INDEX,
     SINGLE,
     Index,
+    check_shard_set,
+    index_is_missing,
+    index_of,
+    is_shard_set,
     model_weights,
     parse_index,
     read_weights,
@@ -44,7 +48,6 @@ from converters.names.options import NameOptions
 from converters.names.quantization.parts import quantized_weights
 from converters.names.transformers.ties import kept_names, tied_names
 
-_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})\.safetensors")
 _ADAPTER = re.compile(r"adapter_model.*\.safetensors")
 
 _MAY_COMPUTE_IN_LESS = Brief(
@@ -167,18 +170,7 @@ def _weights(folder: Path) -> list[str] | str | None:
     names = [name for name in names if name not in indexes and not _ADAPTER.match(name)]
     if len(names) == 1 and not names[0].startswith("shard-"):
         return names
-    return names if _is_one_set(names) else None
-
-
-def _is_one_set(names: list[str]) -> bool:
-    """Whether the names are shards of one set.  Gaps in it are an error later on, not another format."""
-    shards = [_SHARD.fullmatch(name) for name in names]
-    # `shard-00001-model-00001-of-00001` is PyTorch's sharded writer, one set of files per rank
-    return (
-        bool(shards)
-        and len({(m["stem"], m["count"]) if m else None for m in shards}) == 1
-        and all(m and not m["stem"].startswith("shard-") for m in shards)
-    )
+    return names if is_shard_set(names) else None
 
 
 def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], list[str]]:
@@ -187,30 +179,14 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
     if found is None:
         raise NotFoundError("there are no safetensors weights of a model here", path=path)
     if isinstance(found, list):
-        _check_set(found, folder)
-        return None, found, []
+        check_shard_set(found, folder)
+        return None, found, [index_is_missing(found[0])] if index_of(found[0]) else []
     if not found.endswith(".json"):
         both = not path.is_file() and (folder / INDEX).exists()
         notes = [f"{SINGLE} and {INDEX} both stand in the folder; {SINGLE} is read, as transformers does"]
         return None, [found], notes if both else []
     index = parse_index(read_json(confined(folder, found), unique=True, max_bytes=MAX_INDEX), folder / found)
     return index, sorted(set(index.weight_map.values())), []
-
-
-def _check_set(names: list[str], folder: Path) -> None:
-    first = _SHARD.fullmatch(names[0])
-    if first is None:
-        return
-    count = int(first["count"])
-    numbers = {int(m["number"]) for name in names if (m := _SHARD.fullmatch(name))}
-    missing = next((n for n in range(1, count + 1) if n not in numbers), None)
-    if missing is not None or len(numbers) != count:
-        raise IncompleteError(
-            "the set of shards is not complete",
-            path=folder,
-            expected=f"{counted(count, 'shard')}, from 1 on",
-            found=counted(len(names), "shard") + (f", number {missing} is missing" if missing is not None else ""),
-        )
 
 
 # -- writing -------------------------------------------------------------------------------------------------

@@ -46,7 +46,18 @@ from ckpt.base.text import Brief, counted
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.torchfile.values import StoredDict, StoredTensor, is_part, is_state_dict
 from ckpt.containers.torchfile.write import FromSource, NewStorage, NewTensor, torch_file
-from ckpt.containers.weights import MAX_INDEX, index_file, missing_file, parse_index, shards
+from ckpt.containers.weights import (
+    MAX_INDEX,
+    SHARD,
+    check_shard_set,
+    index_file,
+    index_is_missing,
+    index_of,
+    is_shard_set,
+    missing_file,
+    parse_index,
+    shards,
+)
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import entries_in, is_folder
@@ -104,7 +115,6 @@ _OTHERS = (
     "distrib_optim.pt",
     "common.pt",
     "*train_state.pt",
-    "pytorch_model-*-of-*.bin",
 )
 _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 #: Accelerate's sharded folder, and an adapter's files; a torch file beside either is not part of the checkpoint.
@@ -117,7 +127,7 @@ _RANKS_HINT = (
     "files of all ranks are the format `fsdp-ranks`, where each holds the model's state dict alone and has the "
     "name that verl or Accelerate gives it: model_world_size_W_rank_R.pt or pytorch_model_fsdp_0_rankR.bin"
 )
-_SHARD = "pytorch_model-{:05d}-of-{:05d}.bin"
+_SHARD_NAME = "pytorch_model-{:05d}-of-{:05d}.bin"
 _LARGE = 1 << 20
 
 
@@ -151,7 +161,9 @@ class Full(Format):
         if name is None:
             raise NotFoundError("there is no torch file with a model's weights here", path=path)
         reading = _Reading(folder)
-        if name == INDEX or name.endswith(".index.json"):
+        if isinstance(name, list):
+            _read_shards(reading, name)
+        elif name.endswith(".index.json"):
             _read_sharded(reading, name)
         else:
             _read_bundle(reading, name, request.tag)
@@ -212,6 +224,8 @@ FULL = Full()
 def _is_weights_name(name: str) -> bool:
     if name.endswith(".bin.index.json"):
         return True
+    if SHARD.fullmatch(name):
+        return False
     return name.endswith(_SUFFIXES) and not any(fnmatch.fnmatch(name, pattern) for pattern in _OTHERS)
 
 
@@ -230,8 +244,8 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
     return head.startswith(b"PK\3\4") or b"\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19" in head or not head.strip(b"\0")
 
 
-def _weights_in(folder: Path) -> str | None:
-    """Return the name of the folder's torch file with weights or index."""
+def _weights_in(folder: Path) -> str | list[str] | None:
+    """Return the name of the folder's torch file with weights or of its index, or the names of shards without one."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
@@ -247,6 +261,9 @@ def _weights_in(folder: Path) -> str | None:
             return name
     if is_adapter:
         return None
+    shard_set = sorted(name for name in names if SHARD.fullmatch(name))
+    if is_shard_set(shard_set) and shard_set[0].endswith(".bin"):
+        return shard_set
     others = sorted(name for name in names if _is_weights_name(name) and name[0] != "." and not name.endswith(".json"))
     return others[0] if len(others) == 1 and _is_torch_file(folder / others[0]) else None
 
@@ -391,7 +408,7 @@ def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
 def _holds_model(folder: Path, key: str) -> bool:
     """Return True if the torch file in `folder` is a bundle with a model at `key`."""
     name = _weights_in(folder) if folder.is_dir() else None
-    if name is None or name.endswith(".json"):
+    if name is None or isinstance(name, list) or name.endswith(".json"):
         return False
     try:
         root = torchfile.read(confined(folder, name)).root
@@ -423,12 +440,30 @@ def _read_sharded(reading: _Reading, name: str) -> None:
         _read_shard(reading, shard, by_file[shard])
 
 
-def _read_shard(reading: _Reading, shard: str, expected: set[str]) -> None:
-    if not (reading.folder / shard).is_file():
+def _read_shards(reading: _Reading, names: list[str]) -> None:
+    """Read shards without an index, whose names tell how many there are.  HF Trainer goes on from none of these."""
+    check_shard_set(names, reading.folder)
+    check_has_index(reading.folder, names[0])
+    for shard in names:
+        _read_shard(reading, shard, None)
+    reading.notes.append(index_is_missing(names[0]))
+
+
+def check_has_index(folder: Path, shard: str) -> None:
+    """Raise IncompleteError for shards without an index next to HF Trainer's or Accelerate's optimizer."""
+    if first(folder, OPTIMIZERS) is not None:
+        what = "the index of the shards is missing, which is written after them, and no engine goes on without it"
+        raise IncompleteError(what, path=folder, expected=index_of(shard), found="every shard")
+
+
+def _read_shard(reading: _Reading, shard: str, expected: set[str] | None) -> None:
+    """Read a shard.  `expected` are the tensors that the index places there, None without an index."""
+    if expected is not None and not (reading.folder / shard).is_file():
         raise missing_file(reading.folder / shard, dict.fromkeys(sorted(expected), shard))
     path, root = reading.load(shard)
     if not isinstance(root, Mapping):
         raise CorruptError("a shard holds no state dict", path=path, found=type(root).__name__)
+    expected = {*root} if expected is None else expected
     for fqn in expected ^ set(root):
         lost = "the index names a tensor that its file does not hold"
         what = lost if fqn in expected else "the file holds a tensor that the index does not place there"
@@ -558,7 +593,7 @@ def _weight_files(
         return [torch_file(MODEL, _model(chosen, ties, extra))]
     files, weight_map = [], {}
     for position, pack in enumerate(packs, start=1):
-        name = _SHARD.format(position, len(packs))
+        name = _SHARD_NAME.format(position, len(packs))
         inside = {alias: owner for alias, owner in ties.items() if owner in pack and alias not in chosen}
         state = _model({fqn: chosen[fqn] for fqn in pack}, inside, extra if position == len(packs) else {})
         files.append(torch_file(name, state))

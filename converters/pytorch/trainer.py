@@ -12,15 +12,26 @@ The output can be resumed by Trainer. It loads `model.safetensors` by in-memory 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 
 from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import counted
-from ckpt.containers.weights import INDEX, MAX_INDEX, SINGLE, model_weights, parse_index, read_weights
+from ckpt.containers.weights import (
+    INDEX,
+    MAX_INDEX,
+    SINGLE,
+    check_shard_set,
+    is_shard_set,
+    model_weights,
+    parse_index,
+    read_weights,
+)
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
+from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import (
     HUB,
     MASTER,
@@ -47,6 +58,7 @@ from converters.pytorch.full import (
     FSDP_MODEL,
     OPTIMIZERS,
     SCHEDULERS,
+    check_has_index,
     first,
     optimizer_name,
     own_state,
@@ -64,7 +76,13 @@ _NO_STATE = (
 
 def _is_step(folder: Path) -> bool:
     has_optimizer = first(folder, OPTIMIZERS) is not None and not (folder / FSDP_MODEL).exists()
-    return has_optimizer and first(folder, (SINGLE, INDEX)) is not None
+    return has_optimizer and (first(folder, (SINGLE, INDEX)) is not None or bool(_shards(folder)))
+
+
+def _shards(folder: Path) -> list[str]:
+    """Return the names of safetensors shards in a folder, if they are of one model."""
+    names = [name for name in names_in(folder) if name.endswith(".safetensors")]
+    return names if is_shard_set(names) else []
 
 
 _STEPS = Steps(_is_step)
@@ -160,6 +178,9 @@ TRAINER = Trainer()
 def _read_weights(reading: Reading, single: str) -> None:
     names, weight_map, folder = [single], None, reading.folder
     if not (folder / single).is_file():
+        if not os.path.lexists(folder / INDEX) and (found := _shards(folder)):
+            check_shard_set(found, folder)
+            check_has_index(folder, found[0])
         path = confined(folder, INDEX)
         weight_map = parse_index(read_json(path, unique=True, max_bytes=MAX_INDEX), path).weight_map
         names = sorted(set(weight_map.values()))

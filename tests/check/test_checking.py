@@ -301,7 +301,6 @@ def test_what_names_and_shapes_were_not_held_against_is_said(fixtures: Path, tmp
 
 MODEL: dict[str, tuple[Damage, str]] = {
     "a shard": (gone("*-00002-of-00003.safetensors"), "model-00002-of-00003.safetensors: "),
-    "the index": (gone("*.index.json"), "model.safetensors.index.json: the index of the shards is missing"),
     "half a shard": (cut("*-00003-of-00003.safetensors"), "model-00003-of-00003.safetensors: "),
     "an index cut off": (cut("*.index.json"), "model.safetensors.index.json: the JSON file ends too early"),
 }

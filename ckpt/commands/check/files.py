@@ -27,7 +27,7 @@ from ckpt.base.errors import (
     printable,
 )
 from ckpt.containers.dcp.metadata import Places, read_metadata
-from ckpt.containers.weights import MAX_INDEX, parse_index
+from ckpt.containers.weights import MAX_INDEX, SHARD, parse_index
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
@@ -48,7 +48,6 @@ LACKING = "lacking"
 
 #: What errors say of files that are not all there.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-_SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5})-of-(?P<count>\d{5})(?P<suffix>\.safetensors|\.bin)")
 #: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
 _MAX_FILES = 200_000
@@ -102,8 +101,8 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
             except CkptError as error:
                 yield _left(error, root, path) or problem_of(error, root, path)
     for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
-        for name, what in _missing(folder, names):
-            yield Problem(INCOMPLETE, relative(folder / name, root), what)
+        for kind, name, what in _missing(folder, names):
+            yield Problem(kind, relative(folder / name, root), what)
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
@@ -139,11 +138,11 @@ def relative(path: Path, root: Path) -> str:
 # -- sets of files ---------------------------------------------------------------------------------------------
 
 
-def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
-    """Names that must be in a folder beside those that are, and why."""
+def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
+    """Yield the kind of problem, the name and the reason for each name that a folder lacks next to `names`."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for name in names:
-        if (shard := _SHARD.fullmatch(name)) is not None:
+        if (shard := SHARD.fullmatch(name)) is not None:
             key = (shard["stem"], shard["suffix"], int(shard["count"]))
             sets.setdefault(key, set()).add(int(shard["number"]))
     indexes = {
@@ -154,18 +153,23 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str]]:
         index = f"{stem}{suffix}.index.json"
         if (named := indexes.get(index)) and not any(name.endswith(f"-of-{count:05}{suffix}") for name in named):
             continue  # of another save, which the index has nothing of
-        for number in sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers):
+        missing = sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers)
+        for number in missing:
             told.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
-            yield name, f"the shard is missing, {len(numbers)} of {count} are there"
+            yield INCOMPLETE, name, f"the shard is missing, {len(numbers)} of {count} are there"
         if index not in names:
-            yield index, "the index of the shards is missing; it is written behind them"
+            if missing:
+                yield INCOMPLETE, index, "the index of the shards is missing; it is written behind them"
+            else:
+                yield LACKING, index, "the index is missing; every shard is here, transformers loads none without it"
     for name, named in sorted(indexes.items()):
-        yield from ((gone, f"missing, {name} names it") for gone in sorted(named - names - told))
+        yield from ((INCOMPLETE, gone, f"missing, {name} names it") for gone in sorted(named - names - told))
     ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
-        yield f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
+        yield INCOMPLETE, f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"
     if any(name.endswith(".distcp") for name in names) and not any(name.endswith(".metadata") for name in names):
-        yield ".metadata", "the metadata is missing; it is a hidden file that `cp *` skips, and torch writes it last"
+        what = "the metadata is missing; it is a hidden file that `cp *` skips, and torch writes it last"
+        yield INCOMPLETE, ".metadata", what
 
 
 def _named_by_index(index: Path) -> set[str]:
