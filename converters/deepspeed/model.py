@@ -403,7 +403,7 @@ def _gap_notes(groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, T
         yield f"optimizer state {role} of {listed(fqns)} is not in the source: zeros, as DeepSpeed starts it"
 
 
-# -- what is recorded beside tensors -----------------------------------------------------------------------------------
+# -- other records -----------------------------------------------------------------------------------------------------
 
 
 def zero_options(checkpoint: Checkpoint) -> Mapping[str, Any]:

@@ -46,7 +46,7 @@ class Cut:
         return all(boxes == (whole(self.shape),) for boxes in self.boxes)
 
     def check(self, whose: str, held: Sequence[Tensor | None], paths: Sequence[str]) -> list[Tensor]:
-        """The ranks' parts, each from one of `paths`; CorruptError for one that is missing, or not as `shards` say."""
+        """Return the ranks' parts, read from `paths`. Raise CorruptError if one is missing or unlike its shard."""
         first = next(one for one in held if one is not None)
         found = []
         for one, shard, path in zip(held, self.shards, paths, strict=True):

@@ -137,7 +137,7 @@ def batch_notes(config: Mapping[str, Any], num_ranks: int) -> Iterator[str]:
         yield f"ds_config: train_batch_size {batch} does not divide by {ranks}; resume with one that does"
 
 
-# -- file names and the parts of files that stages share ---------------------------------------------------------------
+# -- file names and shared content -------------------------------------------------------------------------------------
 
 #: File name in the step folder, and the object for torch.load.
 File = tuple[str, Any]

@@ -466,7 +466,7 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
     return in_sub_groups(groups, sub_groups)
 
 
-# -- what the stages share ---------------------------------------------------------------------------------------------
+# -- shared by the stages ----------------------------------------------------------------------------------------------
 
 
 def _step_note(reading: _ZeroReading) -> tuple[str, ...]:

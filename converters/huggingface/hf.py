@@ -1,8 +1,8 @@
 """Hugging Face model folders: `model.safetensors`, or shards with `model.safetensors.index.json`.
 
-Format facts: safetensors 0.8.0 (see `safetensors_file`); names of files, index and sharding from transformers
-5.23 (`modeling_utils.py`, `save_pretrained`) and huggingface_hub (`serialization/_base.py`).  Written bytes
-are the same from run to run, and per file those of `safetensors.torch.save_file`.
+Format facts: safetensors 0.8.0 (see `ckpt.containers.safetensors`). File names, index and sharding follow transformers
+5.23 (`modeling_utils.py`, `save_pretrained`) and huggingface_hub (`serialization/_base.py`). The written bytes are
+reproducible, and each file equals the output of `safetensors.torch.save_file`.
 """
 
 from __future__ import annotations
@@ -66,14 +66,14 @@ class HuggingFace(Format):
     namespace = HUB
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A folder with weights (`tag` names one inside it), an index, or a safetensors file of its own."""
+        """Find a folder with weights (`tag` names one inside it), an index, or a single safetensors file."""
         if path.is_file():
             named = path.name.endswith((".safetensors", ".safetensors.index.json")) and not _ADAPTER.match(path.name)
             return path if named else None
         return find_step(path, tag, Steps(lambda folder: bool(_weights(folder))))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe a model folder's weights; all have the role `weight`, as files tell no buffers apart."""
+        """Describe a model folder's weights. All have the role `weight`, because files don't mark buffers."""
         from converters.names.hub.proof import tables_differ
 
         folder = path.parent if path.is_file() else path
@@ -107,7 +107,7 @@ class HuggingFace(Format):
         return replace(checkpoint, notes=(*checkpoint.notes, *differing))
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Weights only: one tensor per parameter and buffer, as `ckpt.plan.precision` chooses them."""
+        """Lay out the weights: one tensor per parameter and buffer, chosen by `ckpt.plan.precision`."""
         names = kept_names(checkpoint)
         run = checkpoint.computes_in if layout.dtype is None else None
         dtype = run.dtype if run else layout.dtype
@@ -121,7 +121,7 @@ class HuggingFace(Format):
         quantized = quantized_weights(checkpoint).parts
         plain = [choice for choice in chosen.values() if choice.tensor.fqn not in quantized]
         beside, notes = model_files(checkpoint, dtype, num_elements(plain), plain=_is_plain(chosen))
-        wrapped = _adapter_notes(chosen, checkpoint, layout)  # which refuses most of these
+        wrapped = _adapter_notes(chosen, checkpoint, layout)  # refuses most
         told, loads = _proof(
             checkpoint, {name: chosen[name] for name in chosen if name in model[1]}, layout, beside, dict(parts)
         )
@@ -142,7 +142,7 @@ HF = HuggingFace()
 
 
 def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list[tuple[str, dict[str, Choice]]]:
-    """Return the model's tensors, and those of each of the `modules` next to it, with the module's own names."""
+    """Return the model's tensors, and each module's tensors under its own names. `modules` are beside the model."""
     places = {name: next((one for one in modules if name.startswith(one)), "") for name in chosen}
     return [
         (
@@ -157,7 +157,7 @@ def _by_module(chosen: Mapping[str, Choice], modules: Mapping[str, str]) -> list
 
 
 def _weights(folder: Path) -> list[str] | str | None:
-    """The weights of a folder: the name of its one file or index, or the names of a set without an index."""
+    """Return a folder's weights: its single file or index, or the names in a set without an index."""
     for name in (SINGLE, INDEX):
         if (folder / name).is_file() or (folder / name).is_symlink():
             return name
@@ -174,7 +174,7 @@ def _weights(folder: Path) -> list[str] | str | None:
 
 
 def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], list[str]]:
-    """The index where there is one, the names of the files, and notes."""
+    """Return the index, if any, the file names, and notes."""
     found = path.name if path.is_file() else _weights(folder)
     if found is None:
         raise NotFoundError("there are no safetensors weights of a model here", path=path)
@@ -193,11 +193,11 @@ def _weight_files(path: Path, folder: Path) -> tuple[Index | None, list[str], li
 
 
 def natural_key(name: str) -> list[tuple[int, str, int]]:
-    """Sorts `layers.2` before `layers.10`, as transformers does (`dot_natural_key`)."""
+    """Return a sort key with `layers.2` before `layers.10`, like transformers (`dot_natural_key`)."""
     return [_natural_part(part) for part in name.split(".")]
 
 
-@cache  # names of a model's tensors have few parts that differ
+@cache  # tensor names have few distinct parts
 def _natural_part(part: str) -> tuple[int, str, int]:
     text = part.rstrip("0123456789")
     digits = part[len(text) :]
@@ -228,7 +228,7 @@ def _proof(
 ) -> tuple[list[str], Loads]:
     """Return notes on how the names were checked, and if `from_pretrained` can load the folder.
 
-    Raises LossError or UsageError if the config's architecture has other names.
+    Raise LossError or UsageError if the config's architecture has other names.
     """
     from converters.names.hub import loading
     from converters.names.hub.proof import names_architecture, proof_notes, prove
@@ -252,7 +252,7 @@ def _proof(
 
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
-    """Notes on what the config promises, and what is written lacks."""
+    """Return notes on tensors that the config expects but the output lacks."""
     from converters.names.hub.promised import lacking
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
@@ -263,7 +263,7 @@ def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]
 
 
 def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:
-    """What to know of a model that PEFT wraps; UsageError, with what was meant, unless its own names are asked for.
+    """Return a note on a PEFT-wrapped model. Raise UsageError unless its own names are requested.
 
     from_pretrained finds neither a model nor an adapter in it.
     """

@@ -1,12 +1,12 @@
 """PEFT adapter folders: `adapter_config.json` with `adapter_model.safetensors` or `adapter_model.bin`.
 
 Format facts: peft 0.21.2 (`peft_model.py`, `save_pretrained`; `utils/save_and_load.py`, `get_peft_model_state_dict`;
-`utils/constants.py`).  See `ckpt.adapters.names` for the names.
+`utils/constants.py`). See `ckpt.adapters.names` for the names.
 
-Written from any checkpoint of a model that PEFT has wrapped, sharded ones above all: what
-`get_peft_model_state_dict` would return on the gathered model, under the names that it would have in the file.  The
-config is the run's own, byte for byte; where a trainer has another form of it (`Checkpoint.adapter_config`), it says
-the same.  None is ever made up, since alpha and the flags stand nowhere else.
+The source may be any checkpoint of a PEFT-wrapped model, mostly a sharded one. The output equals
+`get_peft_model_state_dict` on the gathered model, with the names in PEFT's file. The config is the run's own, byte for
+byte, or an equivalent one in a trainer's form (`Checkpoint.adapter_config`). No config is ever made up, because alpha
+and the flags are stored nowhere else.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from converters.names.adapter_settings import checked_settings
 
 SAFETENSORS = "adapter_model.safetensors"
 TORCH = "adapter_model.bin"
-#: mlx-lm's: lora_a [in, r] and lora_b [r, out], PEFT's factors with rows and columns exchanged.
+#: mlx-lm's file, with lora_a [in, r] and lora_b [r, out]: PEFT's factors, transposed.
 MLX = "adapters.safetensors"
 _MLX_NAME = re.compile(r"(?P<module>.+)\.lora_(?P<factor>[ab])")
-#: Parameters that LLaVA's scripts, and those for Qwen2-VL after them, train in full next to an adapter. Their names
-#: are PEFT's names in training.
+#: Parameters trained in full next to an adapter by LLaVA's scripts, and by the Qwen2-VL scripts based on them. Their
+#: names are PEFT's names in training.
 TRAINED_IN_FULL = ("non_lora_trainables.bin", "non_lora_state_dict.bin")
 METADATA = {"format": "pt"}
-#: Axolotl 0.19 writes such names under FSDP2 with `activation_checkpointing`.
+#: Axolotl 0.19 writes wrapped names under FSDP2 with `activation_checkpointing`.
 _WRAPPED = (
     "{}: {} names contain those of wrappers, such as {}; they are read without these. PEFT does not load such names, "
     "and treats the adapter as untrained: `ckpt convert peft peft` writes it anew"
@@ -77,13 +77,13 @@ class Peft(Format):
     namespace = None
 
     def find(self, path: Path, tag: str | None) -> Path | None:
-        """A folder with an adapter's config and weights (`tag` names one in it), or the file of the weights."""
+        """Find a folder with an adapter's config and weights (`tag` names one in it), or the weights file."""
         if path.is_file():
             return path if path.name in (SAFETENSORS, TORCH, MLX) else None
         return find_step(path, tag, Steps(lambda folder: _weights(folder) is not None))
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe an adapter's tensors, under the names that they have in the file without those of wrappers."""
+        """Describe an adapter's tensors, under the file's names without wrappers' names."""
         folder = path.parent if path.is_file() else path
         name = path.name if path.is_file() else _weights(folder)
         if name is None:
@@ -113,7 +113,7 @@ class Peft(Format):
         )
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The adapter of a checkpoint as one safetensors file, with its config and tokenizer beside it."""
+        """Lay out the checkpoint's adapter as one safetensors file, with its config and tokenizer."""
         adapter.check_is_there(checkpoint)
         parsed = map(adapter.parse_name, (fqn for fqn, _ in checkpoint.tensors))
         raw, config = settings_of(checkpoint, layers={name.module for name in parsed if name.kind == adapter.A})
@@ -157,7 +157,7 @@ PEFT = Peft()
 
 
 def prove_names(folder: Path) -> None:
-    """Prove that the names in an adapter's folder contain no wrapper's name, as PEFT does not load these."""
+    """Raise LossError if names in an adapter's folder contain a wrapper's name, because PEFT does not load them."""
     name = _weights(folder) if PEFT.find(folder, None) else None
     _, wrapped = _stored(confined(folder, name)) if name else ({}, [])
     if wrapped:
@@ -171,7 +171,7 @@ def prove_names(folder: Path) -> None:
 
 
 def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
-    """The base's kind: by the config beside the adapter, or that of the base which it names, where that is a folder."""
+    """Return the base's model type, from the config beside the adapter or in the base's folder."""
     found = checkpoint.config or read_model_config(map(Path, checkpoint.folders))
     base = raw.get("base_model_name_or_path")
     if found is None and isinstance(base, str) and (Path(base) / CONFIG).is_file():
@@ -180,14 +180,14 @@ def _model_type(checkpoint: Checkpoint, raw: Mapping[str, Any]) -> str | None:
 
 
 def _weights(folder: Path) -> str | None:
-    """The file of the weights, which PEFT looks for in this order.  Only beside a config is it an adapter."""
+    """Return the weights file, in PEFT's search order. None without an adapter config."""
     if not (folder / ADAPTER_CONFIG).is_file():
         return None
     return next((name for name in (SAFETENSORS, TORCH, MLX) if (folder / name).is_file()), None)
 
 
 def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
-    """The tensors of a file by their names without those of wrappers, and the names that hold some."""
+    """Return a file's tensors by name without wrappers' names, and the names that contain them."""
     stored = _torch(file) if file.name == TORCH else _safetensors(file)
     if file.name == MLX:
         stored = dict(_as_peft_names(fqn, extent, file) for fqn, extent in stored.items())
@@ -196,7 +196,7 @@ def _stored(file: Path) -> tuple[dict[str, Extent], list[str]]:
 
 
 def _trained_in_full(file: Path, known: Mapping[str, Extent]) -> dict[str, Extent]:
-    """Return the tensors of a file next to an adapter under the names of PEFT's files, without those in `known`.
+    """Return the tensors of a file next to an adapter, under PEFT's file names, without those in `known`.
 
     Raise CorruptError if a tensor is in both files with other values.
     """
@@ -222,7 +222,7 @@ def _safetensors(path: Path) -> dict[str, Extent]:
 
 
 def _as_peft_names(fqn: str, extent: Extent, path: Path) -> tuple[str, Extent]:
-    """A factor of mlx-lm's under PEFT's name, and as PEFT has it: transposed in the file, where it stays."""
+    """Return an mlx-lm factor's name in PEFT, and its extent as a transposed view of the file."""
     match = _MLX_NAME.fullmatch(fqn)
     if match is None or len(extent.shape) != 2:
         raise UsageError(
@@ -248,7 +248,7 @@ def _torch(path: Path) -> dict[str, Extent]:
 
 
 def _check_pairs(fqns: Iterable[str], path: Path) -> None:
-    """CorruptError if one factor is there without the other: no checksum protects names in a safetensors header."""
+    """Raise CorruptError if one factor is missing: no checksum protects names in a safetensors header."""
     kinds: dict[str, set[str]] = {}
     for name in map(adapter.parse_name, fqns):
         kinds.setdefault(name.module, set()).add(name.kind)

@@ -1,4 +1,4 @@
-"""The option `--server` of the format `peft`: who is to load the adapter."""
+"""Option `--server` of the format `peft`: the server to load the adapter."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VLLM, SGLANG = "vllm", "sglang"
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """`server`: None is PEFT itself."""
+    """Options for served adapters. `server` None means PEFT itself."""
 
     server: str | None = option(
         "peft: the layout that this server loads: a tensor for each expert, ranks and scalings as it reads them. What "

@@ -1,17 +1,17 @@
-"""Adapters as servers load them: experts taken apart, ranks and scalings as the server reads them.
+"""Adapters in servers' layouts: one tensor per expert, with ranks and scalings in the server's form.
 
 Facts from vLLM 0.32 (`lora/lora_model.py`, `peft_helper.py`, `model_manager.py`) and sglang 0.5.23 (`srt/lora/lora.py`,
 `lora_config.py`, `mem_pool.py`, `lora_manager.py`):
 
-- An adapter of stacked experts (PEFT's `target_parameters`) is one that vLLM refuses for models whose experts it keeps
-  apart, and sglang drops.  Both take `experts.N.gate_proj`, `up_proj` and `down_proj`.  For some models vLLM takes the
-  stacked ones, both of them, in PEFT's packing.
-- vLLM packs all three layers of all experts (`lora_weights.py`, `pack_moe`), and fails where one has no adapter.
-- vLLM reads rsLoRA and patterns of ranks and alphas; sglang knows one rank and one scaling, alpha / r, for all layers.
-- sglang stacks q, k and v: without q or v it fails, or passes over k.  It stacks gate and up, and passes over up alone.
-  Of latent attention it stacks q_a and kv_a: q_a alone gets zeros of its own shape, and kv_a alone no place.
+- Adapters for stacked experts (PEFT's `target_parameters`) are refused by vLLM for models whose experts it keeps
+  separate, and dropped by sglang. Both accept `experts.N.gate_proj`, `up_proj` and `down_proj`. For some models vLLM
+  accepts both stacked parameters in PEFT's packing.
+- vLLM packs all three layers of all experts (`lora_weights.py`, `pack_moe`), and fails if one has no adapter.
+- vLLM reads rsLoRA and rank and alpha patterns. sglang has one rank and one scaling, alpha / r, for all layers.
+- sglang stacks q, k and v: without q or v it fails or skips k. It stacks gate and up, and skips up alone. In latent
+  attention it stacks q_a and kv_a: q_a alone gets zeros of its own shape, and kv_a alone has no place.
 
-A target tensor is a box of the source's, so nothing is computed: its bits are those that were trained.
+A target tensor is a box of a source tensor, so nothing is computed: the trained bits stay the same.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from ckpt.plan.precision import Choice
 from ckpt.plan.tensors import Box, Extent, Shape, stepped, whole
 from converters.huggingface.peft_options import SGLANG, VLLM
 
-#: Models with gate above up in one tensor for each expert, whose files and servers have a tensor for each of the two.
+#: Models with gate and up stacked in one tensor per expert, but separate in files and servers.
 APART = ("qwen2_moe", "qwen3_moe", "qwen3_next", "olmoe", "deepseek_v3", "glm4_moe")
-#: Models whose stacked experts vLLM takes as PEFT has them (`is_3d_moe_weight`).
+#: Models with stacked experts in PEFT's form under vLLM (`is_3d_moe_weight`).
 STACKED = ("gpt_oss", "qwen3_5_moe", "qwen3_vl_moe")
-#: The largest rank that vLLM can be started for, and all of them (`MaxLoRARanks`).
+#: Maximum ranks accepted by vLLM at start (`MaxLoRARanks`).
 _VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 _PARAMETERS = ("gate_up_proj", "down_proj")
-#: A layer of a single expert, and the three of each, by the two names that files have for them; the first is the gate.
+#: Single expert's layer, and each expert's three layers under both namings. The first is the gate.
 _SINGLE = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)")
 _TRIPLES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w2", "w3"))
-#: Inits that only say where factors began; of others servers refuse the adapter.
+#: Inits without effect after training starts. Servers refuse other inits.
 _PLAIN_INITS = ("gaussian", "eva", "orthogonal")
-#: Records of how Unsloth packed experts, which no longer hold.
+#: Keys for Unsloth's packing, removed from the output.
 _RECORDS = ("lora_B_layout", "unsloth_fused_expert_lora")
 
 
 @dataclass(frozen=True)
 class ServedTensor:
-    """A tensor of the written file: `boxes` of the source's tensor and where each lies in it; the rest are zeros."""
+    """Tensor in the written file: pairs of its box and the source tensor's box. The rest is zeros."""
 
     name: str
     source: str
@@ -61,7 +61,7 @@ class ServedTensor:
 
 @dataclass(frozen=True)
 class ServerLayout:
-    """An adapter in a server's layout: its tensors and its config, and what is left out, with why."""
+    """Adapter in a server's layout: tensors, config, and tensors left out with the reason."""
 
     tensors: tuple[ServedTensor, ...]
     config: Mapping[str, Any]
@@ -71,7 +71,7 @@ class ServerLayout:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer as the server is to have it: where its factors are in the source's tensors `a` and `b`."""
+    """Layer in the server's form, with its factors' boxes in the source tensors `a` and `b`."""
 
     module: str
     key: str
@@ -86,10 +86,10 @@ class _Layer:
 
 
 def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, model_type: str | None) -> ServerLayout:
-    """The adapter of `chosen` tensors, by PEFT's names, in the layout of `server`.
+    """Return the adapter with the `chosen` tensors, by PEFT's names, in the layout of `server`.
 
-    UsageError for a kind that the server does not compute, and for experts of a model that is not known; LossError for
-    a part that it would pass over.
+    Raise UsageError for an unsupported kind or for experts of an unknown model, LossError for a part that the server
+    would skip.
     """
     _check_kind(chosen, config, server)
     modules: dict[str, dict[str, str]] = {}
@@ -141,7 +141,7 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
 
 
 def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[str, Choice]) -> TargetFile:
-    """A safetensors file with `tensors`, whose slots are boxes of the chosen ones."""
+    """Return a safetensors file with `tensors`. Its slots are boxes of the chosen tensors."""
     dtypes = {one.name: chosen[one.source].dtype for one in tensors}
     by_name = {one.name: one for one in tensors}
     header, placed = build_header([Planned(one.name, dtypes[one.name], one.shape) for one in tensors], {"format": "pt"})
@@ -157,7 +157,7 @@ def weights_file(name: str, tensors: tuple[ServedTensor, ...], chosen: Mapping[s
 
 
 def _gaps(one: ServedTensor, extent: Extent) -> Iterator[tuple[int, int]]:
-    """The ranges of a tensor that no box fills: rows behind the last of lora_A, the ends of rows of lora_B."""
+    """Yield the ranges of a tensor outside all boxes: lora_A's last rows, lora_B's row ends."""
     (rows, columns), item = one.shape, extent.dtype.itemsize
     filled = one.boxes[0][0].sizes if len(one.boxes) == 1 else one.shape
     if filled[0] < rows:
@@ -190,7 +190,7 @@ def _check_kind(chosen: Mapping[str, Choice], config: AdapterConfig, server: str
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The adapter of a stacked parameter: its factors, the experts of both, and how lora_B is packed."""
+    """Adapter of a stacked parameter: its factors, the number of experts, and lora_B's packing."""
 
     fqn: str
     a: str
@@ -202,11 +202,11 @@ class _Stacked:
     by_expert: bool
 
     def rows(self, expert: int) -> Box:
-        """Where an expert's lora_A is."""
+        """Return the box of an expert's lora_A."""
         return Box((expert * self.rank, 0), (self.rank, self.num_in))
 
     def columns(self, expert: int, start: int, stop: int) -> Box:
-        """Where rows `start` to `stop` of an expert's lora_B are."""
+        """Return the box of rows `start` to `stop` in an expert's lora_B."""
         if self.by_expert:
             return Box((start, expert * self.rank), (stop - start, self.rank))
         return stepped((start, expert), (stop - start, self.rank), (1, self.num_experts))
@@ -215,7 +215,7 @@ class _Stacked:
 def _parameters(
     chosen: Mapping[str, Choice], config: AdapterConfig, experts: str, wrappers: list[dict[str, str]]
 ) -> list[_Stacked]:
-    """The adapters of the stacked parameters of `experts`, of whose wrappers the innermost comes first."""
+    """Return the adapters of a layer's stacked expert parameters. `wrappers` has the innermost first."""
     targeted = [one for one in _PARAMETERS if config.targets_parameter(f"{experts}.{one}")]
     if len(targeted) != len(wrappers):
         raise CorruptError(
@@ -270,7 +270,7 @@ def _odd_factors(config: AdapterConfig, fqn: str, expected: str, found: str) -> 
 
 
 def _taken_apart(experts: str, both: list[_Stacked]) -> Iterator[_Layer]:
-    """The layers of each expert: gate and up have the same lora_A, and the halves of lora_B's rows."""
+    """Yield each expert's layers. Gate and up share lora_A, and each has half of lora_B's rows."""
     for one in both:
         half = one.num_out // 2
         parts = {"gate_proj": (0, half), "up_proj": (half, one.num_out)}
@@ -285,7 +285,7 @@ def _taken_apart(experts: str, both: list[_Stacked]) -> Iterator[_Layer]:
 def _repacked(
     chosen: Mapping[str, Choice], experts: str, both: list[_Stacked], config: AdapterConfig
 ) -> Iterator[ServedTensor]:
-    """Stacked factors under the names that they have, in PEFT's packing."""
+    """Yield stacked factors under their own names, in PEFT's packing."""
     if len(both) != 2:
         raise LossError(
             "vLLM loads adapters of both stacked parameters of a layer, or of none",
@@ -310,7 +310,7 @@ def _repacked(
 
 
 def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
-    """Both factors of a layer, with zeros up to `rank`."""
+    """Yield both factors of a layer, with zeros up to `rank`."""
     (own, num_in), (num_out, _) = layer.a_box.sizes, layer.b_box.sizes
     rank = rank or own
     a, b = whole((own, num_in)), whole((num_out, own))
@@ -319,7 +319,7 @@ def _factors(layer: _Layer, rank: int | None) -> Iterator[ServedTensor]:
 
 
 def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str | None) -> None:
-    """LossError where vLLM, which packs all three layers of all experts or none, would fail on one that is missing."""
+    """Raise LossError if an expert's layer lacks an adapter: vLLM packs all layers of all experts, or none."""
     found: dict[str, set[tuple[int, str]]] = {}
     for layer in layers:
         if match := _SINGLE.fullmatch(layer.module):
@@ -344,7 +344,7 @@ def _check_experts(layers: list[_Layer], config: AdapterConfig, model_type: str 
 
 
 def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
-    """LossError where sglang, which stacks some layers, would fail or pass over one."""
+    """Raise LossError if sglang, which stacks some layers, would fail or skip one."""
     known = {layer.module for layer in layers}
     for layer in layers:
         parent, _, leaf = layer.module.rpartition(".")
@@ -370,7 +370,7 @@ _Written = tuple[int | None, dict[str, Any], tuple[str, ...]]
 
 
 def _of_vllm(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """No rank to be padded to, the config, and what vLLM is started with."""
+    """Return None (no padding), the config, and vLLM's command line options as a note."""
     ranks = {re.escape(one.module): one.rank for one in layers if one.rank != config.rank}
     alphas = {re.escape(one.module): a for one in layers if (a := config.alpha_of(one.key)) != config.alpha}
     if stacked:
@@ -389,7 +389,7 @@ def _of_vllm(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterC
 
 
 def _of_sglang(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
-    """The one rank of all layers, a config with the one scaling, and what sglang is started with."""
+    """Return the single rank of all layers, a config with the single scaling, and sglang's options as a note."""
     scalings = {layer.module: config.scaling(layer.key) for layer in layers}
     scaling = next(iter(scalings.values()))
     for module, other in scalings.items():
@@ -412,7 +412,7 @@ def _of_sglang(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfi
 
 
 def _plain(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> dict[str, Any]:
-    """The config with the layers that are targeted by their last names, and no stacked parameters."""
+    """Return the config with its target layers by last name, without stacked parameters."""
     leaves = {layer.module.rpartition(".")[2] for layer in layers} | ({"experts"} if stacked else set())
     raw = {key: value for key, value in config.raw.items() if key not in _RECORDS}
     mapping = raw.get("auto_mapping")

@@ -205,7 +205,7 @@ def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
     return (f"{len(bare)} {said} lost, which Megatron's files do not tell apart: {named}",)
 
 
-# -- to be written -------------------------------------------------------------------------------------------
+# -- writing -------------------------------------------------------------------------------------------------
 
 #: Of experts apart, decayed, with a learning rate of its own, and `Group.optimizer`.
 Kind = tuple[bool, bool, bool, str | None]

@@ -161,7 +161,7 @@ class MegatronReading:
         return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
 
-# -- the files of all ranks ----------------------------------------------------------------------------------
+# -- all ranks' files ----------------------------------------------------------------------------------------
 
 
 def read_ranks(reading: MegatronReading) -> list[RankContent]:

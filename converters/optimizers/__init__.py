@@ -1,4 +1,4 @@
-"""State dicts of torch's optimizers, whoever saved them, and the states that are read from them.
+"""State dicts of torch's optimizers from any framework, and the optimizer states read from them.
 
 May import: `ckpt.base`, `ckpt.containers`, `ckpt.plan`, `ckpt.state`, `converters.quantized`.
 """

@@ -1,4 +1,4 @@
-"""What ranks say of one run, each in a file of its own: all files must be of one step."""
+"""Consistency checks between rank files: all must be from the same step."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from ckpt.containers.torchfile.scalars import number_state
 from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 
-#: Files that a message lists at most.
+#: Maximum files listed in a message.
 _SHOWN = 16
 
 
 def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> None:
-    """Raise CorruptError, with which file says what, unless all say the same."""
+    """Raise CorruptError, listing each file's value, unless all values are equal."""
     values: list[tuple[Any, list[RankFile]]] = []
     for file, value in said:
         held = next((files for known, files in values if known == value), None)
@@ -45,14 +45,14 @@ def check_same(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None 
 
 
 def check_same_options(ranks: Sequence[tuple[RankFile, Sequence[ParamGroup]]]) -> None:
-    """Raise CorruptError where ranks have different hyperparameters, which a schedule moves from step to step."""
+    """Raise CorruptError if ranks have different hyperparameters: a schedule changes them every step."""
     every = [(file, _plain_options(groups)) for file, groups in ranks]
     for name in every[0][1]:
         check_same(name, [(file, options.get(name)) for file, options in every])
 
 
 def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
-    """Hyperparameters that are plain values (a tensor `lr` is an extent, which says nothing about its value)."""
+    """Return hyperparameters with plain values. A tensor `lr` is an extent, without its value."""
     return {
         f"{name} of group {number}": value
         for number, group in enumerate(groups)
@@ -62,7 +62,7 @@ def _plain_options(groups: Sequence[ParamGroup]) -> dict[str, Any]:
 
 
 def different_numbers(name: str, said: Sequence[tuple[RankFile, Any]], fqn: str | None = None) -> list[Any]:
-    """The numbers that ranks have for an optimizer state, each once: only of steps they must all have the same."""
+    """Return the ranks' distinct numbers for an optimizer state. Raise CorruptError if steps differ."""
     numbers = [(f, number_state(name, v.extent) if isinstance(v, StoredTensor) else v) for f, v in said]
     if name.endswith("step"):
         check_same(name, numbers, fqn)

@@ -1,13 +1,13 @@
-"""An optimizer's state dict, which is taken apart and then given the names of its parameters.  It has three spellings.
+"""Parser for an optimizer's state dict, which may be spelled in three ways.
 
     nested    {"state": {fqn: {...}}, "param_groups": [{..., "params": [fqn]}]}      get_optimizer_state_dict, FSDP
     flat      {"state.<fqn>.exp_avg": ..., "param_groups.<fqn>.lr": ...}             flatten_optimizer_state_dict=True
     numbered  {"state": {0: {...}}, "param_groups": [{..., "params": [0]}]}          optimizer.state_dict()
 
-Names of numbers are recorded beside them (`param_names`, since torch 2.6, by optimizers of named parameters), or known
-to the format, or proved by shapes.
+Numbers get names from `param_names` (since torch 2.6, by optimizers with named parameters), from the format, or from a
+proof by shapes.
 
-After torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
+From torch 2.13: optim/optimizer.py (`state_dict`), distributed/fsdp/_optim_utils.py, and
 distributed/checkpoint/state_dict.py (`_unflatten_optim_state_dict`).
 """
 
@@ -28,15 +28,15 @@ from converters.optimizers.shapes import per_element
 from converters.quantized.states import Quantized, understood
 
 STATE, GROUPS, MEMBERS, NAMES = "state", "param_groups", "params", "param_names"
-#: More digits than the number of any parameter has.
+#: More digits than any parameter's number.
 _LONGEST = 20
 
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer's states and param groups by what a file calls parameters: their fqns, or numbers.
+    """Optimizer states and param groups, keyed by the file's parameter names or numbers.
 
-    `left` is what the state dict has beside these.
+    `left` has the state dict's other entries.
     """
 
     states: Mapping[Any, Mapping[str, Any]]
@@ -48,12 +48,12 @@ class Optimizer:
         return [key for group in self.groups for key in group.fqns]
 
     def without_names(self) -> tuple[ParamGroup, ...]:
-        """The groups without what they record of names."""
+        """Return the groups without recorded names."""
         options = [{name: value for name, value in group.options.items() if name != NAMES} for group in self.groups]
         return tuple(ParamGroup(g.fqns, some) for g, some in zip(self.groups, options, strict=True))
 
     def check_members(self, path: str) -> None:
-        """Raise CorruptError where there are states of a parameter that no group has."""
+        """Raise CorruptError if a parameter has states but no group."""
         if strangers := self.states.keys() - set(self.members):
             raise CorruptError(
                 "the optimizer has states of a parameter that is in no param group",
@@ -62,7 +62,7 @@ class Optimizer:
             )
 
     def check_known(self, fqns: Collection[str], path: str) -> None:
-        """Raise CorruptError where a parameter is none of the model's, which are called `fqns`."""
+        """Raise CorruptError if a parameter is not among the model's `fqns`."""
         if strangers := {*self.members, *self.states}.difference(fqns):
             what = "the optimizer has a parameter that the model does not have"
             raise CorruptError(what, path=path, fqn=min(strangers))
@@ -70,10 +70,10 @@ class Optimizer:
     def names(
         self, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
     ) -> dict[Any, str] | None:
-        """The fqn of each parameter; None where they are numbered and nothing tells which is which.
+        """Return the fqn of each parameter. None if they are numbered and the names are unknown.
 
-        `given` are the fqns by number, for a single param group; `proof` has the shapes of the model's parameters, in
-        the order in which it registers them.
+        `given` are the fqns by number, for a single param group. `proof` has the model's parameter shapes in
+        registration order.
         """
         members = self.members
         if all(isinstance(key, str) for key in (*members, *self.states)):
@@ -94,9 +94,9 @@ class Optimizer:
     def _without_misfits(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[list[Shape | None]]:
-        """Replace a damaged shape, one that no parameter has, with None, so that an error can name its parameter.
+        """Replace a damaged shape, one that no parameter has, with None, so an error can name its parameter.
 
-        Shapes of most parameters stay, unless states have no elements.
+        Most parameters keep their shapes, unless states are empty.
         """
         known = set(parameters.values())
         odd = {
@@ -114,7 +114,7 @@ class Optimizer:
     def _single_parameters(
         self, shapes: Sequence[Sequence[Shape | None]], parameters: Mapping[str, Shape]
     ) -> list[tuple[str, ...]] | None:
-        """What groups of one parameter each are called (Adam-mini's), if these are parameters of as many elements."""
+        """Return the names of one-parameter groups (Adam-mini's) if their element counts fit, else None."""
         names = [name for g in self.groups if isinstance(name := g.options.get("name"), str) and name in parameters]
         if len(set(names)) < len(self.groups) or any(len(held) != 1 for held in shapes):
             return None
@@ -123,14 +123,14 @@ class Optimizer:
         return [(name,) for name in names] if fit else None
 
     def named(self, names: Mapping[Any, str]) -> Optimizer:
-        """The parameters that `names` has, by their names."""
+        """Return the optimizer with only the parameters in `names`, under their names."""
         groups = (replace(g, fqns=tuple(names[key] for key in g.fqns if key in names)) for g in self.groups)
         states = {names[key]: values for key, values in self.states.items() if key in names}
         return replace(self, states=states, groups=tuple(groups))
 
 
 def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
-    """Whether this is an optimizer's state dict: it has param groups, or states where it `is_called_so`."""
+    """Return True for an optimizer's state dict: it has param groups, or states if it `is_called_so`."""
     if not isinstance(node, Mapping):
         return False
     spelled = {key.partition(".")[0] for key in node if isinstance(key, str) and "." in key}
@@ -140,7 +140,7 @@ def is_optimizer(node: Any, *, is_called_so: bool = False) -> bool:
 
 
 def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
-    """The param groups that a state dict lists, none where it lists none; CorruptError where one is no group."""
+    """Return a state dict's param groups, or () without any. Raise CorruptError for a malformed group."""
     listed = node.get(GROUPS) if isinstance(node, Mapping) else None
     found = []
     for group in listed if isinstance(listed, list | tuple) else ():
@@ -154,12 +154,12 @@ def groups_of(node: Any, path: str) -> tuple[ParamGroup, ...]:
 
 
 def _key(key: Any) -> Any:
-    """A parameter's name, or its number, of which DCP makes text."""
+    """Return a parameter's name, or its number. DCP turns numbers into text."""
     return int(key) if isinstance(key, str) and key.isdecimal() and len(key) < _LONGEST else key
 
 
 def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -> Optimizer:
-    """An optimizer's state in whatever spelling; `fqns` tell where a name ends in a flat one, as it may have dots."""
+    """Parse an optimizer's state in any spelling. `fqns` resolve flat keys, because names may contain dots."""
     left = {name: value for name, value in node.items() if name not in (STATE, GROUPS)}
     states: dict[Any, dict[str, Any]] = {}
     for key, values in (node[STATE] if isinstance(node.get(STATE), Mapping) else {}).items():
@@ -180,7 +180,7 @@ def take_apart(node: Mapping[str, Any], path: str, fqns: Collection[str] = ()) -
 
 
 def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGroup, ...]:
-    """The param groups of parameters that each have their options: those with the same are a group."""
+    """Group parameters by their options: equal options form a group."""
     found: list[tuple[Mapping[str, Any], list[Any]]] = []
     for fqn, chosen in options.items():
         members = next((members for known, members in found if _same(known, chosen)), None)
@@ -191,12 +191,12 @@ def with_same_options(options: Mapping[Any, Mapping[str, Any]]) -> tuple[ParamGr
 
 
 def _same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
-    """Whether two sets of options are alike; numbers of different types are not."""
+    """Return True if two sets of options are equal. Numbers of different types are not."""
     return a.keys() == b.keys() and all(a[k] is b[k] or (type(a[k]) is type(b[k]) and a[k] == b[k]) for k in a)
 
 
 def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
-    """`<fqn>.<name>`, by the model's names where they are known."""
+    """Split `<fqn>.<name>`, using the model's names if known."""
     fqn, _, name = text.rpartition(".")
     shorter = fqn
     while fqns and shorter and shorter not in fqns:
@@ -205,9 +205,9 @@ def _split(text: str, fqns: Collection[str]) -> tuple[str, str]:
 
 
 def _shape(states: Mapping[str, Any]) -> Shape | None:
-    """The shape of a parameter by its states; None where they do not tell it."""
+    """Return a parameter's shape inferred from its states, or None."""
     stored = {name: value for name, value in understood(states).items() if isinstance(value, Quantized | StoredTensor)}
-    if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's, of sums
+    if stored.keys() >= {"exp_avg_sq_row", "exp_avg_sq_col"}:  # Adafactor's sums
         return (*stored["exp_avg_sq_row"].shape, *stored["exp_avg_sq_col"].shape[-1:])
     if stored.keys() >= {"row_var", "col_var"}:  # torch's own Adafactor
         return (*stored["row_var"].shape[:-1], *stored["col_var"].shape[-1:])
@@ -218,9 +218,9 @@ def _shape(states: Mapping[str, Any]) -> Shape | None:
 def read_optimizer(
     content: Any, path: str, given: Sequence[str] | None = None, proof: Mapping[str, Shape] | None = None
 ) -> Optimizer | None:
-    """The state dict that is in a file, by fqn, or None where nothing tells the names: see `Optimizer.names`.
+    """Read a file's optimizer state dict by fqn. None if the names are unknown: see `Optimizer.names`.
 
-    CorruptError where it is no such state dict.
+    Raise CorruptError if it is not an optimizer's state dict.
     """
     node: Mapping[str, Any] = content if isinstance(content, Mapping) else {}
     is_nested = isinstance(node.get(STATE), Mapping) and isinstance(node.get(GROUPS), list)

@@ -1,4 +1,4 @@
-"""What has been read of an optimizer, by parameter: tensors of any shape, numbers, quantized ones, and param groups."""
+"""Optimizer states read so far, by parameter: tensors of any shape, numbers, quantized states, and param groups."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _UNFINISHED = (
     "the file was written before FSDP had gathered it, and may hold anything there (torch waits for plain tensors "
     "only); a sharded state dict has it"
 )
-#: What every optimizer has for each element of a parameter; of other names some have a number for the whole of it.
+#: States with a value per element in every optimizer. Under other names some store a single number.
 _OF_ITS_SHAPE = (MASTER, "exp_avg")
 
 
 @dataclass
 class OptimizerStates:
-    """The states that have been read: for the fields of `Checkpoint` and of `TrainingState` with these names."""
+    """States read so far, for the fields with these names in `Checkpoint` and `TrainingState`."""
 
     groups: tuple[ParamGroup, ...] = ()
     tensors: dict[Key, Tensor] = field(default_factory=dict)
@@ -46,17 +46,17 @@ class OptimizerStates:
     quantized: dict[Key, str] = field(default_factory=dict)
     blocks: dict[Key, Stored] = field(default_factory=dict)
     unread: Unread = field(default_factory=Unread)
-    #: Quantized states that were not understood, by kind: the parameter, the name and the file of one of each.
+    #: Quantized states in an unknown form, by kind. One example: its parameter, name and file.
     odd: dict[str, tuple[str, str, str]] = field(default_factory=dict)
-    #: Quantized states with at least one part that was understood, by kind: the parameter and the name of one of each.
+    #: Quantized states with a known part, by kind. One example: its parameter and name.
     known: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def recorded(self) -> dict[str, Any]:
-        """The training state among it, by the fields of `TrainingState`."""
+        """Return the fields of `TrainingState`."""
         return {"param_groups": self.groups, "scalars": self.scalars}
 
     def add(self, fqn: str, shape: Shape, states: Mapping[str, Any], path: str) -> None:
-        """Add all states of a parameter of `shape`; `path` is their file, for messages."""
+        """Add all states of a parameter with this `shape`. `path` names their file in messages."""
         nested = states.get(NESTED)
         hidden = set(nested) if isinstance(nested, Mapping) else set()
         for name, found in per_element(states).items():
@@ -64,7 +64,7 @@ class OptimizerStates:
                 check_shape(fqn, name, found, shape, path)
         for name, value in understood(states).items():
             if isinstance(value, Quantized | StoredTensor) and name in hidden and value.shape[-len(shape) :] != shape:
-                # What FSDP cannot gather is that of the rank which wrote the file.
+                # FSDP can't gather these, so they belong to the writing rank.
                 why = f"it has the shape {list(value.shape)}, not the parameter's: it may be the part of one rank"
                 self.unread.add(name, why, [fqn])
             elif isinstance(value, Quantized):
@@ -82,9 +82,9 @@ class OptimizerStates:
         self.scalars.setdefault(name, {})[fqn] = value
 
     def agree(self, fqns: Iterable[str], name: str, value: Any, who: str = "ranks", **where: Any) -> None:
-        """Add a number of these parameters, which others may have, too: CorruptError where it was another one there.
+        """Add a number shared by these parameters. Raise CorruptError if it is known with another value.
 
-        `who` have it; `where` is what an error says of the file.
+        `who` names its holders; `where` describes the file in errors.
         """
         known = self.scalars.setdefault(name, {})
         for fqn in fqns:
@@ -98,7 +98,7 @@ class OptimizerStates:
                 )
 
     def add_stored(self, fqn: str, name: str, shape: Shape, value: StoredTensor, path: str) -> None:
-        """Add a tensor; one of a single element is a number, but where the parameter itself has no more."""
+        """Add a tensor. A single element is a number, unless the parameter has only one."""
         extent = value.extent
         if extent.numel == 1 and prod(shape) > 1 and name in _OF_ITS_SHAPE:
             expected = f"a tensor of the shape {list(shape)}"
@@ -116,7 +116,7 @@ class OptimizerStates:
         parts: Mapping[Box, Quantized],
         plain: tuple[Fragment, ...] = (),
     ) -> None:
-        """Add a tensor of which these boxes are quantized; `plain` are the others, in fp32."""
+        """Add a tensor with quantized boxes. `plain` are its other boxes, in fp32."""
         source = pieces(parts, shape)
         for one in parts.values():
             self.computed |= one.blocks()
@@ -128,9 +128,9 @@ class OptimizerStates:
     def add_parts(
         self, fqn: str, name: str, shape: Shape, parts: Iterable[tuple[Box, Record | Extent, int | None, str]]
     ) -> None:
-        """Add a tensor whose parts are, at least in part, objects of a tensor subclass.
+        """Add a tensor whose parts include tensor subclass objects.
 
-        Each part has its box, what is stored, the rank that has it and the path of its file.
+        Each part has its box, stored value, rank and file path.
         """
         quantized: dict[Box, Quantized] = {}
         plain: list[Fragment] = []
@@ -153,13 +153,13 @@ class OptimizerStates:
             self.add_quantized(fqn, name, shape, quantized, tuple(held.values()))
 
     def know(self, fqn: str, name: str, part: Quantized) -> None:
-        """Remember that this part of a state is understood, even if another is not."""
+        """Record that part of a state was parsed, even if another part is not."""
         self.known.setdefault(part.method, (fqn, name))
 
     def add_unknown(self, fqn: str, name: str, value: Any, path: str) -> None:
-        """Leave out a state that is, or contains, an object of an unknown class.
+        """Leave out a state with an object of an unknown class.
 
-        `path`, for messages, is that of its file or of what names it.
+        `path` names its file, or another place, in messages.
         """
         kind = value.typename if isinstance(value, Record) else "a dict"
         self.unread.add(name, f"it is {kind}, in an unknown form", [fqn])
@@ -168,9 +168,9 @@ class OptimizerStates:
             self.odd.setdefault(known, (fqn, name, files[0] if files else path))
 
     def left_out(self) -> tuple[str, ...]:
-        """The states that are left out, a sentence each, once all are read.
+        """Return a sentence for each state left out, after all are read.
 
-        CorruptError where one is of a kind that was understood elsewhere: its parts are damaged.
+        Raise CorruptError if its kind was parsed elsewhere: then its parts are damaged.
         """
         for method, (fqn, name, path) in self.odd.items():
             if sibling := self.known.get(method):

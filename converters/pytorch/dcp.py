@@ -136,7 +136,7 @@ def _prefixes(checkpoint: Checkpoint) -> tuple[str, ...]:
     return (f"{MODEL_0}/", f"{OPTIMIZER_0}/") if is_pair or trainer_folder(checkpoint) else ("",)
 
 
-# -- where tensors are -----------------------------------------------------------------------------------------
+# -- tensor storage --------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -225,7 +225,7 @@ class _DcpReading:
         self.data.files |= sources.by_path
         self.data.ranks = max(self.data.ranks, len(files))
 
-    # -- what it all means ---------------------------------------------------------------------------------------
+    # -- the checkpoint ------------------------------------------------------------------------------------------
 
     def checkpoint(self, path: Path, request: ReadRequest) -> Checkpoint:
         file = self.metadata or str(path)

@@ -1,7 +1,7 @@
-"""Weights that are stored quantized, in several tensors each.
+"""Weights stored quantized, in several tensors each.
 
-They are carried like any other tensors, bit for bit; `converters.quantized.dequantize` puts plain weights in their
-place, with the bits that the library computes that reads them.  A module for each method says how it stores them.
+They are carried unchanged, bit for bit. `converters.quantized.dequantize` replaces them with plain weights, with the
+same bits as computed by the library that reads them. Each method's module describes its storage.
 
 May import: `ckpt.base`, `ckpt.containers`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `converters.names`.
 """

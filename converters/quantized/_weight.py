@@ -1,4 +1,4 @@
-"""What a quantized weight is to the rest: the tensors that it is stored in, and how its plain values are computed."""
+"""Quantized weight: its stored tensors, and the computation of its plain values."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ckpt.plan.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
 from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
 from converters.names.transformers.modules import describe, has_conv1d
 
-#: Models whose linear layers are transformers' Conv1D, should transformers not be there to be asked.
+#: Models with transformers' Conv1D linear layers, for use without transformers.
 _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gpt")
 
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """A region of a plain tensor, and the function that computes its elements in row-major order.
+    """Region of a plain tensor, with a function that computes its elements in row-major order.
 
-    `transposed` says that the elements are in the order of the region's box turned over, which is of a matrix then.
+    If `transposed`, the elements are in the order of the transposed matrix.
     """
 
     region: Region
@@ -37,9 +37,9 @@ class WeightBlock:
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
+    """Quantized weight: its plain name, dtype and shape, the names of its `parts`, and blocks that tile it.
 
-    `unused` are parts that do not enter the weight, as scales of activations.
+    `unused` parts do not affect the weight, for example activation scales.
     """
 
     fqn: str
@@ -53,9 +53,9 @@ class Weight:
 
 @dataclass(frozen=True)
 class StoredWeights:
-    """The tensors among which quantized weights are looked for.
+    """Tensors to search for quantized weights.
 
-    `quantization` is the config's `quantization_config`; `dtype` is what weights become.
+    `quantization` is the config's `quantization_config`; `dtype` is the target dtype.
     """
 
     checkpoint: Checkpoint
@@ -64,12 +64,12 @@ class StoredWeights:
     dtype: DType
 
     def read(self, fqn: str, box: Box | None = None) -> NDArray:
-        """The raw bits of a tensor, or of a box of it."""
+        """Return raw bits from a tensor, or from a box in it."""
         tensor = self.tensors[fqn]
         return read_box(tensor, whole(tensor.shape) if box is None else box, self.checkpoint.computed)
 
     def part(self, fqn: str, of: str) -> Tensor:
-        """A tensor without which the quantized weight `of` is not complete."""
+        """Return a required part for the quantized weight `of`. Raise CorruptError if it is missing."""
         tensor = self.tensors.get(fqn)
         if tensor is None:
             raise CorruptError(
@@ -78,14 +78,14 @@ class StoredWeights:
         return tensor
 
     def scales(self, fqn: str, box: Box | None = None) -> NDArray:
-        """The fp32 values of a floating-point scale, flat.  Raise CorruptError for a NaN or an infinity."""
+        """Return a floating-point scale's values in fp32, flat. Raise CorruptError for NaN or infinity."""
         bits = cast_bits(self.read(fqn, box).reshape(-1), self.tensors[fqn].dtype, FLOAT32)
         values = bits.view(np.float32).reshape(-1)
         self.check_finite(fqn, np.isfinite(values), box)
         return values
 
     def check_finite(self, fqn: str, is_finite: NDArray, box: Box | None = None) -> None:
-        """Raise CorruptError for the first scale that is not finite; `box` is the part of the tensor that was read."""
+        """Raise CorruptError for the first scale that is not finite. `box` is the part of the tensor that was read."""
         if is_finite.all():
             return
         box = whole(self.tensors[fqn].shape) if box is None else box
@@ -102,7 +102,7 @@ class StoredWeights:
 
     @cached_property
     def conv1d(self) -> frozenset[str]:
-        """Names of the model's modules that are transformers' Conv1D, whose weight is [in, out]."""
+        """Names of transformers' Conv1D modules, whose weight is [in, out]."""
         config = self.checkpoint.config
         known = has_conv1d(config)
         if known is None and (config or {}).get("model_type") not in _CONV1D_MODELS:
@@ -129,7 +129,7 @@ class StoredWeights:
 
 
 def model_dtype(config: Mapping[str, Any] | None) -> DType:
-    """The dtype that the model's config names, or bfloat16, which is what quantized models are loaded in."""
+    """Return the dtype in the model's config, or bfloat16, the usual dtype for loading quantized models."""
     config = config or {}
     text = config.get("text_config")
     for part in (config, text if isinstance(text, Mapping) else {}):
@@ -141,7 +141,7 @@ def model_dtype(config: Mapping[str, Any] | None) -> DType:
 
 
 def rounded(values: NDArray, *dtypes: DType) -> memoryview:
-    """fp32 `values` rounded to one dtype after the other, as bytes of the last."""
+    """Round fp32 `values` to each dtype in turn, and return the bytes in the last one."""
     bits, now = np.ascontiguousarray(values, np.float32).reshape(-1).view(np.uint32), FLOAT32
     for dtype in dtypes:
         if dtype != now:

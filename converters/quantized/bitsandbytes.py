@@ -1,20 +1,19 @@
-"""bitsandbytes as transformers saves it: 4 bits (nf4, fp4) with block scales, and LLM.int8's rows of int8.
+"""bitsandbytes in transformers' format: 4 bits (nf4, fp4) with block scales, and LLM.int8's int8 rows.
 
-Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `dequantize_4bit`, `get_4bit_type`),
-`nn/modules.py` (`_save_to_state_dict`), `backends/default/ops.py`; transformers 5.23 `integrations/bitsandbytes.py`.
+Sources: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `dequantize_4bit`, `get_4bit_type`), `nn/modules.py`
+(`_save_to_state_dict`), `backends/default/ops.py`; transformers 5.23 `integrations/bitsandbytes.py`.
 
-4 bits: `NAME`, in whatever dtype `bnb_4bit_quant_storage` was, has two values in a byte, the first in its upper half,
-of the weight flattened; `NAME.absmax` is the factor of every `blocksize` of them, fp32, or with double quantization
-uint8: numbers of entries of `NAME.nested_quant_map`, which are multiplied with `NAME.nested_absmax` and moved by the
-`nested_offset`.  `NAME.quant_map` are the 16 values, and `NAME.quant_state.bitsandbytes__nf4` is JSON as bytes: shape,
-dtype, block sizes.  Everything is fp32 until the product is rounded to the recorded dtype, and
-then to that of the model.
+4 bits: `NAME`, stored in the dtype `bnb_4bit_quant_storage`, packs two values of the flattened weight per byte, the
+first in the upper half. `NAME.absmax` has one fp32 factor per `blocksize` values. With double quantization it is uint8:
+indices into `NAME.nested_quant_map`, multiplied by `NAME.nested_absmax` and shifted by `nested_offset`.
+`NAME.quant_map` has the 16 values. `NAME.quant_state.bitsandbytes__nf4` is JSON in bytes: shape, dtype, block sizes.
+Everything is fp32 until the product is rounded to the recorded dtype, and then to the model's dtype.
 
-8 bits: `NAME`, int8, and `SCB` [out] beside it: value times SCB times 1/127, in fp32, in this order.
+8 bits: `NAME`, int8, with `SCB` [out]: value times SCB times 1/127, in fp32, in this order.
 
-bitsandbytes takes the 16 values from its own tables, which here must be those of the file.  Its AVX-512 code (0.50.2)
-takes wrong factors where rows are no multiple of the block size; what is computed here is what all its other code does.
-Only of fp4's zero with a sign its own code has two opinions; here it is 0.0, as in the table.
+bitsandbytes takes the 16 values from its own tables, and the file must match them here. Its AVX-512 code (0.50.2) uses
+wrong factors if the block size does not divide the rows; this module computes the result of all its other code. Only
+for fp4's negative zero does its code disagree with itself; here it is 0.0, as in the table.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ _ROW_MAJOR = 0
 _PER_127 = np.float32(7.874015718698502e-3)
 _THIRDS = (0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0)
 _VALUES = {
-    # the quantiles of a normal distribution
+    # normal distribution quantiles
     "nf4": np.array(
         [
             *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635),
@@ -54,12 +53,12 @@ _VALUES = {
         ],
         np.float32,
     ),
-    "fp4": np.array([*_THIRDS, *(-v for v in _THIRDS)], np.float32) / np.float32(12) + np.float32(0),  # -0.0 is 0.0
+    "fp4": np.array([*_THIRDS, *(-v for v in _THIRDS)], np.float32) / np.float32(12) + np.float32(0),  # no -0.0
 }
 
 
 def find(stored: StoredWeights) -> Iterator[Weight]:
-    """Every weight of 4 or 8 bits.  Raises CorruptError where one is not complete or contradicts itself."""
+    """Yield every weight in 4 or 8 bits. Raise CorruptError if one is incomplete or contradictory."""
     for name in stored.tensors:
         if match := STATE.fullmatch(name):
             yield _four_bits(stored, match["owner"], match["kind"], name)
@@ -69,7 +68,7 @@ def find(stored: StoredWeights) -> Iterator[Weight]:
 
 @dataclass(frozen=True, slots=True)
 class _Nested:
-    """How factors are quantized themselves."""
+    """Second quantization, of the factors."""
 
     block_size: int
     offset: np.float32
@@ -154,7 +153,7 @@ def _read_nested(stored: StoredWeights, owner: str, name: str, recorded: FourBit
 
 
 def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: int, stop: int) -> memoryview:
-    """Elements `start` to `stop` of a flattened weight, from the start of a block on."""
+    """Compute elements `start` to `stop` of a flattened weight. `start` is at a block's start."""
     numel, size = stop - start, state.block_size
     values = _pairs(state.kind)[_bytes(stored, owner, start // 2, -(-stop // 2))].reshape(-1)[:numel]
     factors = _factors(stored, owner, state, start // size, -(-stop // size))
@@ -165,7 +164,7 @@ def _four_bit_values(stored: StoredWeights, owner: str, state: _State, start: in
 
 
 def _bytes(stored: StoredWeights, owner: str, first: int, last: int) -> NDArray:
-    """The packed bytes, whatever the dtype that they are stored as."""
+    """Return the packed bytes, for any storage dtype."""
     item = stored.tensors[owner].dtype.itemsize
     raw = _elements(stored, owner, first // item, -(-last // item)).view(np.uint8)
     return raw[first % item :][: last - first]
@@ -183,7 +182,7 @@ def _factors(stored: StoredWeights, owner: str, state: _State, first: int, last:
 
 
 def _elements(stored: StoredWeights, fqn: str, start: int, stop: int) -> NDArray:
-    """Elements of a vector, or of a matrix with one column."""
+    """Return elements from a vector, or from a matrix with one column."""
     return stored.read(fqn, _rows(stored, fqn, start, stop)).reshape(-1)
 
 
@@ -193,7 +192,7 @@ def _rows(stored: StoredWeights, fqn: str, start: int, stop: int) -> Box:
 
 
 def _pairs(kind: str) -> NDArray:
-    """The two values of every byte, [256, 2]."""
+    """Return the two values of every byte, with shape [256, 2]."""
     byte = np.arange(256)
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 
@@ -228,7 +227,7 @@ def _eight_bits(stored: StoredWeights, module: str) -> Weight:
 
 
 def _eight_bit_values(stored: StoredWeights, owner: str, module: str, rows: Box) -> memoryview:
-    """Some rows of an int8 matrix."""
+    """Compute some rows of an int8 matrix."""
     scales = stored.scales(module + SCB)[rows.offsets[0] : rows.ends[0]]
     values = stored.read(owner, rows).view(np.int8).astype(np.float32)
     values *= scales[:, None]
@@ -237,13 +236,13 @@ def _eight_bit_values(stored: StoredWeights, owner: str, module: str, rows: Box)
 
 
 def _is_conv1d(stored: StoredWeights, owner: str) -> bool:
-    """Whether the plain weight is [in, out]: transformers turns a Conv1D's over before it is quantized."""
+    """Return True if the plain weight is [in, out]: transformers transposes a Conv1D's weight to quantize it."""
     module = "." + owner.rpartition(".")[0]
     return any(f".{name}".endswith(module) for name in stored.conv1d)
 
 
 def _oriented(weight: Weight, transposed: bool) -> Weight:
-    """The weight, which is one block, turned over where it is a Conv1D's."""
+    """Return the weight, transposed if needed. A transposed weight is a single block."""
     if not transposed:
         return weight
     shape = weight.shape[::-1]

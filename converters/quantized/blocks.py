@@ -1,12 +1,11 @@
-"""How much of a quantized tensor is computed at a time."""
+"""Block size for computing quantized tensors."""
 
 from __future__ import annotations
 
-#: Elements that are computed at a time: with what it takes to compute them they stay within the default of
-#: `--max-memory` on every thread.
+#: Elements computed at a time. Including temporaries, every thread stays within the default `--max-memory`.
 BLOCK = 1 << 23
 
 
 def spans(size: int, step: int) -> list[tuple[int, int]]:
-    """`size` cut into ranges of `step` and a rest."""
+    """Cut `size` into ranges of `step`, with a shorter last one."""
     return [(start, min(start + step, size)) for start in range(0, size, max(1, step))]

@@ -1,8 +1,8 @@
-"""Quantized optimizer states carried as they are stored: codes and factors, bit for bit, where blocks fall on the cuts.
+"""Quantized optimizer states carried as stored: codes and factors, bit for bit, if the cuts are between blocks.
 
-A target's part of a state can have the source's blocks if each lies in it as a whole: the part begins and ends between
-blocks of every part that the source has of it.  torchao's and bitsandbytes' optimizers count blocks from the first
-element that a rank holds, in row-major order (`converters.quantized.states`).
+A target's part of a state can keep the source's blocks if none is split: the part must start and end between blocks of
+every source part. torchao's and bitsandbytes' optimizers count blocks from a rank's first element, in row-major order
+(`converters.quantized.states`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _HINT = "--optimizer-dtype fp32 writes the values that the optimizer itself comp
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a target has of a state that bitsandbytes has quantized."""
+    """A target's tensors for a state quantized by bitsandbytes."""
 
     codes: NewTensor
     factors: NewTensor
@@ -38,7 +38,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Elements `start` to `stop` of the parameter, in row-major order, that are stored together, as part `number`."""
+    """Elements `start` to `stop` of the parameter, in row-major order, stored together as part `number`."""
 
     number: int
     start: int
@@ -46,11 +46,11 @@ class _Piece:
     quantized: Quantized | None
 
 
-# -- the tensors of a source -----------------------------------------------------------------------------------
+# -- source tensors --------------------------------------------------------------------------------------------
 
 
 def as_stored(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with the tensors that quantized states are stored as, in place of the values computed of them."""
+    """Replace computed values by the tensors in which quantized states are stored."""
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in checkpoint.quantized.blocks}
     for key, stored in checkpoint.quantized.blocks.items():
         for number, extents in enumerate(_extents(stored)):
@@ -71,13 +71,13 @@ def _extents(stored: Stored) -> Iterator[dict[str, Extent]]:
         yield {"values": fragment.extent}
 
 
-# -- the parts of a target -------------------------------------------------------------------------------------
+# -- target parts ----------------------------------------------------------------------------------------------
 
 
 def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
-    """What a target whose part of the state is `box` has there: an object of torchao's, `Blocks`, or plain fp32.
+    """Return the target's content for the part `box` of a state: a torchao object, `Blocks`, or plain fp32.
 
-    LossError where blocks do not fall on its ends, or where it is made of parts that are stored in different ways.
+    Raise LossError if the cuts split blocks, or its parts are stored in different ways.
     """
     whole = flat_range(box, stored.shape)
     pieces = None if whole is None else _pieces(stored)
@@ -100,7 +100,7 @@ def carried(key: Key, stored: Stored, box: Box) -> NewTensor | Record | Blocks:
 
 
 def carried_tensor(key: Key, stored: Stored, box: Box) -> NewTensor | Record:
-    """Same as `carried`, for formats that can hold only tensors: torchao's states, not bitsandbytes'."""
+    """Return the same as `carried`, for formats that only hold tensors: torchao's states, not bitsandbytes'."""
     found = carried(key, stored, box)
     if isinstance(found, Blocks):
         raise _refused(key, "bitsandbytes keeps it in several tensors, which only `full` has places for")
@@ -119,7 +119,7 @@ def _pieces(stored: Stored) -> list[_Piece] | None:
 
 
 def _kind_of_part(part: Quantized | None) -> Any:
-    """The properties that parts of one state must share: the method, the block size, and the values of codes."""
+    """Return the properties that a state's parts must share: method, block size, and the codes' values."""
     return part and (part.method, part.num_bits, part.block_size, part.values and _read_values(part.values))
 
 
@@ -129,7 +129,7 @@ def _read_values(extent: Extent) -> bytes:
 
 
 def _from(key: Key, name: str, one: _Piece, whole: FlatRange, per: int) -> FromSource:
-    """What `whole` takes of a piece's tensor `name`, of which an element stands for `per` of the state."""
+    """Return the overlap of `whole` with a piece's tensor `name`, with `per` state elements per stored element."""
     low, high = max(one.start, whole.start), min(one.stop, whole.stop)
     region = FlatRange((low - one.start) // per, -(-(high - one.start) // per))
     return FromSource(_part_key(key, name, one.number), region, (low - whole.start) // per)

@@ -1,4 +1,4 @@
-"""Plain weights in place of quantized ones, computed block by block while they are written."""
+"""Plain weights in place of quantized ones, computed block by block during writing."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from converters.names.quantization.parts import quantized_weights
 from converters.quantized import bitsandbytes, fp8, mxfp4
 from converters.quantized._weight import StoredWeights, Weight, WeightBlock, model_dtype
 
-#: By the config's `quant_method`.
+#: Finders by the config's `quant_method`.
 _METHODS: Mapping[str, Callable[[StoredWeights], Iterator[Weight]]] = {
     mxfp4.METHOD: mxfp4.find,
     bitsandbytes.METHOD: bitsandbytes.find,
     fp8.METHOD: fp8.find,
 }
-#: Elements of these are parts of something else.
+#: Dtypes for packed parts.
 _PACKED = ("int8", "uint8", "float8_e4m3fn", "float8_e5m2", "float4_e2m1fn_x2", "float8_e8m0fnu")
 _PACKED_DTYPES = frozenset(BY_NAME[name] for name in _PACKED)
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
-    """`checkpoint` with plain weights in place of quantized ones, and no `quantization_config`.
+    """Replace quantized weights in `checkpoint` by plain weights, and remove `quantization_config`.
 
-    `dtype` is what they become; None for the dtype of the model's config.  Raises
-    UsageError for methods that are not known, CorruptError where a weight is not complete.
+    `dtype` is the target dtype; None uses the model config's dtype. Raise UsageError for unsupported methods,
+    CorruptError if a weight is incomplete.
     """
     config = checkpoint.config or {}
     quantization = config.get("quantization_config")
@@ -58,7 +58,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint:
 
 
 def can_dequantize(checkpoint: Checkpoint) -> bool:
-    """Return True if the checkpoint's quantization method is unrecorded, or one that can be dequantized."""
+    """Return True if the checkpoint's quantization method is supported or unrecorded."""
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     return quantization is None or quantization.method in (None, *_METHODS)
 

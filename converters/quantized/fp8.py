@@ -1,9 +1,9 @@
-"""FP8 with a scale for every block, as DeepSeek-V3 and transformers' fine-grained FP8 store linear layers.
+"""FP8 with a scale per block, for linear layers in DeepSeek-V3 and transformers' fine-grained FP8.
 
-Sources: DeepSeek-V3 `inference/kernel.py` (`weight_dequant`, which its `fp8_cast_bf16.py` calls), transformers 5.23
-`integrations/finegrained_fp8.py` (`Fp8Dequantize`).  `NAME`, float8_e4m3fn [..., out, in], goes with `NAME_scale_inv`
-[..., out blocks, in blocks], a factor (in spite of its name) for every block of `weight_block_size` elements, of which
-the last of a row or column may be cut short; or with one factor for all.  Both are widened to fp32 and multiplied, and
+Sources: DeepSeek-V3 `inference/kernel.py` (`weight_dequant`, called by its `fp8_cast_bf16.py`), transformers 5.23
+`integrations/finegrained_fp8.py` (`Fp8Dequantize`). `NAME` is float8_e4m3fn [..., out, in]. `NAME_scale_inv` [..., out
+blocks, in blocks] is a factor, despite its name, for every block of `weight_block_size` elements; a row's or column's
+last block may be shorter. It may also be one factor for the whole tensor. Both are widened to fp32 and multiplied, and
 the product is rounded once.
 """
 
@@ -27,12 +27,12 @@ METHOD = "fp8"
 SCALE = "_scale_inv"
 
 _E4M3 = BY_NAME["float8_e4m3fn"]
-#: What scales activations and not the weight: with plain weights it has no use.
+#: Suffixes for activation scales, not needed with plain weights.
 _ACTIVATIONS = ("activation_scale", "input_scale")
 
 
 def find(stored: StoredWeights) -> Iterator[Weight]:
-    """Every weight that is stored with block scales.  Raises CorruptError where one is not complete."""
+    """Yield every weight stored with block scales. Raise CorruptError if one is incomplete."""
     for name, scales in stored.tensors.items():
         owner = name.removesuffix(SCALE)
         if owner == name:
@@ -77,7 +77,7 @@ def _block_size(stored: StoredWeights, name: str, shape: tuple[int, ...], scales
 def _weight(stored: StoredWeights, owner: str, size: tuple[int, int], unused: tuple[str, ...]) -> Weight:
     shape = stored.tensors[owner].shape
     rows = BLOCK // max(1, shape[-1])
-    if size[0] < shape[-2]:  # there are several blocks, and only a start of one is a place to cut
+    if size[0] < shape[-2]:  # cut only between blocks
         rows = max(size[0], rows // size[0] * size[0])
     blocks = []
     for lead in np.ndindex(*shape[:-2]):
@@ -88,7 +88,7 @@ def _weight(stored: StoredWeights, owner: str, size: tuple[int, int], unused: tu
 
 
 def _matrix_rows(stored: StoredWeights, owner: str, size: tuple[int, int], box: Box) -> memoryview:
-    """Some rows of one matrix, from the start of a block on."""
+    """Compute some rows of one matrix. The first row starts a block."""
     num_rows, num_columns = box.sizes[-2:]
     values = e4m3_values()[stored.read(owner, box).reshape(num_rows, num_columns)]
     scales = _scales(stored, owner + SCALE, size[0], box)
@@ -98,7 +98,7 @@ def _matrix_rows(stored: StoredWeights, owner: str, size: tuple[int, int], box: 
 
 
 def _scales(stored: StoredWeights, name: str, size: int, rows: Box) -> NDArray:
-    """The scales of some rows in fp32, [blocks of `size` rows, blocks of columns]."""
+    """Return the fp32 scales for some rows, with shape [blocks of `size` rows, blocks of columns]."""
     tensor = stored.tensors[name]
     box = whole(tensor.shape)
     if tensor.numel != 1:
@@ -110,7 +110,7 @@ def _scales(stored: StoredWeights, name: str, size: int, rows: Box) -> NDArray:
 
 @cache
 def e4m3_values() -> NDArray:
-    """The 256 values of e4m3fn: four bits of exponent with a bias of 7, no infinities, NaN where all bits are set."""
+    """Return the 256 values of e4m3fn: 4 exponent bits with bias 7, no infinities, NaN if all bits are set."""
     byte = np.arange(256)
     exponent, fraction = (byte >> 3) & 15, (byte & 7).astype(np.float64)
     value = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(1 + fraction / 8, exponent - 7))

@@ -1,8 +1,8 @@
-"""MXFP4, as gpt-oss stores its experts: 4-bit floats (e2m1) in groups of 32 that share a power of two.
+"""MXFP4, used for gpt-oss experts: 4-bit floats (e2m1) in groups of 32 that share a power of two.
 
-Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`).  `NAME_blocks`, uint8 [experts, out,
-groups, 16], has two values in a byte, the first in its lower half; `NAME_scales`, uint8 [experts, out, groups], the
-exponents with a bias of 127.  The plain `NAME` is [experts, in, out] with `in = 32 * groups`.
+Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`). `NAME_blocks`, uint8 [experts, out,
+groups, 16], packs two values per byte, the first in the lower half. `NAME_scales`, uint8 [experts, out, groups], holds
+exponents with bias 127. The plain `NAME` is [experts, in, out] with `in = 32 * groups`.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ METHOD = "mxfp4"
 BLOCKS, SCALES = "_blocks", "_scales"
 
 _UINT8 = BY_NAME["uint8"]
-_BYTES = 16  # of a group
+_BYTES = 16  # per group
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _BIAS = 127
-_NAN = 255  # of e8m0, an exponent alone
+_NAN = 255  # e8m0 NaN
 
 
 def find(stored: StoredWeights) -> Iterator[Weight]:
-    """Every weight of the checkpoint that is stored in MXFP4.  Raises CorruptError where one is not complete."""
+    """Yield every weight stored in MXFP4. Raise CorruptError if one is incomplete."""
     for name, tensor in stored.tensors.items():
         owner = name.removesuffix(SCALES if name.endswith(SCALES) else BLOCKS)
         if owner == name:
@@ -64,14 +64,14 @@ def _weight(stored: StoredWeights, owner: str) -> Weight:
 
 
 def _output_groups(stored: StoredWeights, owner: str, expert: int, start: int, stop: int) -> memoryview:
-    """Groups `start` to `stop` of all outputs of one expert, computed as [in, out]."""
+    """Compute groups `start` to `stop` for all outputs of one expert, as [in, out]."""
     num_out, num_groups = stored.tensors[owner + BLOCKS].shape[1], stop - start
     box = Box((expert, 0, start), (1, num_out, num_groups))
     packed = stored.read(owner + BLOCKS, Box((*box.offsets, 0), (*box.sizes, _BYTES)))
     scales = stored.read(owner + SCALES, box)
     stored.check_finite(owner + SCALES, scales.reshape(-1) != _NAN, box)
     low, high = _tables(stored.dtype)
-    # What is turned over are the packed bytes: a fourth of what they become.
+    # Transpose the packed bytes: they are four times smaller than the result.
     pairs = np.ascontiguousarray(packed.reshape(num_out, -1).T).reshape(num_groups, _BYTES, num_out)
     exponents = np.ascontiguousarray(scales.reshape(num_out, -1).T)
     result = np.empty((num_groups, _BYTES, 2, num_out), low.dtype)
@@ -83,9 +83,9 @@ def _output_groups(stored: StoredWeights, owner: str, expert: int, start: int, s
 
 @cache
 def _tables(dtype: DType) -> tuple[NDArray, NDArray]:
-    """The values of a byte's lower and of its upper half, as bits of `dtype`, by `exponent << 8 | byte`."""
+    """Return the values of a byte's lower and upper half, as bits of `dtype`, indexed by `exponent << 8 | byte`."""
     values = np.array((*_E2M1, *(-v for v in _E2M1)))
-    with np.errstate(over="ignore"):  # 1.5 * 2 ** 128 is infinite; the specification's NaN, exponent 255, is none here
+    with np.errstate(over="ignore"):  # 1.5 * 2 ** 128 overflows; exponent 255, the NaN, was rejected
         table = np.ldexp(values[None, :], (np.arange(256) - _BIAS)[:, None]).astype(np.float32)
     bits = table.reshape(-1).view(np.uint32)
     if dtype != FLOAT32:

@@ -1,4 +1,4 @@
-"""The plain values of optimizer states that are stored quantized: see `converters.quantized.states`."""
+"""Plain values of quantized optimizer states: see `converters.quantized.states`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from converters.quantized.fp8 import e4m3_values
 def compute(
     codes: Extent, factors: Extent, values: Extent | None, num_bits: int, block_size: int, start: int, stop: int
 ) -> memoryview:
-    """Elements `start` to `stop` of a `Quantized`, in fp32, as bytes; `start` begins a block."""
+    """Compute elements `start` to `stop` of a `Quantized` as fp32 bytes. `start` must be at a block's start."""
     per_byte = 8 // num_bits
     numbers = _read_values(codes, start // per_byte, -(-stop // per_byte))
     if per_byte == 2:

@@ -1,18 +1,19 @@
-"""Optimizer states that are stored quantized: codes, and a factor for every block of them.
+"""Optimizer states stored quantized: codes, and a factor per block of codes.
 
 Sources: torchao 0.18 `optim/subclass_8bit.py`, `subclass_4bit.py`, `subclass_fp8.py` and `quant_utils.py`
 (`dequant_with_qmap`); bitsandbytes 0.50.2 `optim/optimizer.py` (`state_dict`, `Optimizer2State.init_state`) and
 `backends/default/ops.py` (`dequantize_blockwise`).
 
-torchao has a tensor subclass: `codes`, `scale` (one of every block) and, but for fp8, `qmap`, the values of the codes;
-4 bits are two codes in a byte, the first in its upper half, and flat.  The number of blocks divides that of elements.
+torchao has a tensor subclass with `codes`, `scale` (one per block) and, except for fp8, `qmap`, the codes' values. In 4
+bits, two codes share a byte, the first in the upper half, and the codes are flat. The number of blocks divides the
+number of elements.
 
-bitsandbytes has plain tensors side by side: `state1`, uint8, with `qmap1` and `absmax1`, and `state2` likewise; the
-last block may be cut short.  Since 0.49 its `state_dict()` puts them, and all else that is no number, into a dict
-of their own, `__bnb_optimizer_quant_state__`, which its `load_state_dict()` takes apart again if it is there.
+bitsandbytes has separate plain tensors: `state1`, uint8, with `qmap1` and `absmax1`, and `state2` likewise. The last
+block may be shorter. Since 0.49 its `state_dict()` puts them, and everything else but numbers, into a separate dict,
+`__bnb_optimizer_quant_state__`. Its `load_state_dict()` unpacks this dict if present.
 
-Blocks are those of the tensor that an optimizer has on its rank: a parameter, the rank's part of one (FSDP), or a flat
-buffer of many (ZeRO).  A value is that of its code times its block's factor, in fp32, whoever computes it.
+Blocks count from the start of a rank's optimizer tensor: a parameter, its shard (FSDP), or a flat buffer of many
+parameters (ZeRO). A value is its code's value times its block's factor, in fp32, in every implementation.
 """
 
 from __future__ import annotations
@@ -30,26 +31,26 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Rule, Run, Shape, flat_regions, run_fragments
 from converters.quantized.blocks import BLOCK, spans
 
-#: Where bitsandbytes keeps what is no number.
+#: Key for bitsandbytes' dict with everything but numbers.
 NESTED = "__bnb_optimizer_quant_state__"
 
 _UINT8, _E4M3 = BY_NAME["uint8"], BY_NAME["float8_e4m3fn"]
 _TORCHAO = ("OptimState8bit", "OptimState4bit", "OptimStateFp8")
-#: Elements of a block: bitsandbytes' since 0.39, and before.
+#: bitsandbytes' block sizes: since 0.39, and before.
 _BLOCK_SIZES = (256, 2048)
 _NUM_CODES = 256
 _GATHERED = "AsyncCollectiveTensor"
 
-#: What is computed, by a made-up path: `Checkpoint.computed`.
+#: Computations by made-up path: `Checkpoint.computed`.
 Computed = dict[str, Callable[[], memoryview]]
 
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A state of `shape` in blocks of `block_size` elements; the last block may be shorter.
+    """State with this `shape` in blocks of `block_size` elements. The last block may be shorter.
 
-    `codes` are one for each element, or with `num_bits` 4 one byte for two; `factors` one for each block, `values` one
-    for each code (None: the codes are numbers themselves).  `record` is torchao's object, None for bitsandbytes.
+    `codes` has one code per element, or two per byte if `num_bits` is 4. `factors` has one factor per block, `values`
+    one value per code (None: the codes are numbers themselves). `record` is torchao's object, or None for bitsandbytes.
     """
 
     method: str
@@ -67,43 +68,43 @@ class Quantized:
 
     @property
     def path(self) -> str:
-        """A made-up path for its plain values."""
+        """Made-up path for the plain values."""
         return f"dequantized:{self.codes.path}:{self.codes.offset}"
 
     @property
     def extent(self) -> Extent:
-        """All plain values, to be cut into `blocks` before anything is read."""
+        """Extent of all plain values. Cut it into `blocks` before reading."""
         return Extent.contiguous(self.path, 0, FLOAT32, self.shape)
 
     def blocks(self) -> Computed:
-        """What computes the plain values, at most `BLOCK` elements at a time."""
+        """Return the computations of the plain values, with at most `BLOCK` elements each."""
         return {
             f"{self.path}:{number}": partial(self.compute, start, stop)
             for number, (start, stop) in enumerate(spans(self.numel, BLOCK))
         }
 
     def compute(self, start: int, stop: int) -> memoryview:
-        """Elements `start` to `stop`, in fp32, as bytes; `start` begins a block."""
-        from converters.quantized.plain_states import compute  # it takes numpy, which describing a checkpoint does not
+        """Compute elements `start` to `stop` as fp32 bytes. `start` must be a block's start."""
+        from converters.quantized.plain_states import compute  # needs numpy, not used to describe a checkpoint
 
         return compute(self.codes, self.factors, self.values, self.num_bits, self.block_size, start, stop)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A state of a parameter of `shape`: the boxes that are quantized, and those that are kept in fp32."""
+    """State of a parameter with this `shape`: its quantized boxes, and its boxes kept in fp32."""
 
     shape: Shape
     parts: Mapping[Box, Quantized]
     plain: tuple[Fragment, ...]
 
 
-# -- where the plain values are -----------------------------------------------------------------------------------
+# -- plain values -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class InBlocks:
-    """A rule with extents of a `Quantized` among others: it names the blocks that are computed."""
+    """Rule that replaces a `Quantized`'s extents by its computed blocks."""
 
     rule: Rule
     quantized: frozenset[str]
@@ -131,7 +132,7 @@ def _block(extent: Extent, number: int) -> Extent:
 
 
 def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
-    """The plain values of a tensor of `shape` whose boxes are quantized one by one."""
+    """Return the plain values for a tensor with this `shape`, whose boxes are quantized separately."""
     found = []
     for box, one in parts.items():
         flat = one.extent.reshape((one.numel,))
@@ -142,13 +143,13 @@ def pieces(parts: Mapping[Box, Quantized], shape: Shape) -> Pieces:
     return Pieces(tuple(found))
 
 
-# -- what is quantized --------------------------------------------------------------------------------------------
+# -- parsing ------------------------------------------------------------------------------------------------------
 
 
 def understood(states: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of a parameter (or of what an optimizer takes for one), with a `Quantized` for each that is one.
+    """Return a parameter's states, with quantized ones parsed into `Quantized`.
 
-    What is in none of the known forms stays as it is, under its own name.
+    States in an unknown form stay unchanged, under their own names.
     """
     nested = states.get(NESTED)
     flat = {name: value for name, value in states.items() if name != NESTED or not isinstance(nested, Mapping)}
@@ -164,7 +165,7 @@ def understood(states: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def torchao(value: Any) -> Quantized | None:
-    """torchao's state that a record is, or None."""
+    """Parse a torchao state. None if the value is not one."""
     kind = kind_of(value)
     if kind is None:
         return None
@@ -184,14 +185,14 @@ def torchao(value: Any) -> Quantized | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """The class of a torchao state, as in `Quantized.method`, whether its parts are understood or not; else None."""
+    """Return a torchao state's class in `Quantized.method`'s form, even if its parts are unknown; else None."""
     if isinstance(value, Record) and value.module.startswith("torchao.") and value.name in _TORCHAO:
         return f"torchao {value.name}"
     return None
 
 
 def check_place(state: Quantized, box: Box, path: str | Path, fqn: str, name: str) -> None:
-    """CorruptError where `state`, which is in the file at `path`, has not the shape of its place in the tensor."""
+    """Raise CorruptError unless the shape of `state`, stored in the file at `path`, fits its place in the tensor."""
     if state.shape != box.sizes:
         raise CorruptError(
             f"the quantized {name} has not the shape of its place",
@@ -213,9 +214,9 @@ def _bitsandbytes(codes: Any, values: Any, factors: Any) -> Quantized | None:
 
 
 def is_unfinished(value: Any) -> bool:
-    """Whether a state was written before FSDP2 had gathered its parts: the file may then hold anything.
+    """Return True if FSDP2 wrote a state before gathering its parts: then the file may hold anything.
 
-    torch 2.13, `distributed/_state_dict_utils.py`: it waits for a tensor, but not for those that a subclass wraps.
+    torch 2.13, `distributed/_state_dict_utils.py`: it waits for plain tensors, but not for tensors inside a subclass.
     """
     if not isinstance(value, Record):
         return False
@@ -230,7 +231,7 @@ def _extent(value: Any) -> Extent | None:
 
 
 def _checked(found: Quantized, num_codes: int | None) -> Quantized | None:
-    """The state; None if a part has another dtype or size than it must have."""
+    """Return the state. None if a part has the wrong dtype or size."""
     factors, values = found.factors, found.values
     if factors.dtype != FLOAT32 or len(factors.shape) != 1 or BLOCK % found.block_size:
         return None

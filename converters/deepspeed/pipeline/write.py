@@ -75,7 +75,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )
 
 
-# -- what is to be written -----------------------------------------------------------------------------------
+# -- the target ----------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -320,7 +320,7 @@ class _Sections:
         )
 
 
-# -- the order of rows ---------------------------------------------------------------------------------------
+# -- row order -----------------------------------------------------------------------------------------------
 
 #: (first row as stored, first row in the whole, number of rows)
 RowRuns = tuple[tuple[int, int, int], ...]
