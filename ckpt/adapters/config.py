@@ -205,7 +205,6 @@ class AdapterConfig:
 
 
 def _is_of_unsloth(fqn: str) -> bool:
-    """Return True if Unsloth's own forward computes the parameter."""
     return fqn.rpartition(".")[2] in _UNSLOTHS_PARAMETERS
 
 

@@ -18,7 +18,7 @@ _DELAY = 0.5  # seconds before the bar appears, so that short commands and most 
 class Meter:
     """Progress of one phase. Call it with the number of bytes done since the last call. Shows nothing if `quiet`.
 
-    It shows elapsed time if the number of bytes is unknown (`total` is 0).
+    It shows elapsed time if `total` is 0, for an unknown number of bytes.
     """
 
     def __init__(self, total: int, phase: str, *, quiet: bool) -> None:
@@ -34,7 +34,6 @@ class Meter:
         self._done += count
 
     def phase(self, name: str, total: int = 0) -> None:
-        """Start another phase."""
         self._phase, self._start, self._done = name, time.monotonic(), 0
         self.expect(total)
 

@@ -1,4 +1,4 @@
-"""Results of the functions of `ckpt`."""
+"""Results of ckpt's functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Standard streams that may be closed or full. Commands still finish, and no message lands in an output file."""
+"""Standard streams that may be closed or full: commands still finish, and no message lands in an output file."""
 
 from __future__ import annotations
 

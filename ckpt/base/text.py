@@ -27,7 +27,7 @@ def scheme_of(where: object) -> str | None:
 
 
 class Brief(str):
-    """A sentence with a short form, printed unless the user asks for details. If it is empty, nothing is printed."""
+    """A sentence with a short form, printed unless the user asks for details. An empty short form prints nothing."""
 
     short: str
 
@@ -98,7 +98,6 @@ def fold(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def preformatted(text: str) -> str:
-    """Return `text` as preformatted HTML for a notebook."""
     from html import escape  # imported late: its table of entities is slow to load
 
     return f"<pre>{escape(text)}</pre>"

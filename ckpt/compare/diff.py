@@ -1,7 +1,6 @@
 """Changes between two checkpoints in numbers: by tensor, by layer, and against tolerances.
 
-`ckpt.compare.pairs` tells if two checkpoints are equal. This module measures their distance, over the same pairs of
-over the same tensor pairs.
+`ckpt.compare.pairs` tells if two checkpoints are equal. This module measures the distance between the same pairs.
 """
 
 from __future__ import annotations

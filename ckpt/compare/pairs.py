@@ -222,7 +222,7 @@ def walk(
     progress: Progress | None,
     expected: Progress | None,
 ) -> tuple[tuple[Result, ...], tuple[NotCompared, ...], int, tuple[str, ...]]:
-    """Run `judge` on every pair. Return the results, the tensors not compared, side A's bytes, and notes."""
+    """Run `judge` on every pair. Return results, tensors not compared, side A's bytes, and notes."""
     for checkpoint in (a, b):
         _check_holds(checkpoint, only)
     work = _pair_up(a, b, only)
@@ -625,7 +625,6 @@ def _hyperparameter_notes(a: Checkpoint, b: Checkpoint) -> Iterator[str]:
 
 
 def result_line(result: Result, a: Checkpoint, b: Checkpoint) -> str:
-    """Return a result in one line."""
     roles = one_line(result.role)
     if result.b_role != result.role:
         roles += f" against {one_line(result.b_role)}"

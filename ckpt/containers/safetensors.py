@@ -1,4 +1,4 @@
-"""The safetensors container: a strict header parser, and a writer of the official library's header.
+"""The safetensors container: a strict header parser, and a writer for the official library's header.
 
 Format: https://github.com/huggingface/safetensors (README, `safetensors/src/tensor.rs`, 0.8.0). Eight bytes hold the
 header's length N, little endian. N bytes of JSON follow, then the tensors' bytes without gaps. The header maps each
@@ -36,7 +36,7 @@ MAX_METADATA = 100_000
 MAX_DIMS = 64
 MAX_ESCAPES = 10_000_000
 
-#: Dtype order in files by the safetensors library: widest first, so that all are aligned.
+#: Dtype order in the safetensors library's files: widest first, so that all are aligned.
 WRITE_ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
@@ -80,8 +80,6 @@ class HeaderEntry(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Parsed header of a safetensors file."""
-
     entries: tuple[HeaderEntry, ...]
     metadata: Mapping[str, str]
 

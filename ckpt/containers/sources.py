@@ -25,7 +25,7 @@ from ckpt.plan.checkpoint import SourceFile
 
 #: Maximum number of ranks in a message.
 _SHOWN = 16
-#: Minimum size of a storage for telling two ranks apart, and the number of its bytes to look at.
+#: Minimum storage size for telling two ranks apart, and the number of bytes to compare.
 _TELLING, _LOOKED_AT = 64, 1 << 20
 #: Folder name inside a zip that was saved to a stream without a name.
 _STREAM = "archive"
@@ -98,11 +98,10 @@ class Sources:
         return file
 
     def check_distinct(self, files: Iterable[tuple[int, str]], writers: Mapping[str, object] | None = None) -> None:
-        """Raise CorruptError if one of `files` (with their ranks) is a copy of another.
+        """Raise CorruptError if one of `files` (by rank) is a copy of another, by all tensors' checksums.
 
-        Compare checksums of all tensors. Each file must hold its own part of the data. Equal elements are only noted if
-        the files record different writers, in the folder name of the zip or in `writers`. Files with one constant
-        value, such as zeros, get no note.
+        Each file must hold its own part of the data. Equal elements are only noted if the files record different
+        writers, in the zip's folder name or in `writers`. Files with one constant value, such as zeros, get no note.
         """
         first: dict[int, tuple[int, str]] = {}
         for rank, path in files:

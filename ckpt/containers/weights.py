@@ -30,9 +30,9 @@ _T = TypeVar("_T")
 
 #: transformers' names for a single model file, and for the index of shards.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: Shards of a model.  `shard-00001-model-00001-of-00001` is PyTorch's sharded writer, one set of files per rank.
+#: A model's shards. Not `shard-00001-model-00001-of-00001`: PyTorch's sharded writer has one set of files per rank.
 SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.safetensors|\.bin)")
-#: Maximum size of an index in bytes.
+#: Maximum index size in bytes.
 MAX_INDEX = 128 << 20
 
 
@@ -169,7 +169,7 @@ def _collect(
 def weight_files(
     chosen: Mapping[str, Choice], stem: str, metadata: Mapping[str, str], max_size: int | None = None
 ) -> tuple[list[TargetFile], dict[str, str]]:
-    """Return files of at most `max_size` bytes of data, and the file name of each tensor.
+    """Return files with at most `max_size` bytes of data, and each tensor's file name.
 
     A larger tensor gets its own file. Files are filled in the given order, like huggingface_hub's. A single file is
     named `stem`; several are numbered.

@@ -175,7 +175,7 @@ class Staging:
         self._overwrite = overwrite
         self._total_bytes = total_bytes
         self._is_kept = True  # keep the files on exit
-        self._may_be_there = False  # files to create
+        self._may_be_there = False  # True if files to create may exist
         self._lock = -1
 
     def __enter__(self) -> Staging:

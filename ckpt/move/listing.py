@@ -60,7 +60,6 @@ def entries_in(folder: Path) -> Entries:
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return all names in a folder, sorted."""
     return list(entries_in(folder))
 
 

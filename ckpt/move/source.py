@@ -63,12 +63,10 @@ def ask(stores: Stores) -> None:
 
 
 def is_standin(path: str) -> bool:
-    """Return True if the file at `path` is a stand-in."""
     return _stores.is_standin(path)
 
 
 def in_use() -> bool:
-    """Return True if any stand-in exists."""
     return _stores.in_use()
 
 

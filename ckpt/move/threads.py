@@ -15,7 +15,6 @@ _Job = TypeVar("_Job")
 
 
 def num_cores() -> int:
-    """Return the number of cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

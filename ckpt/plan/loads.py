@@ -41,5 +41,4 @@ class Loads:
         return f"{self.call.rpartition('.')[2]} cannot load this folder: {self.why}"
 
     def to_json(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
         return {**asdict(self), "lacks": list(self.lacks)}

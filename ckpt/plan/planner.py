@@ -361,8 +361,8 @@ def _prove_nothing_is_lost(
 ) -> None:
     """Raise LossError unless everything in the source is placed, or left out with a reason for the user.
 
-    A parameter needs its weight or its master, every buffer a place, and so does every optimizer state if the format
-    carries them. A placed tensor must be complete. Only slots count: zeros and literals prove nothing.
+    A parameter's weight or master must be placed, every buffer, and every optimizer state if the format carries them. A
+    placed tensor must be complete. Only slots count: zeros and literals prove nothing.
     """
     assert all(target.left_out.values()), "a tensor is left out without a reason"
     placed = {fqn for fqn, role in regions if role in (WEIGHT, MASTER)}

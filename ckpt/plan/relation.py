@@ -172,7 +172,7 @@ def _check_side(
             continue
         boxes = [*placed.get(name, ()), *padding.get(name, ())]
         fault = check_tiling(boxes, shape)
-        if not boxes:  # no box tiles an empty tensor too
+        if not boxes:  # an empty tensor is tiled even without boxes
             fault = TilingFault("hole", whole(shape))
         if fault is not None:
             raise LossError(
@@ -398,7 +398,7 @@ class _Joint(NamedTuple):
 
 
 def _translate_ties(ties: Mapping[str, str], onto: Mapping[str, list[str]]) -> dict[str, str]:
-    """Return the ties under the new names. An alias has no own tensor, so it is renamed in parallel to its owner."""
+    """Return the ties under the new names. Aliases and owners are renamed pairwise; a name without links stays."""
     named = ((onto.get(alias, [alias]), onto.get(owner, [owner])) for alias, owner in ties.items())
     return {alias: owner for pair in named for alias, owner in zip(*pair, strict=False)}
 

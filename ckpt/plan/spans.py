@@ -70,7 +70,6 @@ class Rows:
         return found
 
     def path(self, path: str) -> int:
-        """Return a path's number."""
         return self._paths.setdefault(path, len(self._paths))
 
     def spans(self) -> tuple[Spans, ...]:

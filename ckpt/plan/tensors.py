@@ -74,7 +74,7 @@ class Box(NamedTuple):
 
     @property
     def all_steps(self) -> Shape:
-        """Steps in every dim."""
+        """Steps in every dim, also if all are 1."""
         return self.steps or (1,) * len(self.sizes)
 
     @property

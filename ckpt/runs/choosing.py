@@ -189,7 +189,6 @@ class Chooser:
         return None if below is None else self._open_in(run_at(below))
 
     def _open_part(self, step: Path) -> Checkpoint | None:
-        """Return the checkpoint from the folder inside a step that holds the model."""
         return next(filter(None, (self._open_in(run_at(part)) for part in _model_parts(step))), None)
 
     def _open_tagged(self, run: Run, tag: str) -> Checkpoint | None:
@@ -220,7 +219,7 @@ class Chooser:
         return None
 
     def _check_one_engine(self, run: Run, chosen: Checkpoint) -> None:
-        """Raise UsageError if the save has other engines: different parameters, or the same step twice."""
+        """Raise UsageError if the save has other engines with different parameters, or with the same step."""
         free = free_tags(run.path)
         others = [place for place in free if place != Path(chosen.path)]
         if len(others) == len(free):

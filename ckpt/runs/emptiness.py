@@ -20,8 +20,8 @@ _MAX_SHOWN = 3
 def empty_parameters(checkpoint: Checkpoint) -> str:
     """Return a sentence on parameters without elements.
 
-    Return "" without any, or if the engine recorded their shapes. They come from scripts that save one rank's part of
-    FSDP2 parameters, and from ZeRO-3's rank 0 (shape [0]).
+    Return "" if there are none, or if the engine recorded their shapes. Such parameters come from scripts that save one
+    rank's part of FSDP2 parameters, and from ZeRO-3's rank 0 (shape [0]).
     """
     if registry.get(checkpoint.format).records_shapes:
         return ""

@@ -40,7 +40,6 @@ def check_holds_model(checkpoint: Checkpoint) -> None:
 
 
 def holds_model(checkpoint: Checkpoint) -> bool:
-    """Return True if `checkpoint` has at least one model tensor."""
     return any(role in MODEL_ROLES for _, role in checkpoint.tensors)
 
 

@@ -163,9 +163,9 @@ def _noted(checkpoint: Checkpoint) -> Checkpoint:
 def of_two_saves(checkpoint: Checkpoint) -> str:
     """Return a sentence if a model and its optimizer count different steps, or "".
 
-    They come from a save into a reused folder that was cut off. It is no proof of damage: the optimizer starts at 0 if
-    only weights were loaded. ZeRO's stage 0 counts differently. HF Trainer counts steps skipped after an overflow, so
-    its optimizer may have taken fewer.
+    The usual cause is an interrupted save into a reused folder. But it is no proof of damage: the optimizer starts at 0
+    if only weights were loaded. ZeRO's stage 0 counts differently. HF Trainer counts steps skipped after an overflow,
+    so its optimizer may have taken fewer.
     """
     state = checkpoint.state
     taken = _taken(checkpoint)
@@ -296,7 +296,6 @@ def _nothing_found(path: Path, format: str, tag: str | None, others: list[str]) 
 
 
 def _opens(path: Path, format: str, tag: str) -> bool:
-    """Return True if the run's step `tag` can be opened."""
     formats = [one for one in (registry.all_formats() if format == AUTO else registry.named(format)) if one.reads]
     try:
         return _opened(path, formats, tag, None) is not None

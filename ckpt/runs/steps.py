@@ -137,12 +137,10 @@ def run_at(path: Path) -> Run:
 
 
 def has_record(path: Path) -> bool:
-    """Return True if a file in the folder records the step to load."""
     return any((path / name).is_file() for name in RECORDS)
 
 
 def has_trainer_state(path: Path) -> bool:
-    """Return True if the folder has HF Trainer's record of a step."""
     return (path / TRAINER_STATE).is_file()
 
 

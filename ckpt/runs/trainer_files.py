@@ -122,7 +122,7 @@ def run_companions(
 
 
 def run_files(checkpoint: Checkpoint) -> list[Path]:
-    """Return the run's files with training state that `run_companions` copies."""
+    """Return the run's files with training state, copied by `run_companions`."""
     if (home := _home(checkpoint)) is None:
         return []
     return [home / name for name in _names(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]

@@ -29,12 +29,10 @@ class Parameter:
 
     @property
     def numel(self) -> int:
-        """Elements in all `count` parameters."""
         return self.count * prod(self.shape)
 
 
 def num_elements(parameters: Iterable[Parameter]) -> int:
-    """Return the number of elements in all parameters together."""
     return sum(parameter.numel for parameter in parameters)
 
 
@@ -42,7 +40,7 @@ def num_elements(parameters: Iterable[Parameter]) -> int:
 class Block:
     """Layer sizes that determine its activations, in elements per token.
 
-    `queries`, `keys` and `values` count all heads. `attended` is attention's input to its output layer; transformers'
+    `queries`, `keys` and `values` count all heads. `attended` is the input of attention's output layer; transformers'
     fused attention saves it `again` more times. Eager attention saves each score `scores` times in the model's dtype,
     and in float32 if `scores_fp32`. `latent` is the size of low-rank queries, keys and values in latent attention.
     `qk_norms` is the number of heads with normalised queries or keys. `ffn` is the width of a dense MLP or of shared

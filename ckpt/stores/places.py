@@ -75,7 +75,6 @@ def _files(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
-    """Create a stand-in for each object."""
     from ckpt.stores.ranges import Ranges
 
     newest: dict[Path, int] = {}

@@ -70,9 +70,9 @@ class Ranges:
         return [window.fetched.result()[start - at : stop - at]]
 
     def _window(self, page: int, stop: int) -> _PageWindow:
-        """Return the window with `page`.
+        """Return the window with `page`, fetching it if necessary.
 
-        Fetch it if necessary, with the pages up to `stop`, or more in a sequential read.
+        It extends to `stop`, or further in a sequential read.
         """
         mine = None
         with _kept.lock:

@@ -28,12 +28,10 @@ _behind: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inod
 
 
 def is_standin(path: str) -> bool:
-    """Return True if `path` is in the stand-in folder."""
     return bool(_root) and path.startswith(_root)
 
 
 def in_use() -> bool:
-    """Return True if any stand-in exists."""
     return bool(_behind)
 
 
@@ -85,7 +83,7 @@ def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
 
 
 def behind(descriptor: int) -> Ranges | None:
-    """Return the object for an open stand-in, or None for an ordinary file, even one that reuses a stand-in's inode."""
+    """Return the object for an open stand-in. None for an ordinary file, even one that reuses a stand-in's inode."""
     if not _behind or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return None
     info = os.fstat(descriptor)

@@ -74,7 +74,6 @@ class Heart:
         self.facts |= {"phase": phase, "step": step, "since": time.time()}
 
     def path(self, kind: str) -> Path:
-        """Return a file path for this rank."""
         return self.folder / f"rank-{self.rank}.{kind}"
 
     def _run(self) -> None:

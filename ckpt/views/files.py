@@ -99,7 +99,7 @@ class _Window:
         return extent.offset < self.stop and self.start < extent.end
 
     def put(self, offset: int, raw: NDArray) -> None:
-        """Store bytes at `offset` in the file, at most the margin outside the range."""
+        """Store bytes at `offset` in the file. They may exceed the range by the margin."""
         at = offset - self.start + _MARGIN
         self._bytes[at : at + len(raw)] = raw
 

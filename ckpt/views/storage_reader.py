@@ -196,7 +196,7 @@ class _Contents:
                 yield state_keys(named, model, self._outer[1])
 
     def find(self, key: str) -> StateKeys | None:
-        """Return the keys with `key`, or None."""
+        """Return the namespace's keys that include `key`, or None."""
         return next((keys for keys in self.all() if key in keys), None)
 
     def keys_of(self, asked: list[str]) -> StateKeys:
@@ -342,7 +342,6 @@ class _RankReading:
                     file.check_unchanged()
 
     def value(self, key: str) -> Any:
-        """Return a plain value for `key`."""
         return self._keys.value(key, self._asked)
 
     def fill(self, item: ReadItem, target: torch.Tensor) -> None:

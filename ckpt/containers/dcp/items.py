@@ -1,14 +1,13 @@
-"""Items in a DCP checkpoint's data files: the position of each tensor's elements, and the plain values.
+"""Items in a DCP checkpoint's data files: the positions of tensor elements, and plain values.
 
 Facts from torch's `distributed/checkpoint/filesystem.py` (2.13): a data file is a sequence of items without padding.
 Each item is a tensor or another value, written by its own `torch.save`. With `SerializationFormat.SAFETENSORS`, a file
-has the values first, then one safetensors file with all tensors. The metadata places each tensor at the start of that
-safetensors file.
+has the values first, then one safetensors file with all tensors, and the metadata places each tensor at its start.
 
 A checkpoint has one item per tensor and rank, so finding the elements must be fast. Items with one dtype, shape and
 torch version differ only in the elements, their checksums and an id derived from them. `ckpt.containers.torchfile.read`
-reads the first such item and checks its container. Later items are compared with it byte by byte outside these places,
-and read in full only if they differ.
+reads the first such item and checks its container. Later items are compared with it outside the varying bytes, and read
+in full only if they differ.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ PER_RANK = re.compile(r"__(\d+)\.metadata")
 #: Data file name: the writer's rank, and a file number.
 DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 
-#: Where a value stands in the nested state dict: names, and indices of lists.
+#: Path in the nested state dict: names and list indices.
 Path_ = tuple[str | int, ...]
 
 #: A tensor's dtype and shape, its chunks' boxes, and the minimum size of each chunk's item in bytes.
@@ -122,7 +122,6 @@ class Metadata:
     places: Places
 
     def chunks(self, number: int) -> dict[Box, ItemPlace]:
-        """Return the place of each chunk."""
         return {box: self.places[row] for box, row in self.entries[number].chunks.items()}
 
     def paths(self) -> Iterator[tuple[int, str, Path_]]:
@@ -175,7 +174,6 @@ def read_metadata(folder: Path, classes: tuple[str, ...] = (f"{_MODULE}metadata.
 
 
 def per_rank_names(folder: Path) -> list[str]:
-    """Return the names of the per-rank metadata files, by rank."""
     found = [(int(match[1]), name) for name in names_in(folder) if (match := PER_RANK.fullmatch(name))]
     return [name for _, name in sorted(found)]
 
@@ -460,7 +458,7 @@ class _Parser:
 
 
 class _Numbers:
-    """Index from text to position in a list. For a million texts, sorting takes a quarter of a dict's time."""
+    """Index from text to list position. With a million texts, sorting takes a quarter of a dict's time."""
 
     def __init__(self, keys: Sequence[str]) -> None:
         """Raise IrregularError for a duplicate key."""

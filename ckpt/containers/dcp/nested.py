@@ -1,4 +1,4 @@
-"""Nested state dict of a DCP checkpoint, rebuilt from its values and their paths.
+"""Nested state dict, rebuilt from a DCP checkpoint's values and paths.
 
 The inverse of `ckpt.containers.dcp.write.flatten`.
 """

@@ -1,11 +1,11 @@
-"""Content of a new DCP checkpoint: data files of items, and `.metadata` with the place of each item.
+"""Content of a new DCP checkpoint: data files with items, and `.metadata` with each item's place.
 
 Modelled on torch 2.13: `default_planner.py`, `filesystem.py`, and `distributed/checkpoint/state_dict.py` for the nested
 optimizer state. Tensors are cut along dim 0 like FSDP2 (`torch.chunk`): pieces of ceil(n / W) rows, a shorter last one,
-and none for the remaining ranks. Uncut items (values, scalars, buffers) go to the emptiest rank. Any mesh and world
-size can load the result, because DCP looks up boxes, not ranks.
+and none for the remaining ranks. Uncut items (values, scalars, buffers) go to the emptiest rank. DCP looks up boxes,
+not ranks, so any mesh and world size can load the result.
 
-`storage_meta` (a random id and the original path) is left out. torch's reader allows that since 2.3; older versions do
+`storage_meta` (a random id and the original path) is left out, as torch's reader allows since 2.3. Older versions do
 not have it.
 
 A tied parameter's second name has its own chunks, placed at the first name's items. torch reads each name on its own
@@ -31,7 +31,7 @@ from ckpt.plan.tensors import Box, Extent, Region, Shape, whole
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
-#: File, offset and length of each item, by key and box offsets.
+#: Each item's file, offset and length, by key and box offsets.
 _Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
 #: Content shared by items that differ only in slots: dtype, shape and region, or a value's pickle.
 _Kind = tuple[DType, Shape, Region] | bytes
@@ -177,7 +177,7 @@ class Writing:
         self.tensors[key] = (dtype, shape, boxes)
 
     def _emptiest(self, nbytes: int) -> int:
-        """Return the rank with the fewest bytes of uncut items, and count `nbytes` for it."""
+        """Return the rank with the fewest uncut bytes, and add `nbytes` to it."""
         filled, rank = self._least[0]
         heapq.heapreplace(self._least, (filled + nbytes, rank))
         return rank
@@ -249,7 +249,7 @@ class Writing:
         return _tensor_metadata(*self.tensors[key], sizes)
 
     def _stored(self, key: str, places: _Places, sizes: _Sizes) -> Iterator[tuple[Record, Record]]:
-        """Yield the place of each box of a tensor, or of an object."""
+        """Yield the place of each box of a tensor, or of a value."""
         if key not in self.tensors:
             yield _index(key, None, None, sizes), _storage_info(*places[key, None])
             return

@@ -69,8 +69,8 @@ class Machine:
     """One run over one pickle, with names from `table`.
 
     `persistent` resolves a persistent id (torch's storages). Without it, persistent ids are refused. `runs` is called
-    with the position after each mark and returns the position to continue from. It must have the effect of the opcodes
-    in between, except for `skipped` memo entries that nothing refers to.
+    with the position after each mark and returns the position to continue from. It must have the same effect as the
+    opcodes in between, except for `skipped` memo entries that nothing refers to.
     """
 
     data: bytes
@@ -100,8 +100,8 @@ class Machine:
     def run(self, start: int = 0) -> tuple[Any, int]:
         """Run the pickle at `start`. Return its object and the position after it.
 
-        Raise UnsafeError for a global outside the table or a call of something uncallable, CorruptError for a senseless
-        pickle, and CutShortError if the bytes end before the pickle.
+        Raise UnsafeError for a global outside the table or a forbidden call, CorruptError for a senseless pickle, and
+        CutShortError if the bytes end before the pickle.
         """
         data, handlers, stack, memo, at = self.data, _HANDLERS, self.stack, self.memo, start
         skipped = self.skipped
@@ -270,7 +270,6 @@ class Machine:
                 waiting += ((owner, child) for child in children(value))
 
     def extend(self, target: Any, items: list[Any], what: str = "items are") -> None:
-        """Append `items` to a list or deque."""
         if type(target) is not list and type(target) is not deque:
             raise MalformedError(f"{what} appended to a {type(target).__name__}")
         target.extend(items)
@@ -293,7 +292,6 @@ class Machine:
         return target
 
     def set_update(self, target: Any, items: Iterable[Any]) -> set[Any]:
-        """Add `items` to a set, and return it."""
         if type(target) is not set:
             raise MalformedError(f"items are added to a {type(target).__name__}")
         for item in items:
@@ -330,7 +328,6 @@ _Handler = Callable[[Machine, int], int | None]
 
 
 def _push_number(layout: str) -> _Handler:
-    """Push the number that follows."""
     unpack, size = struct.Struct(layout).unpack_from, struct.calcsize(layout)
 
     def handler(machine: Machine, pos: int) -> int:

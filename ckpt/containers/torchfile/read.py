@@ -16,9 +16,10 @@ no compression, encryption, comments, duplicates or overlaps, and no bytes befor
 directory and the end. Each record, with the descriptor that repeats its sizes, ends at the start of the next. Facts
 from torch 2.13's `caffe2/serialize/inline_container` and miniz:
 
-* every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names); * an
-empty record has neither bit 3 nor a descriptor; * the 64-bit end record and its locator are always present; *
-`torch.serialization.set_crc32_options(False)` writes 0 for every checksum, `skip_data` only for storages.
+* every record has bit 3 set (its sizes follow the data; the local header has zeros) and bit 11 (UTF-8 names);
+* an empty record has neither bit 3 nor a descriptor;
+* the 64-bit end record and its locator are always present;
+* `torch.serialization.set_crc32_options(False)` writes 0 for every checksum, `skip_data` only for storages.
 """
 
 from __future__ import annotations
@@ -87,9 +88,9 @@ def read(
     Only the directory, `data.pkl` and small records are read. `table` holds the allowed names (default: `allowed()`).
     `alike` caches pickles between calls, so that equal ones are parsed once. Raise
 
-    * NotFoundError: no such file, or another kind of file (a plain pickle, a tar file, ...); * CorruptError: truncated,
-    overwritten with zeros, or contradicting itself; * UnsafeError: a name outside the table, a deceptive container
-    (compressed or duplicate records, headers that
+    * NotFoundError: no such file, or another kind of file (a plain pickle, a tar file, ...);
+    * CorruptError: truncated, overwritten with zeros, or contradicting itself;
+    * UnsafeError: a name outside the table, a deceptive container (compressed or duplicate records, headers that
       contradict the directory, overlaps), or a TorchScript program;
     * StorageError: the file cannot be read.
     """
@@ -351,7 +352,7 @@ def _read_directory(region: _Region, offset: int, length: int, count: int) -> di
 
 
 def _wide(region: _Region, extra: bytes, *narrow: int) -> list[int]:
-    """Return `narrow` with values that need 64 bits replaced from the extra field with id 1."""
+    """Return `narrow` with its 64-bit values taken from the extra field with id 1."""
     at = 0
     while at + 4 <= len(extra):
         kind, size = struct.unpack_from("<HH", extra, at)
@@ -479,7 +480,7 @@ class _Archive:
 
 
 def _archive_folder(region: _Region, entries: dict[str, _ZipEntry]) -> str:
-    """Return the common folder of all records, with a slash."""
+    """Return the records' common folder, with a slash."""
     folders = {name.partition("/")[0] for name in entries}
     if any(_is_program(name) for name in entries):
         _refuse_program(region)
@@ -668,7 +669,7 @@ def _legacy_pickles(region: _Region, data: bytes, storages: _LegacyStorages) -> 
 
 
 def _legacy_places(region: _Region, keys: list[str], dtypes: dict[str, Any], at: int) -> dict[str, StoredRecord]:
-    """Return each storage's position. They follow each other, each after its number of elements."""
+    """Return each storage's position. Storages are consecutive, each after its number of elements."""
     places: dict[str, StoredRecord] = {}
     for key in keys:
         if key in places or key not in dtypes:

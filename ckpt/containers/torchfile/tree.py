@@ -21,7 +21,6 @@ from ckpt.plan.dtypes import DType
 
 
 def children(value: Any) -> Iterable[Any]:
-    """Return a branch's children."""
     kind = type(value)
     if kind is dict:
         return chain(value.keys(), value.values())
@@ -41,7 +40,6 @@ _BRANCHES = frozenset((dict, list, tuple, StoredDict, Record, set, frozenset, de
 
 
 def is_branch(value: Any) -> bool:
-    """Return True for a value with children."""
     kind = type(value)
     return kind in _BRANCHES or (kind is StoredTensor and value.attributes is not None)
 

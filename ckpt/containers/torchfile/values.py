@@ -185,7 +185,7 @@ class Array:
     def set_state(self, state: Any, spend: Callable[[int], None]) -> None:
         """Fill the array like `ndarray.__setstate__`.
 
-        Raise the errors of `fill`, and MalformedError if it is already filled.
+        Raise the errors of `fill`, and MalformedError if it is not empty.
         """
         _, shape, dtype, fortran, data = state
         if self.dtype:

@@ -111,7 +111,7 @@ class NewTensor:
 
 
 def copy_of(tensor: Tensor, dtype: DType | None = None, **options: Any) -> NewTensor:
-    """Return a full copy of a source tensor, cast to `dtype` if it differs."""
+    """Return a full copy of a source tensor, cast to `dtype` if given."""
     fill = (FromSource(tensor.key, whole(tensor.shape)),)
     return NewTensor(dtype or tensor.dtype, tensor.shape, fill, **options)
 
