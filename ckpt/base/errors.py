@@ -26,13 +26,13 @@ from typing import Any
 
 from ckpt.base.words import in_python
 
-#: URL shown in messages for each local path prefix of a store's cached files.
+#: URL to show in messages, by the local path prefix for a store's cached files.
 SHOWN: dict[str, str] = {}
 
 
 #: User and password in a URL.
 _PASSWORD = re.compile(r":/{1,2}[^/\s@:]*:[^/\s@]*@")
-#: Maximum length of a hint. A hint's commands repeat paths (up to 4,096 characters each) and must not be cut.
+#: Maximum hint length. A hint's commands repeat paths (up to 4,096 characters each) and must not be cut.
 _MAX_HINT = 20_000
 
 

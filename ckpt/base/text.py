@@ -13,7 +13,7 @@ from ckpt.base.errors import printable
 #: Repository id on the Hub.
 HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
-#: Minimum width of a folded table column.
+#: Minimum width for folded table columns.
 _MIN_COLUMN = 12
 
 #: URL scheme. `Path` turns `s3://` into `s3:/`.
@@ -98,6 +98,6 @@ def fold(text: str, width: int, indent: str = "") -> list[str]:
 
 
 def preformatted(text: str) -> str:
-    from html import escape  # imported late: its table of entities is slow to load
+    from html import escape  # imported late: its entity table is slow to load
 
     return f"<pre>{escape(text)}</pre>"

@@ -13,7 +13,7 @@ from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
 
-#: Short names of dtypes in options.
+#: Short dtype names, for options.
 _DTYPES = {
     **{name: name for name in ("fp32", "fp16", "bf16")},
     "float32": "fp32",

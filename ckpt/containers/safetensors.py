@@ -47,7 +47,7 @@ _RANK = {tag: rank for rank, tag in enumerate(WRITE_ORDER)}
 _WITHOUT_TORCH = ("F6_E2M3", "F6_E3M2")
 _PACKED = "F4"  # two elements per byte: the header counts elements, torch counts bytes
 
-# Possessive if Python supports it (3.11): an unclosed string of 100 MB then fails without backtracking.
+# Possessive if Python supports it (3.11): an unclosed 100 MB string then fails without backtracking.
 _ANY = rb"*+" if sys.version_info >= (3, 11) else rb"*"
 _PLAIN = rb'[^"\\\x00-\x1f]' + _ANY
 _STRING = rb'"(' + _PLAIN + rb"(?:\\." + _PLAIN + rb")" + _ANY + rb')"'
@@ -56,7 +56,7 @@ _FIELD = re.compile(
     rb'[ \t\r\n]*"(dtype|shape|data_offsets)"[ \t\r\n]*:[ \t\r\n]*'
     rb'(?:"(\w{1,32})"|\[([^\[\]{}":]{0,2048})\])[ \t\r\n]*([,}])'
 )
-#: One entry in the safetensors library's own spelling, in one match. Numbers of 18 digits do not overflow.
+#: One entry in the safetensors library's own spelling, in one match. Numbers with 18 digits do not overflow.
 _USUAL = re.compile(
     rb'"(' + _PLAIN + rb')":\{"dtype":"(\w{1,32})",'
     rb'"shape":\[((?:(?:0|[1-9][0-9]{0,17})(?:,(?=[0-9])|(?=\]))){0,64})\],'
@@ -270,7 +270,7 @@ class _Entries:
         return tuple(values)
 
 
-@lru_cache(4096)  # few tensors of a model have a unique shape
+@lru_cache(4096)  # few tensors in a model have a unique shape
 def _usual_shape(raw: bytes) -> Shape:
     return tuple(map(int, raw.split(b","))) if raw else ()
 

@@ -23,9 +23,9 @@ from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at
 from ckpt.plan.checkpoint import SourceFile
 
-#: Maximum number of ranks in a message.
+#: Maximum ranks per message.
 _SHOWN = 16
-#: Minimum storage size for telling two ranks apart, and the number of bytes to compare.
+#: Minimum storage size for telling two ranks apart, and the bytes to compare.
 _TELLING, _LOOKED_AT = 64, 1 << 20
 #: Folder name inside a zip that was saved to a stream without a name.
 _STREAM = "archive"

@@ -28,9 +28,9 @@ from ckpt.plan.tensors import Extent, Tensor, Whole, whole
 
 _T = TypeVar("_T")
 
-#: transformers' names for a single model file, and for the index of shards.
+#: transformers' names for a single model file, and for the shard index.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-#: A model's shards. Not `shard-00001-model-00001-of-00001`: PyTorch's sharded writer has one set of files per rank.
+#: A model's shards. Not `shard-00001-model-00001-of-00001`: PyTorch's sharded writer has a set per rank.
 SHARD = re.compile(r"(?P<stem>(?!shard-).+)-(?P<number>\d{5,})-of-(?P<count>\d{5,})(?P<suffix>\.safetensors|\.bin)")
 #: Maximum index size in bytes.
 MAX_INDEX = 128 << 20

@@ -60,7 +60,7 @@ def _step(bits: NDArray, source: DType, target: DType) -> NDArray:
 
 def _round_to_bfloat16(values: NDArray) -> NDArray:
     bits = values.view(np.uint32)
-    # Adding half of the last kept bit, plus that bit itself, carries exactly if round-half-to-even goes up.
+    # Adding half the last kept bit, plus that bit itself, carries exactly if round-half-to-even goes up.
     rounded = bits >> np.uint32(16)
     rounded &= np.uint32(1)
     rounded += np.uint32(0x7FFF)

@@ -38,7 +38,7 @@ JOURNAL = ".ckpt-journal"
 _LARGEST = 1 << 30  # maximum bytes in a journal
 _BEGINS_ANEW = "--restart clears what is there and begins anew"
 
-#: Digests of pieces, by target file name.
+#: Piece digests, by target file name.
 Digests = dict[str, dict[Piece, str]]
 
 

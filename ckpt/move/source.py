@@ -16,7 +16,7 @@ from ckpt.plan.tensors import ZEROS
 
 #: Maximum gap to read over. A second read would take longer, because its thread waits for the others.
 GAP = 32 << 10
-#: Minimum size of a range in a store to be fetched directly, without caching.
+#: Minimum size for fetching a store's range directly, without caching.
 DIRECT = 2 << 20
 #: errno values for impossible file names: too long, or a link to itself.
 NO_NAME = {errno.ENAMETOOLONG, errno.ELOOP}

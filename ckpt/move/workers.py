@@ -30,7 +30,7 @@ Progress = Callable[[int], None]
 FileDigests = Mapping[str, FileDigest]  # by file name
 
 _MIN_BUFFER = 64 << 10
-_COMPUTING = 5  # memory for computing, in sizes of the result: a bf16 weight, its delta and their sum in fp32
+_COMPUTING = 5  # memory per result size when computing: a bf16 weight, its delta and their sum in fp32
 _PATIENCE = 0.3  # seconds to wait for threads after an error or interrupt
 _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 
@@ -38,7 +38,7 @@ _SYNC_FILE_RANGE_WRITE = 2  # linux/fs.h
 #: took 24.7 s with two threads and 19.2 s with eight, on two cores.
 _NUM_WORKERS = 8
 
-#: Minimum bytes of a range with a cast for advising the kernel before the read.
+#: Minimum range size for advising the kernel before a read with a cast.
 _ASKED = 64 << 10
 
 #: Threads that only wait for fsync. A journalling filesystem commits for all waiting threads at once: for 150 files of
@@ -98,7 +98,7 @@ class Output:
         #: True if the rest is hashed here too.
         self.is_owner = part.is_owner
         self._starts = np.array([offset for offset, _ in pieces or ()], np.int64)
-        self._left = np.zeros(len(self._starts), np.int64)  # remaining bytes of each piece
+        self._left = np.zeros(len(self._starts), np.int64)  # remaining bytes per piece
         if pieces:
             extents = [slot.extent for slot in part.file.slots if slot.extent.numel]
             places = self._places(np.array([extent.offset for extent in extents], np.int64))
@@ -107,7 +107,7 @@ class Output:
         self._file = file
         self._uses = 1  # the sync
         if pieces is not None:
-            self._uses += len(part.todo) + part.is_owner  # hashing of the pieces and the rest
+            self._uses += len(part.todo) + part.is_owner  # hashing the pieces and the rest
         self._pending = 1  # the submitter, until it has submitted everything
         self._lock = threading.Lock()
 

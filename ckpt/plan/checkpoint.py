@@ -20,7 +20,7 @@ from ckpt.plan.loads import Loads
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 
-#: Roles of the model itself. Every other role is the name of an optimizer state.
+#: The model's own roles. Every other role is an optimizer state's name.
 WEIGHT, MASTER, BUFFER = MODEL_ROLES = ("weight", "master", "buffer")
 
 #: Namespaces for parameters: the Hub's files, transformers' modules in memory, megatron-core's GPTModel (with global
@@ -78,7 +78,7 @@ class TrainingState:
     scalars: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     #: Recording engine: `deepspeed`, `megatron`, or `torch` (its state dicts, whoever saved them).
     engine: str | None = None
-    #: Version of `engine` in the files.
+    #: The engine's version in the files.
     engine_version: str | None = None
     #: DeepSpeed: the stage (1 to 3) used for partitioning the optimizer. The config may have another value.
     zero_stage: int | None = None
@@ -88,17 +88,17 @@ class TrainingState:
     lr_scheduler: Any = None
     #: Megatron's LR and weight decay schedule, counted in sequences (`num_steps`).
     opt_param_scheduler: Any = None
-    #: DeepSpeed's loss scaler: a Record of one of its classes.
+    #: DeepSpeed's loss scaler, a Record.
     loss_scaler: Any = None
     #: Megatron's loss scaler: a dict with `scale`.
     grad_scaler: Any = None
     #: Sequences consumed in DeepSpeed's count: a number, or a stored tensor with one.
     global_samples: Any = None
-    #: DeepSpeed: number of steps in `step` skipped after an overflow.
+    #: DeepSpeed: steps in `step` that were skipped after an overflow.
     skipped_steps: Any = None
     #: A torch trainer's counts, in optimizer steps (`step`) and sequences (`sequences`).
     train_state: Mapping[str, Any] | None = None
-    #: DeepSpeed: position of its data sampler (curriculum learning).
+    #: DeepSpeed: its data sampler's position (curriculum learning).
     data_sampler: Any = None
     #: DeepSpeed: schedule for random layerwise token dropping.
     random_ltd: Any = None
@@ -148,7 +148,7 @@ _ENTRIES = (
     *("lr_scheduler", "opt_param_scheduler", "loss_scaler", "grad_scaler"),
     *("global_samples", "skipped_steps", "data_sampler", "random_ltd", *_MAPPINGS),
 )
-#: Engines of private entries that torch's files may carry from one engine to another.
+#: Owners for private entries that torch's files may carry from one engine to another.
 _OWNERS = {
     **dict.fromkeys(("dynamic_loss_scale", "overflow", "clip_grad"), "deepspeed"),
     "checkpoint_version": "megatron",
@@ -164,7 +164,7 @@ class SourceFile:
     size: int
     mtime_ns: int
     inode: int
-    #: Time of the last change of any kind. A rewrite can restore mtime, but not ctime.
+    #: Time when anything last changed. A rewrite can restore mtime, but not ctime.
     ctime_ns: int = 0
 
     @classmethod
@@ -246,19 +246,19 @@ class Checkpoint:
     tensors: Mapping[Key, Tensor]
     files: tuple[SourceFile, ...]
     framework: str | None = None
-    #: Name of the step's folder in the run's folder, if the engine names steps (DeepSpeed).
+    #: The step's folder name in the run's folder, if the engine names steps (DeepSpeed).
     tag: str | None = None
     world_size: int | None = None
-    #: True if the engine loads it only on the same number of ranks, though other checkpoints in this format fit any.
+    #: True if the engine needs the original ranks to load it, though other checkpoints in this format fit any.
     bound_to_ranks: bool = False
     namespace: str = OWN
     ties: Mapping[str, str] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
     #: True for an adapter without its base model, under PEFT's file names or the namespace's own.
     is_adapter: bool = False
-    #: Equivalent of PEFT's `adapter_config.json` if another trainer configured the adapter differently.
+    #: PEFT's equivalent `adapter_config.json` if another trainer configured the adapter differently.
     adapter_config: Mapping[str, Any] | None = None
-    #: Names of reading options that had an effect.
+    #: Reading options that had an effect, by name.
     used_options: frozenset[str] = frozenset()
     #: Recorded settings that the user accepts losing in the target.
     accepted: frozenset[str] = frozenset()
@@ -273,11 +273,11 @@ class Checkpoint:
     unread: tuple[str, ...] = ()
     #: Reason why the run's optimizer is missing here, or None.
     missing_optimizer: str | None = None
-    #: Functions for the bytes of virtual paths. Extents with such a path are computed on writing, for example merged
+    #: Functions that return a virtual path's bytes. Such extents are computed on writing, for example merged
     #: LoRA weights.
     computed: Mapping[str, Callable[[], memoryview]] = field(default_factory=dict)
     quantized: QuantizedStates = QuantizedStates()
-    #: Tensors that `--dtype` never casts: parts of quantized weights.
+    #: Tensors that `--dtype` never casts: quantized weights' parts.
     uncast: frozenset[str] = frozenset()
     #: Facts that a family's readers pass to its own writers (`facts_of`).
     facts: Any = None
@@ -481,12 +481,12 @@ class Format(Protocol):
     always_has_optimizer: bool = False
     #: The files record every parameter's shape, and the reader compares it with the parameter's parts.
     records_shapes: bool = False
-    #: Folder that an engine needs to load a step: the step's own, or the run's with a record of the step.
+    #: Folder that an engine needs to load a step: the step's own, or the run's with its record.
     loads_from: Literal["step", "run"] = "step"
-    #: True if an engine loads it on another number of ranks, or with other Megatron axis sizes.
+    #: True if an engine loads it on more or fewer ranks, or with other Megatron axis sizes.
     fits_other_ranks: bool = True
     fits_other_axes: bool = False
-    #: True if files record their number of ranks although they fit others.
+    #: True if files record how many ranks they are for, although they fit others.
     records_ranks: bool = False
     #: Options from `ckpt.plan.options.OF_FILES` that affect its files. Others are refused.
     takes: tuple[str, ...] = ()

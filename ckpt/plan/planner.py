@@ -83,7 +83,7 @@ class Plan:
     span_bytes: int
     buffered_bytes: int
     casts: tuple[Cast, ...]
-    #: Size of the largest computed content in bytes.
+    #: Bytes in the largest computed content.
     largest_computed: int = 0
     _spans: Mapping[str, tuple[Spans, ...]] = field(default_factory=dict, repr=False)
     #: Slots that also take copies outside `_spans`, by target file.

@@ -57,7 +57,7 @@ OPTIONS = {
     "peft": "converters.huggingface.peft_options:ServerOptions",
 }
 
-#: Parameters for every format: of convert, plan and mount, and of resume.
+#: Parameters for every format in convert, plan and mount, and in resume.
 _OF_ALL = {
     "convert": ("format", "tag", "config", "accept_settings", "dtype", "dequantize", *OF_FILES),
     "resume": ("format", "tag", "config", "dtype", "world_size", "model_only", "missing_ok"),
@@ -79,7 +79,7 @@ SERVICES = {
     # aliases tied by a config, by their names in memory, and the config without these ties
     "declared_ties": "converters.names.transformers.ties:declared_ties",
     "untied_config": "converters.names.transformers.ties:untied_config",
-    # the namespace of a run's own names, if they show it
+    # the namespace for a run's own names, if they show it
     "namespace_of": "converters.names.torchtitan:namespace_of",
     # differences between a model's files and its architecture's own save
     "name_differences": "converters.names.hub.proof:differences",
@@ -98,16 +98,16 @@ SERVICES = {
     # the transformers class that an adapter was trained on
     "trained_class": "converters.names.hub.classes:trained_class",
     "has_conv1d": "converters.names.transformers.modules:has_conv1d",
-    # shapes of a model's parameters
+    # a model's parameter shapes
     "parameters_in_memory": "converters.names.parameters:in_memory",
     "megatron_stages": "converters.names.parameters:megatron_stages",
     # the nested state dict that torch's functions save and load
     "state_dict": "converters.pytorch.state:state_dict",
-    # parts of quantized weights and their faults, and plain weights in place of the parts
+    # quantized weights' parts and their faults, and plain weights instead
     "quantized_weights": "converters.names.quantization.parts:quantized_weights",
     "dequantized": "converters.quantized.dequantize:dequantized",
     "can_dequantize": "converters.quantized.dequantize:can_dequantize",
-    # stored tensors of quantized optimizer states, in place of the computed values
+    # quantized optimizer states' stored tensors, instead of the computed values
     "as_stored": "converters.quantized.carry:as_stored",
 }
 

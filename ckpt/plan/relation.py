@@ -182,7 +182,7 @@ def _check_side(
             )
 
 
-#: A link, the shape and source of its tensor in `a`, and the first elements of both boxes if both are flat with the
+#: A link, its tensor's shape and source in `a`, and both boxes' first elements if both are flat with the
 #: same row-major order.
 _LinkedPart = tuple[Link, Shape, Source, tuple[int, int] | None]
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from ckpt.plan.dtypes import DType
 
-#: Separately hashed piece of a target file: offset and length in bytes.
+#: A separately hashed piece in a target file: offset and length in bytes.
 Piece = tuple[int, int]
 
 

@@ -19,7 +19,7 @@ from ckpt.plan.dtypes import DType
 Shape = tuple[int, ...]
 
 
-#: An endless file of zeros: the source for padding that is not stored.
+#: An endless file with zeros: the source for padding that is not stored.
 ZEROS = "/dev/zero"
 
 
@@ -145,7 +145,7 @@ def whole(shape: Shape) -> Box:
     return Box((0,) * len(shape), shape)
 
 
-@lru_cache(4096)  # few tensors of a model have a unique shape
+@lru_cache(4096)  # few tensors in a model have a unique shape
 def contiguous_strides(shape: Shape) -> Shape:
     """Return row-major strides in elements."""
     strides, step = [], 1

@@ -16,7 +16,7 @@ from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import difference, stated_otherwise
 
-#: Part of a model in a tensor's name: up to the layer number, or the first two components.
+#: Part of the model in a tensor's name: up to the layer number, or the first two components.
 _PART = re.compile(r"(?:[^.]+\.)*?layers\.\d+|[^.]+\.[^.]+|[^.]+")
 
 

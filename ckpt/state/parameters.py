@@ -8,7 +8,7 @@ from math import prod
 
 from ckpt.plan.tensors import Shape
 
-#: Kinds of parameters: linear layers' matrices, a layer's experts together, and the router, among others.
+#: Parameter kinds: linear layers' matrices, a layer's experts together, and the router, among others.
 EMBEDDING, HEAD, LINEAR, EXPERT, ROUTER, OTHER = "embedding", "head", "linear", "expert", "router", "other"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-#: Config keys for the number of layers.
+#: Config keys for the layer count.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Config keys without effect on the model's results, or visible in its tensors.
 _PASSED = {

@@ -31,7 +31,7 @@ T = TypeVar("T")
 
 _OBSTORE = {"s3": "s3", "s3a": "s3", "gs": "gs", "az": "az", "abfs": "az", "abfss": "az"}
 _HUB = "hf"
-_UPLOADING = 32 << 20  # bytes of one object in flight
+_UPLOADING = 32 << 20  # bytes in flight per object
 _TRIES = 5  # tries for a read with a truncated answer
 FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0  # seconds between tries
 #: obstore's own retries for failures before an answer arrives.
@@ -43,7 +43,7 @@ RETRIES = {
 _TIMEOUT = {"connect_timeout": timedelta(seconds=15), "read_timeout": timedelta(seconds=60), "timeout": "600s"}
 LISTING = 300.0  # maximum seconds to wait for the next objects in a listing
 _AT_A_TIME = 100  # objects per listing page
-_MOST_PAGES = 10_000  # maximum pages of a Hub listing
+_MOST_PAGES = 10_000  # maximum pages per Hub listing
 _SILENCE = 60.0  # timeout in seconds for the Hub; its library would wait forever
 #: Lifetime of cached credentials. botocore returns none that expire within ten minutes, and notices newer ones.
 _CREDENTIALS_KEPT = timedelta(minutes=10)
@@ -445,7 +445,7 @@ class _Fsspec:
             raise
         except FileNotFoundError as error:
             raise NotFoundError("no such object or folder", path=url) from error
-        except Exception as error:  # each kind of store has its own errors
+        except Exception as error:  # each store type has its own errors
             raise _failed(error, url) from error
 
 

@@ -90,7 +90,7 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
             hint = "no file can be a folder, too; give one of them another name"
             raise StorageError("an object has the same name as a folder of objects", path=path, hint=hint)
         if _there.get(path) != entry:
-            # The time includes a hash of the version, so that a new version looks like a new file.
+            # The time includes a version hash, so that a new version looks like a new file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9
             standins.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
             _there[path] = entry

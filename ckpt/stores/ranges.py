@@ -19,7 +19,7 @@ _PAGE = 256 << 10  # minimum bytes per fetch
 _PAGES = 16  # maximum pages per window
 _PART = 8 << 20  # maximum bytes per request
 _KEPT = 128 << 20  # bytes cached for all objects together
-_NUM_FETCHERS = 16  # threads that fetch ahead, and parallel parts of a range
+_NUM_FETCHERS = 16  # threads that fetch ahead, and parallel parts per range
 
 #: Fetches all bytes between two offsets.
 Fetch = Callable[[int, int], memoryview]

@@ -22,7 +22,7 @@ from ckpt.base.text import scheme_of
 if TYPE_CHECKING:
     from ckpt.stores.ranges import Ranges
 
-#: Folder of all stand-ins, with a final `/`. Empty before the first one.
+#: Folder for all stand-ins, with a final `/`. Empty before the first one.
 _root = ""
 _behind: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
 

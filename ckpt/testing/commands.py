@@ -14,7 +14,7 @@ import pytest
 
 from ckpt.options.command import Command
 
-_WIDTH = 80  # columns of a terminal without a size
+_WIDTH = 80  # columns if the terminal has no size
 
 
 class CommandConformance:

@@ -59,9 +59,9 @@ class Declaration:
     is_unchecked_data: bool = False
     #: True if the sample is a complete model with an architecture known from its config.
     is_known_model: bool = False
-    #: For a target: True if it needs a number of ranks, and the source has none.
+    #: For a target: True if it needs a number of ranks that the source lacks.
     is_sharded: bool = False
-    #: For a target: True if a parameter without gradients gets optimizer states of zeros.
+    #: For a target: True if a parameter without gradients gets zeros for optimizer states.
     adds_states: bool = False
     #: For a target: the expected refusal for a sample it can't store, or None.
     refuses: Callable[[Declaration, Checkpoint], Refusal | None] = lambda _, __: None
@@ -289,7 +289,7 @@ class Conformance:
         if registry.get(target).namespace is None:  # it keeps all names
             back = replace(back, namespace=named.namespace)
         report = ckpt.verify(checkpoint, back)
-        # A flattening format stores zeros for the states of a parameter that never had a gradient.
+        # A flattening format stores zeros for a parameter's states if it never had a gradient.
         stateless = set(checkpoint.parameters) - {
             f for f, role in checkpoint.tensors if role in checkpoint.optimizer_states
         }

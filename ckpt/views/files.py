@@ -29,8 +29,8 @@ from ckpt.plan.tensors import Extent
 if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
-_MARGIN = 16  # size of the largest element: a range may begin and end inside one
-_READ_AHEAD = 256 << 10  # read size of file objects
+_MARGIN = 16  # largest element size: a range may begin and end inside one
+_READ_AHEAD = 256 << 10  # read size for file objects
 _SLOTS = 256  # slots with cached copies
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 Index = int | slice | EllipsisType
 
-#: Attributes of an open checkpoint listed by `dir`. The others are for formats.
+#: Attributes that `dir` lists for an open checkpoint. The others are for formats.
 _PUBLIC = (
     *("config", "files", "format", "framework", "get", "is_adapter", "items", "keys", "notes", "optimizer_states"),
     *("parameters", "path", "shapes", "state", "step", "tag", "tensors", "ties", "values", "world_size"),

@@ -33,13 +33,13 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: Varying bytes of otherwise equal items: checksums after records and in the directory, and the id.
+#: Varying bytes in otherwise equal items: checksums after records and in the directory, and the id.
 _VARYING = re.compile(rb"PK\x07\x08(.{4})|PK\x01\x02.{12}(.{4})|/\.data/serialization_idFB..Z*([0-9]{40})", re.DOTALL)
-_SMALL = 8 << 10  # bytes of an item read in one call
+_SMALL = 8 << 10  # maximum bytes read in one call
 _AHEAD = 64 << 10  # bytes read ahead for an item directly after the last one
 _MAX_TAIL = 4 << 10
 _MAX_ALIKE = 8  # cached forms per dtype and shape
-_MAX_SHARED = 16 << 10  # maximum size of an item with a cached value
+_MAX_SHARED = 16 << 10  # maximum item size for caching its value
 _TELLING = slice(64, 192)  # bytes inside the pickle, used as the cache key
 _UNKNOWN = None, None
 

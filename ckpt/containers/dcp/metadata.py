@@ -47,14 +47,14 @@ DATA_FILE = re.compile(r"__(\d+)_\d+\.distcp")
 #: Path in the nested state dict: names and list indices.
 Path_ = tuple[str | int, ...]
 
-#: A tensor's dtype and shape, its chunks' boxes, and the minimum size of each chunk's item in bytes.
+#: A tensor's dtype and shape, its chunks' boxes, and the minimum bytes per chunk item.
 _Described = tuple[DType, Shape, dict[Box, float]]
 
 _MAX_DIMS = 64
 _MAX_DEPTH = 32
 _MODULE = "torch.distributed.checkpoint."
 _TENSOR = "TensorStorageMetadata"
-_MANY = 50_000  # minimum number of keys for numpy to be worth its import
+_MANY = 50_000  # minimum keys for numpy to be worth its import
 
 
 class ItemPlace(NamedTuple):

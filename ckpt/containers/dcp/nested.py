@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError
 from ckpt.containers.dcp.metadata import Path_
 
-#: Maximum length of a list with gaps.
+#: Maximum length for lists with gaps.
 _LONGEST_LIST = 1 << 20
 
 

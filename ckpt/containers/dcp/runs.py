@@ -41,7 +41,7 @@ _NEW, _REFS = b"\x8c", (b"h", b"j")
 _Counts = Sequence[int] | int
 
 _MAX_STEPS = 6
-_MAX_USUAL = 40  # descriptions matched literally after two occurrences, in a tenth of the time
+_MAX_USUAL = 40  # descriptions matched literally after two occurrences, ten times faster
 _LONGEST_USUAL = 1000
 _MAX_MISSED = 100  # failed runs until no more are tried; each try has a bounded length
 _PLACE = (

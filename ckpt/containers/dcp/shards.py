@@ -21,7 +21,7 @@ from ckpt.move.files import confined
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape
 
-#: Metadata key in files with pieces of tensors.
+#: Metadata key in files with tensor pieces.
 DCP_KEY = "DCP_SHARDING_INFO"
 _MAX_JSON = 100_000_000
 

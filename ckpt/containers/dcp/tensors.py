@@ -22,7 +22,7 @@ from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Source, Whole, whole
 
-#: Boxes of a tensor, and the extent of each.
+#: A tensor's boxes with their extents.
 Placed = list[tuple[Box, Extent]]
 
 

@@ -20,7 +20,7 @@ from ckpt.move.source import open_file, read_at
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.plan.tensors import Box, Extent
 
-#: Size of the file tail hashed to find copies.
+#: File tail to hash when looking for copies, in bytes.
 _TAIL = 1 << 16
 _CHUNK = 1 << 20
 

@@ -35,7 +35,7 @@ _FILESYSTEM = "torch.distributed.checkpoint.filesystem"
 _Places = dict[tuple[str, Shape | None], tuple[str, int, int]]
 #: Content shared by items that differ only in slots: dtype, shape and region, or a value's pickle.
 _Kind = tuple[DType, Shape, Region] | bytes
-_VALUE_BYTES = 64  # assumed size of a value when balancing the ranks
+_VALUE_BYTES = 64  # assumed value size when balancing the ranks
 
 
 @dataclass(frozen=True, slots=True)

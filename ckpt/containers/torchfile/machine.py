@@ -47,7 +47,7 @@ from ckpt.plan.dtypes import DType
 Table = Mapping[tuple[str, str], Any]
 
 _TOO_DEEP_A_KEY = 8
-#: Comparisons between keys with equal hashes. Real non-text keys are a handful of numbers and tuples.
+#: Comparisons between keys with equal hashes. Real non-text keys are a few numbers and tuples.
 _MAX_ALIKE = 1 << 20
 #: Types with a unique hash, or one that no other process can predict.
 _UNLIKE = frozenset((str, bytes, bool, type(None), DType, Record, Global, PurePosixPath, PureWindowsPath))
@@ -394,7 +394,7 @@ def _constant(value: Any) -> _Handler:
 
 
 def _empty(kind: type) -> _Handler:
-    weight = 4 if kind is set else 1  # about the size of four lists
+    weight = 4 if kind is set else 1  # as large as four lists
 
     def handler(machine: Machine, pos: int) -> None:
         machine.containers += weight
@@ -562,7 +562,7 @@ def _obj(machine: Machine, pos: int) -> None:
 def _reduce(machine: Machine, pos: int) -> None:
     """Run REDUCE, or NEWOBJ for a listed class. The table treats functions and classes alike."""
     stack = machine.stack
-    machine.containers += 2  # about the size of two containers
+    machine.containers += 2  # as large as two containers
     args = stack.pop()
     function = stack[-1]
     # The hot path for files with many tensors. `call` reports errors.
@@ -646,7 +646,7 @@ _u32 = struct.Struct("<I").unpack_from
 #: Protocol 4's opcode sequences for every torch.Size and for every object, each handled in one step.
 _REDUCE_OF_TUPLE = b"\x94\x85\x94R\x94"
 _OBJECT_WITH_STATE = b"\x81\x94}\x94("
-#: Opcodes with a one-byte argument, read in place: they make up most of a large pickle.
+#: Opcodes with a one-byte argument, read in place: they fill most large pickles.
 _ONE_BYTE = b"K\x8chq"
 
 OPCODES: Mapping[bytes, _Handler] = {

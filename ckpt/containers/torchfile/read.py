@@ -199,7 +199,7 @@ _local_fields = struct.Struct("<4s2xHH4xIIIHH").unpack_from
 # Descriptor after a record with bit 3: signature, crc32, sizes. The wide one is for 64-bit sizes or offsets.
 _DESCRIPTOR, _DESCRIPTOR64 = struct.Struct("<4sIII"), struct.Struct("<4sIQQ")
 
-#: Size of the 64-bit end record, its locator and the end record. torch always writes all three.
+#: Bytes in the 64-bit end record, its locator and the end record. torch always writes all three.
 _END_SIZE = 56 + 20 + 22
 _ENTRY_SIZE = 46
 _LOCAL_SIZE = 30
@@ -514,7 +514,7 @@ def _read_zip(region: _Region, tail: bytes, alike: Pickles | None) -> TorchFile:
         nbytes = numel * dtype.itemsize
         if numel:
             record = archive.locate(f"data/{key}")
-            # A storage's length need not be a multiple of the itemsize.
+            # A storage may end with a fraction of an element.
             if not 0 <= record.size - nbytes < dtype.itemsize:
                 region.corrupt(
                     f"the record data/{key} has another length than the storage",

@@ -69,7 +69,7 @@ _RECORDS: tuple[Name, ...] = (
     ("megatron.core.transformer.pipeline_parallel_layer_layout", "PipelineParallelLayerLayout"),
     ("megatron.core.optimizer.optimizer_config", "OptimizerConfig"),
     ("megatron.core.dist_checkpointing.strategies.torch", "MCoreMetadata MCoreSavePlan"),
-    # transformers and accelerate, in client states and training arguments of other trainers
+    # transformers and accelerate, in other trainers' client states and training arguments
     ("transformers.training_args", "TrainingArguments"),
     ("transformers.training_args_seq2seq", "Seq2SeqTrainingArguments"),
     ("transformers.trainer_pt_utils", "AcceleratorConfig"),
@@ -84,7 +84,7 @@ _RECORDS: tuple[Name, ...] = (
 
 _PROPERTIES = "dtype layout requires_grad memory_format pin_memory"
 
-#: Part names of namedtuples and tuple states, in order.
+#: Part names for namedtuples and tuple states, in order.
 _FIELDS: tuple[tuple[str, str, str], ...] = (
     ("torch.distributed.tensor._dtensor_spec", "TensorMeta", "shape stride dtype"),
     ("torch.distributed.tensor._dtensor_spec", "ShardOrderEntry", "tensor_dim mesh_dims"),
@@ -112,7 +112,7 @@ _NAMES: tuple[Name, ...] = (
     ("torch.distributed._shard.sharded_tensor.api", "ShardedTensor"),
     # FSDP2's wrapper for a tensor that is still being gathered
     ("torch.distributed._functional_collectives", "AsyncCollectiveTensor"),
-    # states of torchao's optimizers, with the module's name up to 0.8 and since
+    # torchao's optimizer states, with the module's name up to 0.8 and since
     ("torchao.prototype.low_bit_optim.subclass_8bit torchao.optim.subclass_8bit", "OptimState8bit"),
     ("torchao.prototype.low_bit_optim.subclass_4bit torchao.optim.subclass_4bit", "OptimState4bit"),
     ("torchao.prototype.low_bit_optim.subclass_fp8 torchao.optim.subclass_fp8", "OptimStateFp8"),

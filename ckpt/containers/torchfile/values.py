@@ -24,15 +24,15 @@ from ckpt.plan.tensors import Extent
 
 #: Bytes in one pickle. A DCP `.metadata` with a million chunks has about 200 MB.
 MAX_PICKLE = 1 << 30
-#: Nesting depth of containers. Real training state stays below 20; recursion is safe far above 100.
+#: Container nesting depth. Real training state stays below 20; recursion is safe far above 100.
 MAX_DEPTH = 100
 #: Bytes in an integer. Seeds and RNG words have at most 16.
 MAX_LONG = 1024
-#: Characters in a line of a text opcode other than text itself: global names, decimal numbers.
+#: Characters per line in text opcodes except text itself: global names, decimal numbers.
 MAX_LINE = 4096
 #: torch's own limit.
 MAX_DIMS = 64
-#: Bytes of a tensor larger than its storage (expanded, with stride 0). A larger one may fill the disk.
+#: Bytes in a tensor larger than its storage (expanded, with stride 0). More may fill the disk.
 MAX_EXPANDED = 1 << 32
 
 #: The standard library's immutable time classes, kept unchanged.

@@ -39,7 +39,7 @@ from ckpt.plan.checkpoint import Key, OneElement, Slot, TargetFile
 from ckpt.plan.dtypes import FLOAT32, DType
 from ckpt.plan.tensors import Extent, FlatRange, Region, Tensor, contiguous_strides, whole
 
-#: Maximum size of a tensor inside training state (RNG states, a tensor learning rate).
+#: Maximum tensor size inside training state (RNG states, a tensor learning rate).
 MAX_CARRIED = 1 << 26
 
 
@@ -218,7 +218,7 @@ class _Layout:
         for key, storage in enumerate(form.storages):
             self.storage(key, storage)
         self.record("version", b"3\n")
-        # Any text unique to the file will do. torch derives it from a hash of names and checksums.
+        # Any text unique to the file will do. torch hashes names and checksums.
         identity = f"{self.count:020d}{zlib.crc32(self.directory):020d}"
         self.record(".data/serialization_id", identity.encode())
         self.end()
