@@ -1,11 +1,10 @@
-"""The places of parameters in the flat buffers of Megatron's distributed optimizer, as `distrib_optim.pt` stores them.
+"""Offsets of parameters in the distributed optimizer's flat buffers, as stored in `distrib_optim.pt`.
 
-A buffer holds the parameters of one model chunk that have the same dtype, in the reverse of their order in the
-model.  It is cut into buckets whose ends are padded; the file has the buckets one behind the other without that
-padding, and says neither where a bucket ends nor which parameter is where.
+A buffer holds a model chunk's parameters with the same dtype, in reverse model order. It is cut into padded buckets.
+The file has the buckets in a row without padding, and records neither bucket ends nor parameter positions.
 
-After megatron-core 0.16.1 (distributed/param_and_grad_buffer.py, distributed_data_parallel.py, optimizer/
-distrib_optimizer.py `get_parameter_state_dp_zero`) and Megatron-LM's history: parameters begin at multiples of 64
+From megatron-core 0.16.1 (distributed/param_and_grad_buffer.py, distributed_data_parallel.py, optimizer/
+distrib_optimizer.py `get_parameter_state_dp_zero`) and Megatron-LM's history: parameters start at multiples of 64
 elements since July 2024; before that, without gaps.
 """
 
@@ -23,20 +22,20 @@ from ckpt.plan.tensors import Extent
 T = TypeVar("T")
 
 ALIGNMENT = 64
-#: Elements of a bucket where no argument says it: at least this many, and more for many ranks.
+#: Default bucket size in elements: at least the first value, and more for many ranks.
 _BUCKET, _BUCKET_PER_RANK = 40_000_000, 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """The first element of each parameter, in the model's order, and the elements of the buffer as stored."""
+    """First element of each parameter in model order, and the stored buffer's length."""
 
     starts: tuple[int, ...]
     numel: int
 
 
 def by_buffer(parameters: Iterable[tuple[int, DType, T]]) -> list[tuple[int, DType, list[T]]]:
-    """The parameters of each buffer, given with the numbers of their chunks and their dtypes: in order of chunks."""
+    """Group parameters, given with chunk number and dtype, by buffer, in chunk order."""
     buffers: dict[tuple[int, DType], list[T]] = {}
     for vp, dtype, one in parameters:
         buffers.setdefault((vp, dtype), []).append(one)
@@ -46,13 +45,13 @@ def by_buffer(parameters: Iterable[tuple[int, DType, T]]) -> list[tuple[int, DTy
 def stored_buffer(
     numels: Sequence[int], shared: Sequence[bool], bucket_size: int | None, alignment: int = ALIGNMENT
 ) -> Buffer:
-    """The buffer of parameters of `numels` elements, in the model's order.
+    """Lay out the buffer for parameters with `numels` elements, in model order.
 
-    `shared` marks an embedding that two pipeline stages hold, which has a bucket of its own.  `bucket_size` None
-    means a single bucket for all others.
+    `shared` marks an embedding held by two pipeline stages; it has its own bucket. `bucket_size` None means one bucket
+    for all others.
     """
     starts = [0] * len(numels)
-    stored = at = 0  # where this bucket begins in the file, and how far it is filled
+    stored = at = 0  # the bucket's start in the file, and its filled length
     for index in reversed(range(len(numels))):
         at += -at % alignment
         if shared[index] and at:
@@ -65,9 +64,9 @@ def stored_buffer(
 
 
 def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
-    """The buffers that a rank has gathered, by number: where the elements of the masters and of each state are.
+    """Return the buffers gathered by a rank, by number: the extents of masters and states.
 
-    `where` is what errors say of the file.  NotFoundError for the form of older versions.
+    `where` describes the file in errors. Raise NotFoundError for the form of older versions.
     """
     if not isinstance(state, Mapping):
         raise CorruptError("this is no distributed optimizer's state", **where, found=type(state).__name__)
@@ -94,10 +93,9 @@ def gathered(state: Any, **where: Any) -> dict[int, dict[str, Extent]]:
 
 
 def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Iterator[int | None]:
-    """The sizes that a chunk's buckets may have had, likeliest first; `numel` is that of the chunk's parameters.
+    """Yield the possible bucket sizes of a chunk, most likely first. `numel` counts the chunk's parameters.
 
-    Buckets only serve to overlap communication with the backward pass, and only the first chunk of the first stage
-    has more than one.
+    Buckets only overlap communication with the backward pass, and only the first chunk of the first stage has several.
     """
     overlap = args.get("overlap_grad_reduce")
     if not overlap or pp or vp or args.get("overlap_param_gather_with_optimizer_step"):
@@ -111,14 +109,14 @@ def bucket_sizes(args: Mapping[str, Any], pp: int, vp: int, numel: int) -> Itera
     else:
         ranks = args.get("data_parallel_size") or 1
         yield max(_BUCKET, _BUCKET_PER_RANK * ranks)
-        # Versions differ in whether context parallel ranks count.
+        # Versions differ in counting context-parallel ranks.
         yield max(_BUCKET, _BUCKET_PER_RANK * ranks * (args.get("context_parallel_size") or 1))
 
 
 def find_buffer(
     numels: Sequence[int], shared: Sequence[bool], sizes: Sequence[int | None], stored: int
 ) -> Buffer | None:
-    """The buffer of `stored` elements that one of the bucket `sizes` gives; None if no size fits."""
+    """Return the first buffer with `stored` elements over the bucket `sizes`, or None."""
     for alignment in (ALIGNMENT, 1):
         for size in sizes:
             buffer = stored_buffer(numels, shared, size, alignment)

@@ -1,4 +1,4 @@
-"""The description of a checkpoint in Megatron-LM's `torch` format, from what the ranks' files hold.
+"""Description of a checkpoint in Megatron-LM's `torch` format, from the ranks' files.
 
 Format facts: see `converters.megatron.format`.
 """
@@ -22,7 +22,7 @@ from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe the checkpoint of one iteration."""
+    """Describe one iteration's checkpoint."""
     reading = MegatronReading(path, accepted=request.accepted)
     files = read_ranks(reading)
     optimizers = read_optimizers(reading, files)
@@ -51,7 +51,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _per_rank(reading: MegatronReading, files: Sequence[RankContent]) -> dict[str, dict[str, Any]]:
-    """The entries of single ranks, by the names of their folders."""
+    """Return the entries of single ranks, by their folders' names."""
     return {
         name: {folder_name(f.rank, reading.grid): f.content[name] for f in files if f.content.get(name) is not None}
         for name in OF_RANKS

@@ -1,6 +1,6 @@
-"""Megatron's model as its ranks hold it: which tensors are in a chunk, under which names, which boxes of the whole.
+"""Megatron's model on its ranks: each chunk's tensors with their names and boxes.
 
-What the readers and the writers of Megatron's formats share.  Pure: no I/O.
+Shared by readers and writers of Megatron's formats. Pure: no I/O.
 """
 
 from __future__ import annotations
@@ -48,45 +48,45 @@ from converters.names.megatron.model.splits import (
 )
 from converters.names.megatron.options import MegatronOptions
 
-#: The entry of the training state that names modules with a state of their own: Transformer Engine's FP8 scaling.
+#: Training state key for modules with their own state: Transformer Engine's FP8 scaling.
 EXTRA = "_extra_state"
-#: Endings of the names of buffers.
+#: Name endings of buffers.
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")
 _NORM = re.compile(r"(?P<module>(?:.*\.)?(?<!\.mixer\.)(?<!lm_head\.)\w*norm)\.weight")
-#: What Megatron-LM builds layers from where nothing else is said.
+#: Megatron-LM's default layer implementation.
 _ENGINE = "transformer_engine"
 
 
 def are_experts_apart(grid: Grid, args: Mapping[str, Any]) -> bool:
-    """Whether experts have an optimizer of their own: where other ranks share them than dense parameters.
+    """Return True if experts have their own optimizer, because other ranks share them than dense parameters.
 
-    Up to 0.18 megatron-core did so for expert parallelism alone (tensor_parallel/layers.py, `allreduce`).  Since 0.19
-    there is the argument.
+    Up to 0.18 megatron-core did this only for expert parallelism (tensor_parallel/layers.py, `allreduce`). Since 0.19
+    there is an argument for it.
     """
     return grid.ep > 1 or (grid.etp != grid.tp and "gtp_weight_remat_size" in args)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPiece:
-    """Box `box` of a tensor of the whole model, in a rank's own tensor: from element `offset` on, with `strides`."""
+    """Box of a whole tensor, at element `offset` with `strides` in a rank's tensor."""
 
     box: Box
     offset: int
     strides: Shape
 
     def of(self, extent: Extent, rank: int) -> Fragment:
-        """The piece in a contiguous extent that holds the rank's tensor."""
+        """Return the piece's fragment in a contiguous extent with the rank's tensor."""
         offset = extent.offset + self.offset * extent.dtype.itemsize
         return Fragment(self.box, Extent(extent.path, offset, extent.dtype, self.box.sizes, self.strides), rank)
 
 
-@lru_cache(8192)  # the same few shapes for thousands of experts
+@lru_cache(8192)  # thousands of experts share few shapes
 def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPiece, ...]:
-    """What rank `rank` of `size` holds of a tensor of `shape`, in its own contiguous tensor.
+    """Return the pieces of a tensor with this `shape` on rank `rank` of `size`, in its contiguous tensor.
 
-    UsageError where the tensor does not divide.
+    Raise UsageError if the tensor does not divide.
     """
     pieces, at = [], 0
     for box in rank_boxes(split, shape, size, rank):
@@ -97,9 +97,9 @@ def pieces_of(split: Split, shape: Shape, size: int, rank: int) -> tuple[ChunkPi
 
 @dataclass(frozen=True, slots=True)
 class ChunkTensor:
-    """A tensor of a chunk on one rank: its own name there, its name in the whole model, and the pieces it holds.
+    """Tensor of a chunk on one rank: its local name, its whole-model name, and its pieces.
 
-    `shared` marks a copy of the embedding that is kept equal on two stages.
+    `shared` marks a copy of the embedding kept equal on two stages.
     """
 
     name: str
@@ -115,7 +115,7 @@ class ChunkTensor:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A model chunk of one rank: its tensors in the order of the modules, and the names of empty extra states."""
+    """Model chunk on one rank: tensors in module order, and the names of empty extra states."""
 
     vp: int
     tensors: tuple[ChunkTensor, ...]
@@ -124,7 +124,7 @@ class Chunk:
 
 @dataclass(frozen=True, slots=True)
 class _Listed:
-    """A tensor of a chunk, on whichever tensor parallel rank."""
+    """Tensor of a chunk, for any tensor-parallel rank."""
 
     name: str
     fqn: str
@@ -136,7 +136,7 @@ class _Listed:
 
 @dataclass(frozen=True)
 class MegatronModel:
-    """A checkpoint as Megatron's model, and the layout that it has or is to have."""
+    """Checkpoint as Megatron's model, with its layout: the source's or the target's."""
 
     checkpoint: Checkpoint
     args: Mapping[str, Any]
@@ -154,27 +154,27 @@ class MegatronModel:
 
     @property
     def blocks(self) -> GateBlocks:
-        """GateBlocks in which the ranks keep gate and up rows."""
+        """Row blocks for gate and up on the ranks."""
         return self.checkpoint.facts_of(MegatronFacts).blocks
 
     @cached_property
     def sees(self) -> bool:
-        """Whether the GPTModel is only the language model in it, and is called so in its files."""
+        """True if the GPTModel is only the language model of a larger model, and is named so in its files."""
         return any(map(is_beside, self.chosen))
 
     @cached_property
     def encodes(self) -> bool:
-        """Whether it is a BertModel, whose files have another name for its layers."""
+        """True for a BertModel, whose files name its layers differently."""
         return any(map(is_encoders, self.chosen))
 
     @property
     def name_in_files(self) -> Callable[[str], str]:
-        """What makes the name that a tensor has in the model's files."""
+        """Function that returns a tensor's name in the model's files."""
         return in_whole_model if self.sees else in_encoder if self.encodes else str
 
     @property
     def has_expert_optimizer(self) -> bool:
-        """Whether experts, spread over ranks, have an optimizer of their own."""
+        """True if experts, sharded over ranks, have their own optimizer."""
         return self.num_experts > 0 and are_experts_apart(self.grid, self.args)
 
     @cached_property
@@ -183,7 +183,7 @@ class MegatronModel:
 
     @cached_property
     def members(self) -> dict[tuple[int, int], list[str]]:
-        """Names of the whole model's tensors in every chunk, copies of the embedding not among them."""
+        """Whole-model tensor names in every chunk, without copies of the embedding."""
         found: dict[tuple[int, int], list[str]] = {place: [] for place in self._places}
         for name in (*self.chosen, *self.extra):
             found[self._home(name)].append(name)
@@ -191,7 +191,7 @@ class MegatronModel:
 
     @cached_property
     def extra(self) -> tuple[str, ...]:
-        """Names of entries without content, `_extra_state`: the source's, or those that linear layers have."""
+        """Names of empty `_extra_state` entries: the source's, or the linear layers'."""
         state = self.checkpoint.state
         recorded, args = state.private.get("megatron", {}).get(EXTRA), state.args or {}
         if isinstance(recorded, Mapping) and args.get("transformer_impl", _ENGINE) == self.args["transformer_impl"]:
@@ -201,16 +201,16 @@ class MegatronModel:
 
     @cached_property
     def _places(self) -> list[tuple[int, int]]:
-        """(pipeline rank, chunk) of each chunk, in the order of the model."""
+        """(pipeline rank, chunk) for each chunk, in model order."""
         return [(pp, vp) for vp in range(self.grid.vpp) for pp in range(self.grid.pp)]
 
     @cached_property
     def _stage_of_layer(self) -> dict[str, tuple[int, int]]:
-        """The place of each decoder layer, by its number as names have it."""
+        """Place of each decoder layer, by its number in names."""
         return {str(layer): place for place in self._places for layer in self.stages.layers(*place)}
 
     def _home(self, name: str) -> tuple[int, int]:
-        """The place of a tensor."""
+        """Return a tensor's place."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
         if name.startswith("embedding.") or is_beside(name):
@@ -222,9 +222,9 @@ class MegatronModel:
         return self._places[-1]
 
     def chunks(self, rank: Rank) -> list[Chunk]:
-        """What a rank's chunks hold.
+        """Return a rank's chunks.
 
-        Raises LossError for an unknown tensor, UsageError for one that does not divide.
+        Raise LossError for an unknown tensor, UsageError if a tensor does not divide.
         """
         return [self._chunk(rank, vp) for vp in range(self.grid.vpp)]
 
@@ -245,7 +245,7 @@ class MegatronModel:
         return Chunk(vp, tuple(tensors), extra)
 
     def _list(self, pp: int, vp: int, ep: int) -> tuple[list[_Listed], tuple[str, ...]]:
-        """The tensors of a chunk in the order of its modules, and its extra states."""
+        """List a chunk's tensors in module order, and its extra states."""
         experts = expert_range(ep, self.grid, self.num_experts)
         first_layer = self.stages.layers(pp, vp).start
         listed, extra = [], []
@@ -262,11 +262,11 @@ class MegatronModel:
         return sorted(listed, key=lambda one: registered(one.name)), tuple(dict.fromkeys(extra))
 
     def _is_shared(self, fqn: str) -> bool:
-        """Whether another stage keeps a copy: language_module.py, `setup_embeddings_and_output_layer`."""
+        """Return True if another stage keeps a copy: language_module.py, `setup_embeddings_and_output_layer`."""
         return fqn == EMBEDDING and self.grid.pp > 1 and (self.tied or self.stages.num_mtp > 0)
 
     def _copies(self, pp: int, vp: int) -> Iterator[tuple[str, str, bool]]:
-        """Copies of the embedding on later stages: (own name, name in the model, kept equal)."""
+        """Yield the embedding's copies on later stages: (local name, model name, kept equal)."""
         if self.grid.pp == 1 or self.stages.is_first(pp, vp):
             return
         if self.stages.has_mtp(pp, vp):
@@ -282,7 +282,7 @@ class MegatronModel:
         return _Listed(own, fqn, shared, self.chosen[fqn].tensor.shape, split, is_expert(fqn))
 
     def fill(self, key: Key, box: Box) -> tuple[FromSource, ...]:
-        """Return the source of `box` of a tensor that is stored whole, with its ranks' gate and up rows in blocks."""
+        """Return the source of `box` in a tensor stored whole, following its ranks' gate and up blocks."""
         fqn, shape = key[0], self.checkpoint.tensors[key].shape
         block = self.blocks.of(fqn)
         if block is None:
@@ -292,7 +292,7 @@ class MegatronModel:
         return tuple(FromSource(key, inner, own.offsets[0] * each) for own, inner in parts)
 
     def sections(self, fqn: str) -> tuple[int, ...]:
-        """The sections of a tensor's rows: see `splits.sections_of`."""
+        """Return the sections of a tensor's rows: see `splits.sections_of`."""
         return sections_of(fqn, self._shape, gated=bool(self.args.get("swiglu")))
 
     def _shape(self, fqn: str) -> Shape | None:
@@ -300,9 +300,9 @@ class MegatronModel:
 
 
 def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str]:
-    """The modules of a whole model of these tensors that have an extra state; the output layer is not among them.
+    """Yield the modules with an extra state in a model with these tensors, except the output layer.
 
-    Linear ones have one, and of Transformer Engine's layers also attention and norms that stand by themselves.
+    These are linear layers, and with Transformer Engine also attention and separate norms.
     """
     for name in names:
         if is_beside(name):
@@ -318,16 +318,16 @@ def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str
 
 
 def _extra_name(module: str, spelling: Spelling) -> str:
-    """A module's entry; grouped experts are one module."""
+    """Return a module's entry. Grouped experts are one module."""
     if spelling.grouped:
         module = re.sub(r"\.local_experts\.\d+\.", ".", module)
     return f"{module}.{EXTRA}"
 
 
 def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
-    """The source's tensors, and the layout to write them in.
+    """Describe the source's tensors in the layout to write.
 
-    Raises UsageError for a layout that does not fit the model.
+    Raise UsageError if the layout does not fit the model.
     """
     args: dict[str, Any] = dict(checkpoint.state.args or {})
     if args.get("gpt_j_residual"):
@@ -348,7 +348,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
             raise LossError(f"the source lacks some of the model's {what}", expected=f"number {missing}")
     options = layout.read(MegatronOptions)
     grid = _grid(args, options)
-    if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses this too
+    if grid.ep > 1 and not experts:  # megatron/core/transformer/transformer_config.py refuses it, too
         raise UsageError("a model without experts has no expert parallel ranks", found=f"ep {grid.ep}", hint="--ep 1")
     stages = _stages(args, grid, options, len(layers))
     if options.transformer_impl:
@@ -379,7 +379,7 @@ def describe_model(checkpoint: Checkpoint, layout: Layout) -> MegatronModel:
 
 
 def refuse_encoder(model: MegatronModel, form: str) -> None:
-    """LossError for a BertModel, which is not written in every form."""
+    """Raise LossError for a BertModel, which not every form supports."""
     if model.encodes:
         raise LossError(
             f"a BertModel is not written as {form}",
@@ -391,7 +391,7 @@ def refuse_encoder(model: MegatronModel, form: str) -> None:
 def _check_packed(
     args: Mapping[str, Any], grid: Grid, stages: Stages, chosen: Mapping[str, Choice], local: bool
 ) -> None:
-    """Refuse layouts of models with packed layers that megatron-core does not build."""
+    """Raise an error for layouts of packed layers that megatron-core does not build."""
     hybrid = next(filter(packed, chosen), None)
     if hybrid is None:
         return
@@ -404,7 +404,7 @@ def _check_packed(
         )
     mixer = next((name for name in chosen if ".mixer." in name), None)
     name = "linear_num_key_heads" if mixer is None else "mamba_num_groups"
-    if (count := args.get(name)) and count % grid.tp:  # the rows may divide where these do not
+    if (count := args.get(name)) and count % grid.tp:  # the rows may divide even if these do not
         raise UsageError(
             "a tensor parallel rank has whole heads and groups of a packed layer, and these do not divide",
             fqn=hybrid,
@@ -430,7 +430,7 @@ def _check_packed(
 
 
 def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
-    """The sizes that were asked for, and otherwise the source's."""
+    """Return the requested sizes, by default the source's."""
     source = Grid.of_args(args)
     tp, pp = options.tp or source.tp, options.pp or source.pp
     etp = options.etp or (tp if source.etp == source.tp else source.etp)
@@ -449,7 +449,7 @@ def _grid(args: Mapping[str, Any], options: MegatronOptions) -> Grid:
 
 
 def _stages(args: Mapping[str, Any], grid: Grid, options: MegatronOptions, num_layers: int) -> Stages:
-    """Pipeline stages as asked for; otherwise the source's where they fit, and even ones where they do not."""
+    """Return the requested pipeline stages, or the source's if they fit, or even ones."""
     even = Stages(num_layers, grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
     asked = {name: value for name in STAGE_ARGS if (value := getattr(options, name, None))}
     if asked:
@@ -474,7 +474,7 @@ def _args(
     layout: Layout,
     chosen: Mapping[str, Choice],
 ) -> dict[str, Any]:
-    """The source's arguments with the target's layout."""
+    """Return the source's arguments with the target's layout."""
     result = {**args, **grid.args, "num_layers": stages.num_layers}
     even = grid.vpp > 1 and stages == replace(stages, first=None, last=None, embedding=False, loss=False, layout=None)
     result["num_layers_per_virtual_pipeline_stage"] = stages.num_layers // (grid.pp * grid.vpp) if even else None

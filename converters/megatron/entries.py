@@ -1,4 +1,4 @@
-"""What Megatron's files hold beside a model and its optimizer: arguments, schedule, random states, counters."""
+"""Entries in Megatron's files other than model and optimizer: arguments, schedule, random states, counters."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from converters.megatron.chunks import EXTRA, MegatronModel
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.facts import MegatronFacts
 
-#: Entries that each rank has for itself; of the second, `torch_dist` has a part that is the same on all of them.
+#: Per-rank entries. In `torch_dist`, part of the second is equal on all ranks.
 RANDOM, RERUN = "rng_state", "rerun_state_machine"
 OF_RANKS = (RANDOM, RERUN)
-#: Scales of Transformer Engine's modules in FP8, where the whole model has them: by names of modules, as stored.
+#: Key of Transformer Engine's FP8 scales for the whole model: stored values by module name.
 FP8 = "fp8_state"
-#: Entries that are described otherwise.
+#: Entries described elsewhere.
 _KNOWN = re.compile(r"optimizer|args|iteration|model\d*")
 
-#: torch.save(None): the pickle of the only object in the archive.
+#: torch.save(None): the pickle in the archive.
 _PICKLED_NONE = b"\x80\x02N."
 
 
 def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
-    """Megatron's arguments: an `argparse.Namespace` in the file."""
+    """Return Megatron's arguments, stored as an `argparse.Namespace`."""
     args = content.get("args")
     if isinstance(args, Record):
         return args.attributes
@@ -36,7 +36,7 @@ def plain_args(content: Mapping[Any, Any]) -> Mapping[str, Any]:
 
 
 def is_empty(value: Any) -> bool:
-    """Whether Transformer Engine's state of a module says nothing: FP8 is not used."""
+    """Return True if Transformer Engine's module state is empty, because FP8 is not used."""
     if isinstance(value, StoredTensor):
         return not value.extent.numel
     if isinstance(value, Record) and value.name == "BytesIO":
@@ -52,7 +52,7 @@ def read_state(
     fqns: Collection[str],
     per_rank: Mapping[str, Mapping[str, Any]],
 ) -> TrainingState:
-    """The training state that `content`, the same on all ranks, and the optimizers of parameters `fqns` make up."""
+    """Return the training state from `content`, equal on all ranks, and the optimizers for parameters `fqns`."""
     step = content.get("iteration")
     return TrainingState.of_entries(
         "megatron",
@@ -73,10 +73,10 @@ def read_state(
 def to_write(
     model: MegatronModel, per_rank: Mapping[str, Any], *own: str, without_random: str
 ) -> tuple[dict[str, Any], list[str]]:
-    """Entries that are the same on all ranks, and what is not written.
+    """Return the entries that are equal on all ranks, and notes on dropped ones.
 
-    `per_rank` is written for each rank, and `own` are entries that the format makes anew.  `without_random` tells how
-    a run goes on whose random states are not written.
+    `per_rank` is written per rank; `own` are entries that the format rebuilds. `without_random` tells how to resume
+    without random states.
     """
     kept: dict[str, Any] = {}
     dropped = []

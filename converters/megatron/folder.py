@@ -1,9 +1,9 @@
-"""Megatron-LM's run folders: a folder for each iteration, and a file that names the last one.
+"""Megatron-LM's run folders: a folder per iteration, and a tracker file with the last one.
 
     <run>/latest_checkpointed_iteration.txt    "100", or "release"
     <run>/iter_0000100/, <run>/release/
 
-After Megatron-LM of August 2026, training/checkpointing.py: `get_checkpoint_tracker_filename`, `read_metadata`.
+From Megatron-LM, August 2026, training/checkpointing.py: `get_checkpoint_tracker_filename`, `read_metadata`.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ RANK_FOLDER = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(?:_(\d+))?")
 
 
 def iteration_folder(step: int | None) -> str:
-    """The folder's name; a model without a step is a release."""
+    """Return the iteration folder's name. A model without a step is a release."""
     return RELEASE if step is None else f"iter_{step:07d}"
 
 
 def is_iterations_name(name: str) -> bool:
-    """Whether Megatron-LM calls an iteration's folder so."""
+    """Return True for the name of an iteration folder in Megatron-LM."""
     return name == RELEASE or re.fullmatch(r"iter_\d{7,}", name) is not None
 
 
 def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:
-    """An iteration's folder: `path` itself, the one that `tag` names, or the one that the tracker records."""
+    """Find an iteration's folder: `path` itself, the one named by `tag`, or the tracker's."""
     return find_step(path, tag, Steps(is_iteration, of_tag=_of_tag, record=TRACKER, of_record=_of_record))
 
 
@@ -45,13 +45,13 @@ def _of_record(said: str) -> Sequence[str]:
 
 
 def rank_folders(folder: Path) -> list[str]:
-    """Names of the folders of ranks in an iteration's folder, in the order of their numbers."""
+    """Return the rank folders' names in an iteration's folder, in numeric order."""
     found = [(m, name) for name in names_in(folder) if (m := RANK_FOLDER.fullmatch(name))]
     return [name for _, name in sorted(found, key=lambda item: [int(n or -1) for n in item[0].groups()])]
 
 
 def is_iteration(folder: Path) -> bool:
-    """Whether there are folders of ranks with a model's file, wherever the folder came to lie."""
+    """Return True if the folder has rank folders with a model file, whatever its name."""
     if not folder.is_dir():
         return False
     names = rank_folders(folder)

@@ -1,15 +1,15 @@
-"""Megatron-LM's `torch` format: a file for each tensor, pipeline and expert parallel rank.
+"""Megatron-LM's `torch` format: a file per tensor, pipeline and expert parallel rank.
 
     <run>/latest_checkpointed_iteration.txt            "100", or "release"
     <run>/iter_0000100/mp_rank_TT[_PPP][_EEE]/model_optim_rng.pt, distrib_optim.pt
 
-`_PPP` is there where PP > 1, `_EEE` where EP > 1, so that `mp_rank_00_001` is either; the arguments recorded in every
-file tell.  Layers are numbered within a model chunk, experts within a rank.  One rank writes for all data parallel
-ones; dense tensors are in the file of every expert parallel rank, and are compared.
+`_PPP` is present if PP > 1, `_EEE` if EP > 1, so `mp_rank_00_001` is ambiguous; the arguments in every file resolve it.
+Layers are numbered within a model chunk, experts within a rank. One rank writes for all data-parallel ranks. Dense
+tensors are in every expert-parallel rank's file, and are compared.
 
-Format facts: megatron-core 0.16.1; Megatron-LM of August 2026, training/checkpointing.py (`get_checkpoint_name`,
-`generate_state_dict`, `save_checkpoint`, `load_checkpoint`).  What is in a file is in `converters.megatron.read`,
-`converters.megatron.optimizer_read` and `converters.megatron.write`.
+Format facts: megatron-core 0.16.1; Megatron-LM, August 2026, training/checkpointing.py (`get_checkpoint_name`,
+`generate_state_dict`, `save_checkpoint`, `load_checkpoint`). `converters.megatron.read`,
+`converters.megatron.optimizer_read` and `converters.megatron.write` describe the files' contents.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ class Megatron(Format):
         return find_iteration(path, tag, is_iteration)
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the checkpoint of one iteration."""
+        """Describe one iteration's checkpoint."""
         from converters.megatron.checkpoint import read_iteration
 
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.megatron.write`.  UsageError for an adapter without a model."""
+        """Lay out a run folder; see `converters.megatron.write`. Raise UsageError for an adapter without a model."""
         if checkpoint.is_adapter:
             raise UsageError(
                 "Megatron-LM has no adapters in this format",

@@ -1,12 +1,12 @@
-"""Names of Megatron-LM's own model classes, from before megatron-core, in megatron-core's spelling.
+"""Megatron-core names for Megatron-LM's own model classes, from before megatron-core.
 
     {"language_model": {"embedding": {"word_embeddings": {"weight"}, "position_embeddings": {"weight"}},
                         "encoder": {"layers.0.self_attention.query_key_value.weight", ..., "final_layernorm.weight"},
                         "output_layer": {"weight"}},
      "word_embeddings_for_head": {"weight"}}
 
-Pure.  After Megatron-LM core_v0.8.0, megatron/legacy/model (gpt_model.py, language_model.py, transformer.py: their
-`state_dict_for_save_checkpoint`) and, for what went before, `load_state_dict` of the same modules.
+Pure. From Megatron-LM core_v0.8.0, megatron/legacy/model (gpt_model.py, language_model.py, transformer.py: their
+`state_dict_for_save_checkpoint`) and, for earlier versions, `load_state_dict` in the same modules.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _FINAL = ("final_layernorm.", "final_norm.")
 
 
 def core_names(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
-    """The entries of a chunk, in their order, as megatron-core's own layers would call them.
+    """Yield a chunk's entries in order, under the names of megatron-core's own layers.
 
-    What has no counterpart keeps its name, for the reader to refuse.
+    Entries without a counterpart keep their names, and the reader refuses them.
     """
     for name, value in _flat(state):
         yield _core_name(name), value

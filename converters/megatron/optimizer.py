@@ -1,14 +1,14 @@
-"""Megatron's optimizers in every format: which parameters a param group has, and what is known of both.
+"""Megatron's optimizers in every format: the rule for param groups, and the known optimizers.
 
-No file says which parameters are in which group; it follows from what Megatron puts there: what has one dim or is
-called bias is not decayed, and experts that are spread over ranks are apart.  Muon and Lion step matrices alone, and
-leave the embedding, the output layer and all that has one dim to another optimizer, which its groups name.
+No file records the parameters in a group. They follow from Megatron's rule: tensors with one dim and biases are not
+decayed, and experts sharded over ranks are separate. Muon and Lion only step matrices. The embedding, the output layer
+and tensors with one dim go to another optimizer, named in its groups.
 
-    --optimizer adam                                        one optimizer, and one for experts that are apart
-    --optimizer muon                                        the same for each of muon and adam, none distributed
+    --optimizer adam                                        one optimizer, and one for separate experts
+    --optimizer muon                                        the same for muon and for adam, not distributed
     --optimizer muon, layer-wise (`--use-distributed-optimizer`)
-        with `use_layer_wise_param_layout`                  muon's, experts in it, and adam as distributed optimizer
-        without it                                          muon's and adam's, experts in them, none distributed
+        with `use_layer_wise_param_layout`                  muon's, with experts, and a distributed adam
+        without it                                          muon's and adam's, with experts, not distributed
 
 Format facts: megatron-core 0.16.1 and 0.19.2, optimizer/__init__.py (`_get_param_groups`, `get_megatron_optimizer`,
 `_get_megatron_emerging_optimizer`), optimizer.py (`param_group_identifier_keys`).
@@ -31,16 +31,16 @@ from converters.megatron.chunks import MegatronModel
 from converters.names.megatron.model.spelling import is_expert, split_layer
 from converters.optimizers.states import OptimizerStates
 
-#: What decides which param group is which (optimizer.py, `param_group_identifier_keys`).
+#: Options that identify a param group (optimizer.py, `param_group_identifier_keys`).
 IDENTITY = ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr")
-#: What else does since 0.18.
+#: Further identifying options since 0.18.
 _OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
-#: What the distributed optimizer has places for.
+#: States supported by the distributed optimizer.
 ADAM = ("exp_avg", "exp_avg_sq")
 _EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
-#: Kinds of optimizers (`--optimizer`) whose states, buffers and number are known: those that step all parameters, and
-#: those that step matrices.
+#: Optimizers (`--optimizer`) with known states, buffers and number: those stepping all parameters, and those stepping
+#: only matrices.
 ADAM_NAME = "adam"
 KINDS = (ADAM_NAME, "sgd")
 OF_MATRICES = ("muon", "lion")
@@ -52,23 +52,23 @@ def _kind(args: Mapping[str, Any]) -> str:
 
 
 def is_of_matrices(args: Mapping[str, Any]) -> bool:
-    """Whether the run's optimizer steps matrices alone."""
+    """Return True if the run's optimizer only steps matrices."""
     return _kind(args) in OF_MATRICES
 
 
 def is_known(args: Mapping[str, Any]) -> bool:
-    """Whether it is known which parameters the run's optimizer steps, and which states it has."""
+    """Return True if the run's optimizer is known: the parameters it steps, and its states."""
     return _kind(args) in (*KINDS, *OF_MATRICES)
 
 
 def is_partly_distributed(args: Mapping[str, Any]) -> bool:
-    """Whether what is no matrix has the distributed optimizer, beside a layer-wise one for matrices."""
+    """Return True if all but matrices use the distributed optimizer, beside a layer-wise one for matrices."""
     layer_wise = args.get("use_layer_wise_distributed_optimizer") and args.get("use_layer_wise_param_layout")
     return is_of_matrices(args) and bool(layer_wise)
 
 
 def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] = KINDS) -> None:
-    """NotFoundError where the run's optimizer is none of `kinds`, whose layout is known: its files are not damaged."""
+    """Raise NotFoundError unless the run's optimizer is in `kinds`, which have a known layout."""
     if (kind := _kind(args)) not in kinds:
         raise NotFoundError(
             f"the states of Megatron's optimizer {kind!r} are not read from this layout",
@@ -80,26 +80,26 @@ def check_kind(args: Mapping[str, Any], path: str | Path, kinds: Sequence[str] =
 
 
 def stepped_by(name: str, ndim: int, args: Mapping[str, Any]) -> str | None:
-    """The optimizer that steps a parameter, as its param group names it; None for the run's own (`--optimizer`)."""
+    """Return the optimizer that steps a parameter, by its name in param groups; None for the run's own."""
     if not is_of_matrices(args) or (ndim == 2 and not name.startswith(_EMBEDDINGS)):
         return None
     return str(args.get("muon_scalar_optimizer") or "adam") if _kind(args) == "muon" else "adam"
 
 
 def is_decayed(name: str, ndim: int, args: Mapping[str, Any]) -> bool:
-    """Whether weight decay applies to a parameter, as `get_standard_config_overrides` has it."""
+    """Return True if weight decay applies to a parameter, following `get_standard_config_overrides`."""
     if args.get("apply_wd_to_qk_layernorm") and ("q_layernorm." in name or "k_layernorm." in name) and ndim == 1:
         return True
     return not (name.endswith(".bias") or ndim == 1)
 
 
 def is_decoupled(name: str, args: Mapping[str, Any]) -> bool:
-    """Whether a parameter has the learning rate of the embedding and the output layer."""
+    """Return True if a parameter uses the learning rate for embedding and output layer."""
     return args.get("decoupled_lr") is not None and name.startswith(_EMBEDDINGS)
 
 
 def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, Any]) -> bool:
-    """Whether a parameter, under its module's own name, belongs in this param group by its kind."""
+    """Return True if a parameter, under its module's own name, belongs to this param group."""
     multiplier = group.get("wd_mult", group.get("pre_wd_mult", 1.0))
     if (multiplier != 0.0) != is_decayed(name, ndim, args):
         return False
@@ -112,14 +112,14 @@ def belongs(name: str, ndim: int, group: Mapping[str, Any], args: Mapping[str, A
 
 
 def plain(value: Any) -> Any:
-    """The number in a tensor of one element."""
+    """Return the number in a one-element tensor, or the value itself."""
     is_number = isinstance(value, StoredTensor) and value.extent.numel == 1
     return read_scalar(value.extent) if is_number else value
 
 
 @dataclass
 class Optimizers:
-    """What has been read of the optimizers of all ranks."""
+    """State of all ranks' optimizers read so far."""
 
     states: OptimizerStates = field(default_factory=OptimizerStates)
     groups: dict[Any, tuple[dict[str, None], Mapping[str, Any]]] = field(default_factory=dict)
@@ -128,10 +128,10 @@ class Optimizers:
     def note_group(
         self, group: Mapping[str, Any], fqns: Sequence[str], file: str, step: Any = None, *, by_all: bool = False
     ) -> None:
-        """Take note of the options of a param group and of their `step`, which may stand elsewhere.
+        """Record a param group's options and `step`, which may be stored elsewhere.
 
-        Groups are told apart as Megatron does it, or with `by_all` by every option.  CorruptError where a parameter's
-        step has been another one before.
+        Groups are identified by Megatron's rule, or with `by_all` by every option. Raise CorruptError if a parameter's
+        step changes.
         """
         options = {name: value for name, value in group.items() if name != "params"}
         names = sorted(options) if by_all else (*IDENTITY, *_OVERRIDES)
@@ -143,7 +143,7 @@ class Optimizers:
             self.states.agree(fqns, "step", step, path=file)
 
     def param_groups(self, order: Iterable[str]) -> tuple[ParamGroup, ...]:
-        """The groups, each with its parameters in the order of the model."""
+        """Return the groups, each with its parameters in model order."""
         place = {fqn: number for number, fqn in enumerate(order)}
         return tuple(
             ParamGroup(tuple(sorted(fqns, key=place.__getitem__)), options) for fqns, options in self.groups.values()
@@ -153,10 +153,10 @@ class Optimizers:
 def check_alike(
     held: Mapping[Key, tuple[Shape, DType]], found: Optimizers, args: Mapping[str, Any], path: str | Path
 ) -> None:
-    """CorruptError where a parameter lacks a state, or a master, that others have of the same optimizer.
+    """Raise CorruptError if a parameter lacks a state or master that others with its optimizer have.
 
-    `held` has what every tensor is.  Masters are compared among weights of one dtype.  A parameter in none of the param
-    groups, and without a state, was frozen.  Adam has both of its moments or, before its first step, none.
+    `held` has every tensor's shape and dtype. Masters are compared between weights with one dtype. A parameter without
+    param group and states was frozen. Adam has both of its moments or, before its first step, none.
     """
     if not is_known(args):
         return
@@ -190,7 +190,7 @@ def check_alike(
 
 
 def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
-    """A note of parameters without a state, where others have some: no file records whether they were frozen."""
+    """Return a note on parameters without states, if others have some: no file records frozen parameters."""
     known: dict[str, set[str]] = {}
     for fqn, role in keys:
         if role != BUFFER:
@@ -207,15 +207,15 @@ def without_states(keys: Iterable[Key]) -> tuple[str, ...]:
 
 # -- writing -------------------------------------------------------------------------------------------------
 
-#: Of experts apart, decayed, with a learning rate of its own, and `Group.optimizer`.
+#: (separate experts, decayed, own learning rate, `Group.optimizer`)
 Kind = tuple[bool, bool, bool, str | None]
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A param group: its options, and which parameters are in it.
+    """Param group: its options, and the kind of its parameters.
 
-    `optimizer` is what steps them, where that is not the run's own.
+    `optimizer` steps them, if it is not the run's own.
     """
 
     options: Mapping[str, Any]
@@ -230,9 +230,9 @@ class Group:
 
 
 class MegatronOptimizer:
-    """The source's optimizer as Megatron's: a master and states of every parameter, and Megatron's own param groups.
+    """Source's optimizer in Megatron's form: masters and states, and Megatron's own param groups.
 
-    LossError where the distributed optimizer has no place for the states, or the run's optimizer is none of `kinds`.
+    Raise LossError if the distributed optimizer can't hold the states, or the run's optimizer is not in `kinds`.
     """
 
     kinds: Sequence[str] = (*KINDS, *OF_MATRICES)
@@ -261,11 +261,11 @@ class MegatronOptimizer:
         self.groups = self._groups()
 
     def is_distributed(self, optimizer: str | None) -> bool:
-        """Whether what `optimizer` steps has the distributed optimizer."""
+        """Return True if parameters stepped by `optimizer` use the distributed optimizer."""
         return self.distributed or (optimizer is not None and is_partly_distributed(self.args))
 
     def has(self, fqn: str) -> str | None:
-        """The optimizer that steps a parameter: `Group.optimizer`."""
+        """Return the optimizer that steps a parameter: `Group.optimizer`."""
         return stepped_by(fqn, len(self.masters[fqn].shape), self.args)
 
     def _check_adam(self) -> None:
@@ -279,9 +279,9 @@ class MegatronOptimizer:
                 )
 
     def _groups(self) -> list[Group]:
-        """Megatron's own groups: with and without decay, of experts apart where they have an optimizer of their own.
+        """Return Megatron's own groups: with and without decay, and separate for experts with their own optimizer.
 
-        Options are those of the source's group that has a parameter of this kind.
+        Options come from a source group with a parameter of this kind.
         """
         option_of = {fqn: group.options for group in self.model.checkpoint.state.param_groups for fqn in group.fqns}
         found: dict[Kind, Group] = {}
@@ -302,7 +302,7 @@ class MegatronOptimizer:
                 "is_decoupled_lr": decoupled,
                 "default_config": not decoupled,
             }
-            # If missing, Megatron uses --lr.  The group's current rate is no substitute: it is already decayed.
+            # Without it Megatron uses --lr. The group's current rate can't replace it, because it has already decayed.
             if "initial_lr" in options:
                 options["max_lr"] = options["initial_lr"]
         step = next(iter(self.model.checkpoint.state.scalars.get("step", {}).values()), None)
@@ -311,7 +311,7 @@ class MegatronOptimizer:
         return options | {"is_expert_parallel": expert}
 
     def kind(self, name: str, fqn: str, ndim: int) -> Kind:
-        """The kind of the param group that a parameter is in (`Group.kind`)."""
+        """Return the kind of a parameter's group (`Group.kind`)."""
         return (
             self.apart and is_expert(fqn),
             is_decayed(name, ndim, self.args),
@@ -321,7 +321,7 @@ class MegatronOptimizer:
 
     @property
     def chained(self) -> list[list[Group]]:
-        """The groups of each of Megatron's optimizers."""
+        """Groups of each of Megatron's optimizers."""
         layer_wise = bool(self.args.get("use_layer_wise_distributed_optimizer"))
         found: dict[tuple[bool, bool], list[Group]] = {} if is_of_matrices(self.args) else {(False, False): []}
         if self.apart and not is_of_matrices(self.args):
@@ -332,6 +332,6 @@ class MegatronOptimizer:
 
     @property
     def scaler(self) -> dict[str, Any]:
-        """The loss scaler as an entry beside the groups."""
+        """Loss scaler as an entry beside the groups."""
         scaler = self.model.checkpoint.state.grad_scaler
         return {} if scaler is None else {"grad_scaler": scaler}

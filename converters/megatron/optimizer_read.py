@@ -1,15 +1,15 @@
-"""Megatron-LM's `torch` format: the optimizer's state, in the file of the model or in `distrib_optim.pt`.
+"""Reader for the optimizer's state in Megatron-LM's `torch` format, in the model's file or in `distrib_optim.pt`.
 
-No file names a parameter.  The order in which an optimizer knows them is that of the modules, which is the order of
-the model's own entries in the same file; which of them are in which param group follows from what Megatron puts
-there: what has one dim or is called bias is not decayed.  Everything is checked against shapes and lengths.
+No file names a parameter. An optimizer orders parameters like the modules, and so like the model's entries in the same
+file. Their param groups follow from Megatron's rule: tensors with one dim and biases are not decayed. Everything is
+checked against shapes and lengths.
 
     plain        {"optimizer": {"state": {0: {...}}, "param_groups": [...]}, "fp32_from_fp16_params": [[...]]}
     fp32 model   {"state": ..., "param_groups": [...]}
     distributed  {"optimizer": {"param_groups": [...]}}, and in distrib_optim.pt
                  {"buckets_coalesced": True, 0: {(bfloat16, float32): {"param": ..., "exp_avg": ..., ...}}, 1: ...}
 
-A list of these stands for several optimizers: that of dense parameters, and that of experts on other ranks.
+A list of these holds several optimizers: one for dense parameters, one for experts on other ranks.
 
 Format facts: megatron-core 0.16.1, optimizer/__init__.py (`_get_param_groups`, `get_megatron_optimizer`),
 optimizer/optimizer.py, optimizer/distrib_optimizer.py; see `converters.megatron.buffers`.
@@ -34,23 +34,23 @@ from converters.megatron.optimizer import Optimizers, belongs, check_alike, chec
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
 from converters.megatron.remainders import refuse_gathered
 
-#: Under which name the masters stand in distrib_optim.pt; the others there are optimizer states.
+#: Key of the masters in distrib_optim.pt; all other keys are optimizer states.
 _PARAM = "param"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A parameter that an optimizer of a rank has, and the number of the model chunk that it is in."""
+    """Parameter in a rank's optimizer, with its model chunk's number."""
 
     local: LocalTensor
     vp: int
 
 
 def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> Optimizers:
-    """Note all optimizer states in `reading`.
+    """Add all optimizer states to `reading`.
 
-    CorruptError where files do not fit the model, NotFoundError for a layout that is not read.
+    Raise CorruptError if files do not fit the model, NotFoundError for an unsupported layout.
     """
     found = Optimizers()
     if all(file.content.get("optimizer") is None for file in files):
@@ -74,7 +74,7 @@ def read_optimizers(reading: MegatronReading, files: Sequence[RankContent]) -> O
 
 @dataclass(frozen=True)
 class _RankOptimizers:
-    """The optimizers of a rank, being read into `found`."""
+    """A rank's optimizers, read into `found`."""
 
     reading: MegatronReading
     found: Optimizers
@@ -100,7 +100,7 @@ class _RankOptimizers:
             self._read_distributed(trained, states[number], number)
 
     def _unwrap(self, content: Any) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
-        """The torch optimizer's state dict, and what stands around it."""
+        """Return the torch optimizer's state dict, and its wrapper."""
         outer = content if isinstance(content, Mapping) else {}
         inner = outer.get("optimizer", outer.get("optimizer_state_dict", outer))
         if not isinstance(inner, Mapping) or not isinstance(inner.get("param_groups"), list):
@@ -108,10 +108,10 @@ class _RankOptimizers:
         return inner, outer
 
     def _members(self) -> list[list[Trained]]:
-        """The parameters of each of a rank's optimizers, in its order.
+        """Return the parameters of each of a rank's optimizers, in its order.
 
-        Experts have an optimizer of their own where they are spread over ranks (`allreduce` of a parameter).  A first
-        optimizer for the first chunk alone comes with `overlap_param_gather_with_optimizer_step`.
+        Experts sharded over ranks have their own optimizer (a parameter's `allreduce`). With
+        `overlap_param_gather_with_optimizer_step`, the first chunk has its own optimizer, too.
         """
         chunks = enumerate(self.file.chunks)
         everything = [Trained(local, vp) for vp, chunk in chunks for local in chunk if not local.is_buffer]
@@ -195,7 +195,7 @@ class _RankOptimizers:
                 self._note_tensor(one, MASTER, value)
 
     def _distributed(self) -> list[Any]:
-        """The content of `distrib_optim.pt`: an entry for each optimizer, None where another rank gathered it."""
+        """Return `distrib_optim.pt`'s entries, one per optimizer. An entry is None if another rank gathered it."""
         path = Path(self.file.path).with_name(DISTRIBUTED)
         if not path.is_file():
             raise CorruptError(

@@ -1,6 +1,6 @@
-"""Megatron-LM's `torch` format: the optimizer's state to be written, in the file of the model or in `distrib_optim.pt`.
+"""Writer for the optimizer's state in Megatron-LM's `torch` format, in the model's file or in `distrib_optim.pt`.
 
-What is in these files is in `converters.megatron.optimizer_read`.
+`converters.megatron.optimizer_read` describes these files.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from converters.names.megatron.model.spelling import is_expert
 
 
 def new_tensor(tensor: ChunkTensor, key: Key, dtype: DType) -> NewTensor:
-    """A rank's tensor with its elements from the source's tensor `key`."""
+    """Return a rank's tensor filled from the source's tensor `key`."""
     return NewTensor(dtype, tensor.shape, tuple(FromSource(key, p.box, p.offset) for p in tensor.pieces))
 
 
 class RankOptimizers(MegatronOptimizer):
-    """The optimizer's state as the files of ranks hold it."""
+    """Optimizer state in the form of rank files."""
 
     kinds = KINDS
 
     def _split(self, chunks: Sequence[Chunk]) -> list[tuple[list[Group], list[tuple[int, ChunkTensor]]]]:
-        """The groups and the parameters of each optimizer of a rank."""
+        """Return the groups and parameters of each of a rank's optimizers."""
         everything = [(c.vp, p) for c in chunks for p in c.tensors if p.fqn in self.masters]
         dense = [(vp, p) for vp, p in everything if not (self.apart and is_expert(p.fqn))]
         groups = [group for group in self.groups if not group.expert]
@@ -42,7 +42,7 @@ class RankOptimizers(MegatronOptimizer):
         return parts
 
     def of_rank(self, chunks: Sequence[Chunk]) -> Any:
-        """What a rank's file has as `optimizer`."""
+        """Return the `optimizer` entry in a rank's file."""
         contents: list[dict[str, Any]] = []
         for groups, members in self._split(chunks):
             if self.distributed:  # distrib_optimizer.py, `state_dict`
@@ -53,7 +53,7 @@ class RankOptimizers(MegatronOptimizer):
         return contents[0] if len(contents) == 1 else contents
 
     def _plain(self, groups: Sequence[Group], placed: Sequence[ChunkTensor]) -> dict[str, Any]:
-        """optimizer.py, `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
+        """Return the entry like `Float16OptimizerWithFloat16Params.state_dict` and `FP32Optimizer.state_dict`."""
         state: dict[int, dict[str, Any]] = {}
         masters: list[list[Any]] = []
         listed = []
@@ -86,11 +86,11 @@ class RankOptimizers(MegatronOptimizer):
         return values | {role: self.new_tensor(one, (one.fqn, role), tensor.dtype) for role, tensor in states}
 
     def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
-        """A master or a state of a rank's parameter, as it is written."""
+        """Return the master or state to write for a rank's parameter."""
         return new_tensor(one, key, dtype)
 
     def distributed_state(self, rank: Rank, chunks: Sequence[Chunk]) -> Any:
-        """What a rank's `distrib_optim.pt` holds: None for what another rank of the same data has gathered."""
+        """Return a rank's `distrib_optim.pt`: None if another rank with the same data gathers it."""
         contents = []
         for groups, members in self._split(chunks):
             expert = any(group.expert for group in groups)
@@ -101,7 +101,7 @@ class RankOptimizers(MegatronOptimizer):
     def _buffers(
         self, rank: Rank, chunks: Sequence[Chunk], members: Sequence[tuple[int, ChunkTensor]]
     ) -> dict[Any, Any]:
-        """distrib_optimizer.py, `get_parameter_state_dp_zero`."""
+        """Return the gathered buffers like distrib_optimizer.py, `get_parameter_state_dp_zero`."""
         content: dict[Any, Any] = {"buckets_coalesced": True}
         buffers = by_buffer((vp, self.model.chosen[placed.fqn].dtype, placed) for vp, placed in members)
         for index, (vp, dtype, ones) in enumerate(buffers):

@@ -1,4 +1,4 @@
-"""Megatron-LM's `torch` format: which bytes of the ranks' files hold which part of which tensor.
+"""Reader for Megatron-LM's `torch` format: maps bytes in rank files to parts of tensors.
 
 Format facts: see `converters.megatron.format`.
 """
@@ -53,7 +53,7 @@ from converters.names.megatron.model.splits import (
     sections_of,
 )
 
-#: A note of the reader, which keeps the writer from dealing optimizer states to the wrong parameters.
+#: Reader's note that keeps the writer from assigning optimizer states to wrong parameters.
 OTHER_ORDER = "the model's modules are in another order than those of megatron-core 0.16"
 _WRAPPERS = re.compile(r"^(?:module\.)+")
 _LAYER_NUMBER = re.compile(r"decoder\.layers\.(\d+)\.")
@@ -61,7 +61,7 @@ _GROUPED_GEMM = re.compile(r"(?P<layer>.*\.mlp\.experts\.)weight(?P<number>[12])
 
 
 def folder_name(rank: Rank, grid: Grid) -> str:
-    """training/checkpointing.py, `get_checkpoint_name`."""
+    """Return the rank folder's name: training/checkpointing.py, `get_checkpoint_name`."""
     name = f"mp_rank_{rank.tp:02d}"
     if grid.pp > 1:
         name += f"_{rank.pp:03d}"
@@ -73,7 +73,7 @@ def folder_name(rank: Rank, grid: Grid) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The part of tensor `fqn` of the whole model, which has `shape`, that a rank's tensor holds."""
+    """Part of the whole tensor `fqn`, with whole `shape`, in a rank's tensor."""
 
     fqn: str
     shape: Shape
@@ -82,9 +82,9 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class LocalTensor:
-    """A tensor of one chunk of a rank, under the chunk's own name, and the part of the whole model that it holds.
+    """Tensor of a rank's chunk, under the chunk's own name, with its part of the whole model.
 
-    `shared` marks a copy of the embedding that is kept equal on two stages.
+    `shared` marks a copy of the embedding kept equal on two stages.
     """
 
     name: str
@@ -99,13 +99,13 @@ class LocalTensor:
 
     @property
     def fqns(self) -> list[str]:
-        """The tensors of the whole model that it has a part of."""
+        """Whole-model tensors with a part in this tensor."""
         return [one.fqn for one in self.held]
 
 
 @dataclass(frozen=True, slots=True)
 class RankContent:
-    """What one rank's file holds: its content, and its tensors by model chunk, in the order of the modules."""
+    """Content of one rank's file, and its tensors by model chunk, in module order."""
 
     rank: Rank
     path: str
@@ -115,7 +115,7 @@ class RankContent:
 
 @dataclass
 class MegatronReading:
-    """What has been read so far of one iteration's folder."""
+    """Parts of one iteration's folder read so far."""
 
     folder: Path
     args: Mapping[str, Any] = field(default_factory=dict)
@@ -133,12 +133,12 @@ class MegatronReading:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer is the embedding."""
         return not self.args.get("untie_embeddings_and_output_weights")
 
     @cached_property
     def blocks(self) -> GateBlocks:
-        """GateBlocks in which the ranks keep gate and up rows; read it after the arguments."""
+        """Row blocks for gate and up on the ranks. Read it after the arguments."""
         return GateBlocks.of_args(self.args, self.accepted)
 
     def load(self, path: Path) -> Mapping[Any, Any]:
@@ -148,7 +148,7 @@ class MegatronReading:
         return root  # type: ignore[return-value]
 
     def add(self, local: LocalTensor, role: str, extent: Extent, path: str, rank: Rank) -> None:
-        """Record the part that a rank's tensor at `extent` holds in this role."""
+        """Record the part held by a rank's tensor at `extent` in this role."""
         if not extent.is_contiguous:
             raise CorruptError("a rank's tensor is not contiguous", path=path, rank=rank.number, fqn=local.name)
         for held in local.held:
@@ -156,7 +156,7 @@ class MegatronReading:
             parts += [(held.shape, piece.of(extent, rank.number)) for piece in held.pieces]
 
     def tensors(self) -> dict[Key, Tensor]:
-        """A tensor for every name and role, in the model's order; a part that several ranks hold has replicas."""
+        """Return a tensor for every name and role, in model order. Parts on several ranks become replicas."""
         keys = sorted(self.parts, key=lambda key: registered(key[0]))
         return {key: assemble(*key, self.parts[key], self.natives.get(key[0])) for key in keys}
 
@@ -165,9 +165,9 @@ class MegatronReading:
 
 
 def read_ranks(reading: MegatronReading) -> list[RankContent]:
-    """The files of all ranks, with the tensors of the model noted in `reading`.
+    """Read all ranks' files, and add the model's tensors to `reading`.
 
-    Raises CorruptError for ranks that are missing, left over, of another iteration or of another layout.
+    Raise CorruptError for missing or extra ranks, or ranks with another iteration or layout.
     """
     names = rank_folders(reading.folder)
     if not names:
@@ -198,7 +198,7 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
 
 
 def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
-    """LossError for a language model that is named as the part of a larger one, and is alone."""
+    """Raise LossError for a language model named as part of a larger model whose other tensors are missing."""
     if in_larger and not any(map(is_beside, fqns)):
         raise LossError(
             "a language model that is part of a larger model, and of the rest nothing is here that has a name known",
@@ -208,7 +208,7 @@ def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
 
 
 def refuse_two_blocks(names: Collection[str], path: Path) -> None:
-    """NotFoundError for a model with an encoder and a decoder."""
+    """Raise NotFoundError for a model with an encoder and a decoder."""
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and any(name.startswith("decoder.") for name in names):
         raise NotFoundError(
@@ -220,7 +220,7 @@ def refuse_two_blocks(names: Collection[str], path: Path) -> None:
 
 
 def check_encoder(names: Collection[str], path: Path) -> None:
-    """NotFoundError for a model with an encoder, here all of it, that is no BertModel with both of its heads."""
+    """Raise NotFoundError for an encoder model, here complete, other than a BertModel with both heads."""
     found = next((name for name in names if name.startswith(ENCODER)), None)
     if found is not None and "binary_head.weight" not in names:
         raise NotFoundError(
@@ -295,7 +295,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
 
 
-#: Arguments that all ranks of a run have in common, and that decide what their files mean.
+#: Arguments shared by all ranks that decide the meaning of their files.
 _AGREED = (
     "num_layers",
     "hidden_size",
@@ -333,10 +333,10 @@ def _check_agreement(reading: MegatronReading, loaded: Sequence[tuple[Rank, Path
 
 
 def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, Any]]]) -> None:
-    """CorruptError if a file records a rank (`args.rank`) that is not its folder's.
+    """Raise CorruptError if a file records another rank (`args.rank`) than its folder's.
 
-    Ranks are in the order tp-cp-ep-dp-pp, or with `use_tp_pp_dp_mapping` tp-cp-ep-pp-dp.  What another program has
-    converted has the same arguments in every file, which say nothing.
+    Ranks are ordered tp-cp-ep-dp-pp, or with `use_tp_pp_dp_mapping` tp-cp-ep-pp-dp. Files converted by another program
+    have equal arguments, which prove nothing.
     """
     said = [(rank, path, plain_args(content)) for rank, path, content in loaded]
     if len({args.get("rank") for _, _, args in said}) == 1:
@@ -360,7 +360,7 @@ def _check_places(grid: Grid, loaded: Sequence[tuple[Rank, Path, Mapping[Any, An
 
 
 def _check_version(reading: MegatronReading, content: Mapping[Any, Any]) -> None:
-    """Before version 2.0 the rows of query, key and value were in another order (`fix_query_key_value_ordering`)."""
+    """Raise NotFoundError before version 2.0, which orders QKV rows differently (`fix_query_key_value_ordering`)."""
     version = content.get("checkpoint_version", 0)
     if not isinstance(version, int | float) or version < 2:
         raise NotFoundError(
@@ -419,7 +419,7 @@ def _chunks(
 def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys: Sequence[str]) -> Stages:
     if reading.args.get("num_layers"):
         return Stages.of_args(reading.args)
-    if reading.grid.pp == 1:  # all layers are here, whoever counts them
+    if reading.grid.pp == 1:  # all layers are here
         names = [name for key in keys for name in _flat_names(content[key])]
         numbers = [int(m[1]) for name in names if (m := _LAYER_NUMBER.match(name))]
         return Stages(max(numbers, default=-1) + 1)
@@ -427,7 +427,7 @@ def _recorded_stages(reading: MegatronReading, content: Mapping[Any, Any], keys:
 
 
 def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
-    """The entries of a chunk's state dict in megatron-core's spelling, without the prefix of wrappers."""
+    """Return a chunk's state dict entries under megatron-core's names, without wrappers' prefixes."""
     if LANGUAGE_MODEL in state:
         return dict(core_names(state))
     return {bare(_WRAPPERS.sub("", str(name))): value for name, value in state.items()}
@@ -435,7 +435,7 @@ def _flat_names(state: Mapping[Any, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A model chunk in a rank's file: its entries by the chunk's own names, in megatron-core's spelling."""
+    """Model chunk in a rank's file, with entries by the chunk's own names, in megatron-core's spelling."""
 
     reading: MegatronReading
     rank: Rank
@@ -457,12 +457,12 @@ class _Chunk:
 
     @cached_property
     def num_experts(self) -> int:
-        """Experts of this rank."""
+        """Number of experts on this rank."""
         args = self.reading.args
         return (args.get("num_experts") or args.get("num_moe_experts") or 0) // self.reading.grid.ep
 
     def tensors(self) -> Iterator[LocalTensor]:
-        """The chunk's tensors; CorruptError for an entry that is no tensor, LossError for an unknown one."""
+        """Yield the chunk's tensors. Raise CorruptError for a non-tensor entry, LossError for an unknown one."""
         self._check_layers()
         for name, value in self.state.items():
             if name.endswith("_extra_state"):
@@ -498,19 +498,19 @@ class _Chunk:
             )
 
     def _canonical(self, name: str) -> str:
-        """The name in the whole model of what the chunk calls `name`."""
+        """Return the whole-model name for the chunk's `name`."""
         kind = self.kinds.get(split_layer(name)[0])
         return self.spelling.canonical(name, kind, self.layers.start, self.rank.ep * self.num_experts)
 
     def _note_extra(self, name: str, value: Any) -> None:
-        """Transformer Engine's `_extra_state`: FP8 scaling of this rank, or nothing."""
+        """Record Transformer Engine's `_extra_state`: this rank's FP8 scaling, or nothing."""
         canonical = self._canonical(name)
         if not is_empty(value):
             self.reading.notes.append(f"FP8 state of a module is left out: {canonical}")
         self.reading.extra[canonical] = None
 
     def _shared(self, name: str) -> tuple[str, bool]:
-        """A copy of the embedding under the embedding's name, and whether two stages keep it equal.
+        """Return the embedding's name for its copies, and True if two stages keep them equal.
 
         models/common/language_module/language_module.py, `setup_embeddings_and_output_layer`.
         """
@@ -536,8 +536,10 @@ class _Chunk:
         return value.shape if isinstance(value, StoredTensor) else None
 
     def _grouped_gemm(self, match: re.Match[str], value: StoredTensor) -> Iterator[Held]:
-        """Legacy grouped GEMM: `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts,
-        columns, h); each expert's matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
+        """Yield the experts in a legacy grouped GEMM tensor.
+
+        `weight1` [h, experts * rows] is (experts, h, rows) in memory, `weight2` (experts, columns, h). Each expert's
+        matrix is transposed (transformer/moe/experts.py, `GroupedMLP`).
         """
         first, count, numel = match["number"] == "1", self.num_experts, value.extent.numel
         other = self.state.get(f"{match['layer']}weight{'2' if first else '1'}")

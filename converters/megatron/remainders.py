@@ -1,11 +1,11 @@
-"""Masters that a checkpoint has the lower halves of: Transformer Engine's Adam with `store_param_remainders`.
+"""Masters stored as lower halves: Transformer Engine's Adam with `store_param_remainders`.
 
-A parameter in bf16 has the upper 16 bits of its master, and the optimizer an int16 with the lower ones.  Where these
-are 2 ** 15 or more, negative as an int16, the parameter has been rounded up by one.
+A bf16 parameter holds the upper 16 bits of its master, and the optimizer an int16 with the lower bits. If the lower
+bits are at least 2 ** 15, negative as int16, the parameter was rounded up by one.
 
 Transformer Engine 2.20, common/multi_tensor/adam.cu (`AdamFunctorMasterParamRemainder`); megatron-core 0.19.2,
-optimizer/distrib_optimizer.py (`_get_main_param_and_optimizer_states`): `dp_reshardable` has the int16 as they are;
-what is gathered has their numbers in fp32, which megatron-core itself cannot load.
+optimizer/distrib_optimizer.py (`_get_main_param_and_optimizer_states`): `dp_reshardable` stores the int16. Gathered
+states store their values in fp32, which megatron-core itself cannot load.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor
 
 _INT16 = BY_NAME["int16"]
-#: Elements that are computed at a time.
+#: Number of elements computed at a time.
 _BLOCK = 1 << 23
 
 
 def are_gathered(args: Mapping[str, Any]) -> bool:
-    """Whether masters that were gathered in fp32 are remainders, as far as arguments tell."""
+    """Return True if masters gathered in fp32 are remainders, judging by the arguments."""
     dtype = str(args.get("main_params_dtype") or FLOAT32)
     is_kept = bool(args.get("store_param_remainders", True)) and dtype.removeprefix("torch.") in ("fp32", "float32")
     return bool(args.get("use_precision_aware_optimizer")) and bool(args.get("bf16")) and is_kept
 
 
 def refuse_gathered(args: Mapping[str, Any], path: str | Path) -> None:
-    """NotFoundError where gathered masters are remainders."""
+    """Raise NotFoundError if gathered masters are remainders."""
     if are_gathered(args):
         raise NotFoundError(
             "the masters are stored as 16 bits of each, in fp32, which megatron-core itself cannot load",
@@ -48,7 +48,7 @@ def refuse_gathered(args: Mapping[str, Any], path: str | Path) -> None:
 def with_masters(
     tensors: Mapping[Key, Tensor], path: Path
 ) -> tuple[dict[Key, Tensor], dict[str, Callable[[], memoryview]]]:
-    """`tensors` with whole masters in place of remainders, and what computes them, by made-up paths."""
+    """Replace remainders in `tensors` by whole masters. Return their computations by made-up paths, too."""
     found, computed = dict(tensors), dict[str, Callable[[], memoryview]]()
     for (fqn, role), tensor in tensors.items():
         if role != MASTER or tensor.dtype != _INT16:
@@ -72,7 +72,7 @@ def with_masters(
 
 
 def _blocks(shape: Shape) -> Iterator[Box]:
-    """Boxes of whole rows, of about `_BLOCK` elements."""
+    """Yield boxes of whole rows with about `_BLOCK` elements."""
     rows = shape[0]
     each = max(1, _BLOCK * rows // max(1, prod(shape)))
     for start in range(0, rows, each):
@@ -81,8 +81,8 @@ def _blocks(shape: Shape) -> Iterator[Box]:
 
 
 def _master(weight: Tensor, remainder: Tensor, box: Box) -> memoryview:
-    """The masters of a box, in fp32, as bytes."""
-    import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
+    """Compute a box's masters as fp32 bytes."""
+    import numpy as np  # late: only needed to read data
 
     from ckpt.move.reading import read_box
 

@@ -1,7 +1,7 @@
-"""Megatron-LM's `torch` format: write, for any tensor, pipeline, expert and virtual pipeline sizes.
+"""Writer for Megatron-LM's `torch` format with any tensor, pipeline, expert and virtual pipeline sizes.
 
-What is written is what a run of that layout would have saved: megatron-core's `load_state_dict(strict=True)`,
-`optimizer.load_state_dict` and `load_parameter_state` take it.  Format facts: see `converters.megatron.format`.
+The output equals a save by a run with this layout. It is loaded by megatron-core's `load_state_dict(strict=True)`,
+`optimizer.load_state_dict` and `load_parameter_state`. Format facts: see `converters.megatron.format`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from converters.names.megatron.model.axes import Grid
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of a run folder: an iteration's folder (or `release`), the tracker, config and tokenizer.
+    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer.
 
-    Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
+    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
     """
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
@@ -63,7 +63,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 @dataclass
 class ModelFiles:
-    """The ranks' model files: those that differ only in the boxes of tensors that they hold are laid out once."""
+    """Builder of the ranks' model files. Files that differ only in their tensors' boxes are laid out once."""
 
     model: MegatronModel
     optimizer: RankOptimizers | None
@@ -71,7 +71,7 @@ class ModelFiles:
     forms: dict[Any, TargetFile] = field(default_factory=dict)
 
     def file(self, name: str, chunks: Sequence[Chunk], own: dict[str, Any]) -> TargetFile:
-        """The file of a rank with these chunks, and with entries of its `own`."""
+        """Return a rank's file with these chunks and its `own` entries."""
         if own or (self.optimizer is not None and not self.optimizer.distributed):
             return torch_file(name, self.root(chunks) | own)
         tensors = [(one, self.model.chosen[one.fqn]) for chunk in chunks for one in chunk.tensors]
@@ -89,7 +89,7 @@ class ModelFiles:
         return replace(known, name=name, slots=slots)
 
     def root(self, chunks: Sequence[Chunk]) -> dict[str, Any]:
-        """training/checkpointing.py, `generate_state_dict`."""
+        """Return a model file's content: training/checkpointing.py, `generate_state_dict`."""
         model = self.model
         root: dict[str, Any] = {
             "args": Record("argparse", "Namespace", (), state=dict(model.args)),
@@ -109,7 +109,7 @@ class ModelFiles:
 
 
 def _per_rank(model: MegatronModel) -> Mapping[str, Mapping[str, Any]]:
-    """What each rank of the source has for itself, by entry and folder, where the target's ranks are the source's."""
+    """Return the source ranks' own entries by key and folder, if the target has the same ranks."""
     state, names = model.checkpoint.state, {folder_name(rank, model.grid) for rank in model.grid.ranks()}
     is_same = state.engine == "megatron" and Grid.of_args(state.args or {}) == model.grid
     return state.per_rank if is_same and all(values.keys() <= names for values in state.per_rank.values()) else {}

@@ -1,32 +1,32 @@
-"""Adapters in Megatron's `torch_dist` format, as Megatron-Bridge, NeMo 2 and ms-swift save them.
+"""Adapters in Megatron's `torch_dist` format, saved by Megatron-Bridge, NeMo 2 and ms-swift.
 
-    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    the adapter's tensors alone
-    <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, its rank and alpha; `model`: sizes of the axes
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    only the adapter's tensors
+    <run>/iter_0000100/run_config.yaml    `peft`: the adapter's class, rank and alpha; `model`: axis sizes
     <run>/iter_0000100/train_state.pt, <run>/latest_train_state.pt, <run>/latest_checkpointed_iteration.txt
 
-Tensors are whole in it, but for the rows of `linear_fc1`, which are in an order of the tensor parallel size:
+Tensors are stored whole, but the row order of `linear_fc1` depends on the tensor-parallel size:
 
-- `linear_out` is stored as if it held gate and up: the first halves of the ranks' parts, then the second ones.  For one
-  that holds both, this is the order of the whole; a factor of one of them has its rows exchanged by it.
-- `weight_magnitude`, which DoRA has, is stored as the ranks hold it: each rank's gate, then its up.
+- `linear_out` is stored like stacked gate and up: first the first halves of all ranks' parts, then the second halves.
+  For a factor with both, this is the whole tensor's order. A factor with only one of them has its rows permuted.
+- DoRA's `weight_magnitude` is stored in rank order: each rank's gate, then its up.
 
-    <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, the sizes of the axes
+    <run>/checkpoint-100/args.json    ms-swift's arguments: `lora_rank`, `lora_alpha`, axis sizes
     <run>/checkpoint-100/iter_0000100/.metadata, ...    PEFT's factors of Megatron's modules, `lora_A.default.weight`
 
-All rows of ms-swift's are stored as the ranks hold them.
+ms-swift stores all rows in rank order.
 
-    <run>/weights/.metadata, ...    NeMo's adapter, under the names and in the order of Megatron-Bridge's
-    <run>/weights/adapter_metadata.json    the folder of its base: `model_ckpt_path`
-    <run>/context/model.yaml    `model_transform`: the adapter's class, its rank and alpha; `config`: sizes of the axes
+    <run>/weights/.metadata, ...    NeMo's adapter, with Megatron-Bridge's names and order
+    <run>/weights/adapter_metadata.json    its base's folder: `model_ckpt_path`
+    <run>/context/model.yaml    `model_transform`: the adapter's class, rank and alpha; `config`: axis sizes
 
-Where experts share one factor of each layer (`experts_shared_outer_loras`), this has no axis of experts.  A run of
-MultiLoRA holds several adapters: see `converters.megatron.dist.adapter_slots`.
+If experts share one factor of each layer (`experts_shared_outer_loras`), this factor has no expert dim. A MultiLoRA run
+holds several adapters: see `converters.megatron.dist.adapter_slots`.
 
 Format facts: nemo_toolkit 2.5.0, collections/llm/peft, lightning/pytorch/callbacks/peft.py, lightning/ckpt_utils.py;
-mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge
-0.3.1, peft/utils.py and dora_layers.py (`sharded_state_dict` of each),
-training/checkpointing.py (`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py; Megatron-Bridge
-0.6.0, peft/utils.py (SharedOuterGroupedExpertAdapter).
+mcore-bridge 1.6.5, tuners/lora.py; ms-swift 4.6, megatron/utils/megatron_lm_utils.py; megatron-bridge 0.3.1,
+peft/utils.py and dora_layers.py (`sharded_state_dict` of each), training/checkpointing.py
+(`apply_peft_adapter_filter_to_state_dict`), training/utils/config_utils.py; Megatron-Bridge 0.6.0, peft/utils.py
+(SharedOuterGroupedExpertAdapter).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK, GateBlocks
 from converters.names.megatron.settings import is_off
 
-#: What the classes of megatron.bridge.peft are called, by the module that has each.
+#: Classes in megatron.bridge.peft, by module.
 CLASSES = {"lora": "LoRA", "canonical_lora": "CanonicalLoRA", "dora": "DoRA"}
-#: What says that experts share the first factor of linear_fc1 and the second one of linear_fc2.
+#: Setting for experts that share linear_fc1's first factor and linear_fc2's second factor.
 OUTER = "experts_shared_outer_loras"
-#: What else the classes record of an adapter: nothing that the tensors do not say, or that a merge depends on.
+#: Other recorded adapter settings. A merge does not need them, or the tensors imply them.
 _KNOWN = {
     *("_target_", "n_adapters", "dim", "alpha", "dropout", "dropout_position", "lora_dtype", "normalize_moe_lora"),
     *("target_modules", "exclude_modules", "canonical_mapping", "params_to_save", "sequence_parallel_input_regather"),
@@ -66,7 +66,7 @@ _KNOWN = {
     *("share_expert_adapters", OUTER),
 }
 _MARK = ".adapter."
-#: PEFT's names on Megatron's modules, which are ms-swift's.
+#: PEFT's names on Megatron's modules, used by ms-swift.
 _PEFTS = re.compile(r"\.lora_(?P<factor>[AB])\.default\.(?=weight$)")
 _FACTORS = {"A": ".adapter.linear_in.", "B": ".adapter.linear_out."}
 SWIFTS_CONFIG = "args.json"
@@ -74,12 +74,12 @@ NEMOS_BASE = "adapter_metadata.json"
 
 
 def has_adapter(fqns: Iterable[str]) -> bool:
-    """Whether some of a model's tensors are an adapter's."""
+    """Return True if some of the tensors belong to an adapter."""
     return any(_MARK in fqn or _PEFTS.search(fqn) or slots_in([fqn]) for fqn in fqns)
 
 
 def without_optimizer(reading: DistReading) -> Optimizers:
-    """No optimizer, for an adapter: its states are taken out of `reading`, which notes that there were some."""
+    """Return no optimizer for an adapter. Remove its states from `reading`, with a note."""
     states = [key for key in reading.placed if key[1] not in MODEL_ROLES]
     if states or reading.flat or reading.common.get("optimizer"):
         reading.notes.append("the optimizer of the adapter is not read: no other trainer has a place for it")
@@ -90,10 +90,10 @@ def without_optimizer(reading: DistReading) -> Optimizers:
 
 
 def as_adapter(checkpoint: Checkpoint, folder: Path, asked: str | None = None) -> Checkpoint:
-    """Return the `checkpoint` of an iteration that holds an adapter, with its rows in the order of the whole.
+    """Return an adapter iteration's `checkpoint` with its rows in whole-tensor order.
 
-    Of a run of MultiLoRA take the slot `asked`.  Raise NotFoundError without the run's config, UsageError for an
-    adapter of a class that is not read.
+    From a MultiLoRA run take the slot `asked`. Raise NotFoundError without the run's config, UsageError for an
+    unsupported adapter class.
     """
     slot = None
     if slots_in(fqn for fqn, _ in checkpoint.tensors):
@@ -143,14 +143,17 @@ def as_adapter(checkpoint: Checkpoint, folder: Path, asked: str | None = None) -
 
 
 def _refuse_experts(checkpoint: Checkpoint, path: Path) -> None:
-    """Refuse adapters of experts: what NeMo saves of them has not been compared with what its model computes."""
+    """Raise UsageError for adapters of experts: NeMo's were never compared with its model's results."""
     for fqn, _ in checkpoint.tensors:
         if (parsed := parse_name(fqn)) is not None and parsed[0].is_expert:
             raise UsageError("NeMo's adapters of experts are not read", path=path, fqn=fqn)
 
 
 def read_run(path: Path) -> AdapterRun:
-    """What the config of Megatron-Bridge's run says of its adapter; UsageError for a class not read, CorruptError."""
+    """Read the adapter from a Megatron-Bridge run's config.
+
+    Raise UsageError for an unsupported class, CorruptError for a malformed config.
+    """
     content = read_run_config(path)
     peft, model, checkpoint = (_section(content, name) for name in ("peft", "model", "checkpoint"))
     base = model.get("hf_model_id") or checkpoint.get("pretrained_checkpoint")
@@ -158,7 +161,10 @@ def read_run(path: Path) -> AdapterRun:
 
 
 def read_nemos_run(path: Path) -> AdapterRun:
-    """What NeMo's `model.yaml` says of the model's adapter; UsageError for a class that is not read, CorruptError."""
+    """Read the adapter from NeMo's `model.yaml`.
+
+    Raise UsageError for an unsupported class, CorruptError for a malformed file.
+    """
     content = read_run_config(path)
     sections = {name: _section(content, name) for name in ("model_transform", "config")}
     beside = path.parents[1] / WEIGHTS / NEMOS_BASE
@@ -175,7 +181,7 @@ def _section(content: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def _run_of_class(
     path: Path, sections: Mapping[str, Mapping[str, Any]], package: str, kinds: Sequence[str], base: object
 ) -> AdapterRun:
-    """What `sections`, that of the adapter and that of the model, say of an adapter whose class is in `package`."""
+    """Return the adapter described by `sections`: first the adapter's, then the model's. Its class is in `package`."""
     (of_adapter, peft), (of_model, model) = sections.items()
     target = str(peft.get("_target_") or "")
     classes = CLASSES | {MULTI: MULTIS_CLASS}
@@ -222,10 +228,10 @@ def _run_of_class(
     )
 
 
-#: Names of settings of adapters in ms-swift's `args.json`, next to the training's own.
+#: Names of adapter settings in ms-swift's `args.json`, among the training's own.
 _OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
-#: Those that are read, or that do not change what the adapter computes (ms-swift 3.5 to 4.5,
-#: megatron/arguments/megatron_args.py, arguments/tuner_args.py), and of other kinds of tuners.
+#: Supported settings, and settings without effect on the adapter's result (ms-swift 3.5 to 4.5,
+#: megatron/arguments/megatron_args.py, arguments/tuner_args.py).
 _SWIFTS_ENTRIES = (
     *("tuner_type", "tuner_backend", "lora_rank", "lora_alpha", "lora_dropout", "lora_bias", "lora_dtype"),
     *("lorap_lr_ratio", "use_rslora", "adapters", "ref_adapters", "adapter_load", "ref_adapter_load", "mcore_adapter"),
@@ -236,7 +242,10 @@ _OF_OTHER_TUNERS = ("adalora_", "lora_ga_")
 
 
 def read_swifts_run(path: Path) -> AdapterRun:
-    """What `args.json` of ms-swift says of its adapter; UsageError for what is no plain LoRA, CorruptError."""
+    """Read the adapter from ms-swift's `args.json`.
+
+    Raise UsageError unless it is a plain LoRA, CorruptError for a malformed file.
+    """
     content = read_object(path, "the run's arguments")
     for name, plain in (("tuner_type", "lora"), ("lora_bias", "none"), ("modules_to_save", [])):
         if content.get(name) not in (plain, None):
@@ -295,7 +304,7 @@ def _refuse_blocks(path: Path, model: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class _Sections:
-    """The sections of a config that somebody else wrote, with the types of their fields checked."""
+    """Sections of a foreign config, read with type checks."""
 
     path: Path
     sections: Mapping[str, Mapping[str, Any]]
@@ -327,7 +336,7 @@ RowRuns = tuple[tuple[int, int, int], ...]
 
 
 def stored_rows(name: ModuleName, kind: str, rows: int, run: AdapterRun) -> RowRuns:
-    """Where the rows of a tensor are in the files of a run; UsageError where they do not divide among its ranks."""
+    """Return the stored order of a tensor's rows. Raise UsageError if they do not divide by its ranks."""
     size = tp_of(name, run)
     if size == 1 or not is_of_ranks(name, kind, run):
         return ((0, 0, rows),)
@@ -336,16 +345,16 @@ def stored_rows(name: ModuleName, kind: str, rows: int, run: AdapterRun) -> RowR
 
 
 def is_of_ranks(name: ModuleName, kind: str, run: AdapterRun) -> bool:
-    """Whether the order of the rows depends on the number of tensor parallel ranks."""
+    """Return True if the row order depends on the number of tensor-parallel ranks."""
     if name.leaf != "linear_fc1":
         return False
     return (kind == OUT and bool(name.part or not run.gated)) or (kind == MAGNITUDE and run.gated)
 
 
 def _row_parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
-    """How many parts the ranks of a run cut the rows into, first where their order is another than that of the whole.
+    """Return the possible numbers of row parts, first the number for a changed row order.
 
-    Later versions of Megatron-Bridge than 0.3 take `linear_fc1` for gate and up only where it is.
+    Megatron-Bridge after 0.3 only treats `linear_fc1` as gate and up if it is.
     """
     size = tp_of(name, run)
     if kind == MAGNITUDE:
@@ -354,12 +363,12 @@ def _row_parts(name: ModuleName, kind: str, run: AdapterRun) -> tuple[int, ...]:
 
 
 def tp_of(name: ModuleName, run: AdapterRun) -> int:
-    """How many ranks share the layer."""
+    """Return the number of ranks that share the layer."""
     return run.etp if name.is_expert else run.tp
 
 
 def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, RowRuns]]:
-    """The tensors whose rows are stored in another order than that of the whole."""
+    """Yield the tensors with a changed row order."""
     for tensor in checkpoint.parameters.values():
         parsed = parse_name(tensor.fqn)
         assert parsed is not None
@@ -371,7 +380,7 @@ def _exchanged(checkpoint: Checkpoint, run: AdapterRun) -> Iterator[tuple[str, R
 
 
 def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """`checkpoint`, whose rows ms-swift stores as the ranks hold them; the model tells which are gate and up."""
+    """Return `checkpoint` unchanged, after checking its parts: ms-swift stores rows in rank order."""
     for tensor in checkpoint.parameters.values():
         name, kind = parse_name(tensor.fqn) or (None, None)
         if name and kind == OUT and name.leaf in ("linear_fc1", "linear_qkv"):
@@ -380,7 +389,7 @@ def _by_rank(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 
 def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: AdapterRun) -> int:
-    """How many parts the ranks of the run have cut the rows into; CorruptError unless it is one of the expected."""
+    """Return the number of row parts. Raise CorruptError unless it is among the `expected` numbers."""
     cuts = {fragment.region.offsets[0] for fragment in tensor.fragments() if isinstance(fragment.region, Box)}
     if len(cuts) not in expected:
         raise CorruptError(
@@ -394,7 +403,7 @@ def _cut(tensor: Tensor, name: ModuleName, expected: tuple[int, ...], run: Adapt
 
 
 def _halves(fqn: str, rows: int, size: int) -> RowRuns:
-    """Rows stored as the first halves of all ranks' parts, and then the second ones."""
+    """Return the row order with the first halves of all ranks' parts first, then the second halves."""
     if rows % (2 * size):
         raise UsageError(
             "the rows of the factor do not divide among the tensor parallel ranks",
@@ -413,7 +422,7 @@ def _swapped(runs: RowRuns) -> RowRuns:
 
 
 def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
-    """`checkpoint`, as it is stored, with all rows in the order of the whole."""
+    """Return `checkpoint` with all rows in whole-tensor order."""
     rows = dict(_exchanged(checkpoint, run))
     if not rows:
         return checkpoint
@@ -435,7 +444,7 @@ def _in_order(checkpoint: Checkpoint, run: AdapterRun) -> Checkpoint:
 
 @dataclass(frozen=True)
 class _Trainer:
-    """One that saves adapters: where its run's config is, how this is read, and how rows are brought into order."""
+    """Trainer that saves adapters: its config's path, the config's reader, and the row reordering."""
 
     name: str
     config_of: Callable[[Path], Path]

@@ -1,13 +1,13 @@
-"""The slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model beside each other.
+"""Slots of Megatron-Bridge's MultiLoRA, which trains several adapters of one model at once.
 
-    ....linear_qkv.adapters.1.linear_in.weight     the first factor of slot 1: [dim, inputs], a row for each rank
-    ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column for each rank
+    ....linear_qkv.adapters.1.linear_in.weight     slot 1's first factor: [dim, inputs], a row per rank
+    ....linear_qkv.adapters.1.linear_out.weight    its second factor: [outputs, dim], a column per rank
 
-A slot is claimed with a rank and an alpha of its own; neither is saved, and the run's config has only the largest rank,
-`dim`, and an alpha that no slot need have.  The ranks of a factor behind those of its slot are zero.  A slot that
-nobody claimed has a first factor of full rank, and zeros in the second one.
+A slot is claimed with its own rank and alpha. Neither is saved: the run's config only has the largest rank, `dim`, and
+an alpha that no slot has to use. A factor's ranks beyond its slot's rank are zero. An unclaimed slot has a first factor
+of full rank, and zeros in the second.
 
-Format facts: Megatron-Bridge of August 2026, peft/multi_lora.py, peft/multi_lora_layers.py.
+Format facts: Megatron-Bridge, August 2026, peft/multi_lora.py, peft/multi_lora_layers.py.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from converters.names.megatron.adapter import OUT
 from converters.names.megatron.facts import AdapterRun
 
-#: What the class is called, by its module in megatron.bridge.peft.
+#: Class name, and its module in megatron.bridge.peft.
 MULTI, MULTIS_CLASS = "multi_lora", "MultiLoRA"
 _SLOT = re.compile(r"\.adapters\.(?P<slot>\d+)\.(?=linear_(?:in|out)\.)")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterSlot:
-    """One of the adapters that a run trains beside each other, with the rank and the alpha that it was given there."""
+    """One of a run's adapters, with the rank and alpha given when it was claimed."""
 
     number: int
     rank: int
@@ -39,7 +39,7 @@ class AdapterSlot:
 
     @classmethod
     def parse(cls, text: str) -> AdapterSlot:
-        """Return the slot that `text` names, such as `1:8:16` or `1:8:2.5`; UsageError for any other text."""
+        """Return the slot in `text`, such as `1:8:16` or `1:8:2.5`. Raise UsageError for any other text."""
         if match := re.fullmatch(r"(\d{1,6}):(\d{1,6}):(\d{1,9}(?:\.\d{1,9})?)", text, re.ASCII):
             number, rank, alpha = int(match[1]), int(match[2]), float(match[3])
             if rank and alpha:
@@ -52,14 +52,14 @@ class AdapterSlot:
 
 
 def slots_in(fqns: Iterable[str]) -> list[int]:
-    """The numbers of the slots that tensors of these names are of, rising."""
+    """Return the slot numbers in these tensor names, ascending."""
     return sorted({int(found["slot"]) for fqn in fqns if (found := _SLOT.search(fqn))})
 
 
 def select_slot(checkpoint: Checkpoint, asked: str | None, folder: Path) -> tuple[Checkpoint, AdapterSlot]:
-    """Return `checkpoint` with the tensors of the slot `asked` under the names of a single adapter, and the slot.
+    """Return `checkpoint` with the tensors of the slot `asked` under a single adapter's names, and the slot.
 
-    Raise UsageError, with all slots and their ranks, if no slot is asked for or it is missing.
+    Raise UsageError, with all slots and their ranks, if no slot is requested or it is missing.
     """
     slot = None if asked is None else AdapterSlot.parse(asked)
     known = slots_in(fqn for fqn, _ in checkpoint.tensors)
@@ -88,9 +88,9 @@ def select_slot(checkpoint: Checkpoint, asked: str | None, folder: Path) -> tupl
 
 
 def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> tuple[Checkpoint, AdapterRun]:
-    """The adapter of a slot without the ranks behind its own, and what its run's config would say of it alone.
+    """Cut a slot's adapter to its rank. Return it with the run's config for this adapter alone.
 
-    UsageError for a rank that is not the slot's, CorruptError for factors that have not the ranks of the config.
+    Raise UsageError if the rank is not the slot's, CorruptError if factors don't have the config's rank.
     """
     if slot.rank > run.dim:
         raise UsageError(
@@ -129,12 +129,12 @@ def cut_to_rank(checkpoint: Checkpoint, run: AdapterRun, slot: AdapterSlot) -> t
 
 
 def _axis(fqn: str) -> int:
-    """The dim of a factor that counts ranks."""
+    """Return the dim of a factor that counts ranks."""
     return 1 if fqn.endswith(OUT) else 0
 
 
 def _ranks(fqn: str, shape: Shape, start: int, stop: int) -> Box:
-    """The box of a factor's ranks from `start` to `stop`."""
+    """Return the box of a factor's ranks from `start` to `stop`."""
     axis = _axis(fqn)
     offsets, sizes = [0] * len(shape), [*shape]
     offsets[axis], sizes[axis] = start, stop - start
@@ -142,31 +142,31 @@ def _ranks(fqn: str, shape: Shape, start: int, stop: int) -> Box:
 
 
 def _factors(checkpoint: Checkpoint, number: int) -> list[Tensor]:
-    """The two factors of one layer in a slot: all layers of a slot have its rank."""
+    """Return both factors of one layer in a slot. All layers of a slot have its rank."""
     of_slot = [one for one in checkpoint.parameters.values() if slots_in([one.fqn]) == [number]]
     first = of_slot[0].fqn.partition(".linear_in.")[0].partition(".linear_out.")[0]
     return [one for one in of_slot if one.fqn.startswith(f"{first}.")]
 
 
 def _rank(factors: Iterable[Tensor]) -> int:
-    """The rank up to which some of the factors are not zero."""
+    """Return the highest rank with a nonzero value in the factors."""
     return max(map(_last, factors), default=0)
 
 
 def _described(number: int, factors: Iterable[Tensor]) -> str:
-    """What the factors of a slot tell of it."""
+    """Describe a slot by its factors."""
     held = [*factors]
     is_idle = not any(_last(one) for one in held if one.fqn.endswith(OUT))
     return f"slot {number} of rank {_rank(held)}" + (" (its second factors are zero: not trained)" if is_idle else "")
 
 
 def _last(factor: Tensor) -> int:
-    """How many ranks of a factor there are up to the last that is not zero."""
-    import numpy as np  # only here, where there is data to look at
+    """Return the number of a factor's ranks up to the last nonzero one."""
+    import numpy as np  # late: only needed to read data
 
     from ckpt.move.reading import read_box
 
     bits = read_box(factor, whole(factor.shape), {})
     others = tuple(dim for dim in range(bits.ndim) if dim != _axis(factor.fqn))
-    found = np.flatnonzero((bits << 1).any(axis=others))  # without the sign, which a zero may have
+    found = np.flatnonzero((bits << 1).any(axis=others))  # without the sign of -0.0
     return int(found[-1]) + 1 if found.size else 0

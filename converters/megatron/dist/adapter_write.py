@@ -1,7 +1,7 @@
-"""Adapters in Megatron's `torch_dist` format: write what Megatron-Bridge loads into its own modules.
+"""Writer for adapters in Megatron's `torch_dist` format, loaded by Megatron-Bridge into its own modules.
 
-The folder is that of `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state for each of
-its linear layers, and the run's config with the adapter's class, rank and alpha.
+The folder follows `converters.megatron.dist.adapter_run`: the adapter's tensors, an empty extra state per linear layer,
+and the run's config with the adapter's class, rank and alpha.
 
 Format facts: see `converters.megatron.dist.adapter_run`.
 """
@@ -40,9 +40,9 @@ _BACKENDS = {
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of a run folder: the iteration's folder (or `release`) with the adapter and the config, the tracker.
+    """Lay out a run folder: the iteration (or `release`) with adapter and config, and the tracker.
 
-    LossError where layers are not adapted alike, which one class of adapters cannot say.
+    Raise LossError if layers are adapted differently, because one adapter class can't express it.
     """
     known = checkpoint.facts_of(MegatronFacts).adapter
     assert known is not None
@@ -109,7 +109,7 @@ def _parsed(fqn: str) -> tuple[ModuleName, str]:
 
 @dataclass(frozen=True)
 class _Members:
-    """The tensors of a key, by their numbers of layer and expert."""
+    """A key's tensors, by layer and expert number."""
 
     shape: Shape
     fqns: Mapping[Shape, str]
@@ -120,7 +120,7 @@ class _Members:
 
 
 def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
-    """The tensors by key.  LossError where one is not there for every layer and expert."""
+    """Group the tensors by key. Raise LossError unless each key covers every layer and expert."""
     keys = KeyWriter(stacked=True, local_spec=False)
     found: dict[str, dict[Shape, str]] = {}
     for fqn in chosen:
@@ -141,7 +141,7 @@ def _by_key(chosen: Mapping[str, Choice]) -> dict[str, _Members]:
 
 
 def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choice], run: AdapterRun) -> None:
-    """Add a key's tensor, in the order in which a run of these sizes stores it, and the empty states of its layer."""
+    """Add a key's tensor in the row order for these sizes, and its layer's empty states."""
     name, kind = _parsed(next(iter(of.fqns.values())))
     tail = of.shape[1:]
     tiles = [
@@ -154,7 +154,7 @@ def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choi
     ]
     (dtype,) = {chosen[fqn].dtype for fqn in of.fqns.values()}
     writing.add_tiles(key, dtype, of.sizes + of.shape, tiles)
-    is_packed = run.shares_outer and name.is_expert and not name.is_shared  # a parameter, and no layer
+    is_packed = run.shares_outer and name.is_expert and not name.is_shared  # a parameter, not a layer
     if kind.endswith(".weight") and not is_packed:
         for index in sorted(of.fqns):
             state = ObjectKey(f"{key.removesuffix('weight')}_extra_state", index or (0,), of.sizes or (1,))
@@ -162,7 +162,7 @@ def _add_key(writing: Writing, key: str, of: _Members, chosen: Mapping[str, Choi
 
 
 def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
-    """The sections of the run's config that say what the adapter is."""
+    """Return the config sections that describe the adapter."""
     names = {_parsed(fqn)[0] for fqn in chosen}
     peft = {"_target_": f"megatron.bridge.peft.{run.kind}.{CLASSES[run.kind]}", "dim": run.dim, "alpha": run.alpha}
     peft |= {"dropout": run.dropout, "target_modules": sorted({_target(name) for name in names})}
@@ -180,7 +180,7 @@ def _config(run: AdapterRun, chosen: Mapping[str, Choice]) -> dict[str, Any]:
 
 
 def _target(name: ModuleName) -> str:
-    """What the class calls the module, or the part of one."""
+    """Return the adapter class's name for the module, or for its part."""
     if name.part is None:
         return name.leaf
     return f"linear_{name.part}" if name.leaf == "linear_qkv" else f"{name.leaf}_{name.part}"

@@ -1,14 +1,14 @@
-"""Whole runs of Megatron-Bridge in Megatron's `torch_dist` format: what it records beside tensors and optimizer.
+"""Megatron-Bridge runs in Megatron's `torch_dist` format: files other than tensors and optimizer.
 
-    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    as Megatron-LM's, without `args`
-    <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: fields of classes, in place of args
-    <run>/iter_0000100/train_state.pt     steps, sequences and a few flags: tensors of one element each
-    <run>/iter_0000100/tokenizer/         the tokenizer, as transformers saves it
-    <run>/latest_train_state.pt           a copy of the last one, by which a run is found
+    <run>/iter_0000100/.metadata, __0_0.distcp, common.pt, metadata.json    like Megatron-LM's, without `args`
+    <run>/iter_0000100/run_config.yaml    `model`, `optimizer`, `ddp`, `checkpoint`: class fields replacing args
+    <run>/iter_0000100/train_state.pt     steps, sequences and a few flags: one-element tensors
+    <run>/iter_0000100/tokenizer/         the tokenizer, saved by transformers
+    <run>/latest_train_state.pt           a copy of the last one, used to find a run
     <run>/latest_checkpointed_iteration.txt
 
-The fields are read as the arguments of Megatron-LM that mean the same, by which everything else here goes.  What is
-written for such a run has these files, too: the config with the sizes of the target's axes.
+The fields are translated to Megatron-LM's equivalent arguments for the rest of the code. The output for such a run has
+these files, too: the config gets the target's axis sizes.
 
 Format facts: megatron-bridge 0.3.1 and 0.6.2, training/checkpointing.py (`save_checkpoint`,
 `_load_checkpoint_from_path`), training/config.py, training/utils/config_utils.py (`to_yaml`), models/gpt_provider.py.
@@ -36,9 +36,9 @@ from converters.names.megatron.facts import BridgeRun
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
 
-#: Fields of models whose layers are not all of one size.
+#: Fields of models with layers of different sizes.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-#: Fields by section, with the argument of Megatron-LM that means the same.  Other fields of the model keep their names.
+#: Fields by section, with Megatron-LM's equivalent argument. Other model fields keep their names.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
     "model": {
         **{name: name for name in AXES.values()},
@@ -70,18 +70,18 @@ _FIELDS: Mapping[str, Mapping[str, str]] = {
     "checkpoint": {"ckpt_format": "ckpt_format"},
     "train": {"global_batch_size": "global_batch_size", "micro_batch_size": "micro_batch_size"},
 }
-#: Activations that arguments of Megatron-LM name.
+#: Activations with a Megatron-LM argument.
 _ACTIVATIONS = ("silu", "gelu", "quick_gelu", "squared_relu")
-#: Fields of the model that are read by what they mean.
+#: Model fields with their own translation.
 _READ_APART = (
     *("transformer_layer_spec", "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
     "pipeline_model_parallel_layout",
 )
-#: Elements of a layout of the pipeline.
+#: Elements of a pipeline layout.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
-#: Without these Megatron-Bridge loads no run.
+#: Fields required by Megatron-Bridge to load a run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-#: The function that builds layers of megatron-core alone, and those that build layers which its arguments tell of.
+#: Function for layers from megatron-core alone, and functions whose layers follow from their arguments.
 _LOCAL = "local_layer_spec"
 _USUAL = (_LOCAL, "default_layer_spec", "transformer_engine_layer_spec", "get_gpt_decoder_block_spec")
 _COUNTERS = {"step": "iteration", "consumed_train_samples": "consumed_train_samples"}
@@ -89,9 +89,9 @@ _COUNTERS |= {"consumed_valid_samples": "consumed_valid_samples", "skipped_train
 
 
 def read_bridge_run(folder: Path) -> BridgeRun | None:
-    """What Megatron-Bridge recorded in the folder of an iteration; None where it saved none of its files there.
+    """Read Megatron-Bridge's files in an iteration folder. None if there are none.
 
-    Raises NotFoundError where only one of the two is there, CorruptError for one that is not as Megatron-Bridge writes.
+    Raise NotFoundError if one of the two files is missing, CorruptError if one is malformed.
     """
     has_config, has_state = ((folder / name).is_file() for name in (RUN_CONFIG, TRAIN_STATE))
     if not has_config and not has_state:
@@ -116,12 +116,12 @@ def read_bridge_run(folder: Path) -> BridgeRun | None:
 
 
 def _counters(path: Path) -> dict[str, int]:
-    """How far the run has come, by the names of the file."""
+    """Return the run's counters, by their names in the file."""
     content = torchfile.read(path).root
     found = {}
     for name in _COUNTERS:
         if isinstance(content, Mapping) and name not in content and name != "step":
-            continue  # as earlier versions have it
+            continue  # earlier versions lack it
         value = content.get(name) if isinstance(content, Mapping) else None
         count = read_scalar(value.extent) if isinstance(value, StoredTensor) else None
         if type(count) is not int or count < 0:
@@ -134,10 +134,10 @@ def _counters(path: Path) -> dict[str, int]:
 
 
 def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
-    """The run's settings as Megatron-LM's arguments, for `ranks` processes: their number is not recorded.
+    """Return the run's settings as Megatron-LM arguments for `ranks` processes, whose number is not recorded.
 
-    CorruptError where a setting is not of its kind.  If the files go `by_stages`: CorruptError where it is not known
-    which they are, LossError where layers may have their modules in an order of their own.
+    Raise CorruptError for a setting of the wrong type. If the files depend on stages (`by_stages`), raise CorruptError
+    if the stages are unknown, LossError if layers may order their modules differently.
     """
     path = Path(run.folder) / RUN_CONFIG
     model: Mapping[str, Any] = run.config["model"]
@@ -162,7 +162,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    if model.get("should_pad_vocab") is False:  # the rows are as many as it says
+    if model.get("should_pad_vocab") is False:  # keep the exact number of rows
         args["make_vocab_size_divisible_by"] = 1
     if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
         args["pipeline_model_parallel_layout"] = stages
@@ -178,7 +178,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
 
 
 def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a model's config under the names of Megatron-LM's arguments."""
+    """Return the fields of a model's config under Megatron-LM's argument names."""
     renamed = _FIELDS["model"]
     stated = {name: value for name, value in model.items() if value is not None and name not in _READ_APART}
     args = {renamed.get(name, name): _plain(value) for name, value in stated.items()}
@@ -193,7 +193,7 @@ def model_settings(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
-    """Return the arguments of Megatron-LM for an activation; its own name if they have none."""
+    """Return Megatron-LM's arguments for an activation, or its own name if they have none."""
     name = kind.rpartition(".")[2]
     if name not in _ACTIVATIONS or (gated and name == "gelu"):
         return {"activation_func": kind}
@@ -205,18 +205,18 @@ def _activation(kind: str, *, gated: bool) -> dict[str, Any]:
 
 
 def _layers(model: Mapping[str, Any]) -> str:
-    """The name of the function that builds the model's layers, the usual one if it is not recorded."""
+    """Return the name of the function that builds the model's layers, by default the usual one."""
     target = _target(model.get("transformer_layer_spec"))
     return _USUAL[1] if target is None else str(target).rpartition(".")[2]
 
 
 def _target(stated: Any) -> Any:
-    """Return the name of a function or class that is recorded."""
+    """Return the recorded name of a function or class."""
     return stated.get("_target_") if isinstance(stated, Mapping) else stated
 
 
 def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
-    """The layout of the pipeline as Megatron-LM writes it: recipes have a text, or a list of names for each stage."""
+    """Return the pipeline layout in Megatron-LM's form. Recipes have a text, or a list of names per stage."""
     if stated is None or isinstance(stated, str):
         return stated
     if isinstance(stated, list) and all(isinstance(stage, list) for stage in stated):
@@ -235,14 +235,14 @@ def _stages(path: Path, stated: Any, *, needed: bool) -> str | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value as arguments have it: a dtype stands in the file as the name that makes it."""
+    """Return a value in the form of arguments. The file stores a dtype as its constructor's name."""
     if isinstance(value, Mapping):
         return str(value.get("_target_"))
     return value
 
 
 def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Shape]) -> None:
-    """CorruptError for files of another step than `iteration`, or for the config of another model than `shapes` are."""
+    """Raise CorruptError if the files are from another step than `iteration`, or the config describes another model."""
     if run.counters["step"] != iteration:
         raise CorruptError(
             "the file with how far the run has come is of another step than the checkpoint",
@@ -262,7 +262,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
 
 
 def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the tensors tell of the fields of `model`."""
+    """Yield the fields of `model` implied by the tensors."""
     experts = {number for name in shapes if (number := expert_of(name)) is not None}
     if experts:
         yield "num_moe_experts", len(experts)
@@ -270,7 +270,7 @@ def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[
     if EMBEDDING in shapes:
         yield "hidden_size", shapes[EMBEDDING][1]
     if _layers(model) not in _USUAL or any(model.get(name) for name in _UNEQUAL):
-        return  # layers may have other sizes each, or no tensors
+        return  # layers may have different sizes, or no tensors
     layers = {int(name.split(".")[2]) for name in shapes if name.startswith("decoder.layers.")}
     yield "num_layers", len(layers)
     proj = shapes.get("decoder.layers.0.self_attention.linear_proj.weight")
@@ -286,7 +286,7 @@ def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[
 
 
 def note_on_config(run: BridgeRun) -> str | None:
-    """Where the Hub may have the model's config.json, as the run names the model that it began from."""
+    """Return a note that the Hub may have the model's config.json, if the run names its base model."""
     hub = run.config["model"].get("hf_model_id")
     if not isinstance(hub, str):
         return None
@@ -298,9 +298,9 @@ def note_on_config(run: BridgeRun) -> str | None:
 def bridge_files(
     run: BridgeRun, model: MegatronModel, folder: str, beside: Sequence[TargetFile], *, random: bool
 ) -> Iterator[TargetFile]:
-    """What stands beside the files of a target's `folder`: those of `beside`, and Megatron-Bridge's.
+    """Yield the files beside a target's `folder`: `beside`, and Megatron-Bridge's own.
 
-    Without `random` it asks for no random states there.
+    Without `random`, the config does not ask for random states.
     """
     import yaml
 
@@ -313,7 +313,7 @@ def bridge_files(
         if ours.startswith(("decoder_first_", "decoder_last_", "account_for_"))
     }
     if model.grid.tp == 1:
-        sizes["sequence_parallel"] = False  # there is none without tensor parallel ranks
+        sizes["sequence_parallel"] = False  # needs tensor-parallel ranks
     stated: Mapping[str, Any] = config["model"]
     config["model"] = {**stated, **{name: value for name, value in sizes.items() if name in stated}}
     asked = {"save_rng": random, "save_optim": model.has_optimizer}
@@ -332,7 +332,7 @@ def bridge_files(
 
 
 def notes_on(run: BridgeRun, model: MegatronModel) -> Iterator[str]:
-    """What whoever goes on with the run has to set in Megatron-Bridge's config."""
+    """Yield notes on settings to change in Megatron-Bridge's config to resume the run."""
     stated: Mapping[str, Any] = run.config["model"]
     before, now = Grid.of_args(model.checkpoint.state.args or {}), model.grid
     changed = [f"{name}={size}" for name, size in now.args.items() if before.args[name] != size]

@@ -1,4 +1,4 @@
-"""The description of a checkpoint in Megatron's `torch_dist` format, from what its files hold.
+"""Description of a checkpoint in Megatron's `torch_dist` format, from its files.
 
 Format facts: see `converters.megatron.dist.format`.
 """
@@ -47,7 +47,7 @@ from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe the checkpoint of one iteration."""
+    """Describe one iteration's checkpoint."""
     is_adapter, bridge = False, None
     if is_iteration(path):
         reading = read_folder(path, request.accepted)
@@ -96,7 +96,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         ),
         computed=computed,
         facts=MegatronFacts(
-            own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are in no order
+            own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are unordered
             bridge=bridge,
             settings=_nemos_settings(path),
             blocks=reading.blocks,
@@ -109,7 +109,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
 
 
 def _read_bridges(reading: DistReading) -> BridgeRun | None:
-    """What Megatron-Bridge recorded, if it saved the run: held against `reading`, which gets the settings."""
+    """Read Megatron-Bridge's files, if any, check them against `reading`, and add their settings to it."""
     run = read_bridge_run(reading.folder)
     if run is not None:
         shapes = {fqn: shape for (fqn, role), (shape, _) in reading.shapes.items() if role == WEIGHT}
@@ -121,7 +121,7 @@ def _read_bridges(reading: DistReading) -> BridgeRun | None:
 
 
 def _nemos_settings(path: Path) -> Mapping[str, Any]:
-    """Return the model's settings beside a checkpoint of NeMo 1 or 2, and none for other checkpoints."""
+    """Return the model's settings beside a checkpoint of NeMo 1 or 2, else {}."""
     if is_nemo_1(path):
         return model_settings(model_fields(read_run_config(confined(path.parent, CONFIG_1))))
     if not is_nemo(path) or not (path.parent / CONTEXT / MODEL).is_file():
@@ -131,7 +131,7 @@ def _nemos_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _per_rank(reading: DistReading) -> dict[str, dict[str, Any]]:
-    """What each rank has for itself, by its place among them: in Megatron-FSDP's files a key such as `(0, 1)`."""
+    """Return each rank's own entries by its place. Megatron-FSDP's files use keys such as `(0, 1)`."""
     common = {name: value for name in OF_RANKS if isinstance(value := reading.common.get(name), Mapping)}
     return {
         name: {str(key): value for key, value in values.items()}

@@ -1,4 +1,4 @@
-"""The folder of one iteration in Megatron's `torch_dist` format, or of Megatron-FSDP, by its names.
+"""Iteration folder in Megatron's `torch_dist` format, or Megatron-FSDP's, recognized by names.
 
 Format facts: see `converters.megatron.dist.format`.
 """
@@ -13,8 +13,8 @@ from ckpt.move.source import read_file
 from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
 COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
-#: What Megatron-Bridge writes in place of arguments: the run's config, how far it has come, a copy of that beside all
-#: iterations, which says which one is the last, a folder with the tokenizer, and, if asked to, the model as of the Hub.
+#: Megatron-Bridge's files in place of arguments: the run's config, its counters, a copy of the last counters beside all
+#: iterations, the tokenizer's folder and, if requested, the model in the Hub's format.
 RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "run_config.yaml",
     "train_state.pt",
@@ -22,45 +22,45 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "tokenizer",
     "hf",
 )
-#: The folders of a checkpoint of NeMo 2: what megatron-core writes, and what describes the model, with its tokenizer.
+#: Folders in a NeMo 2 checkpoint: megatron-core's files, and the model's description with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
-#: NeMo 1: what an unpacked `.nemo` archive holds, and the prefix of its keys.
+#: NeMo 1: contents of an unpacked `.nemo` archive, and its key prefix.
 WEIGHTS_1, CONFIG_1, MODULE_1 = "model_weights", "model_config.yaml", "model."
-#: In the context: the model's class and its arguments, for people.
+#: In the context: the model's class and arguments, for people.
 MODEL = "model.yaml"
-#: What NeMo 2 has before the model's keys: its own module around the model (nemo/lightning/megatron_parallel.py).
+#: NeMo 2's prefix for the model's keys: its wrapper module (nemo/lightning/megatron_parallel.py).
 MODULE = "module."
 _MARK = re.compile(
     rb"model\.module\.(embedding\.word_embeddings\.|decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.)))"
 )
 _PLAIN_MARK = re.compile(rb"model\.decoder\.layers\.\d+\.(self_attention\.linear_|mlp\.(linear_|experts\.))")
-_MARKED = 1 << 20  # bytes of the metadata in which the first keys stand
+_MARKED = 1 << 20  # bytes of the metadata that contain the first keys
 
 
 def is_iteration(folder: Path) -> bool:
-    """Whether megatron-core wrote this folder: DCP's files with one of its own beside them."""
+    """Return True if megatron-core wrote this folder: DCP's files with a megatron-core file."""
     if not folder.is_dir():
         return False
     return (folder / BACKENDS).is_file() or ((folder / COMMON).is_file() and (folder / METADATA).is_file())
 
 
 def is_nemo(folder: Path) -> bool:
-    """Whether megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
+    """Return True if megatron-core wrote this folder for NeMo 2: `weights` beside `context`."""
     return is_iteration(folder) and folder.name == WEIGHTS and (folder.parent / CONTEXT).is_dir()
 
 
 def is_nemo_1(folder: Path) -> bool:
-    """Return True for the weights in an unpacked archive of NeMo 1: `model_weights` next to `model_config.yaml`."""
+    """Return True for weights in an unpacked NeMo 1 archive: `model_weights` beside `model_config.yaml`."""
     return is_iteration(folder) and folder.name == WEIGHTS_1 and (folder.parent / CONFIG_1).is_file()
 
 
 def is_fsdp_iteration(folder: Path) -> bool:
-    """Whether this is DCP's folder of a GPT model under Megatron-FSDP, by the first names in its metadata."""
+    """Return True for a GPT model's DCP folder under Megatron-FSDP, by the first names in its metadata."""
     return _is_plain(folder, _MARK)
 
 
 def is_torch_dcp_iteration(folder: Path) -> bool:
-    """Whether this is DCP's folder of a GPT model of megatron-core under torch's FSDP2, by names in the same way."""
+    """Return True for a megatron-core GPT model's DCP folder under torch's FSDP2, by the first names."""
     return _is_plain(folder, _PLAIN_MARK)
 
 

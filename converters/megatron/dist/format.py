@@ -1,22 +1,22 @@
 """Megatron's `torch_dist` format: PyTorch's distributed checkpoint with megatron-core's keys.
 
     <run>/latest_checkpointed_iteration.txt    "100", or "release"
-    <run>/iter_0000100/.metadata, __0_0.distcp, ...    as `ckpt.containers.dcp.metadata` and `dcp_items` describe them
-    <run>/iter_0000100/metadata.json           which backends wrote it
-    <run>/iter_0000100/common.pt               arguments, param groups, and what else all ranks have in common;
-                                               since 0.19 an item `common_state/shard_0_1` of the data files
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    described in `ckpt.containers.dcp`
+    <run>/iter_0000100/metadata.json           the backends that wrote it
+    <run>/iter_0000100/common.pt               arguments, param groups, and other common state of all ranks;
+                                               since 0.19 an item `common_state/shard_0_1` in the data files
 
-Tensors are whole in it, cut among ranks as it came: nothing depends on tensor, pipeline or expert parallel sizes.  Keys
-are in `converters.megatron.dist.keys`, the optimizer is in `converters.megatron.dist.optimizer`.
+Tensors are stored whole, cut arbitrarily among ranks, so nothing depends on tensor, pipeline or expert parallel sizes.
+`converters.megatron.dist.keys` describes the keys, `converters.megatron.dist.optimizer` the optimizer.
 
-NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and no arguments of
-Megatron-LM's: of it the model is read, and written by `converters.megatron.dist.nemo`.
+NeMo 2 has such a folder as `weights` beside `context`, with `module.` before the model's keys and without Megatron-LM's
+arguments. Only the model is read; `converters.megatron.dist.nemo` writes it.
 
-`fsdp_dtensor` and `torch_dcp`, which are DCP without these files, are read and written as well: see
-`converters.megatron.dist.fsdp`, `torch_dcp` and `plain_write`.
+`fsdp_dtensor` and `torch_dcp`, plain DCP without these files, are supported, too: see `converters.megatron.dist.fsdp`,
+`torch_dcp` and `plain_write`.
 
 Format facts: megatron-core 0.16.1, dist_checkpointing/ (serialization.py, strategies/torch.py, strategies/common.py,
-core.py); Megatron-LM of August 2026, training/checkpointing.py.
+core.py); Megatron-LM, August 2026, training/checkpointing.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from converters.names.megatron.options import NEMO, TORCH_DIST, DistOptions
 
 
 class MegatronDist(Format):
-    """The format `megatron-dist`."""
+    """Format `megatron-dist`."""
 
     name = "megatron-dist"
     title = "Megatron-core, torch_dist format"
@@ -75,13 +75,13 @@ class MegatronDist(Format):
         return found
 
     def read(self, path: Path, request: ReadRequest) -> Checkpoint:
-        """Describe the checkpoint of one iteration."""
+        """Describe one iteration's checkpoint."""
         from converters.megatron.dist.checkpoint import read_iteration
 
         return read_iteration(path, request)
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """The files of a run folder; see `converters.megatron.dist.write`, and `adapter_write` for an adapter."""
+        """Lay out a run folder; see `converters.megatron.dist.write`, and `adapter_write` for adapters."""
         from converters.megatron.dist import adapter_write, nemo, plain_write, write
 
         form = layout.read(DistOptions).ckpt_format or TORCH_DIST
@@ -102,7 +102,7 @@ MEGATRON_DIST = MegatronDist()
 
 
 def _nemos(path: Path) -> Path | None:
-    """The weights in a checkpoint of NeMo 2, or in the only one of a run; NotFoundError where there are several."""
+    """Return the weights in a NeMo 2 checkpoint, or in a run's only one. Raise NotFoundError if there are several."""
     known = [folder for folder in (path, path / WEIGHTS) if is_nemo(folder)]
     known += [folder for folder in (path, path / WEIGHTS_1) if is_nemo_1(folder)]
     found = known or [folder / WEIGHTS for folder in folders_in(path / "checkpoints") if is_nemo(folder / WEIGHTS)]

@@ -1,25 +1,25 @@
 """Megatron's `fsdp_dtensor` format: PyTorch's distributed checkpoint of a model under Megatron-FSDP.
 
     <run>/latest_checkpointed_iteration.txt
-    <run>/iter_0000100/.metadata, __0_0.distcp, ...    and no file of megatron-core's
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-    model.module.<name>                               parameters: fp32 masters in mixed precision, whose rounding to the
-                                                      model's dtype the ranks compute with, and nothing else
+    model.module.<name>                               parameters: in mixed precision only the fp32 masters, whose
+                                                      rounding the ranks compute with
     model.module.<...linear_fc1.weight>_w, _v         gate and up rows of a SwiGLU MLP
-    optimizer.state.module.module.module.<name>.exp_avg      (`_w` and `_v` here as well)
-    optimizer.param_to_group_meta.module.module.module.<name>.lr     the options of the param group it is in
+    optimizer.state.module.module.module.<name>.exp_avg      (with `_w` and `_v`, too)
+    optimizer.param_to_group_meta.module.module.module.<name>.lr     its param group's options
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.(0, 0), ...
 
-Names are those of the modules in memory, behind one `module.` for each wrapper, with experts numbered over the whole
-model (since 0.16).  Tensors are whole, cut among ranks at any row; nothing depends on how many ranks there were.  The
-one exception is a gated MLP that is no SwiGLU (or, in 0.15, one of experts): of each tensor parallel rank its gate rows
-and then its up rows, in one tensor.
+Names follow the in-memory modules, with one `module.` per wrapper, and experts numbered over the whole model (since
+0.16). Tensors are stored whole, cut among ranks at any row, so the number of ranks does not matter. The exception is a
+gated MLP other than SwiGLU (in 0.15, also one of experts). One tensor holds each tensor-parallel rank's gate rows, then
+its up rows.
 
-A state other than Adam's two is copied whole under `_w` and `_v`.
+States other than Adam's two are copied whole under `_w` and `_v`.
 
 Format facts: megatron-core 0.15.0, 0.16.1 and 0.19.0, transformer/fsdp_dtensor_checkpoint.py,
 optimizer/distrib_optimizer.py (`sharded_param_state_fsdp_dtensor`), distributed/fsdp/src/megatron_fsdp/
-(param_and_grad_buffer.py, uneven_dtensor.py); Megatron-LM core_v0.16.1 and of August 2026, training/checkpointing.py
+(param_and_grad_buffer.py, uneven_dtensor.py); Megatron-LM core_v0.16.1 and August 2026, training/checkpointing.py
 (`generate_state_dict`, `preprocess_fsdp_dtensor_state_dict`, `get_rng_state`).
 """
 
@@ -54,9 +54,9 @@ _PLACE = re.compile(r"\((\d+), (\d+)\)")
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
-#: Where in a path the name of a parameter stands.
+#: Index of the parameter's name in a path.
 _NAMED: Mapping[Path_, int] = {(_MODEL,): 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
-#: The one of Transformer Engine's states that is a copy of the parameter.
+#: Transformer Engine's state with a copy of the parameter.
 _MASTER_STATE = "master_param"
 _SINKS = ".softmax_offset"
 _EXPERT = re.compile(r"(?P<before>.*\.local_experts\.)(?P<expert>\d+)(?P<after>\..*)")
@@ -65,10 +65,10 @@ _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
-    """The folder of one iteration.
+    """Read one iteration's folder.
 
-    Raises CorruptError for one that contradicts itself, LossError for one that does not hold all that was saved,
-    NotFoundError for states that are stored in a way that is not read.
+    Raise CorruptError if it contradicts itself, LossError if it is not complete, NotFoundError for states in an
+    unsupported form.
     """
     stored = _SavedState.of(folder, accepted)
     reading = stored.reading
@@ -86,12 +86,11 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReadi
 
 @dataclass
 class _SavedState:
-    """The state dict that was saved.
+    """Saved state dict.
 
-    `found` has what is stored by the numbers of `metadata`, `parts` these numbers by the first name of their paths, of
-    the optimizer's by two; options of param groups are in `options` instead, by parameter.  `names` tells what each
-    name of a parameter means, `shapes` what is stored under these names, `masters` which of the parameters are fp32
-    copies.
+    `found` has the stored values by number in `metadata`. `parts` maps the first name of a path, or the optimizer's
+    first two, to these numbers. `options` has the param group options by parameter instead. `names` resolves parameter
+    names, `shapes` has the stored shapes, `masters` the parameters stored as fp32 copies.
     """
 
     reading: DistReading
@@ -116,7 +115,7 @@ class _SavedState:
         last, mine = None, {}
         for number in metadata.order:
             path = steps[number]
-            if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most are
+            if len(path) == 4 and path[1] == _GROUPS and path[0] == _OPTIMIZER and type(path[3]) is str:  # most paths
                 if path[2] != last:
                     last, mine = path[2], options.setdefault(path[2], {})
                 mine[path[3]] = value if type(value := found[number]) is not FoundTensor else value_of(reading, value)
@@ -138,7 +137,7 @@ class _SavedState:
         return cls(reading, metadata, found, parts, options, rest, _meanings(map(str, names)), grid)
 
     def under(self, *top: str | int) -> Iterator[tuple[str, Path_, Any]]:
-        """Key, path and what is stored, of all that these names begin."""
+        """Yield key, path and stored value below these names."""
         keys, steps = self.metadata.keys, self.metadata.steps
         return ((keys[number], steps[number], self.found[number]) for number in self.parts.get(top, ()))
 
@@ -149,7 +148,7 @@ class _SavedState:
 
 
 def _refuse_flat(metadata: Metadata) -> None:
-    """Megatron-LM's tools/checkpoint/checkpoint_inspector.py writes a state dict without levels."""
+    """Raise NotFoundError for a flat state dict, written by Megatron-LM's tools/checkpoint/checkpoint_inspector.py."""
     for path in metadata.steps:
         if len(path) == 1 and (key := str(path[0])).startswith(f"{_MODEL}."):
             raise NotFoundError(
@@ -162,7 +161,7 @@ def _refuse_flat(metadata: Metadata) -> None:
 
 
 def value_of(reading: DistReading, found: Any) -> Any:
-    """A value of the training state, which every rank has for itself and the checkpoint has once."""
+    """Return a training state value that each rank has but the checkpoint stores once."""
     if not isinstance(found, FoundTensor):
         return found
     if len(found.placed) != 1 or found.placed[0][0] != whole(found.entry.shape):
@@ -173,7 +172,7 @@ def value_of(reading: DistReading, found: Any) -> Any:
 
 
 def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
-    """Tensor of the whole model and half of it, by the name that is stored."""
+    """Map each stored name to its whole-model tensor and half."""
     parts: dict[str, tuple[str, int | None]] = {}
     for name in names:
         bare = re.sub(r"^(?:module\.)+", "", name).removeprefix(LANGUAGE)
@@ -195,7 +194,7 @@ def _meanings(names: Iterable[str]) -> dict[str, TensorKey]:
 
 
 def _note_model(stored: _SavedState) -> None:
-    """Note the parameters and buffers.  Those that are fp32 in a model of 16 bits are the optimizer's masters."""
+    """Add the parameters and buffers. In a 16-bit model, fp32 tensors are the optimizer's masters."""
     reading = stored.reading
     found: dict[TensorKey, FoundTensor] = {}
     for key, path, tensor in stored.under(_MODEL):
@@ -232,7 +231,7 @@ def _note(stored: _SavedState, name: TensorKey, role: str, tensor: FoundTensor, 
 
 
 def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
-    """How many ranks' rows of a gated MLP stand behind each other in its first layer; 1 for any other tensor."""
+    """Return the number of ranks whose gated MLP rows are stacked in this tensor; 1 for any other tensor."""
     second = second_linear(fqn)
     other = stored.shapes.get(TensorKey(second)) if second else None
     if other is None or len(other) != 2 or not shape or not is_gated(shape, other):
@@ -248,7 +247,7 @@ def _tensor_ranks(stored: _SavedState, fqn: str, shape: Shape) -> int:
 
 
 def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[tuple[Box, Extent]]:
-    """Where the rows belong that are stored as gate and up rows of the first of `size` ranks, of the second, ..."""
+    """Reorder rows stored as gate and up of the first of `size` ranks, then of the second, and so on."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
         raise stored.strange(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
@@ -263,7 +262,7 @@ def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[
 
 
 def _recorded_number(reading: DistReading, name: str) -> int | None:
-    """A recorded argument that is a number, where there is one."""
+    """Return a recorded numeric argument, or None."""
     value = reading.args.get(name)
     if value is not None and (type(value) is not int or value < 0):
         raise CorruptError(f"the recorded argument {name} is no number", path=reading.folder, found=repr(value))
@@ -271,12 +270,12 @@ def _recorded_number(reading: DistReading, name: str) -> int | None:
 
 
 def _are_all(found: set[int], number: int) -> bool:
-    """Whether these are 0 to `number` - 1; a recorded number may be any, so they are counted first."""
+    """Return True if these are 0 to `number` - 1. The recorded number is arbitrary, so compare the count first."""
     return len(found) == number and found == set(range(number))
 
 
 def check_layers(reading: DistReading) -> None:
-    """LossError where layers are missing that the arguments record."""
+    """Raise LossError if layers in the arguments are missing."""
     found = {int(match[1]) for fqn, _ in reading.placed if (match := _LAYER.match(fqn))}
     number = _recorded_number(reading, "num_layers") or max(found, default=-1) + 1
     if not _are_all(found, number):
@@ -290,7 +289,7 @@ def check_layers(reading: DistReading) -> None:
 
 
 def _check_experts(reading: DistReading) -> None:
-    """Every expert must be there for each tensor that one has."""
+    """Raise LossError unless each expert tensor exists for every expert."""
     found: dict[tuple[str, str], set[int]] = {}
     for fqn, _ in reading.placed:
         if match := _EXPERT.fullmatch(fqn):
@@ -319,7 +318,7 @@ def _check_experts(reading: DistReading) -> None:
 
 
 def _check_sinks(reading: DistReading) -> None:
-    """Refuse sinks of fewer heads than the model has: megatron-core 0.16.1 does not mark them as tensor parallel."""
+    """Raise LossError for attention sinks with fewer heads: megatron-core 0.16.1 leaves their sharding unmarked."""
     heads = reading.args.get("num_attention_heads")
     for (fqn, _), (shape, _) in reading.shapes.items():
         if fqn.endswith(_SINKS) and heads and shape != (heads,):
@@ -333,7 +332,7 @@ def _check_sinks(reading: DistReading) -> None:
 
 
 def _note_random_states(stored: _SavedState) -> None:
-    """Each pipeline and tensor parallel rank's, at places as the `torch_dist` format has them."""
+    """Add the random states of pipeline and tensor ranks, under `torch_dist`'s places."""
     states = stored.rest.get(_RNG)
     if states is None:
         return
@@ -405,8 +404,8 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
 
 
 def _note_groups(stored: _SavedState, found: Optimizers) -> None:
-    """Add the param groups.  The file has the options of each parameter."""
-    optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored by their items
+    """Add the param groups. The file has the options per parameter."""
+    optimizer = stored.rest.get(_OPTIMIZER, {})  # values that are dicts are stored item by item
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})
         if not isinstance(nested, Mapping) or nested.keys() & options.keys():

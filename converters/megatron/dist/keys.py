@@ -1,16 +1,15 @@
-"""Keys of Megatron's `torch_dist` format, and the names of the whole model's tensors.
+"""Keys in Megatron's `torch_dist` format, and their whole-model tensor names.
 
-    decoder.layers.<rest>            a tensor of all layers, [layers, ...], where the model's layers are alike
-    decoder.layers.3.<rest>          one layer's, where they are not, or by choice
-    ....mlp.experts.experts.linear_fc1.weight       of all experts, [experts, ...] behind the dim of layers
-    ....mlp.experts.experts.5.linear_fc1.weight_w   of one expert; the gate rows, and `_v` the up rows, of an MLP
+    decoder.layers.<rest>            a tensor for all layers, [layers, ...], if the layers are alike
+    decoder.layers.3.<rest>          a single layer's, if they differ, or by choice
+    ....mlp.experts.experts.linear_fc1.weight       all experts, [experts, ...] after the layer dim
+    ....mlp.experts.experts.5.linear_fc1.weight_w   one expert; an MLP's gate rows, and `_v` its up rows
     ....self_attention.in_proj.weight.query         a section of a packed layer's rows (`splits.SECTIONS`)
 
-There is no rank, no stage and no model chunk in a key.  megatron-core's own layers are written under the names that
-Transformer Engine's have, but for latent attention; its norm in front of experts, which no linear layer holds, is
-`mlp.linear_fc1.layer_norm_weight` all the same.
+A key has no rank, stage or model chunk. megatron-core's own layers use Transformer Engine's names, except for latent
+attention. The norm before experts, which no linear layer holds, is still called `mlp.linear_fc1.layer_norm_weight`.
 
-Pure.  After megatron-core 0.16.1: transformer/transformer_block.py, transformer_layer.py, mlp.py, moe/experts.py,
+Pure. From megatron-core 0.16.1: transformer/transformer_block.py, transformer_layer.py, mlp.py, moe/experts.py,
 multi_token_prediction.py (`sharded_state_dict` of each), models/gpt/gpt_layer_specs.py (`sharded_state_dict_keys_map`),
 optimizer/distrib_optimizer.py, optimizer/optimizer.py.
 """
@@ -45,13 +44,13 @@ _FACTOR_DIMS = 2
 _STATE = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(?P<state>[^.]+)\.(?P<key>.+)")
 _OBJECT = re.compile(r"(?P<key>.+)/shard_(?P<offsets>\d+(?:\.\d+)*)_(?P<sizes>\d+(?:\.\d+)*)")
 
-#: What the optimizer's parameters are called: by the distributed optimizer since 0.15, and by everything else.
+#: Names of masters: from the distributed optimizer since 0.15, and from all others.
 MASTERS = ("param", "fp32_param")
 _FUSED, _UNFUSED = "mlp.linear_fc1.layer_norm_", "pre_mlp_layernorm."
 
 
 def state_key(key: str) -> tuple[str, str] | None:
-    """(role, key of the model's tensor) where `key` is an optimizer's, which has the shape of that tensor."""
+    """Return (role, model tensor's key) for an optimizer key, else None. The state has the tensor's shape."""
     match = _STATE.fullmatch(key)
     if match is None:
         return None
@@ -60,7 +59,7 @@ def state_key(key: str) -> tuple[str, str] | None:
 
 @dataclass(frozen=True, slots=True)
 class ObjectKey:
-    """The key of a value that is no tensor: one of an array of them."""
+    """Key of a non-tensor value: an element in an array of values."""
 
     key: str
     offsets: Shape
@@ -80,10 +79,10 @@ class ObjectKey:
 
 @dataclass(frozen=True, slots=True)
 class TensorKey:
-    """What a key says: `name` has `{layer}` and `{expert}` where these are dims of the tensor.
+    """Parsed key. `name` has `{layer}` and `{expert}` if these are dims of the tensor.
 
-    `half` is 0 for gate rows and 1 for up rows that have a key of their own.  `section` is what a packed layer calls
-    its rows that have one; `rows` are the first of these and the number of all.
+    `half` is 0 for gate rows and 1 for up rows with their own key. `section` is a packed layer's name for rows with
+    their own key; `rows` are the first row and the total.
     """
 
     name: str
@@ -95,9 +94,9 @@ class TensorKey:
 
     @classmethod
     def parse(cls, key: str, num_dims: int = 0) -> TensorKey:
-        """What `key` says; the name is as megatron-core's own layers spell it: see `canonical_names`.
+        """Parse `key`. The name follows megatron-core's own layers: see `canonical_names`.
 
-        `num_dims` are those of its tensor: an adapter of experts that they share has no dim of them.
+        `num_dims` counts the tensor's dims: an adapter factor shared by experts has no expert dim.
         """
         half, section, key = None, None, bare(key)
         if (match := _SECTION.fullmatch(key)) and match["section"] in packed(match["name"]):
@@ -116,18 +115,18 @@ class TensorKey:
 
     @property
     def num_dims(self) -> int:
-        """Leading dims that count layers and experts."""
+        """Number of leading dims for layers and experts."""
         return self.layers + self.experts
 
     def shape(self, shape: Shape) -> Shape:
-        """The shape of each of the model's tensors, of which there are `shape[: num_dims]`."""
+        """Return the shape of each model tensor in a key's tensor. There are `shape[: num_dims]` of them."""
         inner = shape[self.num_dims :]
         if self.rows is not None:
             return (self.rows[1], *inner[1:])
         return inner if self.half is None else (2 * inner[0], *inner[1:])
 
     def parts(self, shape: Shape, box: Box, extent: Extent) -> Iterator[tuple[str, Box, Extent]]:
-        """What box `box` of the key's tensor, which is of `shape`, holds at `extent`: names, boxes of these, places."""
+        """Yield the model tensors in box `box` of the key's tensor, stored at `extent`: name, box, extent."""
         count = self.num_dims
         inner = Box(box.offsets[count:], box.sizes[count:]) if count else box
         if first := self.rows[0] if self.rows else shape[count] if self.half else 0:
@@ -143,11 +142,11 @@ class TensorKey:
             yield self.at(numbers), inner, place
 
     def names(self, shape: Shape) -> Iterator[str]:
-        """Every name that the key, whose tensor is of `shape`, stands for."""
+        """Yield every name covered by the key, whose tensor has this `shape`."""
         return map(self.at, product(*(range(n) for n in shape[: self.num_dims])))
 
     def at(self, index: Shape) -> str:
-        """The name of the tensor with these numbers of layer and expert."""
+        """Return the name for these layer and expert numbers."""
         name, numbers = self.name, list(index)
         for field, present in (("{layer}", self.layers), ("{expert}", self.experts)):
             if present:
@@ -156,9 +155,9 @@ class TensorKey:
 
 
 def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dict[str, TensorKey]:
-    """`keys`, those of sections with the rows that they are, by the shapes of the keys' tensors.
+    """Return `keys` with row ranges for sections, from the key tensors' shapes.
 
-    CorruptError where sections of a packed layer are missing.
+    Raise CorruptError if a packed layer lacks a section.
     """
     found, layers = dict(keys), dict[str, dict[str, str]]()
     for key, one in keys.items():
@@ -178,7 +177,7 @@ def with_rows(keys: Mapping[str, TensorKey], shapes: Mapping[str, Shape]) -> dic
 
 
 def canonical_names(names: Collection[str]) -> dict[str, str]:
-    """The names of the whole model's tensors, by those that keys have."""
+    """Map names in keys to whole-model tensor names."""
     kinds = layer_kinds(names)
     own = Spelling(local_spec=True)
     found = {}
@@ -194,9 +193,9 @@ def canonical_names(names: Collection[str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class KeyWriter:
-    """The form of the keys to be written: `stacked` layers, and `local_spec` for megatron-core's own layers.
+    """Writer of keys: `stacked` layers, and `local_spec` for megatron-core's own layers.
 
-    `name_in_files` makes the model's name of a tensor of the one here, `before` is what all keys begin with.
+    `name_in_files` converts a model name; `before` is the prefix of all keys.
     """
 
     stacked: bool
@@ -205,7 +204,7 @@ class KeyWriter:
     before: str = ""
 
     def key(self, name: str, kind: LayerKind | None) -> tuple[str, Shape]:
-        """The key of a tensor of the whole model (or an entry of a module), and its place in the key's leading dims."""
+        """Return the key of a whole-model tensor (or a module's entry), and its index in the key's leading dims."""
         name = self._spelled(name, kind)
         index: Shape = ()
         if self.stacked and (match := _LAYER.fullmatch(name)):

@@ -1,11 +1,11 @@
-"""NeMo 2's checkpoints: write a model's weights as megatron-core does for NeMo, beside the `context` of NeMo's own.
+"""Writer for NeMo 2: weights in megatron-core's form for NeMo, beside a copied `context`.
 
     weights/    `torch_dist`, with `module.` before the model's keys; `common.pt` is Lightning's
-    context/    `io.json`, from which NeMo makes its Python objects; `model.yaml`, the same for people; the tokenizer
+    context/    `io.json`, the source of NeMo's Python objects; `model.yaml`, the same for people; the tokenizer
 
-What is in `context` are NeMo's classes with all their arguments: it is copied from a checkpoint of NeMo's, such as
-`llm.import_ckpt` makes of the base, and is held against the model.  NeMo restores a model from such a folder
-(`RestoreConfig`); an optimizer it goes on with alone when its trainer's loops are there as well, so none is written.
+`context` holds NeMo's classes with all arguments. It is copied from a NeMo checkpoint, for example made from the base
+by `llm.import_ckpt`, and checked against the model. NeMo restores a model from such a folder (`RestoreConfig`). It only
+resumes an optimizer together with its trainer's loops, so none is written.
 
 Format facts: nemo_toolkit 2.5.0, nemo/lightning/ckpt_utils.py, io/pl.py, io/mixin.py, pytorch/strategies/
 megatron_strategy.py.
@@ -33,7 +33,7 @@ from converters.megatron.dist import write
 from converters.megatron.dist.folder import BACKENDS, COMMON, CONTEXT, MODEL, MODULE, WEIGHTS
 
 IO = "io.json"
-#: Arguments of Megatron-LM's by the names of NeMo's model config, which are those of megatron-core's.
+#: Megatron-LM's arguments by megatron-core's field name, also used in NeMo's model config.
 _NAMES = {
     "num_layers": "num_layers",
     "hidden_size": "hidden_size",
@@ -56,7 +56,7 @@ _TIED, _UNTIED = "share_embeddings_and_output_weights", "untie_embeddings_and_ou
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of one checkpoint; UsageError without a context to be had, LossError for another model's."""
+    """Lay out one checkpoint. Raise UsageError without a context, LossError for another model's context."""
     folder = _context(checkpoint)
     model = describe_model(checkpoint, layout)
     refuse_encoder(model, "NeMo 2")
@@ -73,7 +73,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     )
     notes = [f"NeMo 2, for its RestoreConfig, with the context of {folder.parent}"]
     notes += describe(model.chosen, checkpoint, layout.dtype)
-    untold = replace(checkpoint, state=replace(checkpoint.state, args=None))  # which the context has
+    untold = replace(checkpoint, state=replace(checkpoint.state, args=None))  # the context has them
     without = [*training_left_out(untold), *run_files_left_out(checkpoint)]
     states = [key for key in checkpoint.tensors if key[1] not in (*MODEL_ROLES, MASTER)]
     left_out = dict.fromkeys(states, without.pop(0)) if states else {}
@@ -96,7 +96,7 @@ def _context(checkpoint: Checkpoint) -> Path:
 
 
 def _refuse_others(model: MegatronModel, folder: Path) -> None:
-    """Refuse the context of another model."""
+    """Raise LossError for another model's context."""
     config = read_run_config(confined(folder, MODEL)).get("config")
     stated = config if isinstance(config, Mapping) else {}
     known: dict[str, Any] = {name: model.args.get(ours) for name, ours in _NAMES.items()}
@@ -113,7 +113,7 @@ def _refuse_others(model: MegatronModel, folder: Path) -> None:
 
 
 def _copied(folder: Path) -> Iterator[TargetFile]:
-    """All files of the context, but for weights, which a tokenizer's folder may hold too."""
+    """Yield all context files, except weights, which may be in the tokenizer's folder."""
     with translate_os_errors(folder):
         for path in sorted(folder.rglob("*")):
             if path.is_file() and path.suffix not in (".safetensors", ".bin"):

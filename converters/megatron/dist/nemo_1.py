@@ -1,4 +1,4 @@
-"""Settings of NeMo 1: `model_config.yaml` under the names of the fields of megatron-core's config.
+"""NeMo 1's settings: `model_config.yaml`, with megatron-core's field names.
 
 Format facts: nemo_toolkit 1.23.0 and 2.0.0, nemo/collections/nlp/models/language_modeling/megatron_base_model.py and
 megatron_gpt_model.py (`build_transformer_config`, `model_provider_func`, `mcore_model_customize`).
@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-#: Defaults of NeMo 1 for a setting that the file does not state.
+#: NeMo 1's defaults for settings missing from the file.
 _DEFAULTS: Mapping[str, Any] = {
     "activation": "gelu",
     "bias": True,
@@ -20,7 +20,7 @@ _DEFAULTS: Mapping[str, Any] = {
     "rotary_percentage": 1.0,
     "rotary_base": 10000,
 }
-#: Fields of megatron-core by NeMo's name.
+#: Megatron-core's fields by NeMo's name.
 _FIELDS = {
     "bias": "add_bias_linear",
     "qkv_bias": "add_qkv_bias",
@@ -36,15 +36,15 @@ _ACTIVATIONS = {
     "squared-relu": "squared_relu",
     "swiglu": "silu",
 }
-#: Kinds of layers with the same mathematics.
+#: Layer kinds with the same mathematics.
 _USUAL = ("", "te_gpt", "megatron_gpt_full_te_layer_autocast", "modelopt")
-#: Factor of NeMo's `apply_rope_scaling`.
+#: Factor in NeMo's `apply_rope_scaling`.
 _ROPE_FACTOR = 8.0
 _REFERENCE = re.compile(r"\$\{(?:\.|model\.)(\w+)\}")
 
 
 def model_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a model as fields of megatron-core's config."""
+    """Return a model's settings as fields of megatron-core's config."""
     stated = {**_DEFAULTS, **{name: _resolved(one, config) for name, one in config.items() if one is not None}}
     if isinstance(custom := stated.pop("mcore_customization_config", {}), Mapping):
         stated |= custom

@@ -1,20 +1,20 @@
-"""Megatron's `torch_dist` format: the optimizer's param groups, and states that are stored as the optimizer holds them.
+"""Optimizer in Megatron's `torch_dist` format: param groups, and states stored as the optimizer's buffers.
 
-Where the distributed optimizer's state is stored (`distrib_optim_sharding_type` of the content's metadata):
+Storage of the distributed optimizer's state, by the metadata's `distrib_optim_sharding_type`:
 
     none                        not distributed: optimizer.state.{fp32_param,exp_avg,...}.<model's key>
     fully_reshardable           optimizer.state.{param,exp_avg,exp_avg_sq}.<model's key>
     fully_sharded_model_space   the same with fp32_param, each rank's range of the flattened parameter (up to 0.15)
     dp_reshardable              optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(...).bucket_idx_0.exp_avg
-    dp_zero_gather_scatter      a value optimizer.distributed.dp_group_idx_0.param_state: what distrib_optim.pt holds
+    dp_zero_gather_scatter      a value optimizer.distributed.dp_group_idx_0.param_state: content of distrib_optim.pt
 
-The last two have the buffers of every model parallel rank as they are, without a name of a parameter: which elements
-are whose follows from the model, the recorded sizes of the parallel axes, and the lengths of buckets or buffers.
+The last two store every model-parallel rank's buffers directly, without parameter names. The elements' owners follow
+from the model, the recorded axis sizes, and the lengths of buckets or buffers.
 
-Shifted states.  Up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers that had lost the padding behind each
-bucket, with the places that parameters have in padded ones: states of all buckets but the first are shifted, and some
-of them are lost.  There is more than one bucket with `overlap_grad_reduce`, and where pipeline stages share the
-embedding.  A shifted master is not what the parameter was rounded from, and so `shifted` finds them.
+Shifted states: up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers without the padding after each bucket,
+using offsets from padded buffers. States in all buckets but the first are shifted, and some are lost. There are several
+buckets with `overlap_grad_reduce`, and if pipeline stages share the embedding. A shifted master does not round to its
+parameter, so `shifted` finds it.
 
 Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_state_*`,
 `load_parameter_state_from_*`), optimizer/__init__.py (`data_parallel_group_idx`).
@@ -65,17 +65,17 @@ _BUCKET = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-#: Ways of storing that Megatron-LM loads on the ranks that wrote them alone: buckets depend on how many there are.
+#: Forms that Megatron-LM loads only on the same ranks, because their buckets depend on the number of ranks.
 OF_BUFFERS = ("dp_reshardable", "dp_zero_gather_scatter")
 _KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", *OF_BUFFERS)
-#: Elements of a parameter that are compared with those of its master.
+#: Number of elements compared between a parameter and its master.
 _COMPARED = 64
 
 
 def read_optimizer(reading: DistReading) -> Optimizers:
-    """The param groups, with the states of `dp_reshardable` noted in `reading`; nothing where states are shifted.
+    """Return the param groups, and add `dp_reshardable`'s states to `reading`. Return nothing if states are shifted.
 
-    Raises NotFoundError for a way of storing that is not read, CorruptError where buckets do not fit the model.
+    Raise NotFoundError for an unsupported form, CorruptError if buckets do not fit the model.
     """
     if reading.sharding not in _KNOWN:
         raise NotFoundError(
@@ -103,14 +103,14 @@ def read_optimizer(reading: DistReading) -> Optimizers:
 
 
 def _groups(content: Mapping[Any, Any]) -> Sequence[Any]:
-    """The param groups of an optimizer, if this is one's content."""
+    """Return the param groups in an optimizer's content, or ()."""
     inner = content.get("optimizer", content)
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
     return groups if isinstance(groups, list) else ()
 
 
 def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
-    """What each optimizer has beside its tensors: in the common state, or an object of every data parallel group."""
+    """Yield each optimizer's non-tensor content: from the common state, or per data-parallel group."""
     common = reading.common.get("optimizer")
     if isinstance(common, Mapping):
         chained = [value for key, value in common.items() if type(key) is int and isinstance(value, Mapping)]
@@ -124,12 +124,12 @@ def _contents(reading: DistReading) -> Iterator[Mapping[Any, Any]]:
 
 
 def is_optimizers(key: str) -> bool:
-    """Whether an object is the distributed optimizer's."""
+    """Return True for an object of the distributed optimizer."""
     return _OBJECT.fullmatch(key) is not None
 
 
 def _refuse_transposed(reading: DistReading) -> None:
-    """Legacy grouped GEMM keeps its weights transposed, and `fully_sharded_model_space` flattens them as they are."""
+    """Raise NotFoundError for the legacy grouped GEMM's transposed weights in `fully_sharded_model_space`."""
     args = reading.args
     legacy = args.get("transformer_impl") == "local" or args.get("moe_use_legacy_grouped_gemm")
     if args.get("moe_grouped_gemm") and legacy and reading.sharding == "fully_sharded_model_space":
@@ -144,7 +144,7 @@ def _refuse_transposed(reading: DistReading) -> None:
 
 
 def _trained(reading: DistReading) -> dict[str, str]:
-    """The parameters that the optimizer has, each with its name in the run's own modules."""
+    """Return the trained parameters with their names in the run's own modules."""
     weights = [name for name, role in reading.placed if role == WEIGHT]
     trained = {name for name, role in reading.placed if role not in (WEIGHT, BUFFER)} or set(weights)
     kinds = layer_kinds(weights)
@@ -153,7 +153,7 @@ def _trained(reading: DistReading) -> dict[str, str]:
 
 
 def _note_groups(reading: DistReading, trained: Mapping[str, str], found: Optimizers, inner: Mapping[Any, Any]) -> None:
-    """Find the parameters of each param group: they are not recorded, but follow from what Megatron puts into it."""
+    """Add each param group's parameters. They are not recorded, but follow from Megatron's grouping rule."""
     groups = [group for group in inner["param_groups"] if isinstance(group, Mapping)]
     if len(groups) != len(inner["param_groups"]):
         raise CorruptError("a param group is no dict", path=reading.folder)
@@ -185,26 +185,26 @@ def _members(reading: DistReading, trained: Mapping[str, str], group: Mapping[st
 
 # -- buffers -------------------------------------------------------------------------------------------------
 
-_Name = tuple[int, int, int]  # number of the optimizer, of the data parallel group, of the buffer
+_Name = tuple[int, int, int]  # (optimizer, data-parallel group, buffer)
 
 
 @dataclass(frozen=True, slots=True)
 class _StoredBuffer:
-    """A buffer as it is stored: by bucket or, not `apart`, all buckets as one; where the elements of each state are."""
+    """Stored buffer: its buckets if `apart`, or all buckets as one, with each state's elements."""
 
     apart: bool
     buckets: Mapping[int, Mapping[str, Placed]]
 
     @property
     def lengths(self) -> list[int]:
-        """Elements of each bucket."""
+        """Number of elements per bucket."""
         states = [next(iter(self.buckets[number].values())) for number in sorted(self.buckets)]
         return [max((box.offsets[0] + box.sizes[0] for box, _ in placed), default=0) for placed in states]
 
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    """A buffer of a rank's model chunk: its parameters, in the order of the modules."""
+    """Buffer of a rank's model chunk, with its parameters in module order."""
 
     name: _Name
     pp: int
@@ -213,7 +213,7 @@ class _Buffer:
     members: tuple[ChunkTensor, ...]
 
     def places(self, stored: _StoredBuffer, args: Mapping[str, Any]) -> Sequence[tuple[int, int]] | None:
-        """(bucket, first element in it) of each parameter; None where they do not fit."""
+        """Return each parameter's (bucket, first element). None if they do not fit."""
         numels = [one.numel for one in self.members]
         if stored.apart:
             return bucket_places(numels, stored.lengths)
@@ -223,7 +223,7 @@ class _Buffer:
 
 
 def _read_buffers(reading: DistReading) -> None:
-    """Note the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
+    """Add the states of `dp_reshardable` and `dp_zero_gather_scatter`."""
     if not reading.args:
         raise LossError(
             "the optimizer's state is stored as buffers of each rank, and nothing records the ranks",
@@ -268,7 +268,7 @@ def _read_buffers(reading: DistReading) -> None:
 
 
 def _megatron_model(reading: DistReading) -> MegatronModel:
-    """The model as its ranks held it."""
+    """Return the model on its original ranks."""
     tensors = {key: tensor for key, tensor in reading.tensors().items() if key[1] in (WEIGHT, BUFFER)}
     state = TrainingState(args=dict(reading.args))
     facts = MegatronFacts(blocks=reading.blocks)
@@ -300,9 +300,9 @@ def _gathered(reading: DistReading) -> Iterator[tuple[_Name, _StoredBuffer]]:
 
 
 def _buffers(model: MegatronModel) -> Iterator[_Buffer]:
-    """Every buffer once: data parallel ranks, and for dense parameters expert parallel ones, share it.
+    """Yield every buffer once. Data-parallel ranks share it, and for dense parameters expert-parallel ranks, too.
 
-    The layer-wise optimizer of matrices is the first and has no buffers; the second holds all other parameters.
+    The layer-wise matrix optimizer comes first and has no buffers; the second optimizer has all other parameters.
     """
     is_partly = is_partly_distributed(model.args)
     apart = model.has_expert_optimizer and not is_partly
@@ -330,16 +330,16 @@ def _buffers(model: MegatronModel) -> Iterator[_Buffer]:
 
 
 def _group(rank: Rank, grid: Grid, experts: bool) -> int:
-    """The number of a rank among those that among them hold each parameter once."""
+    """Return a rank's number within the ranks that together hold each parameter once."""
     if experts:
         return rank.pp * grid.etp * grid.ep + rank.ep * grid.etp + rank.etp
     return rank.pp * grid.tp + rank.tp
 
 
 def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[int, int]] | None:
-    """(bucket, first element in it) of each parameter, given in the model's order, in buckets of these lengths.
+    """Return each parameter's (bucket, first element) in buckets with these lengths, in model order.
 
-    None where they do not fit.
+    None if they do not fit.
     """
     places = [(0, 0)] * len(numels)
     bucket = at = 0
@@ -351,14 +351,14 @@ def bucket_places(numels: Sequence[int], lengths: Sequence[int]) -> list[tuple[i
         at += numels[index]
         if at > lengths[bucket]:
             return None
-        # A shared embedding ends the bucket before it where its own place would have been.
+        # A shared embedding ends the bucket before it, at the embedding's own place.
         if lengths[bucket] in (at, at + -at % ALIGNMENT):
             bucket, at = bucket + 1, 0
     return places if bucket == len(lengths) else None
 
 
 def _pieces(one: ChunkTensor, chunks: Placed, start: int) -> Iterator[tuple[Box, Placed]]:
-    """Where each part that a rank's parameter holds lies in a bucket, in which the parameter begins at `start`."""
+    """Yield a rank parameter's boxes with their extents in a bucket. The parameter begins at `start`."""
     firsts = [box.offsets[0] for box, _ in chunks]
     for piece in one.pieces:
         begin, end = start + piece.offset, start + piece.offset + piece.box.numel
@@ -388,7 +388,7 @@ def _misfit(reading: DistReading, expected: object, found: object) -> CorruptErr
 
 
 def _drop_shifted(reading: DistReading) -> bool:
-    """Leave out the optimizer's state where megatron-core has shifted it (see above), and say so."""
+    """Drop the optimizer's state, with a note, if megatron-core shifted it (see above)."""
     is_remainder = are_gathered(reading.args)
     if reading.sharding != "fully_reshardable" or not (is_remainder or _has_buckets(reading.args)):
         return False
@@ -412,9 +412,9 @@ def _drop_shifted(reading: DistReading) -> bool:
 
 
 def _drop_unknown(reading: DistReading, contents: Sequence[Mapping[Any, Any]]) -> bool:
-    """Leave out the optimizer's state where it is not known which parameters it steps, and say so.
+    """Drop the optimizer's state, with a note, if its parameters are unknown.
 
-    Before 0.18 the groups of what Muon does not step have no name of another optimizer.
+    Before 0.18 the groups of parameters that Muon does not step have no optimizer name.
     """
     groups = [group for content in contents for group in _groups(content)]
     named = any(isinstance(group, Mapping) and group.get("optimizer") for group in groups)
@@ -431,17 +431,17 @@ def _leave_out(reading: DistReading, why: str) -> None:
 
 
 def _has_buckets(args: Mapping[str, Any]) -> bool:
-    """Whether a rank may have had more than one bucket, as far as arguments tell."""
+    """Return True if a rank may have had several buckets, judging by the arguments."""
     shared = not args.get("untie_embeddings_and_output_weights") or bool(args.get("mtp_num_layers"))
     return not args or args.get("overlap_grad_reduce") is not False or (shared and Grid.of_args(args).pp > 1)
 
 
 def _is_rounded(reading: DistReading, fqn: str) -> bool:
-    """Whether the first elements of a parameter's weight are its master's, rounded."""
+    """Return True if the first elements of a parameter's weight equal its master's, rounded."""
     weight, master = ((fqn, role) in reading.placed and _first(reading.placed[fqn, role]) for role in (WEIGHT, MASTER))
     if not weight or not master or weight.dtype not in (BFLOAT16, FLOAT16) or master.dtype != FLOAT32:
         return True
-    import numpy as np  # only here, where there is data to look at: a folder that is inspected needs none of it
+    import numpy as np  # late: only needed to read data
 
     from ckpt.move.casts import cast_bits, storage_dtype
 
@@ -453,7 +453,7 @@ def _is_rounded(reading: DistReading, fqn: str) -> bool:
 
 
 def _first(placed: Placed) -> Extent | None:
-    """The extent that the first element of a tensor is in."""
+    """Return the extent with a tensor's first element."""
     return next((extent for box, extent in placed if not any(box.offsets)), None)
 
 

@@ -1,4 +1,4 @@
-"""The options for reading of `megatron-dist`."""
+"""Options for reading `megatron-dist`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ckpt.plan.options import option
 
 @dataclass(frozen=True, slots=True)
 class SlotOptions:
-    """None is right for every run but one of MultiLoRA."""
+    """Options for MultiLoRA runs. None fits every other run."""
 
     adapter_slot: str | None = option(
         "The adapter that is meant of a run of Megatron-Bridge's MultiLoRA, as 1:8:16.",

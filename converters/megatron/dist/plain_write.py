@@ -1,11 +1,11 @@
-"""Megatron's `torch_dcp` and `fsdp_dtensor` formats: write what `converters.megatron.dist.torch_dcp` and `fsdp` read.
+"""Writer for Megatron's `torch_dcp` and `fsdp_dtensor`, read by `converters.megatron.dist.torch_dcp` and `fsdp`.
 
 Both are PyTorch's distributed checkpoint of a nested state dict: tensors are whole, and any number of ranks loads them.
-An engine asks for each entry of its own state dict and fails where one is not there, so what its optimizer's groups
-may have is written even where the source does not record it.
+An engine requests each entry of its own state dict and fails if one is missing. So all possible options of its param
+groups are written, even if the source does not record them.
 
-Format facts: see `converters.megatron.dist.torch_dcp` and `converters.megatron.dist.fsdp`; what is asked for while
-loading: megatron-core 0.19.2, training/checkpointing.py (`load_checkpoint`, `_load_base_checkpoint`).
+Format facts: see `converters.megatron.dist.torch_dcp` and `converters.megatron.dist.fsdp`; for the requested entries
+megatron-core 0.19.2, training/checkpointing.py (`load_checkpoint`, `_load_base_checkpoint`).
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from converters.names.megatron.model.splits import GATED
 from converters.names.megatron.options import FSDP_DTENSOR, TORCH_DCP
 
 _AXES = ("tp", "pp", "ep", "etp", "vpp")
-_ONLY = "shard_0.0_1.1"  # the place of what the only stage and tensor parallel rank has
+_ONLY = "shard_0.0_1.1"  # place of a single stage and tensor-parallel rank
 _HALF = ("_w", "_v")
 _FC1 = re.compile(r".*\.mlp\.(?:(?:experts\.local_experts\.\d+|shared_experts)\.)?linear_fc1\.(?:weight|bias)")
 _GROUPED_FC1 = re.compile(r".*\.mlp\.experts\.linear_fc1\.(?:weight|bias)\d+")
-#: What Transformer Engine's Adam has in its groups, and torch's has not.
+#: Group options of Transformer Engine's Adam that torch's lacks.
 _OF_ENGINE = {"bias_correction": True}
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
-    """The files of a run folder whose iteration is stored as `form` says.
+    """Lay out a run folder with the iteration stored in this `form`.
 
-    Raises UsageError for sizes that the format is not for, LossError for what it has no place for.
+    Raise UsageError for unsupported sizes, LossError for content that the format can't hold.
     """
     asked = {name: value for name in _AXES if (value := layout.options.get(name)) not in (None, 1)}
     if asked:
@@ -101,7 +101,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout, form: str) -> Target:
 
 
 def _random_states(model: MegatronModel) -> Any:
-    """The random states that all data parallel ranks load, where the source has those of one stage and rank."""
+    """Return the random states for all data-parallel ranks, if the source has a single stage and tensor rank."""
     state = model.checkpoint.state
     source, places = Grid.of_args(state.args or {}), state.per_rank.get(RANDOM, {})
     if state.engine != "megatron" or (source.tp, source.pp) != (1, 1) or set(places) != {_ONLY}:
@@ -113,13 +113,13 @@ def _random_states(model: MegatronModel) -> Any:
 
 
 class _WholeOptimizer(RankOptimizers):
-    """The optimizer of the only rank of a model, with tensors that are cut among those that share it."""
+    """Optimizer of a model's only rank, with tensors cut among the ranks that share it."""
 
     def new_tensor(self, one: ChunkTensor, key: Key, dtype: DType) -> Any:
         return _source(self.model, key, dtype, one.shape)
 
     def _state_of(self, one: ChunkTensor, step_in_group: bool) -> dict[str, Any]:
-        return super()._state_of(one, step_in_group=False)  # torch's Adam asks for it here, whatever is in the group
+        return super()._state_of(one, step_in_group=False)  # torch's Adam requires it here
 
     def _options(self, options: dict[str, Any], *kind: Any) -> dict[str, Any]:
         return _with_all_options(super()._options(options, *kind))
@@ -130,7 +130,7 @@ def _with_all_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
-    """The leaves of a state dict under torch's FSDP2.  LossError where the source lacks what loading asks for."""
+    """Yield the state dict's leaves under torch's FSDP2. Raise LossError if a required entry is missing."""
     if not model.has_optimizer or random is None:
         raise LossError(
             "Megatron-LM loads torch_dcp only with optimizer and random states, whatever it is told",
@@ -161,7 +161,7 @@ def _torch_dcp(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tupl
 
 
 def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[tuple[Path_, Any]]:
-    """The leaves of a state dict under Megatron-FSDP, whose parameters are the masters."""
+    """Yield the state dict's leaves under Megatron-FSDP. Its parameters are the masters."""
     optimizer = MegatronOptimizer(model) if model.has_optimizer else None
     steps = model.checkpoint.state.scalars.get("step", {})
     for one in chunk.tensors:
@@ -178,7 +178,7 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
                 found=choice.dtype,
                 hint="--dtype bf16, or --ckpt-format torch_dist",
             )
-        kept = (one.fqn, MASTER)  # there without an optimizer's states too: of SGD, or before the first step
+        kept = (one.fqn, MASTER)  # also without states: SGD, or before the first step
         master = kept if kept in model.checkpoint.tensors else choice.key
         yield from _halves(
             model, one, ("model", f"module.{one.name}"), {(): _source(model, master, FLOAT32, one.shape)}
@@ -203,7 +203,7 @@ def _fsdp_dtensor(model: MegatronModel, chunk: Chunk, random: Any) -> Iterator[t
 def _halves(
     model: MegatronModel, one: ChunkTensor, path: Path_, leaves: Mapping[Path_, Any]
 ) -> Iterator[tuple[Path_, Any]]:
-    """`leaves` of a parameter below `path`; of the first layer of a SwiGLU MLP gate and up rows, each with a copy."""
+    """Yield a parameter's `leaves` below `path`. A SwiGLU MLP's first layer has gate and up rows, each with a copy."""
     is_gated = model.args.get("swiglu") and (_FC1.fullmatch(one.name) or _GROUPED_FC1.fullmatch(one.name))
     for half, ending in enumerate(_HALF if is_gated else ("",)):
         for rest, leaf in leaves.items():
@@ -212,13 +212,13 @@ def _halves(
 
 
 def _source(model: MegatronModel, key: Key, dtype: DType, shape: Shape, cut: bool = True) -> SourceTensor:
-    """Return all of a tensor, with its rows as the ranks keep them."""
+    """Return a whole tensor, with its rows in the ranks' order."""
     in_blocks = model.blocks.of(key[0]) is not None
     return SourceTensor(key, dtype, shape, cut, partial(_rows, model, key, dtype, 0) if in_blocks else None)
 
 
 def _half(model: MegatronModel, tensor: SourceTensor, half: int) -> SourceTensor:
-    """Return the first or the second half of the rows."""
+    """Return the first or second half of the rows."""
     rows = tensor.shape[0] // 2
     part = partial(_rows, model, tensor.key, tensor.dtype, half * rows)
     return replace(tensor, shape=(rows, *tensor.shape[1:]), part=part)

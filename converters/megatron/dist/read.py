@@ -1,4 +1,4 @@
-"""Megatron's `torch_dist` format: what a folder holds of which of the model's tensors.
+"""Reader for Megatron's `torch_dist` format: finds the model's tensors in a folder.
 
 Format facts: see `converters.megatron.dist.format`.
 """
@@ -34,7 +34,7 @@ from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, is_expert, registered
 from converters.names.megatron.model.splits import GateBlocks, in_model_order
 
-#: Where megatron-core since 0.19 keeps what `common.pt` had.
+#: Key for `common.pt`'s content since megatron-core 0.19.
 _COMMON_STATE = "common_state"
 _CLASSES = (
     "torch.distributed.checkpoint.metadata.Metadata",
@@ -46,12 +46,11 @@ _MAX_NAMES = 1 << 20
 
 @dataclass
 class DistReading:
-    """What has been read of one iteration's folder.
+    """Parts of one iteration's folder read so far.
 
-    `objects` are the values that are no tensors, by key and by their place in its array; `flat` the tensors of the
-    distributed optimizer's buffers, which have names of no parameters; `scales` what Transformer Engine keeps
-    of modules in FP8, by their names in the whole model.  `native` is the model's dtype where weights of it are not
-    stored; `settings` are arguments that the common state lacks.
+    `objects` are non-tensor values, by key and place in their array. `flat` are the distributed optimizer's buffers,
+    without parameter names. `scales` are Transformer Engine's FP8 states by whole-model module name. `native` is the
+    model's dtype if its weights are not stored. `settings` are arguments missing from the common state.
     """
 
     folder: Path
@@ -70,9 +69,9 @@ class DistReading:
 
     @cached_property
     def blocks(self) -> GateBlocks:
-        """GateBlocks in which the ranks kept gate and up rows; read it after the common state.
+        """Row blocks for gate and up on the ranks. Read it after the common state.
 
-        Megatron-Bridge, which records no arguments there, saves all gate rows first.
+        Megatron-Bridge records no arguments there and stores all gate rows first.
         """
         return GateBlocks.of_args(plain_args(self.common), self.accepted)
 
@@ -82,7 +81,7 @@ class DistReading:
 
     @property
     def sharding(self) -> str | None:
-        """How the distributed optimizer's state is stored, as far as the checkpoint says so."""
+        """Recorded form of the distributed optimizer's state, or None."""
         for content in (self.common.get("optimizer"), self.common.get("content_metadata")):
             for name in ("param_state_sharding_type", "distrib_optim_sharding_type"):
                 if isinstance(content, Mapping) and isinstance(content.get(name), str):
@@ -90,7 +89,7 @@ class DistReading:
         return None
 
     def add(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Take note of where boxes of a tensor are, or of its copy of this number."""
+        """Record where boxes of a tensor are stored, or of its copy with this number."""
         known = self.shapes.setdefault(key, (shape, dtype))
         if known != (shape, dtype):
             raise CorruptError(
@@ -106,7 +105,7 @@ class DistReading:
             self.placed.setdefault(key, []).extend(placed)
 
     def add_stored(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Take note of boxes of a tensor whose ranks may keep gate and up rows in alternating blocks."""
+        """Record boxes of a tensor whose ranks may alternate gate and up rows in blocks."""
         if block := self.blocks.of(key[0]):
             grid = Grid.recorded(self.args, self.folder)
             size = grid.etp if is_expert(key[0]) else grid.tp
@@ -118,7 +117,7 @@ class DistReading:
         self.add(key, shape, dtype, placed, copy)
 
     def tensors(self) -> dict[Key, Tensor]:
-        """A tensor for every name and role, in the model's order."""
+        """Return a tensor for every name and role, in model order."""
         found = {}
         order = {fqn: registered(fqn) for fqn in {fqn for fqn, _ in self.placed}}
         for key in sorted(self.placed, key=lambda key: order[key[0]]):
@@ -131,7 +130,7 @@ class DistReading:
         return found
 
     def read_common(self) -> Mapping[Any, Any]:
-        """What all ranks have in common: arguments, param groups, iteration; call after `read_objects`."""
+        """Return the common state of all ranks: arguments, param groups, iteration. Call after `read_objects`."""
         stored = next(iter(self.objects.pop(_COMMON_STATE, {}).values()), None)
         path = self.folder / COMMON
         if stored is None and not path.is_file():
@@ -149,7 +148,7 @@ class DistReading:
         return stored
 
     def read_objects(self, values: Mapping[str, Any]) -> None:
-        """Note values that are no tensors, each a list of one; of modules' extra states those that are filled."""
+        """Add non-tensor values, each a list of one. Keep only nonempty extra states."""
         scales: dict[str, Any] = {}
         for key, value in values.items():
             parsed = ObjectKey.parse(key)
@@ -163,9 +162,9 @@ class DistReading:
         self.scales = {canonical: scales[name] for name, canonical in canonical_names(scales.keys()).items()}
 
     def keep_nemos(self, found: Mapping[str, Any], release: int, prefix: str) -> dict[str, Any]:
-        """Return the model in what NeMo saved, by Megatron's own keys; note that the rest is left out.
+        """Return the model in NeMo's files, by Megatron's own keys, and note that the rest is left out.
 
-        What Lightning has in common is looked through as well, if it can be: callbacks may store objects of their own.
+        Lightning's common file is also listed if readable: callbacks may store their own objects.
         """
         with suppress(CkptError):
             torchfile.read(confined(self.folder, COMMON))
@@ -178,7 +177,7 @@ class DistReading:
         return kept
 
     def read_keys(self, models: Collection[str], tensors: Mapping[str, FoundTensor]) -> None:
-        """Note the model's tensors and those optimizer states that have keys of their own."""
+        """Add the model's tensors, and optimizer states with their own keys."""
         meanings = {key: (BUFFER if key.endswith(BUFFERS) else WEIGHT, key) for key in models}
         meanings |= {key: known for key in tensors if (known := state_key(key)) is not None}
         shapes: dict[str, Shape] = {}
@@ -218,10 +217,10 @@ class DistReading:
             )
 
     def _unflattened(self, found: FoundTensor, shape: Shape) -> Iterator[tuple[Box, Extent]]:
-        """The boxes of a tensor, which may be an optimizer's, for a parameter of `shape`.
+        """Yield the boxes of a tensor, perhaps an optimizer's, for a parameter with this `shape`.
 
-        `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts of [x, y] of a parameter [X, Y]
-        a tensor of [X / x, Y / y, x * y].
+        `fully_sharded_model_space` stores ranges of a rank's flattened part: for parts [x, y] of a parameter [X, Y], a
+        tensor [X / x, Y / y, x * y].
         """
         stored = found.entry.shape
         if stored == shape:
@@ -247,9 +246,9 @@ class DistReading:
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
-    """The folder of one iteration.
+    """Read one iteration's folder.
 
-    Raises CorruptError where a file is missing or contradicts another, NotFoundError for another backend's files.
+    Raise CorruptError if a file is missing or contradicts another, NotFoundError for another backend's files.
     """
     _check_backends(folder)
     reading = DistReading(folder, accepted=accepted)
@@ -284,7 +283,7 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
 
 
 def is_models(key: str) -> bool:
-    """Whether a key or name belongs to a tensor of a model; `bare` makes an encoder's name one of a decoder's."""
+    """Return True if a key or name belongs to a model tensor. `bare` turns an encoder's name into a decoder's."""
     name = key.removeprefix(LANGUAGE)
     return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.", *HEADS)) or is_beside(name)
 
@@ -307,7 +306,7 @@ def _check_backends(folder: Path) -> None:
 
 
 def flat_pieces(part: Shape, corner: Shape, start: int, extent: Extent) -> Iterator[tuple[Box, Extent]]:
-    """Elements from `start` on of the flattened box of sizes `part` at `corner`, at `extent`, as boxes."""
+    """Yield the elements from `start` on in a flattened box with sizes `part` at `corner`, as boxes with extents."""
     done = 0
     for box in flat_boxes(part, start, start + extent.numel):
         offsets = tuple(a + b for a, b in zip(corner, box.offsets, strict=True))

@@ -1,15 +1,15 @@
 """Megatron's `torch_dcp` format: PyTorch's distributed checkpoint of a model under torch's FSDP2.
 
     <run>/latest_checkpointed_iteration.txt
-    <run>/iter_0000100/.metadata, __0_0.distcp, ...    and no file of megatron-core's
+    <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-    model.<name>                    parameters, in the model's dtype, under the names of the modules in memory
+    model.<name>                    parameters, in the model's dtype, under in-memory module names
     model.<module>._extra_state
-    optimizer.fp32_from_fp16_params.0.3, optimizer.optimizer.state.3.exp_avg, ...      which have numbers and no names
+    optimizer.fp32_from_fp16_params.0.3, optimizer.optimizer.state.3.exp_avg, ...      with numbers, no names
     args, iteration, checkpoint_version, opt_param_scheduler, rng_state.0, ...
 
-Tensors are whole, cut among ranks; tensor parallel ranks save theirs under the same names.  The optimizer knows
-parameters by their order, as in the `torch` format (`converters.megatron.optimizer_read`).
+Tensors are stored whole, cut among ranks, but tensor-parallel ranks use the same names for their shards. The optimizer
+identifies parameters by order, like in the `torch` format (`converters.megatron.optimizer_read`).
 
 Format facts: megatron-core 0.19.2, training/checkpointing.py (`generate_state_dict`), training/arguments.py
 (`--use-torch-fsdp2`).
@@ -37,14 +37,14 @@ from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import Spelling, in_order, layer_kinds, split_layer
 
 _MODEL, _OPTIMIZER = "model", "optimizer"
-_RANDOM = "rng_state"  # the ranks' under the same names; all of them load the one that was stored
+_RANDOM = "rng_state"  # same names on all ranks; all load the stored one
 _MASTERS = "fp32_from_fp16_params"
 
 
 def read_folder(folder: Path, accepted: Collection[str] = ()) -> tuple[DistReading, Optimizers]:
-    """The folder of one iteration.
+    """Read one iteration's folder.
 
-    Raises CorruptError for one that contradicts itself, LossError for one that does not hold all of the model.
+    Raise CorruptError if it contradicts itself, LossError if it lacks parts of the model.
     """
     reading, metadata = DistReading(folder, accepted=accepted), read_metadata(folder)
     found, steps = reading.data.read(metadata), metadata.steps
@@ -85,7 +85,7 @@ def _add_tensor(reading: DistReading, fqn: str, role: str, tensor: FoundTensor) 
 def _read_optimizer(
     reading: DistReading, outer: Mapping[Any, Any], tensors: Mapping[str, FoundTensor], names: Mapping[str, str]
 ) -> Optimizers:
-    """Note masters and states.  CorruptError where they are not those of the model's parameters in their order."""
+    """Add masters and states. Raise CorruptError if they don't match the model's parameters in order."""
     found = Optimizers(grad_scaler=outer.get("grad_scaler"))
     inner = outer.get(_OPTIMIZER, outer)
     groups = inner.get("param_groups") if isinstance(inner, Mapping) else None
@@ -138,7 +138,7 @@ def _note(reading: DistReading, found: Optimizers, fqn: str, role: str, value: A
 
 
 def _check_ranks(reading: DistReading) -> None:
-    """LossError where nothing says that there was one tensor parallel rank."""
+    """Raise LossError unless the arguments record a single tensor-parallel rank."""
     if not reading.args or (size := Grid.recorded(reading.args, reading.folder).tp) != 1:
         raise LossError(
             "the parts of one tensor parallel rank may stand for those of all: torch_dcp has them under the same names",

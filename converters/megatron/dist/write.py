@@ -1,11 +1,11 @@
-"""Megatron's `torch_dist` format: write.
+"""Writer for Megatron's `torch_dist` format.
 
-What is written, megatron-core's `dist_checkpointing.load` takes at any tensor, pipeline and expert parallel sizes: none
-of them is in it but in the recorded arguments.  The optimizer's state is stored as `fully_reshardable`, or as that of
-an optimizer that is not distributed where the arguments say so.
+megatron-core's `dist_checkpointing.load` loads the output at any tensor, pipeline and expert parallel sizes; only the
+recorded arguments contain them. The optimizer's state is stored as `fully_reshardable`, or as a non-distributed
+optimizer's if the arguments say so.
 
-A module's extra state is asked for by every engine that has such a module, so there is one, without content, for each:
-those of megatron-core's own layers, or also those of Transformer Engine's attention and norms.
+An engine requests a module's extra state for every module that has one. So each gets an empty one: megatron-core's own
+layers, or also Transformer Engine's attention and norms.
 
 Format facts: see `converters.megatron.dist.format`.
 """
@@ -42,7 +42,7 @@ from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import split_layer
 from converters.names.megatron.model.splits import packed
 
-#: What `BACKENDS` says of these files.
+#: Content of `BACKENDS`.
 KIND = {
     "sharded_backend": "torch_dist",
     "sharded_backend_version": 1,
@@ -54,9 +54,9 @@ _PLACE = re.compile(r"shard_(\d+(?:\.\d+)*)_(\d+(?:\.\d+)*)")
 
 
 def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
-    """The files of a run folder: an iteration's folder (or `release`), the tracker, config and tokenizer.
+    """Lay out a run folder: an iteration (or `release`), the tracker, config and tokenizer.
 
-    Raises UsageError for a layout that does not fit the model, LossError for what the format has no place for.
+    Raise UsageError if the layout does not fit the model, LossError for content that the format can't hold.
     """
     model = describe_model(checkpoint, layout)
     folder = iteration_folder(checkpoint.state.step)
@@ -66,7 +66,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     bridge = checkpoint.facts_of(MegatronFacts).bridge
     own = ["content_metadata", FP8] + ([] if f"{RERUN}_state" in per_rank else [RERUN])
     if bridge:
-        own.append("args")  # in whose place is a file of its own
+        own.append("args")  # replaced by a separate file
     anew = "Megatron-Bridge draws new ones from rng.seed" if bridge else "Megatron-LM draws new ones from --seed"
     kept, dropped = to_write(model, per_rank, *own, without_random=anew)
     for name, values in per_rank.items():
@@ -76,11 +76,9 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
     if optimizer is not None:
         tensors.add_states(optimizer)
     args = dict(model.args, ckpt_format="torch_dist")
-    args |= dict.fromkeys(
-        args.keys() & {"use_torch_fsdp2", "use_megatron_fsdp"}, False
-    )  # whose files are of other forms
+    args |= dict.fromkeys(args.keys() & {"use_torch_fsdp2", "use_megatron_fsdp"}, False)  # their files have other forms
     if RANDOM not in per_rank:
-        args["no_save_rng"] = True  # without this Megatron-LM asks for those of each of its ranks
+        args["no_save_rng"] = True  # otherwise Megatron-LM requests them for each rank
     common = _common(model, tensors.keys, optimizer, kept, args)
     if bridge:
         del common["args"]
@@ -100,7 +98,7 @@ def lay_out(checkpoint: Checkpoint, layout: Layout) -> Target:
 
 
 def add_model(model: MegatronModel, writing: Writing, before: str = "") -> ModelTensors:
-    """Add the model's tensors and its modules' extra states, under keys with `before` before them."""
+    """Add the model's tensors and its modules' extra states. `before` is a key prefix."""
     keys = KeyWriter(_is_stacked(model), model.spelling.local_spec, model.name_in_files, before)
     scales = model.checkpoint.state.private.get("megatron", {}).get(FP8, {})
     for entry, value in _extra_states(model, keys, scales):
@@ -111,7 +109,7 @@ def add_model(model: MegatronModel, writing: Writing, before: str = "") -> Model
 
 
 class ModelTensors:
-    """Adds tensors to the folder to be written."""
+    """Adder of tensors to the folder to write."""
 
     def __init__(self, model: MegatronModel, keys: KeyWriter, writing: Writing) -> None:
         self.model, self.keys, self.writing = model, keys, writing
@@ -121,13 +119,13 @@ class ModelTensors:
             self.members.setdefault(key, {})[index] = fqn
 
     def add(self) -> None:
-        """The model's own tensors."""
+        """Add the model's own tensors."""
         for key, members in self.members.items():
             chosen = {index: self.model.chosen[fqn] for index, fqn in members.items()}
             self._add(key, {index: one.key for index, one in chosen.items()}, {one.dtype for one in chosen.values()})
 
     def add_states(self, optimizer: MegatronOptimizer) -> None:
-        """The optimizer's."""
+        """Add the optimizer's masters and states."""
         for key, members in self.members.items():
             trained = {index: fqn for index, fqn in members.items() if fqn in optimizer.masters}
             if not trained:
@@ -148,9 +146,9 @@ class ModelTensors:
         self._add(key, {index: optimizer.masters[fqn].key for index, fqn in trained.items()}, {FLOAT32})
 
     def _add(self, key: str, members: Mapping[Shape, Key], dtypes: Iterable[DType]) -> None:
-        """Add `key`: the source's tensors of all layers and experts, stacked.  LossError where they are not alike.
+        """Add `key` with the source's tensors for all layers and experts, stacked. Raise LossError if they differ.
 
-        Of a packed layer it is a key for each section of its rows.
+        A packed layer has a key per row section.
         """
         shapes = {self.model.checkpoint.tensors[member].shape for member in members.values()}
         sizes = tuple(max(numbers) + 1 for numbers in zip(*members, strict=True))
@@ -165,9 +163,9 @@ class ModelTensors:
         first = 0
         for name, rows in self._sections(key, next(iter(members.values()))[0], shape):
             section = (rows, *shape[1:]) if shape else shape
-            # A matrix is cut for tensor parallel ranks: an engine reads the whole box that it needs a part of.
+            # Matrices are cut for tensor-parallel ranks, because an engine reads every box it needs a part of.
             cut = dim0_boxes(section, self.model.grid.tp if len(shape) > 1 else 1)
-            boxes = [  # the sizes are the same for all members
+            boxes = [  # equal sizes for all members
                 (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut
             ]
             tiles = (
@@ -179,7 +177,7 @@ class ModelTensors:
             first += rows
 
     def _sections(self, key: str, fqn: str, shape: Shape) -> Iterator[tuple[str, int]]:
-        """The keys of a tensor, and the rows of each."""
+        """Yield a tensor's keys with their numbers of rows."""
         names = packed(fqn)
         if not names:
             yield key, shape[0] if shape else 1
@@ -193,7 +191,7 @@ def _moved(box: Box, rows: int) -> Box:
 
 
 def _is_stacked(model: MegatronModel) -> bool:
-    """Whether an engine asks for all layers in one tensor: where they are alike, and nothing says otherwise.
+    """Return True if an engine expects all layers in one tensor: they are alike, and no option forbids it.
 
     transformer_block.py, `sharded_state_dict`.
     """
@@ -220,9 +218,9 @@ def _is_stacked(model: MegatronModel) -> bool:
 
 
 def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Keys of the extra states that modules have, and these: the source's FP8 scales, or nothing."""
+    """Yield the keys and values of modules' extra states: the source's FP8 scales, or None."""
     names = dict.fromkeys(f"{module}.{EXTRA}" for module in modules_with_extra(model.chosen, model.spelling))
-    # MambaModel and BertModel ask for their output layer's, which GPTModel drops.
+    # MambaModel and BertModel request their output layer's extra state; GPTModel drops it.
     if "decoder.final_norm.weight" in model.chosen or model.encodes:
         names[f"output_layer.{EXTRA}"] = None
     places: dict[str, dict[Shape, Any]] = {}
@@ -235,7 +233,7 @@ def _extra_states(model: MegatronModel, keys: KeyWriter, scales: Mapping[str, An
 
 
 def content_metadata(keys: KeyWriter) -> dict[str, Any]:
-    """What tells megatron-core's loader which keys to ask for."""
+    """Return the metadata with which megatron-core's loader chooses the keys."""
     metadata = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return metadata if keys.stacked else metadata | {"non_homogeneous_layers": True}
 
@@ -247,7 +245,7 @@ def _common(
     items: Mapping[str, Any],
     args: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What all ranks have in common: training/checkpointing.py, `generate_state_dict`."""
+    """Return the common state of all ranks: training/checkpointing.py, `generate_state_dict`."""
     metadata = content_metadata(keys)
     if optimizer is None or optimizer.distributed or is_partly_distributed(args):
         metadata["distrib_optim_sharding_type"] = "fully_reshardable"
@@ -264,7 +262,7 @@ def _common(
 
 
 def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, Any]:
-    """The param groups of each optimizer."""
+    """Return each optimizer's param groups."""
     contents: list[dict[str, Any]] = []
     has_half = any(choice.dtype in (BFLOAT16, FLOAT16) for choice in model.chosen.values())
     for groups in optimizer.chained:
@@ -282,9 +280,9 @@ def _optimizer(model: MegatronModel, optimizer: MegatronOptimizer) -> dict[Any, 
 
 
 def _per_rank(model: MegatronModel) -> dict[str, Mapping[str, Any]]:
-    """What each rank of the source has for itself, by key and place, where the target's ranks have the same places.
+    """Return the source ranks' own entries by key and place, if the target's ranks have the same places.
 
-    Random states have one for each stage and tensor parallel rank, which all data parallel ranks load.
+    Random states have one entry per stage and tensor rank, loaded by all data-parallel ranks.
     """
     state, args = model.checkpoint.state, model.checkpoint.state.args or {}
     if state.engine != "megatron":
