@@ -20,13 +20,22 @@ from io import FileIO
 from itertools import accumulate, islice
 from pathlib import Path
 
-from ckpt.base.errors import CorruptError, NotFoundError, StorageError, UnsafeError, UsageError, printable
+from ckpt.base.errors import (
+    CorruptError,
+    IncompleteError,
+    NotFoundError,
+    StorageError,
+    UnsafeError,
+    UsageError,
+    printable,
+)
 from ckpt.base.sizes import show_size
 from ckpt.move.source import NO_NAME, open_file
 
 _RENAME_EXCHANGE = 2  # linux/fs.h
 _AT_FDCWD = -100
 _STAGED = ".ckpt-staging"
+_BROKEN = "replace the link by the file, or remove it"
 #: Suffix for a replaced destination until its removal.
 REPLACED = ".ckpt-old"
 _OPEN_FILES = 64  # source descriptors kept open per thread
@@ -95,8 +104,13 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         return found
 
 
+def is_broken_link(path: Path) -> bool:
+    """Return True for a symlink to nothing."""
+    return path.is_symlink() and not path.exists()
+
+
 def confined(root: Path, name: str) -> Path:
-    """Return `root / name`. Raise UnsafeError if it leaves `root`.
+    """Return `root / name`. Raise UnsafeError if it leaves `root`, IncompleteError if it is a broken link.
 
     A symlink may leave `root` only for the `blobs` folder of the same Hugging Face cache entry, because the cache
     stores its snapshots as such links.
@@ -107,6 +121,8 @@ def confined(root: Path, name: str) -> Path:
     if not any(map(os.path.islink, islice(parts, 1, None))):  # no link below the root
         return path
     real, real_root = Path(os.path.realpath(path)), Path(os.path.realpath(root))
+    if is_broken_link(path):
+        raise IncompleteError("a symlink leads to nothing", path=path, found=str(real), hint=_BROKEN)
     allowed = [real_root, *(folder.parent / "blobs" for folder in real_root.parents if folder.name == "snapshots")]
     if not any(real.is_relative_to(folder) for folder in allowed):
         raise UnsafeError(

@@ -63,6 +63,11 @@ def names_in(folder: Path) -> list[str]:
     return list(entries_in(folder))
 
 
+def files_in(folder: Path) -> list[str]:
+    """Return the names of all files in a folder, sorted. A broken link counts, so that reading it reports it."""
+    return [name for name, entry in entries_in(folder).items() if not is_folder(entry)]
+
+
 def folders_in(path: Path) -> list[Path]:
     """Return the folders in `path`, including links to folders, by name. Empty if `path` is no folder."""
     return [path / name for name, entry in entries_in(path).items() if is_folder(entry)] if path.is_dir() else []

@@ -8,7 +8,7 @@ from ckpt.base.errors import CkptError, CorruptError, IncompleteError, NotFoundE
 from ckpt.containers.safetensors import read_header
 from ckpt.containers.torchfile import read as torchfile
 from ckpt.containers.weights import MAX_INDEX
-from ckpt.move.files import confined
+from ckpt.move.files import confined, is_broken_link
 from ckpt.move.json_files import MAX_JSON, parse_json
 from ckpt.move.source import read_file
 
@@ -23,10 +23,12 @@ _ALWAYS_DAMAGE = ("no data was read", "symlink")
 def check_file(path: Path, root: Path) -> None:
     """Raise CorruptError if a file is incomplete, by its name and its first bytes.
 
-    Raise NotFoundError or UnsafeError for a pickle that is not read, and UnsafeError for a link out of `root`.
+    Raise NotFoundError or UnsafeError for a pickle that is not read, UnsafeError for a link out of `root`, and
+    IncompleteError for a broken link.
     """
-    is_torch = is_torch_file(path)
-    if path != root and (is_torch or path.suffix in (".safetensors", ".json")):
+    is_broken = is_broken_link(path)
+    is_torch = not is_broken and is_torch_file(path)
+    if path != root and (is_broken or is_torch or path.suffix in (".safetensors", ".json")):
         confined(root, str(path.relative_to(root)))
     if path.suffix == ".safetensors":
         read_header(path)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -17,7 +18,7 @@ from ckpt.base.errors import CorruptError
 from ckpt.base.sizes import show_size
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import read_json, read_object
-from ckpt.move.listing import names_in
+from ckpt.move.listing import files_in, names_in
 from ckpt.plan.dtypes import DType
 from ckpt.runs.file_checks import carried_content
 from ckpt.runs.sentence_modules import settings
@@ -85,7 +86,7 @@ def find_config(folders: Iterable[Path]) -> Path | None:
     for folder in folders:
         if folder.is_file() and folder.suffix == ".json":
             return folder
-        if (folder / CONFIG).exists():  # the reader rejects it if it is no file
+        if os.path.lexists(folder / CONFIG):  # the reader rejects it if it is no file
             return confined(folder, CONFIG)
     return None
 
@@ -98,16 +99,20 @@ def run_files(folders: Iterable[str], read: Container[str] = ()) -> list[str]:
 
 
 def companions(folders: Iterable[Path]) -> dict[str, bytes]:
-    """Return the content of all files to copy, except `config.json`. The nearest folder wins."""
-    found: dict[str, bytes] = {}
+    """Return the content of all files to copy except `config.json`, by name."""
+    return {name: _content(folder, name) for name, folder in sorted(companion_folders(folders).items())}
+
+
+def companion_folders(folders: Iterable[Path]) -> dict[str, Path]:
+    """Return the folder of each file that `companions` reads, by name. The nearest folder wins."""
+    found: dict[str, Path] = {}
     for given in folders:
         folder = given.parent if given.is_file() else given
         if not folder.is_dir():
             continue
         for name in (*_plain_files(folder), *_templates(folder), *_custom_code(folder), *settings(folder)):
-            if name not in found:
-                found[name] = _content(folder, name)
-    return dict(sorted(found.items()))
+            found.setdefault(name, folder)
+    return found
 
 
 def _content(folder: Path, name: str) -> bytes:
@@ -121,10 +126,9 @@ def _content(folder: Path, name: str) -> bytes:
 
 
 def _plain_files(folder: Path) -> Iterator[str]:
-    names = [name for name in names_in(folder) if (folder / name).is_file() or (folder / name).is_symlink()]
     yield from (
         name
-        for name in names
+        for name in files_in(folder)
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in (*PATTERNS, *QUANTIZATION_FILES))
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
@@ -231,7 +232,7 @@ def recorded_number(step: Path) -> int | None:
 
 def trainer_step(folder: Path) -> int | None:
     """Return the step recorded by HF Trainer in `folder`, if it is a `checkpoint-N` folder."""
-    if not (folder / TRAINER_STATE).is_file():
+    if not os.path.lexists(folder / TRAINER_STATE):
         return None
     recorded = read_json(confined(folder, TRAINER_STATE))
     step = recorded.get("global_step") if isinstance(recorded, dict) else None

@@ -7,6 +7,7 @@ Names follow HF Trainer (transformers/trainer.py, `_load_rng_state`, `_load_opti
 from __future__ import annotations
 
 import fnmatch
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from pathlib import Path
 from ckpt.base.errors import LossError
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.json_files import parse_json
-from ckpt.move.listing import names_in
+from ckpt.move.listing import files_in
 from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
@@ -26,6 +27,7 @@ from ckpt.runs.model_files import (
     QUANTIZATION_FILES,
     RUN_PATTERNS,
     SHARED_RUN_PATTERNS,
+    companion_folders,
     companions,
     corrected_config,
     dump_config,
@@ -103,7 +105,7 @@ def run_companions(
     if home is None:
         return Companions((*files, *own), tuple(run_files_left_out(checkpoint)), tuple(notes))
     found: dict[str, bytes] = {}
-    names = _names(home)
+    names = files_in(home)
     for name in names:
         unwanted = not deepspeed and name in DEEPSPEED_SCRIPTS
         if not unwanted and any(fnmatch.fnmatchcase(name, pattern) for pattern in _SHARED):
@@ -121,15 +123,17 @@ def run_companions(
     return Companions(tuple(files), tuple(_dropped(others, states, ranks)), tuple(notes))
 
 
+def carried_files(checkpoint: Checkpoint) -> list[Path]:
+    """Return the files next to a checkpoint that a conversion copies, sorted by name."""
+    found = companion_folders(map(Path, checkpoint.folders))
+    return [*(folder / name for name, folder in sorted(found.items())), *run_files(checkpoint)]
+
+
 def run_files(checkpoint: Checkpoint) -> list[Path]:
     """Return the run's files with training state, copied by `run_companions`."""
     if (home := _home(checkpoint)) is None:
         return []
-    return [home / name for name in _names(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
-
-
-def _names(folder: Path) -> list[str]:
-    return [name for name in names_in(folder) if (folder / name).is_file()]
+    return [home / name for name in files_in(home) if any(fnmatch.fnmatchcase(name, one) for one in RUN_PATTERNS)]
 
 
 def _files(content: Mapping[str, bytes]) -> list[TargetFile]:
@@ -147,7 +151,7 @@ def trainer_folder(checkpoint: Checkpoint) -> Path | None:
     for folder in (path, path.parent) if path.is_dir() else (path.parent,):
         if folder == path or str(folder) in checkpoint.folders:
             with translate_os_errors(folder):
-                if any((folder / name).is_file() for name in _OF_A_STEP):
+                if any(os.path.lexists(folder / name) for name in _OF_A_STEP):
                     return folder
     return None
 

@@ -516,3 +516,38 @@ def test_lightnings_record_next_to_its_dcp_files_is_known(fixtures: Path, tmp_pa
         assert made.code == 0 and "files of the run meta.pt" in made.err, made
     (step / "meta.pt").rename(step / "other_meta.pt")
     assert run_ckpt("check", step).code == 4
+
+
+def cut(path: Path) -> None:
+    path.write_text("{")
+
+
+def link_to_nothing(path: Path) -> None:
+    path.unlink()
+    path.symlink_to("nowhere")
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        ("tokenizer_config.json", cut, "the JSON file ends too early"),
+        ("tokenizer_config.json", link_to_nothing, "a symlink leads to nothing"),
+        ("config.json", link_to_nothing, "a symlink leads to nothing"),
+        ("trainer_state.json", link_to_nothing, "a symlink leads to nothing"),
+        ("rng_state_0.pth", lambda path: path.write_bytes(b""), "the file is empty"),
+    ],
+)
+def test_check_and_convert_reject_damaged_files_around_the_tag(
+    fixtures: Path, tmp_path: Path, name: str, damage: Damage, words: str
+) -> None:
+    """DeepSpeed's tag lies in a folder with the files of the trainer and the tokenizer, and they are copied."""
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "trainer-zero2" / "checkpoint-2", run)
+    zero3, dcp = tmp_path / "zero3", tmp_path / "dcp"
+    assert run_ckpt("convert", "auto", "zero3", run, "-o", zero3).code == 0
+    assert run_ckpt("check", zero3).code == 0
+    damage(zero3 / name)
+    checked = run_ckpt("check", zero3)
+    assert checked.code == 4 and f"{name}: {words}" in checked.out
+    converted = run_ckpt("convert", "auto", "dcp", zero3, "-o", dcp)
+    assert converted.code == 4 and words in converted.err and not dcp.exists()

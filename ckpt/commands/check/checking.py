@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +46,7 @@ from ckpt.commands.check.files import (
     problems_of,
     read_all,
     relative,
+    size_of,
 )
 from ckpt.commands.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
@@ -75,6 +76,7 @@ from ckpt.runs.steps import (
     run_at,
     trainer_step,
 )
+from ckpt.runs.trainer_files import carried_files
 from ckpt.stores.places import local
 
 WHOLE = "whole"
@@ -249,7 +251,7 @@ def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
     if len(files) <= _MANY_FILES:
         return None
     told = Problem(UNKNOWN, place.name, "it has too many files to be looked into here; `ckpt check` does")
-    size = sum(file.stat().st_size for file in files)
+    size = size_of(files)
     return Checked(str(place.relative_to(root)), None, trainer_step(place), len(files), size, (told,))
 
 
@@ -257,7 +259,7 @@ def expected_bytes(path: str | Path, tag: str | None = None) -> int:
     """Bytes of all files that `check` looks at."""
     path = local(path)
     with translate_os_errors(path):
-        return sum(file.stat().st_size for file in files_below(path if tag is None else _tagged(path, tag, AUTO)))
+        return size_of(files_below(path if tag is None else _tagged(path, tag, AUTO)))
 
 
 def checkpoints_of(path: Path) -> list[Path]:
@@ -385,6 +387,7 @@ def _check_one(
     ]
     checkpoint = _together(opened, place) if is_every_model_open else None
     problems += problems_of(place, files, {file.path for one in opened for file in one.files})
+    problems += _damaged_beside(root, files, opened)
     if number_of(place) is not None:  # the optimizer and the files of other ranks are next to it
         files += {Path(file.path): None for one in opened for file in one.files if Path(file.path) not in files}
     problems += _lacking_beside(place, checkpoint)
@@ -408,7 +411,7 @@ def _check_one(
         checkpoint.format if checkpoint is not None else None,
         checkpoint.state.step if checkpoint is not None else trainer_step(place) if place.is_dir() else None,
         len(files),
-        sum(file.stat().st_size for file in files),
+        size_of(files),
         tuple(told.values()),
         usable,
         None if found is None or not opened else tuple(found),
@@ -593,6 +596,18 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield replace(problem_of(error, Path(checkpoint.path)), where=error.fqn or CONFIG)
     except CkptError as error:
         yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
+
+
+def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
+    """Yield what is wrong with files outside the checkpoint's folder that a conversion copies."""
+    carried: set[Path] = set()
+    for model in models:
+        try:
+            carried.update(carried_files(model))
+        except CkptError as error:
+            yield problem_of(error, root)
+    outside = [path for path in carried.difference(files) if path.is_relative_to(root)]
+    yield from (one for one in problems_of(root, sorted(outside)) if one.kind != LEFT)
 
 
 def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:

@@ -28,6 +28,7 @@ from ckpt.base.errors import (
 )
 from ckpt.containers.dcp.metadata import Places, read_metadata
 from ckpt.containers.weights import MAX_INDEX, SHARD, parse_index
+from ckpt.move.files import is_broken_link
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
@@ -74,7 +75,7 @@ class Problem:
 
 
 def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
-    """All files in and below `folder`, sorted; not those in the folders `without`, nor in hidden ones."""
+    """Return all files in and below `folder`, sorted, and broken links. Skip the folders `without` and hidden ones."""
     left_out = set(without)
 
     def walk(place: Path) -> Iterator[Path]:
@@ -82,12 +83,17 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
             if entry.is_dir():
                 if entry not in left_out and not entry.name.startswith(".") and not entry.is_symlink():
                     yield from walk(entry)
-            elif entry.is_file():
+            elif entry.is_file() or is_broken_link(entry):
                 yield entry
 
     if folder.is_file():
         return [folder]
     return list(islice(walk(folder), _MAX_FILES))
+
+
+def size_of(files: Iterable[Path]) -> int:
+    """Return the bytes of all files together. A broken link has none."""
+    return sum(file.stat().st_size for file in files if not is_broken_link(file))
 
 
 def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -> Iterator[Problem]:
