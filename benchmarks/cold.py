@@ -11,7 +11,7 @@ from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
-SIZES = {1: None, 4: 1.0}  # multiples of the other sections' layers, each with its goal
+SIZES = {1: None, 4: 1.0}  # times the other sections' layers, each with its goal
 
 
 def measure(bench: Bench) -> Table:

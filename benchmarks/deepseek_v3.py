@@ -68,7 +68,7 @@ CONFIG: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 129280,
 }
-#: Layout for 16 stages: an uneven number of layers, the embedding first, multi-token prediction last.
+#: Layout for 16 stages: an uneven number per stage, the embedding first, multi-token prediction last.
 PIPELINE = "Et*4|(t*4|)*14tmL"
 
 _SHARD = 8_600_000_000  # bytes per file; the published checkpoint has 163 files

@@ -14,7 +14,7 @@ from benchmarks.models import STEP, num_params
 from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
-TIMES = 21  # multiple of the other sections' layers: 8 billion parameters
+TIMES = 21  # times the other sections' layers: 8 billion parameters
 
 
 def measure(bench: Bench) -> Table:

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 NUM_LAYERS, NUM_EXPERTS, NUM_RANKS = 61, 256, 64
 _DENSE = 3  # first layers, without experts
 _HIDDEN, _INNER, _VOCAB, _HEADS, _RANK = 16, 4, 64, 4, 8
-#: Options of a param group, from the fixture.
+#: Param group options, from the fixture.
 _OPTIONS = {
     "is_expert_parallel": False,
     "default_config": True,

@@ -16,8 +16,8 @@ from benchmarks.runner import Bench, Goal, Table
 
 SOURCES = ()
 FOLDER = Path("/dev/shm/ckpt-benchmarks")
-TIMES = 21  # multiple of the other sections' layers
-CHECKED_LAYERS = 1  # layers of the random model that compares one process with two
+TIMES = 21  # times the other sections' layers
+CHECKED_LAYERS = 1  # layers in the random model for comparing one process with two
 ONE, ONE_CORE, ONE_WORKER = "ckpt, 1 process", "ckpt, 1 process on 1 core", "ckpt, 1 process, --workers 1"
 TWO, TWO_WORKERS = "ckpt, 2 processes", "ckpt, 2 processes, --workers 1 each"
 TORCHRUN = "ckpt, 2 processes by torchrun"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 RESULTS = Path(__file__).parent / "results.txt"
 PAGES = ("README.md", "README.ja.md")
-#: Sections shown in the README, with the prefixes of their rows.
+#: Sections shown in the README, with their rows' prefixes.
 SHOWN = {
     "zero": ("cp ", "ckpt "),
     "cold": ("cp ", "ckpt "),

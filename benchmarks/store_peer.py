@@ -22,7 +22,7 @@ from benchmarks.store_server import BUCKET
 
 PART, NUM_THREADS = 8 << 20, 8  # like ckpt
 
-#: Range of an object: its key, start and stop.
+#: Object range: key, start and stop.
 Part = tuple[str, int, int]
 
 

@@ -22,8 +22,8 @@ from benchmarks.store_server import BUCKET
 
 SOURCES = ("hf",)
 _OUTPUT = Path("/dev/shm/ckpt-benchmarks-stores")
-_SHARE = 0.8  # fraction of the bare library's throughput
-#: Tasks of ckpt, with the most similar task of the library.
+_SHARE = 0.8  # relative to the bare library's throughput
+#: ckpt's tasks, with the library's most similar task.
 _ALIKE = {"hash": "obstore", "convert": "obstore writes"}
 
 

@@ -25,9 +25,9 @@ OPTIMIZER_FORMATS = ("fully_reshardable", "dp_reshardable", "fully_sharded_model
 KEYS = ("nested", "flat")
 PRECISIONS = ("mixed", "pure")
 
-#: Warmup steps of --scheduler deepspeed.
+#: Warmup steps in --scheduler deepspeed.
 WARMUP = 3
-#: Values that a strategy accepts for an option, if it does not accept all.
+#: Values that a strategy accepts for an option, unless it accepts all.
 _OWN_MODEL: dict[str, tuple[Any, ...]] = {
     "model": tuple(model for model in MODELS if model != "toy"),
     "lora": (0,),
@@ -44,9 +44,9 @@ _TAKES: dict[str, dict[str, tuple[Any, ...]]] = {
     "megatron-deepspeed": _OWN_MODEL | {"save": ("native",), "optimizer": ("adamw",), "vocab": (0,), "dropout": (0.0,)},
 }
 _OF_EXPERTS = ("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3", "qwen3_next")
-#: Default --model of strategies that shard matrices; all others default to llama.
+#: Default --model for sharding strategies; all others default to llama.
 _MODELS = {"tp-fsdp": "llama_even", "megatron": "llama_wide", "megatron-deepspeed": "llama_wide"}
-#: Titles of the option groups, keyed by the first option of each group.
+#: Option group titles, keyed by each group's first option.
 _GROUPS = {
     "strategy": "strategy and model",
     "output": "run folder and checkpoints",
@@ -55,11 +55,11 @@ _GROUPS = {
     "optimizer": "optimizer",
     "vocab": "sizes and layouts, most of them Megatron's",
 }
-#: Minimum of each number, if it is not 0. --length needs one input token and one target.
+#: Minimum for each number, unless it is 0. --length needs one input token and one target.
 _LEAST = {"length": 2} | dict.fromkeys(
     ("batch", "accumulate", "tp", "pp", "vpp", "ep", "schedule_steps", "vocab_multiple"), 1
 )
-#: Maximum of each number: numpy's largest seed, and the largest initial loss scale for fp16.
+#: Maximum for each number: numpy's largest seed, and the largest initial loss scale for fp16.
 _MOST = {"seed": 2**32 - 1, "initial_scale_power": 127}
 
 

@@ -22,7 +22,7 @@ from train.config import UserError, print_error
 ERRORS = (Exception, CheckpointException)
 #: Seconds to wait for the other ranks' error reports.
 _PATIENCE = 3.0
-#: Maximum length of a framework's message in an error.
+#: Maximum length for a framework's message in an error.
 _LONGEST = 500
 
 
@@ -87,7 +87,7 @@ def as_user_error(said: str, hint: str = "") -> Iterator[None]:
         raise
     except ERRORS as error:
         cause: Any = error
-        if isinstance(error, CheckpointException):  # holds the errors of all ranks
+        if isinstance(error, CheckpointException):  # holds all ranks' errors
             rank, (cause, _) = next(iter(error.failures.items()))
             said += f": rank {rank}"
         words = " ".join(str(cause).split())[:_LONGEST]

@@ -14,7 +14,7 @@ from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
 from train.operations.beside import Operations, require_free
 
-# Strategy -> (module, factory of the Engine). The module imports its framework, so it is only imported when used.
+# Strategy -> (module, Engine factory). The module imports its framework, so it is only imported when used.
 ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))
 ENGINES |= dict.fromkeys(ZERO, ("train.engines.zero", "ZeroEngine"))
 ENGINES |= {"megatron": ("train.megatron.fsdp", "open_engine")}
@@ -24,7 +24,7 @@ ENGINES |= {"megatron-deepspeed": ("train.engines.pipeline", "PipelineRun")}
 def run(config: Config) -> list[Path]:
     """Train, save and return the new checkpoints' folders. Needs a process group."""
     readers = dist.get_world_size()
-    if config.strategy in ("megatron", "megatron-deepspeed"):  # ranks of one model replica read the same data
+    if config.strategy in ("megatron", "megatron-deepspeed"):  # ranks sharing a model replica read the same data
         readers = max(1, readers // (config.tp * config.pp))
     if config.batch % (readers * config.accumulate):
         raise UserError(
@@ -51,7 +51,7 @@ def run(config: Config) -> list[Path]:
             beside.started(engine, resumed)
             return _train(engine, model, config, beside)
         except UserError as error:
-            launch.tell(error)  # before close(), so other ranks don't report the closing as the cause
+            launch.tell(error)  # before close(), so other ranks don't report closing instead
             raise
         finally:
             beside.ended()

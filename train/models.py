@@ -21,7 +21,7 @@ _LAYER = {"hidden_size": 35, "intermediate_size": 53, "num_hidden_layers": 2}
 _HEADS = {"num_attention_heads": 5, "num_key_value_heads": 1, "head_dim": 6}
 _COMMON = _TOKENS | _LAYER | _HEADS | {"max_position_embeddings": 128, "tie_word_embeddings": False}
 _EXPERTS = {"intermediate_size": 21, "num_local_experts": 5, "num_experts_per_tok": 2}
-#: Sizes that an architecture adds to the common sizes, or overrides.
+#: Sizes added to the common sizes, or overriding them, per architecture.
 _SIZES: dict[str, dict[str, Any]] = {
     "llama": dict(_COMMON),
     # Divisible by 2 tensor-parallel ranks. Rows per rank stay odd, so further sharding still pads.

@@ -31,7 +31,7 @@ import ckpt
 ZERO = ("zero1", "zero2", "zero3")
 STRATEGIES = ("ddp", "fsdp1", "fsdp2", "hsdp", "tp-fsdp", *ZERO)
 BATCH, LENGTH, VOCABULARY = 24, 32, 97  # the batch counts all ranks, so losses don't depend on the world size
-PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # of the learning rate; independent of --steps, so runs can be extended
+PEAK, WARMUP, DECAY = 1e-2, 4, 1000  # learning rates; independent of --steps, so runs can be extended
 
 # FSDP1 recommends DCP, DTensor warns that two meshes take two sums, and DeepSpeed still imports distutils.
 warnings.filterwarnings("ignore", message="FSDP|Please use DT|When using|`_get_pg|`torch.dis|Multiple ba|.*istutils")
@@ -191,7 +191,7 @@ class Torch:
         if isinstance(self.model, FullyShardedDataParallel):
             self.model.clip_grad_norm_(1.0)
             return
-        # torch.nn.utils.clip_grad_norm_ only takes gradients of one mesh; tp-fsdp has two.
+        # torch.nn.utils.clip_grad_norm_ only takes gradients on one mesh; tp-fsdp has two.
         gradients = [parameter.grad for parameter in self.model.parameters()]
         norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
         whole = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
@@ -205,7 +205,7 @@ class Torch:
 
     def load(self, folder: str) -> int:
         state = self.state(0)
-        # The default planner flattens the state and fails if a rank has no part of an FSDP1 tensor.
+        # The default planner flattens the state. Then it fails on ranks without a part of an FSDP1 tensor.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         return int(state["train_state"]["step"])

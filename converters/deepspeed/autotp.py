@@ -65,7 +65,7 @@ def together(slices: Sequence[RankSlice], sharing: Sharing, sources: Sources) ->
         _check_alike(slices[0], other)
     check_same("step", [(each.file, each.file.content.get("global_steps")) for each in slices])
     dp = first.world_size or 1
-    # In the engine's mesh, the data-parallel ranks of one tensor-parallel rank are tp apart.
+    # In the engine's mesh, one tensor-parallel rank's data-parallel ranks are tp apart.
     ranks = [range(tp, dp * len(slices), len(slices)) for tp in range(len(slices))]
     computed: dict[str, Callable[[], memoryview]] = {}
     unread = Unread()

@@ -20,7 +20,7 @@ from converters.deepspeed.keys import EXPERT
 from converters.deepspeed.model import DeepSpeedModel, refuse_experts
 from converters.deepspeed.sharing import Sharing
 
-#: Maximum elements in a param group of experts, before it is split (moe/utils.py).
+#: Maximum elements in an expert param group, before it is split (moe/utils.py).
 MAX_GROUP_SIZE = 178956971
 _PREFIX = "ep_size_"
 

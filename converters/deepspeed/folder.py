@@ -28,7 +28,7 @@ ALIASES = ("deepspeed", "ds")
 OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _MODEL_PER_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_(\d+)_model_states\.pt")
 MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-#: Suffix of every file with a part of the model: whole, per rank, per expert, per pipeline layer.
+#: Suffix shared by every file with model parts: whole, per rank, per expert, per pipeline layer.
 _MODEL_SUFFIX = "model_states.pt"
 _EXPERT = re.compile(r"(?:layer_(\d+)_)?expert_(\d+)_mp_rank_(\d+)_model_states\.pt")
 _EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")

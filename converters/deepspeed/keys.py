@@ -15,7 +15,7 @@ MODEL_STATE = ("lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "g
 OPTIMIZER_STATE = ("loss_scaler", "dynamic_loss_scale", "overflow", "clip_grad")
 #: Key of the client's information for universal checkpoints.
 UNIVERSAL_INFO = "universal_checkpoint_info"
-#: Key of AutoEP's records of shared experts.
+#: Key for AutoEP's expert records.
 AUTOEP = "ds_autoep_layers"
 #: DeepSpeed's own keys in a model file. All other keys are the user's client state.
 MODEL_FILE = frozenset({
@@ -40,7 +40,7 @@ OF_SLICES = (
     "cuda_rng_state",
     "rng_tracker_states",
 )
-#: Key of the facts for writing a Megatron-DeepSpeed pipeline again.
+#: Key for facts to write a Megatron-DeepSpeed pipeline again.
 PIPELINE = "pipeline"
 #: Expert parameter in DeepSpeed's MoE layers: the prefix, the expert's number, and the rest.
 EXPERT = re.compile(r"(.*\.deepspeed_moe\.experts\.deepspeed_experts\.)(\d+)(\..+)")

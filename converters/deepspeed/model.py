@@ -48,7 +48,7 @@ class DeepSpeedModel:
     notes: tuple[str, ...]
     #: True to write states in the `elastic_checkpoint` form, without hyperparameters, because the source lacks them.
     is_elastic: bool = False
-    #: States, except steps, whose numbers differ within a group, such as Adafactor's RMS.
+    #: States, except steps, with different numbers inside a group, for example Adafactor's RMS.
     uneven_numbers: tuple[str, ...] = ()
 
     @property

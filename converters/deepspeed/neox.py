@@ -41,7 +41,7 @@ _DIMS = {
     "linear_fc2.weight": "h f",
     "linear_fc2.bias": "h",
 }
-#: Biases of row-parallel layers: summed over ranks, or equal on all.
+#: Row-parallel layers' biases: summed over ranks, or equal on all.
 _ROW_BIASES = ("linear_proj.bias", "linear_fc2.bias")
 
 

@@ -52,9 +52,9 @@ from converters.deepspeed.sharing import Sharing
 from converters.optimizers.state_dicts import GROUPS, STATE, Optimizer, take_apart
 from converters.optimizers.states import OptimizerStates
 
-#: Name of expert param groups.
+#: Name pattern for expert param groups.
 _EP_SIZE = re.compile(r"ep_size_(\d+)")
-#: Optimizer entries that describe tensors. Other entries are training state.
+#: Optimizer entries for tensors. Other entries are training state.
 _TENSORS = ("optimizer_state_dict", "fp32_groups", "fp32_groups_flat", STATE, GROUPS)
 
 

@@ -19,7 +19,7 @@ from converters.optimizers.ranks import different_numbers
 from converters.optimizers.states import OptimizerStates
 from converters.quantized.states import InBlocks, Quantized, understood
 
-#: Allowed element counts for a rank's part of a state: without or with padding.
+#: Allowed element counts for a rank's part: without or with padding.
 Sizes = Collection[int]
 
 

@@ -70,7 +70,7 @@ from converters.optimizers.states import OptimizerStates
 
 #: Maximum ranks and files listed in a message.
 _SHOWN = 16
-#: Ranks compared here for a parameter's numbers; ranks that share a buffer are compared earlier.
+#: Ranks compared here for a parameter's numbers; ranks sharing a buffer are compared earlier.
 _EXPERT_RANKS = "expert parallel ranks"
 #: Default name of a step folder (engine.py, `save_checkpoint`).
 _DEFAULT_TAG = re.compile(r"global_step(\d+)")

@@ -50,7 +50,7 @@ from converters.names.megatron.options import MegatronOptions
 
 #: Training state key for modules with their own state: Transformer Engine's FP8 scaling.
 EXTRA = "_extra_state"
-#: Name endings of buffers.
+#: Buffers' name endings.
 BUFFERS = (".expert_bias",)
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _LINEAR = re.compile(r"(?P<module>.*\.(?:linear_\w+|eh_proj|in_proj|out_proj))\.weight")

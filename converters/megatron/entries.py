@@ -15,10 +15,10 @@ from converters.megatron.chunks import EXTRA, MegatronModel
 from converters.megatron.optimizer import Optimizers
 from converters.names.megatron.facts import MegatronFacts
 
-#: Per-rank entries. In `torch_dist`, part of the second is equal on all ranks.
+#: Per-rank entries. In `torch_dist`, the second is partly equal on all ranks.
 RANDOM, RERUN = "rng_state", "rerun_state_machine"
 OF_RANKS = (RANDOM, RERUN)
-#: Key of Transformer Engine's FP8 scales for the whole model: stored values by module name.
+#: Key for Transformer Engine's FP8 scales in the whole model: stored values by module name.
 FP8 = "fp8_state"
 #: Entries described elsewhere.
 _KNOWN = re.compile(r"optimizer|args|iteration|model\d*")

@@ -39,8 +39,7 @@ _OVERRIDES = ("optimizer", "max_lr", "min_lr", "start_wd", "end_wd")
 ADAM = ("exp_avg", "exp_avg_sq")
 _EMBEDDINGS = ("embedding.word_embeddings.", "output_layer.")
 
-#: Optimizers (`--optimizer`) with known states, buffers and number: those stepping all parameters, and those stepping
-#: only matrices.
+#: Optimizers (`--optimizer`) with known states, buffers and number: for all parameters, and only for matrices.
 ADAM_NAME = "adam"
 KINDS = (ADAM_NAME, "sgd")
 OF_MATRICES = ("muon", "lion")

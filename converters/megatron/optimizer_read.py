@@ -34,7 +34,7 @@ from converters.megatron.optimizer import Optimizers, belongs, check_alike, chec
 from converters.megatron.read import LocalTensor, MegatronReading, RankContent
 from converters.megatron.remainders import refuse_gathered
 
-#: Key of the masters in distrib_optim.pt; all other keys are optimizer states.
+#: Masters' key in distrib_optim.pt; all other keys are optimizer states.
 _PARAM = "param"
 _MASTERS = ("fp32_from_fp16_params", "fp32_from_fp16")
 

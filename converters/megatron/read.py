@@ -295,7 +295,7 @@ def _check_folders(reading: MegatronReading, names: Sequence[str], expected: Map
         )
 
 
-#: Arguments shared by all ranks that decide the meaning of their files.
+#: Arguments shared by all ranks that decide their files' meaning.
 _AGREED = (
     "num_layers",
     "hidden_size",

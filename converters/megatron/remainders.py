@@ -23,7 +23,7 @@ from ckpt.plan.dtypes import BFLOAT16, BY_NAME, FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor
 
 _INT16 = BY_NAME["int16"]
-#: Number of elements computed at a time.
+#: Elements computed at a time.
 _BLOCK = 1 << 23
 
 

@@ -59,7 +59,7 @@ from converters.pytorch.state import state_dict
 from converters.pytorch.state_dicts import tie_as_declared
 
 _Error = TypeVar("_Error", bound=CkptError)
-#: Keys of the step count: torch's recipes and Lightning, torchtitan.
+#: Step count keys: torch's recipes and Lightning, torchtitan.
 _STEPS = (("step",), ("global_step",), ("iteration",), ("train_state", "step"))
 
 

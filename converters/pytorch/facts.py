@@ -14,10 +14,10 @@ class TorchFacts:
 
     #: True for a run's own state dict stored leaf by leaf (DCP). The loader expects exactly these leaves.
     is_state_dict: bool = False
-    #: Paths of model and optimizer, as the trainer expects them: `("app", "model")`.
+    #: Model's and optimizer's paths, expected by the trainer: `("app", "model")`.
     model_at: Path_ = ("model",)
     optimizer_at: Path_ = ("optimizer",)
     #: Sample part from a rank file, because each torch version pickles DTensors differently.
     dtensor: Record | None = None
-    #: Fqns in each flat parameter, in the order of FSDP1's optimizer.
+    #: Fqns in each flat parameter, in FSDP1 optimizer order.
     flat_parameters: tuple[tuple[str, ...], ...] = ()

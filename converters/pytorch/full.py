@@ -97,7 +97,7 @@ OPTIMIZERS = ("optimizer.bin", "optimizer.pt")
 SCHEDULERS = ("scheduler.pt", "scheduler.bin")
 STATE = "training_state.pt"
 
-#: Files of frameworks and scripts, in search order.
+#: Names used by frameworks and scripts, in search order.
 _FRAMEWORKS = (FSDP_MODEL, MODEL, INDEX)
 _SCRIPTS = ("model.pt", "model.pth", "model.bin", "model.ckpt")
 _SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
@@ -120,7 +120,7 @@ _SAFETENSORS = ("model.safetensors", "model.safetensors.index.json")
 #: Accelerate's sharded folder, and an adapter's files; a torch file beside either is not part of the checkpoint.
 _SHARDED = "pytorch_model_fsdp_0"
 _ADAPTER = {"adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"}
-#: Keys of the model and the optimizer in bundles.
+#: Model and optimizer keys in bundles.
 _MODEL_KEYS = ("model", "state_dict", "model_state_dict", "module")
 _OPTIMIZER_KEYS = ("optimizer", "optimizer_state_dict", "optim", "optimizer_states", "optimizers")
 _RANKS_HINT = (

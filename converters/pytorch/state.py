@@ -35,7 +35,7 @@ from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
 from converters.quantized.carry import carried_tensor
 
-#: Training state that engines load entry by entry. Only these entries of other formats are flattened.
+#: Training state loaded entry by entry. Other formats' state is only flattened for these entries.
 _KNOWN = ("lr_scheduler", "train_state")
 
 

@@ -51,7 +51,7 @@ class Reading:
         Return False, with a note, if the states are numbered and their parameters can't be proven.
         """
         shapes = {fqn: tensor.shape for (fqn, role), tensor in model.items() if role == WEIGHT}
-        # Optimizers never hold integers such as BatchNorm's count, which would fit a 0-dim parameter.
+        # Optimizers never hold integers. BatchNorm's count would fit a 0-dim parameter.
         floating = {fqn for (fqn, _), tensor in model.items() if tensor.dtype in CAST_SOURCES}
         proof = None if order is None else {fqn: shapes[fqn] for fqn in order if fqn in floating}
         optimizer = read_optimizer(content, path, proof=proof)
@@ -100,7 +100,7 @@ def tie_as_declared(
         ties[alias] = kept.fqn
 
 
-#: Keys of the step count in trainers' dicts.
+#: Step count keys in trainers' dicts.
 _COUNTS = ("step", "global_step", "global_steps", "iteration")
 
 

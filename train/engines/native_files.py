@@ -34,7 +34,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from train import launch, optimizers, randomness
 
-#: Key of the random states per device type.
+#: Random state key per device type.
 _RANDOM = {"cpu": "rng_state", "cuda": "cuda_rng_state"}
 
 

@@ -29,7 +29,7 @@ class PipelineRun(DeepSpeedEngine):
     """DeepSpeed's PipelineEngine on tensor-parallel layers. The model argument only supplies sizes."""
 
     def __init__(self, model: nn.Module, config: Config) -> None:
-        import deepspeed  # after train.engines.zero, which sets variables that its import reads
+        import deepspeed  # after train.engines.zero, because its import reads variables set there
         from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 
         world_size = dist.get_world_size()
@@ -53,7 +53,7 @@ class PipelineRun(DeepSpeedEngine):
             )
             groups = param_groups(module, config)
             options = ds_config(dataclasses.replace(config, strategy="zero1", steps=1), groups)
-            if config.dtype == "bf16":  # selects BF16_Optimizer instead of ZeRO-1
+            if config.dtype == "bf16":  # selects BF16_Optimizer over ZeRO-1
                 options.setdefault("data_types", {"grad_accum_dtype": "fp32"})
             self.engine, self.optimizer, _, _ = deepspeed.initialize(
                 model=module,

@@ -79,7 +79,7 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
             "reduce_bucket_size": 100_000,
             "allgather_bucket_size": 100_000,
             "stage3_prefetch_bucket_size": 10_000,
-            # Keep some of these tiny parameters whole between uses, but not most.
+            # Keep some tiny parameters whole between uses, but not most.
             "stage3_param_persistence_threshold": 40,
             "overlap_comm": False,
             # It rounds twice if a linear layer has a bias, so 16-bit logits would differ from the plain model.
@@ -246,13 +246,13 @@ class ZeroEngine(DeepSpeedEngine):
         if self.stage == 3:
             slot = safe_get_local_optimizer_state(parameter, state) if state else safe_get_local_fp32_param(parameter)
             start = dist.get_rank() * slot.numel()
-            length = min(slot.numel(), parameter.ds_numel - start)  # the end of the last slots is padding
+            length = min(slot.numel(), parameter.ds_numel - start)  # the last slots end in padding
             place = Place(name, tuple(parameter.ds_shape))
             return Piece(role, place, start, slot[:length].cpu()) if length > 0 else None
         return fragment(parameter, Place(name, tuple(parameter.shape)), state)
 
 
-#: Muon's state for its matrices. Adam, which steps the rest, does not have it.
+#: Muon's state for its matrices. Adam steps the rest without it.
 _MOMENTUM = "momentum_buffer"
 
 
@@ -281,7 +281,7 @@ def relink(optimizer: Any) -> None:
 def fragment(parameter: Any, place: Place, state: str | None) -> Piece | None:
     """Return this rank's fragment from a parameter's state, or from its master (state None). Below stage 3 only."""
     mapping = parameter._hp_mapping
-    if mapping is None:  # this rank's partition has no element of it
+    if mapping is None:  # not in this rank's partition
         return None
     elements = mapping.get_hp_fragment(state).detach().flatten().cpu().clone()
     return Piece(state or "master", place, mapping.lp_fragment_address.start, elements)

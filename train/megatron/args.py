@@ -19,7 +19,7 @@ from train.config import Config, UserError
 from train.models import DTYPES
 
 _GELU_TANH = partial(functional.gelu, approximate="tanh")
-#: Megatron-LM options that are off or None unless an architecture sets them.
+#: Megatron-LM options that default to off or None.
 _OFF = (
     *("rotary_interleaved", "apply_layernorm_1p", "qk_layernorm", "add_bias_linear", "add_qkv_bias", "quick_geglu"),
     *("openai_gelu", "squared_relu", "multi_latent_attention", "moe_grouped_gemm", "data_parallel_random_init"),
@@ -62,7 +62,7 @@ def transformer_config(args: Namespace) -> Any:
         "gated_linear_unit": args.swiglu or args.quick_geglu,
         "activation_func": functional.silu if args.swiglu else quick_gelu if args.quick_geglu else functional.gelu,
         "transformer_impl": "local",
-        "use_mamba_mem_eff_path": False,  # that path is a kernel in mamba-ssm
+        "use_mamba_mem_eff_path": False,  # a kernel in mamba-ssm
     }
     if args.openai_gelu:
         values["activation_func"] = _GELU_TANH
@@ -138,7 +138,7 @@ def _qwen3_moe(sizes: Any) -> dict[str, Any]:
         for layer in range(sizes.num_hidden_layers)
     ]
     experts = _experts(sizes.num_experts, sizes.moe_intermediate_size, sizes.num_experts_per_tok, sparse)
-    # Without normalisation, the probabilities cover all experts instead of the chosen ones.
+    # Without normalisation, the probabilities cover all experts.
     return {"qk_layernorm": True} | experts | {"moe_router_pre_softmax": not sizes.norm_topk_prob}
 
 

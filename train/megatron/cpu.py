@@ -39,8 +39,7 @@ def on_this_machine() -> Iterator[None]:
     ]
     missing: list[tuple[Any, str, Any]] = []
     if not moe_utils.HAVE_TE:
-        # megatron-core tests one of these names against None although it is undefined, and uses the other in
-        # isinstance() although it is None.
+        # megatron-core tests one undefined name against None, and uses the other, which is None, in isinstance().
         missing = [(moe_utils, "te_general_gemm", None)]
         missing += [(module, "TELinear", _Absent) for module in (multi_latent_attention, mcore_fsdp_adapter)]
     if not _has_gpu():

@@ -108,7 +108,7 @@ class MegatronEngine(Engine):
         with on_this_machine():
             for chunk in self.chunks:
                 chunk.eval()
-            # The schedule for several chunks needs a multiple of the stages as micro batches.
+            # With several chunks, the stages must divide the micro batches.
             micro_batches = [input_ids] * self.args.pipeline_model_parallel_size
             # Layers for multi-token prediction only produce a loss, so they are off here.
             with (
@@ -351,7 +351,7 @@ def _train_step(batches: Any, chunk: Any) -> tuple[torch.Tensor, Any]:
 
     def loss(losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         mean = losses[:, :-1].float().mean()
-        # A copy, because the schedule divides the loss by the number of micro batches in place.
+        # A copy, because the schedule divides the loss in place.
         return mean, {"loss": mean.detach().clone()}
 
     return output, loss

@@ -223,7 +223,7 @@ def _load_torch_dist(engine: Any, folder: Path) -> None:
     keys = {entry.key for entry in saved.values()}
     optimizer = any(key.startswith(("optimizer.", "chained_")) for key in keys)
     if optimizer and engine.args.use_distributed_optimizer:
-        # megatron-core reads states of torch's Adam that don't exist before its first step.
+        # megatron-core reads torch Adam's states, but they don't exist before its first step.
         for one in engine.optimizer.chained_optimizers:
             one._init_optimizer_states_with_dummy_values()
     state = _sharded_state(engine, metadata, optimizer, loading=True)
@@ -250,7 +250,7 @@ def _save_fsdp_dtensor(engine: Any, folder: Path) -> None:
     from megatron.core.distributed.fsdp.src.megatron_fsdp.uneven_dtensor import preprocess_state_dict_for_uneven_dtensor
     from megatron.core.transformer import fsdp_dtensor_checkpoint as handlers
 
-    # Megatron-LM removes the outer of the two modules around the model.
+    # Megatron-LM removes the outer of two modules around the model.
     sharded = engine.chunks[0].module
     state = _common(engine) | {"model": sharded.state_dict_for_save_checkpoint()}
     metadata = {"distrib_optim_sharding_type": "fsdp_dtensor"}

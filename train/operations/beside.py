@@ -87,7 +87,7 @@ class Operations:
             self._skip(self.config.skip_batches)
         if self.rank == 0:
             self.tracker = tracking.open_tracker(self.config)
-        if launch.on_gpu():  # measure the peak of a step, not of building the model
+        if launch.on_gpu():  # measure a step's peak, without building the model
             torch.cuda.reset_peak_memory_stats()
 
     def next_batch(self) -> torch.Tensor:

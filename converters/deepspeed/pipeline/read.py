@@ -47,7 +47,7 @@ from converters.optimizers.ranks import check_same, check_same_options
 from converters.optimizers.states import OptimizerStates
 
 _OLDEST_ORDER = 2.0
-#: Note from the reader that the writer looks for.
+#: Reader's note for the writer.
 OTHER_ORDER = "the pipeline's parameters are in another order than those of Megatron-DeepSpeed and GPT-NeoX"
 
 

@@ -361,7 +361,7 @@ def _client(pipeline: _Pipeline) -> tuple[dict[str, Any], list[str]]:
         client["args"] = of_neox(checkpoint.state.args or {}, sizes)
     elif not pipeline.record:
         client["args"] = namespace(checkpoint.state.args or {}, sizes)
-        client["checkpoint_version"] = 3.0  # the row order of query_key_value for readers
+        client["checkpoint_version"] = 3.0  # readers rely on it for query_key_value's row order
     client.setdefault("iteration", checkpoint.state.step or 0)
     of_slices = pipeline.record.get("of_slices", {})
     if of_slices and not _keeps_slices(pipeline):

@@ -228,7 +228,7 @@ def _run_of_class(
     )
 
 
-#: Names of adapter settings in ms-swift's `args.json`, among the training's own.
+#: Adapter settings in ms-swift's `args.json`, among the training's own.
 _OF_ADAPTERS = re.compile(r"lora|dora|adapter|tuner")
 #: Supported settings, and settings without effect on the adapter's result (ms-swift 3.5 to 4.5,
 #: megatron/arguments/megatron_args.py, arguments/tuner_args.py).

@@ -36,7 +36,7 @@ from converters.names.megatron.facts import BridgeRun
 from converters.names.megatron.model.axes import Grid
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, expert_of
 
-#: Fields of models with layers of different sizes.
+#: Fields for models whose layers differ in size.
 _UNEQUAL = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
 #: Fields by section, with Megatron-LM's equivalent argument. Other model fields keep their names.
 _FIELDS: Mapping[str, Mapping[str, str]] = {
@@ -77,7 +77,7 @@ _READ_APART = (
     *("transformer_layer_spec", "activation_func", "share_embeddings_and_output_weights", "should_pad_vocab"),
     "pipeline_model_parallel_layout",
 )
-#: Elements of a pipeline layout.
+#: Pipeline layout elements.
 _LETTERS = {"embedding": "E", "decoder": "t", "mtp": "m", "loss": "L"}
 #: Fields required by Megatron-Bridge to load a run.
 _SIZES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -162,7 +162,7 @@ def args_of(run: BridgeRun, ranks: int, *, by_stages: bool) -> dict[str, Any]:
     if args.get("position_embedding_type") == "learned_absolute":
         args["max_position_embeddings"] = model.get("seq_length")
     args["untie_embeddings_and_output_weights"] = not model.get("share_embeddings_and_output_weights", True)
-    if model.get("should_pad_vocab") is False:  # keep the exact number of rows
+    if model.get("should_pad_vocab") is False:  # keep the exact row count
         args["make_vocab_size_divisible_by"] = 1
     if stages := _stages(path, model.get("pipeline_model_parallel_layout"), needed=by_stages):
         args["pipeline_model_parallel_layout"] = stages

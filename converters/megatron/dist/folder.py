@@ -13,8 +13,8 @@ from ckpt.move.source import read_file
 from ckpt.runs.steps import MEGATRONS_COMMON, MEGATRONS_LAST
 
 COMMON, BACKENDS = MEGATRONS_COMMON, MEGATRONS_LAST
-#: Megatron-Bridge's files in place of arguments: the run's config, its counters, a copy of the last counters beside all
-#: iterations, the tokenizer's folder and, if requested, the model in the Hub's format.
+#: Files that Megatron-Bridge writes instead of arguments: the run's config, its counters, a copy of the last counters
+#: beside all iterations, the tokenizer's folder and, if requested, the model in the Hub's format.
 RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
     "run_config.yaml",
     "train_state.pt",
@@ -24,7 +24,7 @@ RUN_CONFIG, TRAIN_STATE, LAST, RUN_TOKENIZER, RUN_HF = (
 )
 #: Folders in a NeMo 2 checkpoint: megatron-core's files, and the model's description with its tokenizer.
 WEIGHTS, CONTEXT, TOKENIZER = "weights", "context", "nemo_tokenizer"
-#: NeMo 1: contents of an unpacked `.nemo` archive, and its key prefix.
+#: NeMo 1: an unpacked `.nemo` archive's content, and its key prefix.
 WEIGHTS_1, CONFIG_1, MODULE_1 = "model_weights", "model_config.yaml", "model."
 #: In the context: the model's class and arguments, for people.
 MODEL = "model.yaml"

@@ -54,7 +54,7 @@ _PLACE = re.compile(r"\((\d+), (\d+)\)")
 _MODEL, _OPTIMIZER = "model", "optimizer"
 _STATES, _GROUPS = "state", "param_to_group_meta"
 _RNG = "rng_state"
-#: Index of the parameter's name in a path.
+#: Index in a path for the parameter's name.
 _NAMED: Mapping[Path_, int] = {(_MODEL,): 1, (_OPTIMIZER, _STATES): 2, (_OPTIMIZER, _GROUPS): 2}
 #: Transformer Engine's state with a copy of the parameter.
 _MASTER_STATE = "master_param"

@@ -14,7 +14,7 @@ from the model, the recorded axis sizes, and the lengths of buckets or buffers.
 Shifted states: up to 0.19.0 megatron-core wrote `fully_reshardable` from buffers without the padding after each bucket,
 using offsets from padded buffers. States in all buckets but the first are shifted, and some are lost. There are several
 buckets with `overlap_grad_reduce`, and if pipeline stages share the embedding. A shifted master does not round to its
-parameter, so `shifted` finds it.
+parameter, so `_drop_shifted` finds it.
 
 Format facts: megatron-core 0.16.1, optimizer/distrib_optimizer.py (`sharded_param_state_*`,
 `load_parameter_state_from_*`), optimizer/__init__.py (`data_parallel_group_idx`).
@@ -65,10 +65,10 @@ _BUCKET = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)"
     r"\.gbuf_idx_(?P<buffer>\d+)\.dtype_\([^)]*\)\.bucket_idx_(?P<bucket>\d+)\.(?P<state>\w+)"
 )
-#: Forms that Megatron-LM loads only on the same ranks, because their buckets depend on the number of ranks.
+#: Forms that Megatron-LM loads only on the same ranks, because their buckets depend on the world size.
 OF_BUFFERS = ("dp_reshardable", "dp_zero_gather_scatter")
 _KNOWN = (None, "fully_reshardable", "fully_sharded_model_space", *OF_BUFFERS)
-#: Number of elements compared between a parameter and its master.
+#: Elements compared between a parameter and its master.
 _COMPARED = 64
 
 

@@ -44,7 +44,7 @@ _ONLY = "shard_0.0_1.1"  # place of a single stage and tensor-parallel rank
 _HALF = ("_w", "_v")
 _FC1 = re.compile(r".*\.mlp\.(?:(?:experts\.local_experts\.\d+|shared_experts)\.)?linear_fc1\.(?:weight|bias)")
 _GROUPED_FC1 = re.compile(r".*\.mlp\.experts\.linear_fc1\.(?:weight|bias)\d+")
-#: Group options of Transformer Engine's Adam that torch's lacks.
+#: Group options in Transformer Engine's Adam, missing from torch's.
 _OF_ENGINE = {"bias_correction": True}
 
 

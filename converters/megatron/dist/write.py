@@ -163,7 +163,7 @@ class ModelTensors:
         first = 0
         for name, rows in self._sections(key, next(iter(members.values()))[0], shape):
             section = (rows, *shape[1:]) if shape else shape
-            # Matrices are cut for tensor-parallel ranks, because an engine reads every box it needs a part of.
+            # Matrices are cut for tensor-parallel ranks, because an engine reads every box that it needs partly.
             cut = dim0_boxes(section, self.model.grid.tp if len(shape) > 1 else 1)
             boxes = [  # equal sizes for all members
                 (box.offsets, (1,) * len(sizes) + box.sizes, _moved(box, first)) for box in cut
