@@ -19,6 +19,10 @@ def half(file: str) -> None:
     os.truncate(file, Path(file).stat().st_size // 2)
 
 
+def zero(file: str) -> None:
+    Path(file).write_bytes(bytes(Path(file).stat().st_size))
+
+
 def edit_json(file: str, *entries: str) -> None:
     """Set entries of a JSON file: `name=value`, with dots between names of nested ones; `name-` removes one."""
     content = json.loads(Path(file).read_text()) if Path(file).exists() else {}
@@ -35,4 +39,4 @@ def edit_json(file: str, *entries: str) -> None:
     Path(file).write_text(json.dumps(content))
 
 
-VERBS: dict[str, Callable[..., object]] = {"flip": flip, "half": half, "edit-json": edit_json}
+VERBS: dict[str, Callable[..., object]] = {"flip": flip, "half": half, "zero": zero, "edit-json": edit_json}

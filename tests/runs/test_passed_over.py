@@ -4,31 +4,15 @@ over aloud, a damaged one never.
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from ckpt import api
 from ckpt.errors import CkptError, CorruptError
-from tests.support.commands import ckpt, snapshot
-
-OPTIMIZER, MODEL = "*rank_1_*optim_states.pt", "mp_rank_00_model_states.pt"
-
-
-def one(checkpoint: Path, pattern: str) -> Path:
-    return next(checkpoint.rglob(pattern))
-
-
-def emptied(path: Path) -> None:
-    os.truncate(path, 0)
-
-
-def cut_in_half(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+from tests.support.commands import ckpt
 
 
 def flipped(path: Path, at: int, bit: int = 0) -> None:
@@ -37,74 +21,9 @@ def flipped(path: Path, at: int, bit: int = 0) -> None:
     path.write_bytes(content)
 
 
-def with_another_step(checkpoint: Path) -> None:
-    (checkpoint / "latest").write_text("global_step3")
-    shutil.copytree(checkpoint / "global_step2", checkpoint / "global_step1")
-
-
-def of_the_step_before(checkpoint: Path, pattern: str = OPTIMIZER) -> None:
-    shutil.copy(one(checkpoint.parent / "checkpoint-1", pattern), one(checkpoint, pattern))
-
-
-#: As a run leaves it that is still writing, or was killed.
-INCOMPLETE: dict[str, Callable[[Path], None]] = {
-    "no file of a rank": lambda c: one(c, OPTIMIZER).unlink(),
-    "no latest": lambda c: (c / "latest").unlink(),
-    "an empty latest": lambda c: emptied(c / "latest"),
-    "no model": lambda c: one(c, MODEL).unlink(),
-    "an empty model": lambda c: emptied(one(c, MODEL)),
-    "half a model": lambda c: cut_in_half(one(c, MODEL)),
-    "half of a rank's": lambda c: cut_in_half(one(c, OPTIMIZER)),
-}
-DAMAGED: dict[str, Callable[[Path], None]] = {
-    "the pickle of a rank's": lambda c: flipped(one(c, OPTIMIZER), 400),
-    "the last record of the model": lambda c: flipped(one(c, MODEL), -22),
-    "latest names another step": lambda c: flipped(c / "latest", -1),
-    "latest, beside another step": with_another_step,
-    "a rank's file of the step before": of_the_step_before,
-    "the model's file of the step before": lambda c: of_the_step_before(c, MODEL),
-}
-
-
 @pytest.fixture
 def run(fixtures: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
-
-
-@pytest.mark.parametrize("what", INCOMPLETE)
-def test_an_incomplete_one_is_passed_over_and_said_to_be(run: Path, what: str) -> None:
-    INCOMPLETE[what](run / "checkpoint-2")
-    out = run.with_name("out")
-    result = ckpt("convert", "auto", "hf", run, "-o", out, "-q")
-    assert (result.code, result.out) == (0, f"{out}\n"), result.err
-    assert result.err.startswith("note: checkpoint-2 is skipped, it is not complete: ")
-    for command in (("verify", run, run), ("hash", run)):
-        assert "note: checkpoint-2 is skipped" in ckpt(*command, "-q").err
-
-
-@pytest.mark.parametrize("what", DAMAGED)
-def test_a_damaged_one_is_an_error_that_names_the_one_before(run: Path, what: str) -> None:
-    DAMAGED[what](run / "checkpoint-2")
-    before = snapshot(run.parent)
-    result = ckpt("convert", "auto", "hf", run, "-o", run.with_name("out"))
-    assert (result.code, result.out) == (4, "")
-    assert "--tag checkpoint-1 takes the checkpoint before checkpoint-2" in result.err
-    assert snapshot(run.parent) == before
-    assert ckpt("convert", "auto", "hf", run, "-o", run.with_name("out"), "--tag", "checkpoint-1").code == 0
-
-
-@pytest.mark.parametrize(
-    ("fixture", "step", "pattern"),
-    [("megatron-lm", "iter_000000{}", "__1_0.distcp"), ("toy-zero3", "global_step{}", "*rank_1*optim*")],
-)
-def test_where_the_recorded_step_is_not_whole_the_one_before_is_named_once(
-    fixture: str, step: str, pattern: str, fixtures: Path, tmp_path: Path
-) -> None:
-    run = Path(shutil.copytree(fixtures / fixture, tmp_path / "run"))
-    shutil.copytree(run / step.format(2), run / step.format(1))
-    next((run / step.format(2)).glob(pattern)).unlink()
-    result = ckpt("resume", run)
-    assert result.code == 4 and result.err.count(f"--tag {step.format(1)}") == 1, result.err
 
 
 def test_no_flipped_bit_makes_an_older_one_taken(run: Path) -> None:
@@ -121,19 +40,6 @@ def test_no_flipped_bit_makes_an_older_one_taken(run: Path) -> None:
         except CkptError as error:
             assert error.exit_code in (3, 4, 5), (path, at)
         path.write_bytes(content)
-
-
-def test_steps_without_the_weights_that_are_looked_for(run: Path) -> None:
-    """A format that finds the newest step with files of its own says which newer ones have none."""
-    steps = run.with_name("steps")
-    assert ckpt("convert", "zero2", "full", run, "-o", steps / "step-1").code == 0
-    shutil.copytree(steps / "step-1", steps / "step-2")
-    assert "skipped, " not in ckpt("inspect", steps).out
-    for file in (steps / "step-2").glob("*.bin"):
-        file.unlink()
-    result = ckpt("convert", "full", "hf", steps, "-o", run.with_name("out"), "-q")
-    assert result.code == 0
-    assert result.err == "note: step-2 is skipped, it holds no checkpoint of the format wanted\n"
 
 
 def test_a_newer_step_without_an_adapter(fixtures: Path, tmp_path: Path) -> None:

@@ -22,19 +22,6 @@ def make_run(fixtures: Path, outputs: Path, name: str, step: int) -> Path:
     return Path(shutil.copytree(fixtures / "lora-zero3", outputs / name / f"checkpoint-{step}"))
 
 
-def test_one_run_is_taken_and_named(fixtures: Path, tmp_path: Path) -> None:
-    outputs = tmp_path / "outputs"
-    make_run(fixtures, outputs, "llama-sft", 2)
-    (outputs / "logs").mkdir()
-    (outputs / "notes.txt").write_text("mine")
-    report = process("convert", "zero3", "peft", "outputs", cwd=tmp_path)
-    assert report.code == 0, report.err
-    assert "taking the run llama-sft" in report.err and (tmp_path / "outputs-peft" / "adapter_config.json").is_file()
-    assert process("inspect", "outputs", cwd=tmp_path).code == 0
-    merged = process("merge-lora", "outputs", cwd=tmp_path)
-    assert merged.code == 0 and "taking the run llama-sft" in merged.err and merged.out == "outputs-merged\n"
-
-
 def test_an_adapter_is_found_in_its_run(fixtures: Path, tmp_path: Path) -> None:
     """A PEFT folder as HF Trainer saves it, without any sharded checkpoint, two levels down."""
     ckpt.plan(ckpt.open(fixtures / "lora-zero3"), "peft").run(tmp_path / "outputs/project/run/checkpoint-7")
@@ -124,22 +111,3 @@ def test_nothing_is_still_nothing(tmp_path: Path) -> None:
     (tmp_path / "a" / "model.txt").write_text("x")
     with pytest.raises(NotFoundError, match="no checkpoint of a known format here"):
         ckpt.open(tmp_path)
-
-
-def test_what_ckpt_made_of_a_run_is_no_run(fixtures: Path, tmp_path: Path) -> None:
-    """Unless a run has gone on in it."""
-    outputs = tmp_path / "outputs"
-    shutil.copytree(fixtures / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
-    shutil.copytree(fixtures / "trl-lora-zero3/outputs/qwen3-lora", outputs / "sft")
-    for target in ("peft", "zero3"):
-        assert process("convert", "zero3", target, "outputs/sft", cwd=tmp_path).code == 0
-    for words in (["merge-lora", "outputs"], ["inspect", "outputs"], ["check", "outputs"]):
-        report = process(*words, cwd=tmp_path)
-        assert report.code == 0 and "sft-" not in report.out + report.err, report.err
-    shutil.rmtree(outputs / "sft")
-    asked = process("inspect", "outputs", cwd=tmp_path)
-    assert asked.code == 2 and "sft-peft" in asked.err and "sft-zero3" in asked.err
-    make_run(fixtures, outputs, "other", 2)
-    make_run(fixtures, outputs, "sft-zero3", 4)
-    asked = process("inspect", "outputs", cwd=tmp_path)
-    assert asked.code == 2 and "sft-zero3" in asked.err and "other" in asked.err and "sft-peft" not in asked.err

@@ -267,18 +267,3 @@ def test_the_base_of_axolotls_yaml_has_the_config_that_a_stopped_run_lacks(
     shutil.copytree(FIXTURES / "axolotl-lora-fsdp2/openai", "openai")
     assert ckpt(*words, "-o", "with").code == 0
     assert json.loads(Path("with/config.json").read_text())["model_type"] == "gpt_oss"
-
-
-@pytest.mark.parametrize("command", [["merge-lora"], ["convert", "fsdp", "hf"], ["resume"]])
-def test_a_yaml_without_a_run_folder(command: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for text, code, what in (
-        ("base_model: a/b", 2, "this YAML names no run folder"),
-        ("base_model: a/b\noutput_dir: [x]", 2, "this YAML names no run folder"),
-        ("base_model: a/b\noutput_dir: gone", 3, "gone"),
-        ("- 1", 4, "this is not the config of a run"),
-        ("a: {", 4, "this is neither YAML nor JSON"),
-    ):
-        Path("run.yaml").write_text(text)
-        refused = ckpt(*command, "run.yaml")
-        assert (refused.code, refused.out) == (code, "") and what in refused.err, refused.err
