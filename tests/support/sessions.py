@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -110,6 +111,7 @@ def _run(command: str, monkeypatch: pytest.MonkeyPatch, verbs: Mapping[str, Call
     typed, _, filtered = command.partition(" | ")
     first, *words = shlex.split(os.path.expandvars(typed), comments=True)
     if first == "ckpt":
+        monkeypatch.setattr(sys, "argv", ["ckpt", *words])  # which errors repeat
         code, printed = run_in_order(*words)
         if filtered and code in (0, 1):
             done = subprocess.run(["sh", "-c", filtered], input=printed, stdout=subprocess.PIPE, text=True, check=False)
