@@ -1,6 +1,6 @@
 """ZeRO-3 with 8 billion parameters -> bf16 safetensors, against `cp` of the output, from and to a cold disk.
 
-The masters are real, 32 GB; Adam's states, which are not read, are holes. Nothing is in the page cache, so ckpt reads
+The masters are real, 32 GB. Adam's states are not read, so they are holes. Nothing is in the page cache, so ckpt reads
 twice as much as `cp`. The disk fits the source and the output, 48 GB, but not the copy too. Each round writes the
 source again and removes it before `cp` runs.
 """

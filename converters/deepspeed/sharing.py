@@ -199,7 +199,7 @@ class Sharing:
                 )
 
     def together(self, parts: Sequence[Mapping[Key, Tensor]], ranks: Sequence[Sequence[int]]) -> Iterator[Tensor]:
-        """Yield the tensors whose `parts` are on expert-parallel ranks.
+        """Yield the tensors made of `parts` on expert-parallel ranks.
 
         A part's fragments name their rank by its index in `ranks`.
         """

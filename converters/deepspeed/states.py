@@ -44,7 +44,7 @@ class GroupStates:
     def add_to(self, found: OptimizerStates, fqns: Iterable[str], file: RankFile, who: str = "ranks") -> None:
         """Add the numbers and quantized states for these parameters. `file` is one of the buffer's files.
 
-        Raise CorruptError if another of `who` has a different number for a shared parameter.
+        Raise CorruptError if a parameter already has a different number; the message calls the holders `who`.
         """
         fqns = list(fqns)
         for name, parts in self.quantized.items():

@@ -6,9 +6,9 @@ facts: deepspeed 0.19.8, runtime/engine.py (`_common_checkpoint_state`, `_save_z
 runtime/bf16_optimizer.py (its engine also loads ZeRO-1's schema).
 
 With known hyperparameters the schema is the one without `elastic_checkpoint`, which an elastic engine also loads. The
-elastic schema can't hold hyperparameters. It is only written for sources that use it, with the step count that its
-loader needs and its saver omits with torch's optimizers. An engine without `elastic_checkpoint` would pad a 0-dim step
-like a partition (`_restore_base_optimizer_state`).
+elastic schema can't hold hyperparameters, so it is only written for sources that use it. The output then has a step
+count: the elastic loader needs it, but its saver omits it with torch's optimizers. An engine without
+`elastic_checkpoint` would pad a 0-dim step like a partition (`_restore_base_optimizer_state`).
 """
 
 from __future__ import annotations

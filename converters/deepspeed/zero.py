@@ -473,8 +473,8 @@ def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
     """Return a note if model and optimizer files are from different steps.
 
     This happens if a save is interrupted in a reused folder, like Accelerate's. The optimizer's count alone proves
-    nothing: it restarts if only weights were loaded. Raise CorruptError if the optimizer's count matches the folder's
-    name, which DeepSpeed derives from the model's step, and the model's does not.
+    nothing: it restarts if only weights were loaded. DeepSpeed names the folder after the model's step. Raise
+    CorruptError if the optimizer's count matches this name and the model's does not.
     """
     file = reading.models[0]
     recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))

@@ -226,7 +226,7 @@ def _proof(
     beside: Iterable[TargetFile],
     parts: Collection[str],
 ) -> tuple[list[str], Loads]:
-    """Return notes on how the names were checked, and if `from_pretrained` can load the folder.
+    """Return notes on how the names were checked, and whether `from_pretrained` can load the folder.
 
     Raise LossError or UsageError if the config's architecture has other names.
     """

@@ -60,7 +60,7 @@ _ENGINE = "transformer_engine"
 
 
 def are_experts_apart(grid: Grid, args: Mapping[str, Any]) -> bool:
-    """Return True if experts have their own optimizer, because other ranks share them than dense parameters.
+    """Return True if experts have their own optimizer, because different ranks share them.
 
     Up to 0.18 megatron-core did this only for expert parallelism (tensor_parallel/layers.py, `allreduce`). Since 0.19
     there is an argument for it.

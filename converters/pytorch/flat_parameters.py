@@ -3,10 +3,10 @@
 With `use_orig_params=False`, verl's default, each wrapped module has one flat parameter. It joins the module's own
 parameters and those in unwrapped submodules, flattened, in registration order. It is padded to a multiple of the ranks
 and cut into equal slices. The optimizer's states are slices, too, numbered in the order of `parameters()`: first the
-root's, then the inner modules'. No file lists the parameters in each.
+root's, then the inner modules'. No file lists a flat parameter's members.
 
-verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried, and accepted
-only if exactly one matches the file's flat parameters in number and length.
+verl wraps a model's layers (`_no_split_modules`). So combinations of the model's module lists are tried. One is
+accepted only if no other matches the file's flat parameters in number and length.
 
 Format facts: torch 2.13 (distributed/fsdp/_flat_param.py, `_init_flat_param_and_metadata` without `align_addresses`,
 `_get_shard`), verl 0.9.1 (utils/fsdp_utils.py, `get_fsdp_wrap_policy`; workers/engine/fsdp/transformer_impl.py).

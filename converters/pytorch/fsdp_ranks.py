@@ -83,7 +83,7 @@ class FsdpRanks(Format):
     def find(self, path: Path, tag: str | None) -> Path | None:
         """Find a folder with rank files: `path`, verl's `actor` in a step, or the step named by verl's tracker.
 
-        Also accept the first rank's file of one model in a save of several.
+        In a save of several models, also accept the first rank's file for one of them.
         """
         if path.is_file():
             return path if _match(path.name, number_of(path)) and not is_local(path.parent) else None
@@ -378,7 +378,7 @@ def _read_models(reading: Reading, models: list[RankFile]) -> dict[str, Shape]:
             extra[fqn] = values[0]
             continue
         parts = [p for value, model in zip(values, models, strict=True) for p in _parts(value, model, fqn)]
-        # Two names are tied if they have the same elements in the same storages on every rank with any.
+        # Two names are tied if they have the same elements in the same storages on every rank that has any.
         elements = tuple(part.extent for _, part in parts if part.extent.numel)
         owner = owners.setdefault((elements, parts[0][0]), fqn) if elements else fqn
         if owner != fqn:
@@ -458,7 +458,7 @@ def _left_out(path: str) -> str:
 def _fits(reading: Reading, states: Mapping[str, Mapping[str, Any]], file: RankFile) -> bool:
     """Return True if the states' shapes fit the parameters assigned to their numbers.
 
-    At least one sharded state must have the parameter's shape. A slice is at most as long as the parameter.
+    At least one sharded state must have the parameter's shape. A slice must not be longer than the parameter.
     """
     for fqn, values in states.items():
         tensor = reading.tensors[fqn, WEIGHT]

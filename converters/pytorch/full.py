@@ -245,7 +245,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 
 
 def _weights_in(folder: Path) -> str | list[str] | None:
-    """Return the name of the folder's torch file with weights or of its index, or the names of shards without one."""
+    """Return the name of the torch file with weights or of its index, or the shards' names if there is no index."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
@@ -370,7 +370,7 @@ def _unbundled(
 
 
 def _bundles_in(root: Mapping[str, Any]) -> list[str]:
-    """Return the keys of bundles with a model, such as `actor` and `critic`, or `ema` next to a model.
+    """Return the keys of bundles with a model, such as `actor`, `critic`, or an `ema` next to a model.
 
     Next to a model, other dicts of tensors are statistics.
     """
@@ -401,7 +401,7 @@ def _has_named_model(value: Any) -> bool:
 
 
 def _bundle_of(tag: str | None, bundles: Sequence[str]) -> str | None:
-    """Return the bundle that `tag` names by its key, or by the path of its model, such as `actor.model`."""
+    """Return the bundle named by `tag`: by the bundle's key, or its model's path, such as `actor.model`."""
     return next((key for key in bundles if f"{tag}.".startswith(f"{key}.")), None)
 
 
@@ -441,7 +441,7 @@ def _read_sharded(reading: _Reading, name: str) -> None:
 
 
 def _read_shards(reading: _Reading, names: list[str]) -> None:
-    """Read shards without an index, whose names tell how many there are.  HF Trainer goes on from none of these."""
+    """Read shards whose index is missing. Their names give their number. HF Trainer can't resume without the index."""
     check_shard_set(names, reading.folder)
     check_has_index(reading.folder, names[0])
     for shard in names:
@@ -457,7 +457,7 @@ def check_has_index(folder: Path, shard: str) -> None:
 
 
 def _read_shard(reading: _Reading, shard: str, expected: set[str] | None) -> None:
-    """Read a shard.  `expected` are the tensors that the index places there, None without an index."""
+    """Read a shard. `expected` are its tensors in the index, or None without an index."""
     if expected is not None and not (reading.folder / shard).is_file():
         raise missing_file(reading.folder / shard, dict.fromkeys(sorted(expected), shard))
     path, root = reading.load(shard)
@@ -530,7 +530,7 @@ def _read_beside(reading: _Reading, number: int | None) -> None:
 
 
 def optimizer_name(reading: Reading, number: int | None) -> str | None:
-    """Return the file name of the folder's optimizer, or of model `number`'s optimizer in a save of several."""
+    """Return the file name of the folder's optimizer, or of model `number`'s optimizer in a save with several."""
     found = first(reading.folder, tuple(numbered(name, number or 0) for name in OPTIMIZERS))
     if number is None or optimizers_fit(reading.folder):
         return found

@@ -138,7 +138,7 @@ def _members(node: Mapping[str, Any]) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class _Model:
-    """Dict with a model's name: its place, and if an optimizer is beside it."""
+    """Dict with a model's name: its place, and whether an optimizer is beside it."""
 
     within: str | None
     name: str

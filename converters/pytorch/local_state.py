@@ -76,7 +76,7 @@ def read_local(files: Sequence[RankFile], recorded: Shapes, built: Shapes) -> Lo
             fitting = _only_fitting(unit, shapes, length, files[0], name)
             found.tensors |= {one.fqn: one for one in from_slices(slices, fitting, shapes, WEIGHT)}
             continue
-        for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # a tied one has a known one's elements
+        for fqn in sorted(rows, key=lambda fqn: fqn not in shapes):  # known shapes first; a tied name may have none
             own = [(file, value.extent) for file, value in zip(files, plain.pop(fqn), strict=True)]
             held = tuple(extent for _, extent in own if extent.numel)
             if held and places.setdefault(held, fqn) != fqn:

@@ -84,8 +84,8 @@ def tie_as_declared(
     """Join a parameter stored under two names, if the model's config ties them.
 
     Gathering (FSDP2), sharding (FSDP1) and DCP write a tied parameter under each name, and no file records the tie. The
-    second becomes a replica of the first, and is compared with it, unless it was trained separately. With `trained`,
-    the names in the optimizer's groups, join only if these have the first name and not the second.
+    second becomes a replica of the first, and is compared with it, unless it was trained separately. `trained` are the
+    names in the optimizer's groups: the first must be there, and the second must not.
     """
     for alias, owner in declared_ties(config or {}).items():
         kept, again = tensors.get((str(owner), WEIGHT)), tensors.get((alias, WEIGHT))

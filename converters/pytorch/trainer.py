@@ -80,7 +80,7 @@ def _is_step(folder: Path) -> bool:
 
 
 def _shards(folder: Path) -> list[str]:
-    """Return the names of safetensors shards in a folder, if they are of one model."""
+    """Return the names of safetensors shards in a folder, if they form one model."""
     names = [name for name in names_in(folder) if name.endswith(".safetensors")]
     return names if is_shard_set(names) else []
 

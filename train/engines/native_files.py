@@ -60,8 +60,8 @@ def load(engine: Any, folder: Path) -> None:
         for key in ("lr_scheduler", *_RANDOM.values()):  # a conversion may drop them, or this rank's state
             if not any(f"{key}.{name}" in saved for name in state.get(key, ())):
                 state.pop(key, None)
-        # Flattening drops FSDP1's tensors on ranks without a part of them, and mistakes the checkpoint for one written
-        # by torch 2.3.
+        # The default flattens the state. torch then drops FSDP1's tensors on ranks without a part of them, and takes
+        # the checkpoint for one from torch 2.3.
         dcp.load(state, checkpoint_id=folder, planner=dcp.DefaultLoadPlanner(flatten_sharded_tensors=False))
         _set_state(engine, state, keys, full=False)
     elif (folder / "model.pt").is_file() or (folder / "pytorch_model_fsdp.bin").is_file():

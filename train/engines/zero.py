@@ -82,7 +82,7 @@ def ds_config(config: Config, groups: list[dict[str, Any]]) -> dict[str, Any]:
             # Keep some tiny parameters whole between uses, but not most.
             "stage3_param_persistence_threshold": 40,
             "overlap_comm": False,
-            # It rounds twice if a linear layer has a bias, so 16-bit logits would differ from the plain model.
+            # This option rounds twice if a linear layer has a bias, so 16-bit logits would differ from the plain model.
             "memory_efficient_linear": False,
         },
     }

@@ -39,7 +39,7 @@ def on_this_machine() -> Iterator[None]:
     ]
     missing: list[tuple[Any, str, Any]] = []
     if not moe_utils.HAVE_TE:
-        # megatron-core tests one undefined name against None, and uses the other, which is None, in isinstance().
+        # Without Transformer Engine, `te_general_gemm` is undefined, and TELinear is None, so isinstance() fails.
         missing = [(moe_utils, "te_general_gemm", None)]
         missing += [(module, "TELinear", _Absent) for module in (multi_latent_attention, mcore_fsdp_adapter)]
     if not _has_gpu():

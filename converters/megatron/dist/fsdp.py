@@ -3,8 +3,8 @@
     <run>/latest_checkpointed_iteration.txt
     <run>/iter_0000100/.metadata, __0_0.distcp, ...    without megatron-core's files
 
-    model.module.<name>                               parameters: in mixed precision only the fp32 masters, whose
-                                                      rounding the ranks compute with
+    model.module.<name>                               parameters; in mixed precision only the fp32 masters (the
+                                                      ranks compute with rounded copies)
     model.module.<...linear_fc1.weight>_w, _v         gate and up rows of a SwiGLU MLP
     optimizer.state.module.module.module.<name>.exp_avg      (with `_w` and `_v`, too)
     optimizer.param_to_group_meta.module.module.module.<name>.lr     its param group's options

@@ -89,7 +89,7 @@ class DistReading:
         return None
 
     def add(self, key: Key, shape: Shape, dtype: DType, placed: Placed, copy: int = 0) -> None:
-        """Record where boxes of a tensor are stored, or of its copy with this number."""
+        """Record the places of a tensor's boxes, or of its copy with this number."""
         known = self.shapes.setdefault(key, (shape, dtype))
         if known != (shape, dtype):
             raise CorruptError(
