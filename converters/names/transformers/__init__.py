@@ -1,1 +1,1 @@
-"""The names that transformers gives tensors in memory against those in the Hub's files."""
+"""transformers' in-memory tensor names, related to the names in the Hub's files."""

@@ -1,7 +1,6 @@
-"""What the installed transformers' source text says, read without importing it (an import costs seconds).
+"""Facts from the installed transformers' source text, read without importing it, because an import costs seconds.
 
-Only plain text is looked at: which models the conversion tables mention, and the literals of class
-attributes.
+Only plain text is searched: model types and class names in the conversion tables, and literals of class attributes.
 """
 
 from __future__ import annotations
@@ -19,23 +18,23 @@ from converters.names.families.config import architectures
 _MODEL_TYPE = re.compile(r"[A-Za-z0-9_.-]{1,100}")
 _CLASS = re.compile(r"^class (\w+)(?:\(([^)]*)\))?:", re.MULTILINE)
 _TIED = re.compile(r"^    _tied_weights_keys(?::[^=\n]*)? = ", re.MULTILINE)
-#: The same where the model's config asks for it (Marian).
+#: The same, set only if a config option is true (Marian).
 _TIED_IF = re.compile(r"^        if self\.config\.(\w+):\n            self\._tied_weights_keys = ", re.MULTILINE)
-#: A module that a class makes for itself.
+#: Module made by a class itself.
 _MADE = re.compile(r"^        self\.(\w+) = (\w+)\(", re.MULTILINE)
-#: A model inside whose class transformers chooses by a config inside the config.
+#: Inner model. transformers chooses its class by an inner config.
 _CHOSEN = re.compile(
     r"^ {8,}(?:self\.)?(\w+) = AutoModelFor(CausalLM|Seq2SeqLM)\.from_config\(config\.(\w+)", re.MULTILINE
 )
-#: Where it looks up the class.
+#: Tables for this choice.
 _CHOICES = {
     "CausalLM": re.compile(r"^MODEL_FOR_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.MULTILINE | re.DOTALL),
     "Seq2SeqLM": re.compile(r"^MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES = (.*?)^\)", re.MULTILINE | re.DOTALL),
 }
 _PREFIX = re.compile(r"^    base_model_prefix(?:: str)? = [\"'](\w+)[\"']", re.MULTILINE)
-#: Classes that are a base model, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
+#: Base models, without a head: `LlamaModel`, but not `GPT2LMHeadModel`.
 _BASE_MODEL = re.compile(r"(?<!Head)(?<!Heads)Model$")
-#: Classes that compute something else if nothing is tied: T5 and its kin scale the decoder's outputs.
+#: Classes that compute differently if nothing is tied: T5 and similar models scale the decoder's outputs.
 _COMPUTES_BY_TIE = re.compile(
     r"if self\.config\.tie_word_embeddings:(?:\n\s*#.*)*\n\s*(\w+) = \1 \*|^ {8}self\.tie_word_embeddings = True\b",
     re.MULTILINE,
@@ -45,7 +44,7 @@ _TIE_DEFAULT = re.compile(r"\btie_word_embeddings(?:: [^=\n]+)? ?= ?(True|False)
 
 @functools.cache
 def package() -> Path | None:
-    """The folder of the installed transformers, or None."""
+    """Return the installed transformers' folder, or None."""
     spec = importlib.util.find_spec("transformers")
     locations = list(spec.submodule_search_locations or ()) if spec else []
     return Path(locations[0]) if locations else None
@@ -53,10 +52,9 @@ def package() -> Path | None:
 
 @functools.cache
 def converted_identifiers() -> frozenset[str] | None:
-    """Model types and class names that transformers 5's tables (`conversion_mapping.py`) may mention.
+    """Return model types and class names that transformers 5's tables (`conversion_mapping.py`) may mention.
 
-    Every quoted word counts, so that none is overlooked.  None where there are no tables: transformers 4, or
-    none.
+    Every quoted word counts, so none is overlooked. None without tables: transformers 4, or no transformers.
     """
     folder = package()
     path = folder / "conversion_mapping.py" if folder else None
@@ -66,9 +64,9 @@ def converted_identifiers() -> frozenset[str] | None:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """The `model_type` of a config and of every config inside it."""
+    """Yield the `model_type` of a config and of all inner configs."""
     own = config.get("model_type")
-    if isinstance(own, str) and own:  # empty in a config that is of no model, as that of MPT's attention
+    if isinstance(own, str) and own:  # empty in inner configs for other parts, for example MPT's attention
         yield own
     for value in config.values():
         if isinstance(value, Mapping):
@@ -76,14 +74,14 @@ def model_types(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def is_base_model(config: Mapping[str, Any]) -> bool:
-    """Whether the config's class is a model without a head, whose names lack the prefix that a head gives them."""
+    """Return True if the config's class is a model without a head. Its names lack the prefix added by a head."""
     named = architectures(config)
     return bool(named) and bool(_BASE_MODEL.search(named[0]))
 
 
 @functools.cache
 def model_folder(model_type: str) -> Path | None:
-    """The folder of the model's source files."""
+    """Return the folder with the model's source files."""
     root = package()
     if root is None or not _MODEL_TYPE.fullmatch(model_type):
         return None
@@ -96,7 +94,7 @@ def model_folder(model_type: str) -> Path | None:
 
 @functools.cache
 def _source(model_type: str, kind: str) -> str:
-    """The text of the `kind` (`modeling` or `configuration`) files of a model."""
+    """Return the text of a model's files of this `kind` (`modeling` or `configuration`)."""
     folder = model_folder(model_type)
     if folder is None:
         return ""
@@ -105,7 +103,7 @@ def _source(model_type: str, kind: str) -> str:
 
 @functools.cache
 def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str]]:
-    """Bases and body text of every class in these files."""
+    """Return the bases and body text of every class in these files."""
     text = _source(model_type, kind)
     starts = list(_CLASS.finditer(text))
     ends = [m.start() for m in starts[1:]] + [len(text)] if starts else []
@@ -116,27 +114,27 @@ def _classes(model_type: str, kind: str) -> dict[str, tuple[tuple[str, ...], str
 
 
 def mentions(model_type: str, word: str) -> bool | None:
-    """Whether the model's modeling files have the word; None where there are none."""
+    """Return True if the model's modeling files contain the word. None without such files."""
     text = _source(model_type, "modeling")
     return re.search(rf"\b{word}\b", text) is not None if text else None
 
 
 def class_names(model_type: str) -> frozenset[str]:
-    """The classes that the model's modeling files define."""
+    """Return the classes defined in the model's modeling files."""
     return frozenset(_classes(model_type, "modeling"))
 
 
 def base_prefixes(config: Mapping[str, Any]) -> set[str]:
-    """`base_model_prefix` of the model's classes: what the names of a model with a head begin with."""
+    """Return `base_model_prefix` of the model's classes: the name prefixes in a model with a head."""
     model_type = config.get("model_type")
     bodies = [body for _, body in _classes(model_type, "modeling").values()] if isinstance(model_type, str) else []
     return {match[1] for body in bodies if (match := _PREFIX.search(body))}
 
 
 def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """`_tied_weights_keys` of the config's model class: patterns of aliases, and their owners where stated.
+    """Return `_tied_weights_keys` of the config's model class: alias patterns, with owners if known.
 
-    transformers 5 maps alias to owner; transformers 4 lists aliases only.  None where the class is not found.
+    transformers 5 maps alias to owner, and transformers 4 only lists aliases. None if the class is not found.
     """
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
@@ -158,7 +156,7 @@ def tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
 
 
 def all_tied_weights(config: Mapping[str, Any]) -> dict[str, str | None] | None:
-    """`tied_weights`, and those that the models declare which the class has inside, under its names."""
+    """Return `tied_weights`, adding those of inner models under the whole model's names."""
     found = tied_weights(config)
     if found is None:
         return None
@@ -195,9 +193,10 @@ def _tied_literal(match: re.Match[str] | None) -> dict[str, str | None] | None:
 
 
 def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Configs of the models inside the config's model whose class transformers chooses by them, by attribute.
+    """Return configs by attribute for inner models whose class transformers chooses by their own config.
 
-    Each names the class that `AutoModelForCausalLM` takes; `AutoModelForSeq2SeqLM` where that has none, as BLIP-2 does.
+    Each config names the class from `AutoModelForCausalLM`, or else from `AutoModelForSeq2SeqLM`, for example in
+    BLIP-2.
     """
     root, model_type = package(), config.get("model_type")
     classes = _classes(model_type, "modeling") if isinstance(model_type, str) else {}
@@ -218,12 +217,12 @@ def chosen_inside(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 def computes_by_tie(model_type: str) -> bool:
-    """Return True if the architecture needs the tie: an untied config computes something else, or is overruled."""
+    """Return True if the architecture needs the tie: an untied config computes differently, or is overruled."""
     return any(_COMPUTES_BY_TIE.search(_source(model_type, kind)) for kind in ("modeling", "configuration"))
 
 
 def ties_by_default(model_type: str) -> bool:
-    """Whether the config class ties the embeddings where `config.json` does not say."""
+    """Return True if the config class ties the embeddings by default."""
     for _, body in _classes(model_type, "configuration").values():
         if re.search(rf'^    model_type(?:: str)? = "{re.escape(model_type)}"', body, re.MULTILINE):
             match = _TIE_DEFAULT.search(body)

@@ -1,7 +1,7 @@
-"""The classes of a model's modules, for layers whose shapes do not tell the orientation of a LoRA adapter.
+"""Classes of a model's modules, for layers whose shapes don't show how a LoRA adapter is oriented.
 
-Taken from the installed transformers (written against 5.23), whose model is built without data.  Its source text tells
-first whether there is anything to ask: an import costs seconds.
+The installed transformers (written against 5.23) builds the model without data. Its source text is searched first,
+because an import costs seconds and may be unnecessary.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from ckpt.plan.tensors import Shape
 from converters.names.transformers.installed import mentions, model_types
 from converters.names.transformers.relation import build_model
 
-#: Classes of layers with a weight, torch's and transformers'.
+#: Classes of layers with a weight, in torch and transformers.
 LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module's class, by the nearest of `LAYERS` that it derives from, and what else shapes do not tell.
+    """Module's class, as its nearest base in `LAYERS`, and other facts that shapes don't show.
 
-    `is_transposed`: its stacked experts are [experts, in, out].  `is_interleaved`: their gate and up take turns.
-    `parameters` are its own, in the order in which it registers them.
+    `is_transposed`: its stacked experts are [experts, in, out]. `is_interleaved`: their gate and up rows alternate.
+    `parameters` are its own, in registration order.
     """
 
     layer: str | None
@@ -33,12 +33,12 @@ class Module:
 
     @property
     def is_conv1d(self) -> bool:
-        """Whether it is transformers' Conv1D, whose weight is [in, out]."""
+        """True for transformers' Conv1D, with weights [in, out]."""
         return self.layer == "Conv1D"
 
 
 def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
-    """Whether the model's source uses transformers' Conv1D at all; None where there is no source of it."""
+    """Return True if the model's source uses transformers' Conv1D. None without source."""
     found = [mentions(model_type, "Conv1D") for model_type in model_types(config or {})]
     return None if not found or found[0] is None else any(found)
 
@@ -46,9 +46,9 @@ def has_conv1d(config: Mapping[str, Any] | None) -> bool | None:
 def describe(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], names: Iterable[str] | None
 ) -> dict[str, Module] | None:
-    """The modules called `names`, or all, of the model that has tensors of these names.
+    """Describe the modules called `names`, or all, in the model with these tensors.
 
-    None where its class is not known.
+    None if its class is unknown.
     """
     if config is None or has_conv1d(config) is None:
         return None

@@ -1,7 +1,7 @@
-"""The order in which transformers' modules register their parameters, which is that of an optimizer's param groups.
+"""Order in which transformers' modules register their parameters, also the order of an optimizer's param groups.
 
-DeepSpeed's flat partitions are told apart by that order alone.  Written against transformers 5.23 (`modeling_*.py` of
-each architecture), whose experts are two matrices of a layer.
+Only this order identifies parameters in DeepSpeed's flat partitions. Written against transformers 5.23 (`modeling_*.py`
+of each architecture), which stores a layer's experts in two matrices.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from converters.names.families import composites
 from converters.names.families.rows import Family
 from converters.names.families.tables import FAMILIES
 
-#: What is in the modules of a layer: those of all architectures, where these do not differ.
+#: Members of layer modules, for all architectures that don't contradict each other.
 _ATTENTION = (
     "ln.",
     "self.query.",
@@ -85,14 +85,14 @@ _EXPERTS = re.compile(r"(?:shared_)?experts?\.")
 
 
 def as_registered(names: Iterable[str], model_type: str) -> list[str]:
-    """Names of parameters, as memory has them, in the order of the architecture's modules, or of Llama's."""
+    """Sort in-memory parameter names in the order of the architecture's modules, or Llama's if it is unknown."""
     if (composite := composites.COMPOSITES.get(model_type)) is not None:
         return _around_text(list(names), model_type, next(iter(composite.texts.values())))
     return _in_modules(names, FAMILIES.get(model_type, Family))
 
 
 def _around_text(names: list[str], model_type: str, text: Family) -> list[str]:
-    """Names of a model with a text model inside: what is around that comes first, and its output layer last."""
+    """Sort names in a model with an inner text model: the surrounding modules first, the output layer last."""
     around = composites.registered(names, model_type)
     inside = {name.replace("model.language_model.", "model.", 1): name for name in names if name not in around}
     return sorted(around, key=around.__getitem__) + [inside[name] for name in _in_modules(inside, text)]

@@ -1,10 +1,9 @@
-"""The relation between a transformers model's names in memory and the names in the Hub's files.
+"""Relation between a transformers model's in-memory names and the names in the Hub's files.
 
-transformers 5 stacks experts and renames modules when it loads, and undoes that in `save_pretrained`; a
-training checkpoint holds what was in memory.  `tables` has both directions for the architectures that it knows, whether
-transformers is installed or not.  For others they are taken from the installed transformers' own tables and code
-(`conversion_mapping.py`, `core_model_loading.py`; written against 5.23), run on tensors without data.  Nothing is
-imported for a model that neither mentions.
+transformers 5 stacks experts and renames modules on loading, and reverts this in `save_pretrained`. Training
+checkpoints hold the in-memory form. `tables` has both directions for known architectures, without needing transformers.
+For others, the installed transformers' own tables and code (`conversion_mapping.py`, `core_model_loading.py`; written
+against 5.23) run on tensors without data. Nothing is imported for a model that neither mentions.
 """
 
 from __future__ import annotations
@@ -36,27 +35,27 @@ from converters.names.transformers.tables import declared
 if TYPE_CHECKING:
     from converters.names.transformers.tracing import Traced
 
-#: PEFT wraps a model; transformers' tables are not about its names.
+#: Prefix for PEFT-wrapped models, missing from transformers' tables.
 _PEFT_PREFIX = "base_model.model."
-#: Experts stacked in one 3-d tensor, which only these models' Hub files have.
+#: Experts stacked in one 3-dim tensor. Only these models' Hub files have them.
 _STACKED = re.compile(r"\.experts\.(gate_up_proj|down_proj|gate_proj|up_proj)$")
 _STACKED_ON_THE_HUB = frozenset({"gpt_oss", "llama4", "llama4_text"})
-#: Names that only old files have (the table `legacy` of `conversion_mapping.py`).
+#: Names found only in old files (the table `legacy` in `conversion_mapping.py`).
 _LEGACY = re.compile(r"LayerNorm\.(gamma|beta)|\.weight_[gv]$|language_model\.model\.")
-#: A config with more of these is no model's, and would take minutes and gigabytes to lay out.
+#: Maximum counts in a real model's config. Larger ones would take minutes and gigabytes to lay out.
 _MAX_COUNTS = {"layers": 4096, "experts": 100_000}
 
 
 def relation(
     config: Mapping[str, Any] | None, shapes: Mapping[str, Shape], direction: Direction = "to_hub"
 ) -> Relation | None:
-    """Links from the tensors of `shapes` to those on the other side; None where the two sides are the same.
+    """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
 
-    `to_hub` takes a model's state dict to what `save_pretrained` writes, `to_memory` a Hub file's tensors to
-    what `from_pretrained` makes of them.  A name that the model's class does not have on the side that is
-    converted from is already in the other form (a transformers 4 run), or the user's own: it stays as it is.
+    `to_hub` converts a model's state dict to the output of `save_pretrained`. `to_memory` converts a Hub file's tensors
+    to the result of `from_pretrained`. A name that the model's class does not have on the input side stays unchanged:
+    it already has the other form (a transformers 4 run), or is the user's own.
 
-    Raises LossError where transformers rearranges a tensor that is there in a way that no boxes describe.
+    Raise LossError if transformers rearranges an existing tensor in a way that boxes can't describe.
     """
     if config is None or next(model_types(config), None) is None:
         return None
@@ -79,7 +78,7 @@ def relation(
 
 
 def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
-    """All that transformers may look a conversion up by: model types and class names."""
+    """Yield all possible keys of a conversion in transformers: model types and class names."""
     yield from architectures(config)
     for model_type in model_types(config):
         yield model_type
@@ -87,9 +86,9 @@ def _identifiers(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _loads_as_it_is(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> bool:
-    """Whether `from_pretrained` renames nothing in the files of a model that has no conversions of its own.
+    """Return True if `from_pretrained` renames nothing in the files of a model without own conversions.
 
-    It renames what old releases called otherwise, and gives or takes the prefix of the base model.
+    It renames names from old releases, and adds or removes the base model's prefix.
     """
     if any(_LEGACY.search(name) for name in shapes):
         return False
@@ -114,11 +113,10 @@ def _refuse_stacked(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> N
 
 
 def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: Direction) -> dict[str, Traced] | None:
-    """What transformers makes of the tensors, by their new names.  None where it does not know the model."""
+    """Return the tensors converted by transformers, by new name. None if it does not know the model."""
     from converters.names.transformers.tracing import Traced
 
-    # in memory the class with the most of the names is right whatever `architectures` says; Hub names tell
-    # nothing
+    # In memory the class with the most matching names is right, whatever `architectures` says. Hub names tell nothing.
     model = build_model(config, shapes if direction == "to_hub" else {})
     if model is None:
         return None
@@ -143,7 +141,7 @@ def _convert(config: Mapping[str, Any], shapes: Mapping[str, Shape], direction: 
 
 
 def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
-    """The model without data: of the class that has most of the tensors' names, or else the config's first.
+    """Build the model without data, from the class with the most tensor names in common, or else the config's first.
 
     None if transformers has no class for the config.
     """
@@ -183,7 +181,7 @@ def build_model(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> Any:
 
 
 def floats(value: Any) -> Any:
-    """`value` with the floats that JSON lacks, which transformers 5 writes as `{"__float__": "Infinity"}`."""
+    """Restore floats missing from JSON, written by transformers 5 as `{"__float__": "Infinity"}`."""
     if isinstance(value, Mapping):
         tag = value.get("__float__") if len(value) == 1 else None
         if tag in ("Infinity", "-Infinity", "NaN"):
@@ -204,7 +202,7 @@ def check_counts(config: Mapping[str, Any]) -> None:
 
 
 def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
-    """Rename and merge as `save_pretrained` does with `save_original_format=True`, its default."""
+    """Rename and merge like `save_pretrained` with `save_original_format=True`, its default."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:
@@ -214,13 +212,13 @@ def _revert(model: Any, traced: Mapping[str, Traced]) -> dict[str, Traced]:
     except Exception as error:
         if len(traced) == 1:
             raise _not_converted(error, *traced.values()) from error
-        for name, tensor in traced.items():  # each by itself, to tell which it is
+        for name, tensor in traced.items():  # one at a time, to find the failing one
             _revert(model, {name: tensor})
         raise
 
 
 def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
-    """transformers' own code failed on tensors that do not fit its expectations."""
+    """Return the error for tensors that make transformers' own code fail."""
     return LossError(
         f"transformers cannot convert this model's tensors: {type(error).__name__}: {error}",
         fqn=None if tensor is None else tensor.pieces[0].source,
@@ -230,7 +228,7 @@ def _not_converted(error: Exception, tensor: Traced | None = None) -> LossError:
 
 
 def _load(model: Any, traced: Mapping[str, Traced], memory: Mapping[str, Shape]) -> tuple[dict[str, Traced], set[str]]:
-    """What `convert_and_load_state_dict_in_model` makes of the tensors, and the names it does not take."""
+    """Return the tensors converted like in `convert_and_load_state_dict_in_model`, and the unused names."""
     from copy import deepcopy
 
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -293,12 +291,12 @@ def _renamed(checkpoint: Checkpoint, namespace: str, direction: Direction) -> Ch
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from transformers' module names to those in the Hub's files."""
+    """Rename `checkpoint` from transformers' module names to the names in the Hub's files."""
     return _renamed(checkpoint, HUB, "to_hub")
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout | None = None) -> Checkpoint:
-    """Rename `checkpoint` from the Hub's names to transformers' module names, param groups in their order."""
+    """Rename `checkpoint` from the Hub's names to transformers' module names, with param groups in their order."""
     named = _renamed(checkpoint, TRANSFORMERS, "to_memory")
     model_type, state = str((named.config or {}).get("model_type")), named.state
     groups = tuple(replace(group, fqns=tuple(as_registered(group.fqns, model_type))) for group in state.param_groups)

@@ -1,7 +1,7 @@
-"""Rules that take names of tensors in memory to those in the Hub's files and back, without transformers or torch.
+"""Rules to convert in-memory tensor names to the names in the Hub's files and back, without transformers or torch.
 
-A rule is two spellings of the same part of a name; where one tensor in memory is several in the files, it says how
-these are put together.  `tables` has the rules of each architecture.
+A rule has two spellings for a part of a name. If one in-memory tensor is several in the files, it also tells how to
+join them. `tables` has each architecture's rules.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ckpt.plan.tensors import Box, Shape, whole
 
 Direction = Literal["to_hub", "to_memory"]
 
-#: A word of a name that is a number, which stands as `#` in the names that rules are matched with.
+#: Number in a name. Rules are matched with `#` in its place.
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
 @dataclass(frozen=True, slots=True)
 class NameRule:
-    """`memory` in a name in memory is `hub` in a name on the Hub: whole words between dots, from the start with `^`.
+    """Rule: `memory` in an in-memory name is `hub` in a Hub name. Both are whole words; `^` marks the start.
 
-    `#` is any number, the same on both sides.  Several `hub` are joined along `dim` of the tensor in memory; `*` in
-    them is the number of an expert, each of which is an index of dim 0.  A rule that is only `read` is of names that
-    files may have and `save_pretrained` does not write.  Only names that have the word `inside` are meant, if it is
-    given.  Where `exchanges`, files may also have the last two of three dims exchanged: `dim` is the hidden size.
+    `#` is any number, equal on both sides. Several `hub` are joined along `dim` of the in-memory tensor. `*` in them is
+    an expert's number, an index in dim 0. If `read`, files may have the name, but `save_pretrained` does not write it.
+    `inside` limits the rule to names with this word. If `exchanges`, files may also have the last two of three dims
+    exchanged; `dim` is then the hidden size.
     """
 
     memory: str
@@ -53,7 +53,7 @@ class NameRule:
 
     @property
     def inserts(self) -> bool:
-        """Return True if the Hub's name has a word more; files that transformers 5 made of a config lack it."""
+        """True if the Hub's name has an extra word. Files that transformers 5 saved from a config lack this word."""
         return not self.read and self.hub[0].startswith(f"{self.memory}.")
 
     @property
@@ -70,12 +70,12 @@ def read_as(memory: str, hub: str) -> NameRule:
 
 
 def stacked(memory: str, *hub: str) -> NameRule:
-    """Experts; what is joined of each, as gate and up, lies side by side in dim 1 of the stack."""
+    """Return a rule for stacked experts. Their parts, such as gate and up, are joined along the stack's dim 1."""
     return NameRule(memory, hub, dim=1)
 
 
 def joined(memory: str, *hub: str) -> NameRule:
-    """Equal parts in dim 0."""
+    """Return a rule for equal parts joined along dim 0."""
     return NameRule(memory, hub)
 
 
@@ -95,10 +95,10 @@ def _replaced(name: str, old: str, new: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Renamed:
-    """A name with `#` for its numbers, on the other side: `rule` is the one by which it is put together or taken apart.
+    """Name on the other side, with `#` for numbers. `rule` joins or splits its tensor.
 
-    To the Hub `names` are those of the parts, with `*` for an expert.  To memory it is one name; the tensor is `part`
-    of it, and the number of its expert is the name's `expert`-th number.
+    To the Hub, `names` has the parts' names, with `*` for an expert. To memory it has one name. The tensor is then its
+    `part`, and the name's number at index `expert` is the expert.
     """
 
     names: tuple[str, ...]
@@ -109,10 +109,10 @@ class _Renamed:
 
 @dataclass(frozen=True)
 class Rules:
-    """The rules of one config, those of the whole model before those of the models in it.
+    """Rules for one config: the whole model's before the inner models'.
 
-    Only in the first `num_layers` layers are experts the model's own; `num_experts` is how many the config says there
-    are, `hidden_size` what it says of the language model.  Any is None where it does not say.
+    Experts are only the model's own in the first `num_layers` layers. `num_experts` is the config's number of them,
+    `hidden_size` the language model's. Each is None if the config does not have it.
     """
 
     rules: tuple[NameRule, ...]
@@ -122,9 +122,9 @@ class Rules:
     _known: dict[tuple[str, Direction], _Renamed] = field(default_factory=dict, compare=False)
 
     def relation(self, shapes: Mapping[str, Shape], direction: Direction) -> Relation | None:
-        """Links from the tensors of `shapes` to those of the other side; None where the two sides are the same.
+        """Return links from the tensors in `shapes` to the other side, or None if both sides are equal.
 
-        Raises LossError where tensors that belong together do not fit, CorruptError where one of them is missing.
+        Raise LossError if parts of a tensor do not fit, CorruptError if one is missing.
         """
         links: list[Link] = []
         made: dict[str, Shape] = {}
@@ -153,7 +153,7 @@ class Rules:
                 expert = 0 if new.expert is None else int(numbers.pop(new.expert))
                 other = _filled(new.names[0], numbers)
                 if other not in stacks:
-                    make(other, ())  # where its first part is; the shape follows
+                    make(other, ())  # at its first part's place; the shape follows
                     stacks[other] = _Stack(new.rule)
                 stack = stacks[other]
                 if stack.parts.setdefault((expert, new.part), name) != name:
@@ -197,7 +197,7 @@ class Rules:
 
     def _to_memory(self, name: str) -> _Renamed:
         if self._to_hub(name, inserts=False).names != (name,):
-            return _Renamed((name,))  # which is a name in memory
+            return _Renamed((name,))  # already an in-memory name
         for rule in self.rules:
             if rule.is_rename and rule.is_about(name):
                 name = _replaced(name, rule.hub[0], rule.memory)
@@ -237,9 +237,9 @@ def not_of_the_config(name: str, expected: object, found: object) -> CorruptErro
     )
 
 
-@functools.cache  # a model's layers are cut alike
+@functools.cache  # all layers of a model have equal shapes
 def _expert_boxes(rule: NameRule, shape: Shape) -> tuple[list[list[Box]], Box, tuple[int | None, ...]]:
-    """Where the parts of each expert lie in a tensor of this shape in memory, a whole part, and which dims it keeps."""
+    """Return the boxes of each expert's parts in an in-memory tensor, a whole part's box, and the kept dims."""
     dims: tuple[int | None, ...] = tuple(range(len(shape)))
     sizes = list(shape)
     sizes[rule.dim] //= len(rule.hub)
@@ -270,15 +270,15 @@ def _taken_apart(rule: NameRule, name: str, shape: Shape, parts: list[str]) -> I
 
 @dataclass(frozen=True, slots=True)
 class _Stack:
-    """A tensor in memory that several of the Hub's make up: their names, by number of the expert and of the part."""
+    """In-memory tensor joined from several Hub tensors: their names, by expert and part number."""
 
     rule: NameRule
     parts: dict[tuple[int, int], str] = field(default_factory=dict)
 
     def shape(self, name: str, shapes: Mapping[str, Shape], num_experts: int | None) -> Shape:
-        """The shape of the stacked tensor that these parts make up.
+        """Return the shape of the stacked tensor.
 
-        Raises CorruptError if a part is missing, LossError if parts have other shapes than the first.
+        Raise CorruptError if a part is missing, LossError if the parts' shapes differ.
         """
         rule, number = self.rule, max(expert for expert, _ in self.parts) + 1
         expected = (num_experts if rule.is_stacked and num_experts else number) * len(rule.hub)

@@ -1,6 +1,7 @@
-"""The conversions that `save_pretrained` undoes in a model that `from_pretrained` loaded from the Hub's files.
+"""Conversions reverted by `save_pretrained` for a model that `from_pretrained` loaded from the Hub's files.
 
-transformers 5.23 leaves out every `PrefixChange` if the model was made from a config, as it did not see the files.
+If the model was made from a config, transformers 5.23 leaves out every `PrefixChange`, because it did not see the
+files.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 
 
 def stored_names(model: Any) -> Any:
-    """Return `model` with the conversions that make `save_pretrained` write the names of the Hub's files."""
+    """Return `model` with conversions that make `save_pretrained` write the Hub's names."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import PrefixChange
 
@@ -23,8 +24,8 @@ def stored_names(model: Any) -> Any:
 def _in_files(model: Any, change: Any) -> bool:
     """Return True if the Hub's files need the prefix change.
 
-    A vision or text model of its own has a prefix in its files, and so it has inside a model of another package.  A
-    model of the same package held the inner modules itself, and its files have no second prefix.
+    A separate vision or text model has a prefix in its files, and keeps it inside another package's model. A model in
+    the same package held the inner modules itself, and its files have no second prefix.
     """
     from transformers import PreTrainedModel
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping

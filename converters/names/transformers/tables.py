@@ -1,6 +1,6 @@
-"""What transformers calls tensors in memory otherwise than the Hub's files do, for each model type.
+"""Differences between in-memory names and the names in the Hub's files, by model type.
 
-Declared from `conversion_mapping.py` of transformers 5.23, and held by a test against it and `save_pretrained`.
+They follow `conversion_mapping.py` in transformers 5.23. A test compares them with it and with `save_pretrained`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ def _words(text: str) -> list[str]:
 
 
 def _experts(inside: str, gate: str, up: str, down: str, hub: str | None = None) -> tuple[NameRule, ...]:
-    """Each expert's three matrices, which are two of a layer in memory."""
+    """Return rules for each expert's three matrices, stored in memory as two per layer."""
     on_hub = f"{hub or inside}.experts.*"
     return (
         stacked(f"{inside}.experts.gate_up_proj", f"{on_hub}.{gate}.weight", f"{on_hub}.{up}.weight"),
@@ -45,7 +45,7 @@ def _convolution(inside: str) -> NameRule:
 
 
 def _around(*others: str) -> tuple[NameRule, ...]:
-    """A language model inside, and other modules: the Hub has all of these at the top."""
+    """Return rules for an inner language model and `others`, all at the top on the Hub."""
     return (
         rename("^lm_head", "^language_model.lm_head"),
         rename("^model.language_model", "^language_model.model"),
@@ -54,7 +54,7 @@ def _around(*others: str) -> tuple[NameRule, ...]:
 
 
 def _beside(**others: str) -> tuple[NameRule, ...]:
-    """The language model is `model` on the Hub, and other modules stand beside it."""
+    """Return rules for a language model called `model` on the Hub, beside `others`."""
     return (
         rename("^model.language_model", "^model"),
         *(rename(f"^model.{other}", f"^{hub}") for other, hub in others.items()),
@@ -64,7 +64,7 @@ def _beside(**others: str) -> tuple[NameRule, ...]:
 _LLAVA = _around("vision_tower", "multi_modal_projector")
 _LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
 _OMNI = _beside(visual="visual", audio_tower="audio_tower")
-#: The text of a model with images, whose files name it as a part.
+#: Text model from a model with images. Files name it as a part.
 _WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
     rename(f"self_attn.{memory}", f"self_attn.{hub}")
@@ -74,7 +74,7 @@ _COSMOS3_TEXT = tuple(
     rename(f"^model.language_model.{name}", f"^{name}") for name in ("embed_tokens", "norm", "layers")
 )
 
-#: Models whose names differ.
+#: Models with different names.
 RULES: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
@@ -159,7 +159,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("router.weight", "gate.weight"),
         *_experts("mlp", "w1", "w3", "w2"),
     ),
-    # with images
+    # models with images
     **dict.fromkeys(
         _words("aria aya_vision gemma3 got_ocr2 internvl llava mistral3 paligemma pp_chart2table vipllava"), _LLAVA
     ),
@@ -217,10 +217,10 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
     "video_llava": _around("image_tower", "video_tower", "multi_modal_projector"),
 }
 
-#: Names that only old files have, of any model.
+#: Names found only in old files, for any model.
 LEGACY = (read_as("LayerNorm.weight", "LayerNorm.gamma"), read_as("LayerNorm.bias", "LayerNorm.beta"))
 
-#: Models whose names are the same on both sides.
+#: Models with equal names on both sides.
 UNCHANGED = frozenset(
     _words(
         """
@@ -241,7 +241,7 @@ UNCHANGED = frozenset(
     )
 )
 
-#: Models that are only parts of others, whose names are those that the whole gives them.
+#: Models that only occur inside others. The whole model gives them their names.
 PARTS: Mapping[str, tuple[NameRule, ...]] = {
     **dict.fromkeys(
         _words(
@@ -279,14 +279,14 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 
 
 def declared(config: Mapping[str, Any]) -> Rules | None:
-    """The rules of the model of this config; None unless it and every model in it is in these tables."""
+    """Return the rules for this config's model. None unless the tables have the model and all inner models."""
     types = list(dict.fromkeys(model_types(config)))
     whole = config.get("model_type")
     if not isinstance(whole, str) or (whole not in RULES and whole not in UNCHANGED):
         return None
     rules = list(RULES.get(whole, ()))
     if is_base_model(config) and any(rule.memory.startswith("^") for rule in rules):
-        return None  # whose names begin otherwise
+        return None  # its names begin differently
     has_text = any(rule.memory == "^model.language_model" for rule in rules)
     for part in types[1:]:
         inner = PARTS.get(part, () if part in UNCHANGED else None)
@@ -299,7 +299,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
     hidden = (text if isinstance(text, Mapping) else config).get("hidden_size")
     layers, experts = _stated(config, ("num_hidden_layers",)), _stated(config, _NUM_EXPERTS)
     if _stated(config, ("zero_expert_num",)):
-        experts = set()  # LongCat's: some of its matrices have more experts than others
+        experts = set()  # LongCat: some matrices have more experts than others
     return Rules(
         (*rules, *LEGACY),
         num_layers=max(layers, default=None),
@@ -309,6 +309,6 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
 
 
 def _stated(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:
-    """The numbers that a config and those in it give for these keys."""
+    """Return the values of these keys in a config and its inner configs."""
     own = {value for key in keys if isinstance(value := config.get(key), int)}
     return own.union(*(_stated(inner, keys) for inner in config.values() if isinstance(inner, Mapping)))

@@ -1,9 +1,8 @@
-"""The name that a Hub model's files use for a tied tensor with several names.
+"""Name for a tied tensor with several names in a Hub model's files.
 
-transformers writes a tied tensor once, under the name that `_tied_weights_keys` of the model class does not
-list as an alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`).  Engines
-record ties in whichever direction they met them, so the written name comes from the model class, never from
-equal values.
+transformers writes a tied tensor once, under a name that the model class's `_tied_weights_keys` does not list as an
+alias (transformers 5.23, `modeling_utils.py`, `remove_tied_weights_from_state_dict`). Engines record ties in any
+direction. So the written name follows from the model class, never from equal values.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from converters.names.transformers.installed import (
     ties_by_default,
 )
 
-#: Output heads, by which the alias is told where transformers is not installed or does not know the class.
+#: Output heads: the aliases if transformers is not installed or does not know the class.
 _HEADS = re.compile(r"(.*\.)?(lm_head|lm_head\.decoder|embed_out)\.weight")
 _TIE = "tie_word_embeddings"
 
 
 def ties_embeddings(config: Mapping[str, Any]) -> bool:
-    """What the config says, or its class where the config is silent."""
+    """Return True if the config ties the embeddings, or its class does by default."""
     stated = config.get(_TIE)
     if stated is None:
         model_type = config.get("model_type")
@@ -37,7 +36,7 @@ def ties_embeddings(config: Mapping[str, Any]) -> bool:
 
 
 def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
-    """Aliases that the config's model ties, and their owners where stated; those of a model inside by its config."""
+    """Return the aliases tied by the config's model, with owners if known. Inner models follow their own configs."""
     ties = (all_tied_weights(config) or {}) if ties_embeddings(config) else {}
     for attribute, inner in chosen_inside(config).items():
         within = declared_ties(inner).items()
@@ -46,16 +45,15 @@ def declared_ties(config: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
-    """The name in a Hub model's files of the tensor of each owner that the checkpoint records.
+    """Map each owner recorded in the checkpoint to its tensor's name in a Hub model's files.
 
-    Of a model that is not the Hub's the owner keeps its own name, and so it does where an alias is stored as
-    well.
+    The owner keeps its name if the model is not from the Hub, or if an alias is stored, too.
     """
     config, ties = checkpoint.config, checkpoint.ties
     if not ties:
         return {}
     known = all_tied_weights(config) if config else None
-    # an output head keeps its part whatever its name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub
+    # An output head keeps its role under any name: gpt_neox's is `lm_head` in memory, `embed_out` on the Hub.
     heads = known is None or any(_HEADS.fullmatch(alias) for alias in known)
     aliases = [re.compile(pattern) for pattern in {**(known or {}), **declared_ties(config or {})}]
     is_hub = config is not None and next(model_types(config), None) is not None
@@ -76,9 +74,9 @@ def kept_names(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, str]:
-    """Aliases that a Hub model's files leave out, and their owners, as config and model class declare.
+    """Map aliases left out of a Hub model's files to their owners, as declared by config and model class.
 
-    The class declares names in memory.  Those in the files are other ones where a text model is a part.
+    The class declares in-memory names. The files have other names if a text model is a part.
     """
     declared = declared_ties(config)
     composite = COMPOSITES.get(str(config.get("model_type")))
@@ -92,7 +90,7 @@ def tied_names(config: Mapping[str, Any], stored: Collection[str]) -> dict[str, 
 
 
 def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[str, Any] | None:
-    """Return `config` with `aliases` untied; they are names in memory.
+    """Return `config` with `aliases`, in-memory names, untied.
 
     None if no config of this architecture computes the same without these ties.
     """
@@ -101,7 +99,7 @@ def untied_config(config: Mapping[str, Any], aliases: Collection[str]) -> dict[s
         return None
     changed = {**config, _TIE: False}
     apart = chosen_inside(config)
-    for key, part in config.items():  # transformers 4 reads the entry of the text model, and 5 forwards it
+    for key, part in config.items():  # transformers 4 reads the text model's entry, and transformers 5 forwards it
         if not (isinstance(part, Mapping) and part.get("model_type") and (_TIE in part or "vocab_size" in part)):
             continue
         names = [name for name, inner in apart.items() if inner == {**part, "architectures": inner["architectures"]}]

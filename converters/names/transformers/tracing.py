@@ -1,10 +1,9 @@
-"""Tensors without data that remember which box of which source each of their boxes is.
+"""Tensors without data that record a source box for each of their boxes.
 
-transformers' own conversion code (`core_model_loading.py`, 5.x) is run on them instead of a second
-implementation of its operations: whatever it does with stacking, splitting, transposing and reshaping comes
-out as links.  An operation that moves elements in no such way is refused by name.
+transformers' own conversion code (`core_model_loading.py`, 5.x) runs on them, so its operations are not implemented a
+second time. Stacking, splitting, transposing and reshaping come out as links. Any other operation is refused by name.
 
-Imports torch: imported only when a model's names need converting.
+This imports torch, so import it only if a model's names need converting.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ckpt.base.errors import LossError
 from ckpt.plan.relation import Link
 from ckpt.plan.tensors import Box, Shape, whole
 
-#: More pieces than this of one tensor would be no description any more.
+#: Maximum pieces of one tensor; more would be no description.
 MAX_PIECES = 1 << 20
 
 _SAFE = frozenset({"__get__", "size", "dim", "ndimension", "numel", "is_contiguous", "is_floating_point", "__len__"})
@@ -30,7 +29,7 @@ _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 @dataclass(frozen=True, slots=True)
 class TracedPiece:
-    """Box `source_box` of the tensor `source` is `box` of the traced tensor; `dims` as in `Link`."""
+    """Box `source_box` of the tensor `source`, found at `box` of the traced tensor. `dims` as in `Link`."""
 
     source: str
     source_box: Box
@@ -38,7 +37,7 @@ class TracedPiece:
     dims: tuple[int | None, ...]
 
     def narrow(self, dim: int, start: int, stop: int) -> TracedPiece | None:
-        """The part at `start:stop` of dim `dim`, in the coordinates of the whole."""
+        """Cut out `start:stop` of dim `dim`, in the whole's coordinates. None if nothing is left."""
         low, size = self.box.offsets[dim], self.box.sizes[dim]
         first, last = max(start, low), min(stop, low + size)
         if first >= last:
@@ -57,13 +56,13 @@ class TracedPiece:
         return TracedPiece(self.source, self.source_box, box, self.dims)
 
     def without(self, dim: int) -> TracedPiece:
-        """The same elements without dim `dim`, which has size 1."""
+        """Remove dim `dim`, which has size 1."""
         box = Box(_spliced(self.box.offsets, dim, 1), _spliced(self.box.sizes, dim, 1))
         dims = tuple(None if d is None or d == dim else d - (d > dim) for d in self.dims)
         return TracedPiece(self.source, self.source_box, box, dims)
 
     def at(self, dim: int, offset: int) -> TracedPiece:
-        """The same elements at `offset` of a new dim, which becomes dim `dim`."""
+        """Insert a new dim `dim` with the elements at `offset`."""
         box = Box(_spliced(self.box.offsets, dim, 0, offset), _spliced(self.box.sizes, dim, 0, 1))
         return TracedPiece(
             self.source, self.source_box, box, tuple(None if d is None else d + (d >= dim) for d in self.dims)
@@ -71,7 +70,7 @@ class TracedPiece:
 
 
 def _spliced(values: Shape, dim: int, count: int, *new: int) -> Shape:
-    """`values` with `new` in place of `count` of them, from dim `dim` on."""
+    """Replace `count` of the values, from dim `dim` on, by `new`."""
     return (*values[:dim], *new, *values[dim + count :])
 
 
@@ -80,10 +79,10 @@ def _cut_box(box: Box, dim: int, offset: int, size: int) -> Box:
 
 
 class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
-    """A tensor on the meta device with its pieces."""
+    """Tensor on the meta device with its pieces."""
 
     pieces: tuple[TracedPiece, ...]
-    #: The shape: torch's own takes a detour through `__torch_function__`.
+    #: Shape; torch's own property goes through `__torch_function__`.
     sizes: Shape
 
     @staticmethod
@@ -99,7 +98,7 @@ class Traced(torch.Tensor):  # type: ignore[misc, unused-ignore]
         return Traced.of(shape, [TracedPiece(name, whole(shape), whole(shape), tuple(range(len(shape))))])
 
     def links(self, name: str) -> list[Link]:
-        """The links that make tensor `name` of this."""
+        """Return the links that make tensor `name` from this tensor."""
         return [Link(p.source, p.source_box, name, p.box, p.dims) for p in self.pieces]
 
     @classmethod
@@ -264,7 +263,7 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
 
 
 def _dim_groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Runs of dims of two shapes that hold the same number of elements, as short as possible."""
+    """Split two shapes into the shortest runs of dims with equal numbers of elements."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         a, b = old[i : i + 1], new[j : j + 1]
@@ -281,7 +280,7 @@ def _dim_groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[in
 
 
 def _merge(tensor: Traced, dim: int) -> Traced:
-    """Dims `dim` and `dim + 1` become one."""
+    """Merge dims `dim` and `dim + 1`."""
     rows, row = tensor.sizes[dim], tensor.sizes[dim + 1]
     pieces = []
     for piece in tensor.pieces:
