@@ -1,6 +1,6 @@
-"""Relations between the names, and layouts, that different frameworks give the tensors of one model.
+"""Relations between the tensor names, and layouts, that frameworks use for one model.
 
-transformers is asked where it is installed.
+The installed transformers provides them for models without a table.
 
 May import: `ckpt.adapters`, `ckpt.base`, `ckpt.move`, `ckpt.plan`, `ckpt.runs`, `ckpt.state`.
 """

@@ -1,7 +1,7 @@
-"""The order in which a model of transformers' registers its parameters: that in which an optimizer numbers them.
+"""Order in which a transformers model registers its parameters, used by optimizers to number them.
 
-Files of weights do not tell it: safetensors sorts names.  For the architectures of `converters.names.megatron` it
-follows from their tables; for others the installed transformers' own model, without data, is asked.
+Weight files don't show it: safetensors sorts names. For the architectures in `converters.names.megatron` it follows
+from their tables. For others, the installed transformers builds its own model without data.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from converters.names.transformers.relation import build_model
 
 
 def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
-    """Names of the parameters of a model whose files are `hub`, as `memory` has them; None where nothing tells it.
+    """Return in-memory names of the model's parameters in registration order. None if the order is unknown.
 
-    That is so without a config, and for one whose architecture has other tensors, or is not known.
+    `hub` is the model with its files' names, `memory` with in-memory names. The order is unknown without a config, for
+    an unknown architecture, or if it has other tensors.
     """
     config = hub.config or {}
     names = [fqn for fqn, role in memory.tensors if role == WEIGHT]
@@ -45,9 +46,9 @@ def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:
 
 
 def registered_shapes(config: Mapping[str, Any]) -> dict[str, Shape]:
-    """The parameters of a config's model as memory has them, tied ones once, in the order in which it registers them.
+    """Return a config's in-memory parameters in registration order, tied ones once.
 
-    None of them where nothing tells.
+    Empty if they are unknown.
     """
     model_type = str(config.get("model_type"))
     if model_type not in architectures() and find_spec("torch") is None:

@@ -1,8 +1,8 @@
-"""The parameters of a model that a config.json describes, with their shapes, and those that a rank of Megatron's holds.
+"""Parameters and shapes of the model in a config.json, in memory or on a Megatron rank.
 
-`in_memory` gives them as transformers 5 builds the model, with all experts of a layer in one tensor; `megatron_stages`
-as megatron-core does.  Both follow from the tables of `converters.names.families` and `converters.names.megatron`; a
-model type without Megatron's is built by the installed transformers on the meta device.
+`in_memory` follows transformers 5, with all experts of a layer in one tensor; `megatron_stages` follows megatron-core.
+Both use the tables in `converters.names.families` and `converters.names.megatron`. A model type without a Megatron
+table is built by the installed transformers on the meta device.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from converters.names.transformers import installed
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
 
-#: Architectures of transformers whose eager attention has its softmax in the model's dtype.
+#: Architectures whose eager attention in transformers computes its softmax in the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
-#: Architectures whose activations were held against what autograd keeps, or against peaks.
+#: Architectures whose activations were compared with autograd's saved tensors, or with peaks.
 _MEASURED = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
 )
-#: How often a layer's attention saves its result, or queries, keys and values, once more for the backward pass.
+#: Extra copies of attention's result, or of queries, keys and values, saved for the backward pass.
 _SAVED_AGAIN = {"gpt2": 2, "gpt_neox": 1}
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")
 
 
 def in_memory(config: Mapping[str, Any]) -> Model:
-    """The model as transformers holds it.
+    """Return the model as transformers holds it in memory.
 
-    UsageError for a model type that has neither a table nor a class in the installed transformers, CorruptError for a
-    config that lacks a size.
+    Raise UsageError for a model type with neither a table nor a class in the installed transformers, CorruptError if
+    the config lacks a size.
     """
     model_type = config.get("model_type")
     if model_type not in megatron.architectures() or model_type in COMPOSITES:
@@ -64,10 +64,10 @@ def in_memory(config: Mapping[str, Any]) -> Model:
 def megatron_stages(
     config: Mapping[str, Any], *, tp: int, pp: int, ep: int = 1, vocab_multiple: int = VOCAB_MULTIPLE
 ) -> tuple[Stage, ...]:
-    """What a tensor-parallel rank of each pipeline stage holds; experts are divided among `ep` ranks, each whole.
+    """Return a tensor-parallel rank's parameters in each pipeline stage. `ep` ranks divide the experts.
 
-    UsageError where heads or experts do not divide, where there are more stages than layers, embedding and loss, or
-    where there is no table.
+    Raise UsageError if heads or experts do not divide, if there are more stages than layers, embedding and loss, or if
+    there is no table.
     """
     table, sizes = _table_of_config(config)
     heads, groups = sizes.dims["heads"], sizes.dims["groups"]
@@ -91,10 +91,10 @@ def megatron_stages(
 
 
 def _deal(num_layers: int, pp: int) -> Stages:
-    """Layers in stages of nearly the same size, where they do not divide with the embedding and the loss as layers.
+    """Divide layers into nearly equal stages. Count the embedding and the loss as layers if that helps.
 
-    Megatron-LM's `--account-for-{embedding,loss}-in-pipeline-split` (Megatron-DeepSpeed's
-    `--pp-partition-method type:transformer|embedding`); where that does not divide either, a last stage with fewer
+    These are Megatron-LM's `--account-for-{embedding,loss}-in-pipeline-split` (Megatron-DeepSpeed's
+    `--pp-partition-method type:transformer|embedding`). If they do not divide either, use a smaller last stage
     (`--decoder-last-pipeline-num-layers`), and then `--pipeline-model-parallel-layout`.
     """
     last = num_layers - (pp - 1) * -(-num_layers // pp)
@@ -133,7 +133,7 @@ def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, gri
 
 
 def _on_rank(parameter: Parameter, grid: Grid) -> Parameter:
-    split = split_of(parameter.name)  # in sections or not, a rank's part has the same size
+    split = split_of(parameter.name)  # with or without sections, a rank's part has the same size
     assert split is not None, parameter.name
     is_expert = parameter.kind == EXPERT
     shape = rank_shape(split, parameter.shape, grid.etp if is_expert else grid.tp)
@@ -159,7 +159,7 @@ def _hub_parameters(table: Table, sizes: Sizes) -> Iterator[Parameter]:
     has_split_experts = _has_split_experts(table)
     places = _parameter_places(table, sizes)
     parameters = [parameter for place in places for parameter in _hub_tensors(place, sizes, has_split_experts)]
-    # About as the modules register them, on which it depends where a flat partition ends.
+    # Approximates the registration order, and so the ends of flat partitions.
     yield from sorted(parameters, key=_registered)
     if not sizes.tied:
         yield Parameter(table.hub_name(OUTPUT), vocabulary, HEAD)
@@ -170,7 +170,7 @@ def _has_split_experts(table: Table) -> bool:
 
 
 def _registered(parameter: Parameter) -> tuple[float, bool]:
-    """A sort key: layers in turn with their norms last, then what is in no layer; positions first of all."""
+    """Return a sort key: positions first, then layers with their norms last, then the rest."""
     if parameter.kind == EMBEDDING:
         return -1, False
     layer = inf if parameter.layer is None else parameter.layer
@@ -193,15 +193,15 @@ def _hub_tensors(place: RowPlace, sizes: Sizes, has_split_experts: bool) -> Iter
     yield Parameter(hub, (sizes.num_experts, rows, *shapes[0][1:]), kind, layer, adapter=adapter)
 
 
-#: Matrices that it adapts by their own names there.
+#: Matrices that PEFT adapts by their own names in this case.
 _ADAPTED = re.compile(r"\.(self_attn|linear_attn|shared_expert_gate)\.")
 
 
 def _adapter(kind: str, hub: str, has_split_experts: bool) -> int:
-    """How many ranks PEFT's `target_modules="all-linear"` gives a matrix.
+    """Return the multiple of the rank used for a matrix by PEFT's `target_modules="all-linear"`.
 
-    PEFT 0.21 under transformers 5: for models whose files hold every expert apart it adapts attention, routers and
-    experts (with twice the rank where gate and up are one matrix), and no dense MLP beside them.
+    PEFT 0.21 under transformers 5: if a model's files hold every expert separately, it adapts attention, routers and
+    experts (with twice the rank if gate and up are one matrix), but no dense MLP.
     """
     if has_split_experts:
         return int(kind == ROUTER or (kind == LINEAR and _ADAPTED.search(hub) is not None))
@@ -220,14 +220,14 @@ def _megatron_parameters(table: Table, sizes: Sizes, padded: int) -> Iterator[Pa
 
 
 def _parameter_places(table: Table, sizes: Sizes) -> Iterator[RowPlace]:
-    """Places of parameters, but for the embedding and the output layer."""
+    """Yield the parameters' places, except the embedding and the output layer."""
     for place in table.places(sizes):
         if place.row.kind != PADDED and not place.megatron.endswith(megatron.BUFFERS):
             yield place
 
 
 def _kind_of_parameter(name: str, ndim: int) -> str:
-    """The kind of a parameter, by the name that Megatron has for it."""
+    """Return a parameter's kind from its Megatron name."""
     if ".local_experts." in name:
         return EXPERT
     if name.startswith("embedding."):
@@ -238,7 +238,7 @@ def _kind_of_parameter(name: str, ndim: int) -> str:
 
 
 def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
-    """What activations depend on, by layer."""
+    """Yield the sizes that activations depend on, layer by layer."""
     config, dims, names = sizes.config, sizes.dims, {row.megatron for row in table.rows}
     fc1 = next((row for row in table.rows if row.megatron.endswith("}.mlp.linear_fc1.weight")), None)
     gated = fc1 is None or len(fc1.hubs) == 2
@@ -255,8 +255,8 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
         qk_norms=dims["heads"] + dims["groups"] if sizes.has("self_attn.q_norm.weight") else 0,
         layer_norm="decoder.final_layernorm.bias" in names,
         ffn=dims["f"],
-        # gate, its activation, up, their product; otherwise the activation's input and output, and where that is
-        # written in Python its parts
+        # Gate, its activation, up, their product. Otherwise the activation's input and output, plus its parts if it is
+        # written in Python.
         ffn_saved=4 if gated else 2 if activation == "gelu" else 5,
         gated=gated,
         again=_SAVED_AGAIN.get(model_type, 0),
@@ -268,7 +268,7 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
         dense,
         ffn=dims["s"] if any("shared_experts" in name for name in names) else 0,
         expert_ffn=dims.get("m", 0),
-        expert_saved=4 if _has_split_experts(table) else 7,  # gpt-oss clamps, scales and shifts between
+        expert_saved=4 if _has_split_experts(table) else 7,  # gpt-oss also clamps, scales and shifts
         num_experts=sizes.num_experts,
         top=top,
     )
@@ -276,7 +276,7 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
 
 
 def _from_transformers(config: Mapping[str, Any]) -> Model:
-    """The parameters of transformers' own model; nothing is known of its activations."""
+    """Return the parameters of transformers' own model, without activations."""
     model_type = config.get("model_type")
     if installed.package() is None:
         raise UsageError(
@@ -307,6 +307,6 @@ def _from_transformers(config: Mapping[str, Any]) -> Model:
 
 
 def layer_of(name: str) -> int | None:
-    """The number of the layer that a parameter's name tells of."""
+    """Return the layer number in a parameter's name, or None."""
     match = _LAYER.search(name)
     return int(match[1]) if match else None

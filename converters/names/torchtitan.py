@@ -1,8 +1,8 @@
-"""torchtitan's names of tensors against those in the Hub's files.
+"""torchtitan's tensor names, related to the names in the Hub's files.
 
-After torchtitan 0.2.2 and 0.3.0 (`models/*/state_dict_adapter.py`), which spell some of them otherwise; both are read,
-and the newer are written.  Its Llama turns pairs of neighbours where transformers turns halves of a head, so the rows
-of queries and keys are in another order there.  Experts of a layer are one tensor, [experts, out, in].
+Follows torchtitan 0.2.2 and 0.3.0 (`models/*/state_dict_adapter.py`). Some names differ between them: both are read,
+and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head, so
+the rows of queries and keys are ordered differently. A layer's experts are one tensor, [experts, out, in].
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ from converters.names.families.config import Config
 from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
 
-#: Model types whose adapters agree with the table, and whether rows of queries and keys change their order.
+#: Model types whose adapters agree with the table. True if the rows of queries and keys are reordered.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
 
-#: Names on the Hub, without the layer's, and torchtitan's, the newest first.  `*` is an expert; torchtitan stacks them.
+#: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert; torchtitan stacks
+#: experts.
 _NAMES = {
     "model.embed_tokens.weight": "tok_embeddings.weight",
     "model.norm.weight": "norm.weight",
@@ -51,7 +52,7 @@ for _part, _w, _dims in (("gate", "w1", "EFD"), ("down", "w2", "EDF"), ("up", "w
         f"mlp.shared_experts.{_part}_proj.weight": f"moe.shared_experts.{_w}.weight",
         f"mlp.experts.*.{_part}_proj.weight": f"moe.routed_experts.inner_experts.{_w}_{_dims} moe.experts.{_w}",
     }
-#: A bias by which experts are loaded evenly in training, which most architectures have no place for.
+#: Bias that balances experts during training. Most architectures on the Hub have no place for it.
 _BALANCE = re.compile(r"layers\.\d+\.moe\.expert_bias(_E)?")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
@@ -60,8 +61,8 @@ _EXPERT = re.compile(r"(?<=experts\.)\d+(?=\.)")
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     """Rename `checkpoint` from torchtitan's names to the Hub's.
 
-    Raises UsageError for an architecture that is not known, LossError for a tensor that has no place, CorruptError
-    where one is missing or not as the config says.
+    Raise UsageError for an unknown architecture, LossError for a tensor without a place, CorruptError if a tensor is
+    missing or contradicts the config.
     """
     found, saved = checkpoint.shapes, _saved(checkpoint)
     has_bias = any(name.endswith("e_score_correction_bias") for name in saved.required)
@@ -77,7 +78,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """`checkpoint`, which has the Hub's names, under torchtitan's; errors as of `to_hub`."""
+    """Rename `checkpoint` from the Hub's names to torchtitan's. Raises the same errors as `to_hub`."""
     saved = _saved(checkpoint)
     relation = _relation(checkpoint, saved, ())
     check_complete(relation, checkpoint.shapes)
@@ -86,7 +87,7 @@ def from_hub(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def _saved(checkpoint: Checkpoint) -> Saved:
-    """The tensors of the Hub's files, by the config."""
+    """Return the tensors in the Hub's files, judging by the config."""
     config = checkpoint.config or {}
     saved = families.saved(config) if config.get("model_type") in _PERMUTED else None
     if saved is None:
@@ -100,7 +101,7 @@ def _saved(checkpoint: Checkpoint) -> Saved:
 
 
 def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) -> Relation:
-    """From the Hub's tensors to torchtitan's, in the spelling that is `present`, otherwise the newest."""
+    """Return the relation from the Hub's tensors to torchtitan's, with the names in `present`, or else the newest."""
     config = Config(checkpoint.config or {})
     permuted = _PERMUTED[str(config.get("model_type"))]
     heads = config.size("num_attention_heads")
@@ -112,7 +113,7 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
         if expert is not None:
             box = Box((expert, *(0,) * len(shape)), (1, *shape))
             links.append(Link(name, whole(shape), new, box, tuple(range(1, len(shape) + 1))))
-            titan[new] = (expert + 1, *shape)  # experts come in turn
+            titan[new] = (expert + 1, *shape)  # experts come in order
             continue
         titan[new] = shape
         if permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
@@ -120,7 +121,7 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
         else:
             links.append(Link.rename(name, new, shape))
     copies = {}
-    if "lm_head.weight" in saved.optional:  # a state dict has both, and the Hub's files one
+    if "lm_head.weight" in saved.optional:  # a state dict has both, the Hub's files only one
         both = [name for name in _NAMES["lm_head.weight"].split() if name in present]
         copies = dict.fromkeys(both, "tok_embeddings.weight")
         titan |= dict.fromkeys(both, titan["tok_embeddings.weight"])
@@ -128,7 +129,7 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
 
 
 def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
-    """torchtitan's name, and the number of the expert."""
+    """Return torchtitan's name, and the expert's number."""
     layer, expert = _LAYER.match(name), _EXPERT.search(name)
     names = _NAMES.get(_EXPERT.sub("*", _LAYER.sub("", name)))
     if names is None:
@@ -138,7 +139,7 @@ def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
 
 
 def _turned(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Link]:
-    """Row `2i + p` of a head of torchtitan's is row `p * half + i` on the Hub."""
+    """Link row `2i + p` of a torchtitan head to row `p * half + i` on the Hub."""
     head, tail = shape[0] // heads, shape[1:]
     half, zeros = head // 2, (0,) * len(tail)
     dims = tuple(range(len(shape)))
@@ -150,14 +151,14 @@ def _turned(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Link]:
 
 
 def recognizes(names: Collection[str]) -> bool:
-    """Whether a model's names are torchtitan's."""
+    """Return True if a model uses torchtitan's names."""
     return "tok_embeddings.weight" in names and any(
         name.startswith("layers.0.") and name.endswith(("attention_norm.weight", "ffn_norm.weight")) for name in names
     )
 
 
 def namespace_of(checkpoint: Checkpoint) -> str | None:
-    """`torchtitan` if a run's own names are torchtitan's and the config's architecture is one that it trains."""
+    """Return `torchtitan` if a run uses its names, and it trains the config's architecture."""
     known = (checkpoint.config or {}).get("model_type") in _PERMUTED
     return TORCHTITAN if known and recognizes({fqn for fqn, _ in checkpoint.tensors}) else None
 

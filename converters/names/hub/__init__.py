@@ -1,1 +1,1 @@
-"""What the files of a model on the Hub must hold: names and shapes, from its config.json alone or from transformers."""
+"""Expected names and shapes in a Hub model's files, from its config.json alone or from transformers."""

@@ -1,4 +1,4 @@
-"""Classes of transformers models that share a base and differ in the head, such as a classifier's.
+"""Classes of transformers models with a common base and different heads, such as a classifier's.
 
 An adapter records its model by task or by class (`task_type` and `auto_mapping` in PEFT's config).
 """
@@ -15,9 +15,9 @@ from converters.names.families.config import architectures
 from converters.names.hub.saving import belongs, can_be_asked, in_memory
 from converters.names.transformers.relation import build_model
 
-#: Number of labels of a model that is built to see which tensors depend on it. It is a prime, and no real size.
+#: Number of labels in a model built to find the tensors that depend on it: a prime, and no real size.
 _LABELS = 7919
-#: Tables of transformers' auto classes by PEFT's `task_type`. A causal model's head is its base's.
+#: transformers' auto class tables by PEFT's `task_type`. A causal model has its base's head.
 _TABLES = {
     "SEQ_CLS": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",
     "TOKEN_CLS": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES",
@@ -29,7 +29,7 @@ _LABEL_ENTRIES = ("id2label", "label2id", "num_labels", "_num_labels")
 
 @dataclass(frozen=True)
 class ModelClass:
-    """A class with `_LABELS` labels: tensors that it saves, tensors that it ties, and the path of its inner model."""
+    """Class with `_LABELS` labels: saved tensors, tied tensors, and its inner model's path."""
 
     name: str
     required: Mapping[str, Shape]
@@ -37,14 +37,14 @@ class ModelClass:
     prefix: str
 
     def num_labels(self, head: Mapping[str, Shape]) -> int | None:
-        """Return the number of labels of a model whose head has these shapes, or None if they do not show it."""
+        """Return the number of labels in a model with this head, or None if the shapes don't show it."""
         for name, shape in self.required.items():
             if _LABELS in shape and len(head.get(name, ())) == len(shape):
                 return head[name][shape.index(_LABELS)]
         return None
 
     def shapes(self, num_labels: int | None) -> dict[str, Shape]:
-        """Return the shapes of the tensors that the class saves."""
+        """Return the shapes of the tensors saved by the class."""
         if num_labels is None:
             return dict(self.required)
         return {
@@ -54,9 +54,9 @@ class ModelClass:
 
 
 def trained_class(config: Mapping[str, Any] | None, task: object, name: object) -> ModelClass | None:
-    """Return the class called `name`, or by default that of the task, if the config names another one.
+    """Return the class called `name`, or else the task's, if the config names another class.
 
-    None if there is no such class for the config's model. Raise UsageError if transformers is missing.
+    None if the config's model has no such class. Raise UsageError if transformers is missing.
     """
     model_type = (config or {}).get("model_type")
     if config is None or not model_type or (name is None and task not in _TABLES):
@@ -80,7 +80,7 @@ def trained_class(config: Mapping[str, Any] | None, task: object, name: object) 
     plain = {key: value for key, value in config.items() if key not in _LABEL_ENTRIES} | {"architectures": [name]}
     try:
         model = build_model({**plain, "num_labels": _LABELS}, {})
-    except CorruptError:  # some classes have two labels, and no other number
+    except CorruptError:  # some classes accept only two labels
         model = build_model(plain, {})
     if model is None or type(model).__name__ != name:
         return None

@@ -1,7 +1,7 @@
-"""Values of `config.json` that transformers accepts, so that its model need not be built to know it.
+"""Values in `config.json` known to be accepted by transformers, so its model need not be built to test them.
 
-A value that is not here may be legal. Then the installed transformers is asked (`converters.names.hub.saving`).
-The tables hold entries of all architectures that ckpt has tables of, with the types that every one of these accepts.
+Other values may be legal, too: then the installed transformers decides (`converters.names.hub.saving`). The tables have
+the entries of all architectures that ckpt has tables for, with types accepted by each of them.
 
 Source: transformers 5.23 (`configuration_*.py`, `activations.py`, `modeling_rope_utils.py`). The tests compare the
 tables with it.
@@ -91,7 +91,7 @@ _NAMES: Mapping[tuple[str, ...], str] = {
         time_step_limit
     """,
 }
-#: Types of values by entry.
+#: Value types by entry.
 TYPES: Mapping[str, tuple[str, ...]] = {name: types for types, names in _NAMES.items() for name in names.split()}
 ACTIVATIONS = frozenset(
     (
@@ -109,7 +109,7 @@ LAYER_TYPES = frozenset(
         *("linear_attention", "sparse", "dense"),
     )
 )
-#: Numbers that each type of rotary embedding requires.
+#: Required numbers by type of rotary embedding.
 ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -119,15 +119,15 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "projector_hidden_act")
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Entries that may be null, except in these architectures.
+#: Entries that may be null, with the exceptional architectures.
 NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "bos_token_id": ("cwm",),
     "sliding_window": ("cwm", "exaone_moe", "flint"),
 }
-#: Entries that transformers only records, or that other code here compares.
+#: Entries only recorded by transformers, or compared by other code here.
 _RECORDS = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 _PARTS = ("text_config", "vision_config")
-#: Entries of older releases that are numbers.
+#: Numbers in older releases.
 _OLD_NUMBERS = ("rope_theta", "pretraining_tp", "max_window_layers")
 _HEADS = (("hidden_size", "num_attention_heads"), ("n_embd", "n_head"), ("num_attention_heads", "num_key_value_heads"))
 
@@ -172,7 +172,7 @@ def _is_known(key: str, value: Any, config: Mapping[str, Any]) -> bool:
 
 
 def _is_rope(value: Mapping[str, Any]) -> bool:
-    """Return True for parameters of one rotary embedding, or of one for each type of layer."""
+    """Return True for the parameters of one rotary embedding, or of one per layer type."""
     if value and all(isinstance(one, Mapping) for one in value.values()):
         return all(key in LAYER_TYPES and _is_rope(one) for key, one in value.items())
     name = value.get("rope_type", value.get("type", "default"))
@@ -183,14 +183,14 @@ def _is_rope(value: Mapping[str, Any]) -> bool:
 
 
 def _is_rope_flag(key: str, value: Any) -> bool:
-    """Return True for a legal value of a rotary embedding that is no number."""
+    """Return True for a legal rotary embedding value that is not a number."""
     if key == "mrope_section":
         return _type_of(value) == INTS
     return key in ("truncate", "mrope_interleaved") and isinstance(value, bool)
 
 
 def _type_of(value: Any) -> str:
-    """Return the type of a value; "" for one that no entry is known to accept."""
+    """Return a value's type, or "" if no entry is known to accept it."""
     if value is None:
         return NULL
     if isinstance(value, bool):

@@ -1,6 +1,6 @@
-"""The proved answer to: can transformers, diffusers or sentence-transformers load a folder that is written?
+"""Proof that transformers, diffusers or sentence-transformers can load a written folder, or can't.
 
-Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.35 (`utils/constants.py`), and
+Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.35 (`utils/constants.py`),
 sentence-transformers 5 (`SentenceTransformer.py`, `_load_sbert_model`).
 """
 
@@ -21,16 +21,16 @@ MODULES, WEIGHTS = "modules.json", "model.safetensors"
 NO_CONFIG = Loads(
     False, why="config.json is missing", hint="Run again with --config ORG/NAME --overwrite to write it, too"
 )
-#: Files that turn text, pictures or sound into a model's input.
+#: Files that turn text, images or sound into model inputs.
 _INPUTS = ("tokenizer*", "*.tiktoken", "vocab.*", "spiece.model", "sentencepiece*", "*processor_config.json")
-#: Modules of sentence-transformers that keep no files, and those that keep weights beside their config.
+#: sentence-transformers' modules without files, and modules with weights beside their config.
 _WITHOUT_FILES = ("Normalize",)
 _WITH_WEIGHTS = ("Dense", "LayerNorm", "CNN", "LSTM", "WeightedLayerPooling")
 _DIFFUSERS = "diffusion_pytorch_model.safetensors"
 
 
 def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> Loads:
-    """Return the answer for weights whose names were not proved: no config, no architecture, or `--names own`."""
+    """Return the answer for weights with unproved names: no config, no architecture, or `--names own`."""
     if config is None:
         return NO_CONFIG
     if not names_architecture(config):
@@ -49,12 +49,12 @@ def unproved(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> L
 
 
 def proved(cls: str) -> Loads:
-    """Return the answer for weights whose names and shapes are proved to be those of the class `cls`."""
+    """Return the answer for weights with the names and shapes of the class `cls`."""
     return Loads(True, f"{cls}.from_pretrained")
 
 
 def accepted(loads: Loads, config: Mapping[str, Any]) -> Loads:
-    """Return the answer given the values of config.json, which transformers may refuse."""
+    """Return the answer after checking config.json's values, because transformers may refuse them."""
     if not loads.can or not (unknown := list(unknown_values(config))):
         return loads
     if not can_be_asked():
@@ -72,9 +72,9 @@ def accepted(loads: Loads, config: Mapping[str, Any]) -> Loads:
 
 
 def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str] = ()) -> Loads:
-    """Return the answer given the other files of the folder: small ones with their content.
+    """Return the answer after checking the folder's other files; small ones come with their content.
 
-    `folders` are the folders in it that hold weights of their own.
+    `folders` are inner folders with weights.
     """
     if loads.can and MODULES in files:
         return _of_modules(loads, files, folders)
@@ -84,7 +84,7 @@ def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collect
 
 
 def _of_modules(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
-    """Return the answer for a folder of sentence-transformers: each of its modules has files in a folder of its own."""
+    """Return the answer for a sentence-transformers folder. Each module has files in its own folder."""
     call = "SentenceTransformer"
     try:
         modules = [(str(one["path"]), str(one["type"])) for one in json.loads(files[MODULES] or b"")]
@@ -101,7 +101,7 @@ def _of_modules(loads: Loads, files: Mapping[str, bytes | None], folders: Collec
 
 
 def _missing_files(place: str, cls: str, files: Collection[str], folders: Collection[str]) -> Iterator[str]:
-    """Yield what the module of the class `cls` in the folder `place` needs and the folder does not have."""
+    """Yield files missing from the folder `place` for its module of class `cls`."""
     kind = cls.rpartition(".")[2]
     if kind in _WITHOUT_FILES:
         return

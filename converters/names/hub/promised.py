@@ -1,8 +1,7 @@
-"""What a model's config promises and its checkpoint lacks: multi-token prediction, a tower, tensors of its layers.
+"""Parts in a model's config that are missing from its checkpoint: multi-token prediction, towers, other tensors.
 
-transformers drops layers of multi-token prediction of most models when it saves, and an engine that never had a frozen
-part in its hands saves nothing of it; neither is an error of the one who writes, and both are found out by whoever
-serves the model.
+For most models transformers drops the multi-token prediction layers on saving, and an engine never saves a frozen part
+that it does not hold. Writers don't notice, but servers fail.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from ckpt.state.naming import as_hub
 from converters.names.hub.proof import PEFT, extra, missing
 from converters.names.quantization.parts import is_part_name, quantized_weights
 
-#: How configs call the number of layers of multi-token prediction: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
+#: Config keys for the number of multi-token prediction layers: DeepSeek, GLM and MiMo; Qwen; Megatron; MiniMax;
 #: Inkling.
 _PREDICTION = (
     "num_nextn_predict_layers",
@@ -31,7 +30,7 @@ _PREDICTION = (
 )
 _PREDICTED = re.compile(r"(^|[._])(mtp|nextn|eh_proj)")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-#: Parts of models by the config of each, and what is in the names of their tensors.
+#: Model parts by config key, with a pattern for their tensor names.
 _TOWERS = {
     "vision_config": ("a vision tower", re.compile(r"vis(ion|ual)|image|img")),
     "audio_config": ("an audio tower", re.compile(r"audio|speech")),
@@ -39,14 +38,14 @@ _TOWERS = {
 
 
 def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return what `lacking` says of a checkpoint, and the same for single tensors of its architecture.
+    """Return the results of `lacking` for a checkpoint, and sentences on single missing tensors.
 
-    The names that a model has in memory are turned into those of the Hub's files where a table has these: transformers
-    is not asked, which takes seconds to import.
+    In-memory names are converted to the Hub's if a table has them. transformers is not used, because importing it takes
+    seconds.
     """
     is_in_memory = checkpoint.namespace in (OWN, TRANSFORMERS) and not checkpoint.is_adapter
     if is_in_memory and checkpoint.config and missing(checkpoint.config, {})[1]:
-        with suppress(CkptError):  # then its own names tell less
+        with suppress(CkptError):  # otherwise use its own names
             checkpoint = as_hub(checkpoint)
     weights = quantized_weights(checkpoint)
     shapes = weights.in_place(checkpoint.shapes)
@@ -66,9 +65,9 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
 
 
 def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """A sentence for each thing that a config promises and that is not among tensors of `shapes`, by name.
+    """Return a sentence for each part in the config without a tensor in `shapes`, by name.
 
-    Adapters and models with adapters promise nothing: their frozen weights are elsewhere.
+    Adapters and models with adapters need no parts: their frozen weights are elsewhere.
     """
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
@@ -76,9 +75,9 @@ def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> li
 
 
 def _missing_tensors(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """Return a sentence on missing tensors of the architecture, other than those of whole parts.
+    """Return a sentence on missing tensors of the architecture, except missing whole parts.
 
-    The names of `shapes` are those of the Hub's files.
+    `shapes` uses the Hub's names.
     """
     if not config or not shapes or any(name.startswith(PEFT) for name in shapes):
         return []
@@ -107,7 +106,7 @@ def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[st
 
 
 def _is_predicted(name: str, num_layers: object) -> bool:
-    """Whether a tensor is of multi-token prediction: by its name, or as a layer behind the last one."""
+    """Return True for a multi-token prediction tensor: by its name, or as a layer after the last one."""
     layer = _LAYER.search(name)
     is_behind = layer is not None and isinstance(num_layers, int) and int(layer[1]) >= num_layers
     return is_behind or _PREDICTED.search(name) is not None

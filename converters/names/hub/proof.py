@@ -1,7 +1,7 @@
-"""The proof that the names and shapes to be written are those that the architecture's `save_pretrained` writes.
+"""Proof that the names and shapes to write equal the output of the architecture's `save_pretrained`.
 
-Names and shapes of all tensors are compared.  The tables of `families` and `composites` answer first; where they have
-no answer, or another one, the installed transformers is asked.
+Names and shapes of all tensors are compared. The tables in `families` and `composites` come first. If they have no
+answer, or a mismatch, the installed transformers decides.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 
 OWN_NAMES = "--names own writes every tensor under the name that it has"
-#: Tensors of TRL's value head next to a model: TRL reads them, and `from_pretrained` skips them.
+#: TRL's value head beside a model: TRL reads it, and `from_pretrained` skips it.
 _VALUE_HEAD = re.compile(r"v_head\.(summary\.)?(weight|bias)")
-#: How names begin in a model that PEFT wraps.
+#: Name prefix in PEFT-wrapped models.
 PEFT = "base_model.model."
 _SHOWN = 2
 
@@ -55,16 +55,16 @@ def _some(names: Sequence[str]) -> str:
 
 
 def names_architecture(config: Mapping[str, Any]) -> bool:
-    """Whether a config says which architecture its model is of."""
+    """Return True if the config names its model's architecture."""
     return bool(config.get("model_type") or config.get("architectures"))
 
 
 def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> Saved | None:
-    """Return what the config's class saves, after proving that it is exactly the tensors of `shapes`.
+    """Return the tensors saved by the config's class, after proving that `shapes` has exactly these tensors.
 
-    None if the config names no class, and the names are those of another class of its model than the default one.
-    `shapes` has quantized weights by their plain names (`QuantizedWeights.in_place`).  `path` is for messages.  Raise
-    LossError if the tensors differ, UsageError if nothing here knows the architecture.
+    None if the config names no class, and the names belong to another class than its model's default. `shapes` has
+    quantized weights by their plain names (`QuantizedWeights.in_place`). `path` is for messages. Raise LossError if the
+    tensors differ, UsageError if the architecture is unknown.
     """
     known: Saved | None = None
     for ask in chain(_TABLES, [asked.saved]):
@@ -97,25 +97,25 @@ def _names_class(config: Mapping[str, Any]) -> bool:
 
 
 def _shares_names(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Return True if tensors have names of this class: another class of the same model has them too."""
+    """Return True if tensors have this class's names: another class of the same model has them, too."""
     return any(name in saved.required or f"{saved.base}.{name}" in saved.required for name in shapes)
 
 
-#: What knows models without transformers, in the order in which it is asked.
+#: Sources for models without transformers, in search order.
 _TABLES: Sequence[Callable[[Mapping[str, Any]], Saved | None]] = (families.saved, composites.saved)
 
 
 def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
-    """A note where tensors of `shapes`, by name, are not those of the config's architecture, where a table has it.
+    """Return a note if tensors in `shapes` differ from a table of the config's architecture, by name.
 
-    transformers is not asked, which takes seconds to import.
+    transformers is not used, because importing it takes seconds.
     """
     found: list[str] = []
     for ask in _TABLES if config and _names_class(config) and not any(name.startswith(PEFT) for name in shapes) else ():
         try:
             saved = ask(config or {})
         except CkptError:
-            continue  # whoever needs the config says what is wrong with it
+            continue  # code that needs the config reports its fault
         if saved is not None and not (wrong := compare(saved, shapes, config or {})):
             return []
         if saved is not None:
@@ -124,9 +124,9 @@ def tables_differ(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape])
 
 
 def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Names that a table of the config's architecture has and that are not among `shapes`, and its class.
+    """Return names missing from `shapes` according to a table of the config's architecture, and its class.
 
-    There are none where other names are not as they should be: it is another model's config then.
+    Return none if other names differ: then the config belongs to another model.
     """
     for ask in _TABLES if _names_class(config) else ():
         try:
@@ -140,7 +140,7 @@ def missing(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seq
 
 
 def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Sequence[str], str]:
-    """Return the names of `shapes` that no table of the config's architecture has, and its class."""
+    """Return the names in `shapes` that no table of the config's architecture has, and its class."""
     found: Sequence[str] = ()
     cls = ""
     for ask in _TABLES if _names_class(config) else ():
@@ -153,7 +153,7 @@ def extra(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> tuple[Seque
 
 
 def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str | None:
-    """The differences of a model's names and shapes from its architecture's; None without any, or if unknown."""
+    """Describe how names and shapes differ from the architecture. None if they don't, or if it is unknown."""
     if not names_architecture(config):
         return None
     try:
@@ -166,9 +166,9 @@ def differences(config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> str |
 
 
 def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]) -> Differences:
-    """How tensors of `shapes` differ from what is `saved`.
+    """Compare the tensors in `shapes` with `saved`.
 
-    Files of the base model may lack its prefix, and those of another release have names that loading renames.
+    Files of the base model may lack its prefix, and other releases' files have names that loading renames.
     """
     if _lacks_prefix(saved, shapes):
         prefix = f"{saved.base}."
@@ -183,9 +183,9 @@ def compare(saved: Saved, shapes: Mapping[str, Shape], config: Mapping[str, Any]
 def _renamed(
     shapes: Mapping[str, Shape], differences: Differences, config: Mapping[str, Any]
 ) -> Mapping[str, Shape] | None:
-    """`shapes` under the names that files have today; None where `from_pretrained` would not rename all that differ.
+    """Return `shapes` under current file names. None unless `from_pretrained` renames all differing ones.
 
-    The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`, and transformers 5.6 and later write no
+    The Hub's files of Gemma 3 and LLaVA have `vision_tower.vision_model.`. transformers 5.6 and later write no
     `vision_model.` if the model was made from a config.
     """
     rules = declared(config)
@@ -214,7 +214,7 @@ def _compare(saved: Saved, shapes: Mapping[str, Shape]) -> Differences:
 
 
 def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
-    """Whether these are names of the base model, as in old files of GPT-2, which every loader gives the prefix."""
+    """Return True for base model names, for example in old GPT-2 files. Every loader adds the prefix."""
     prefix = f"{saved.base}."
     return (
         bool(saved.base)
@@ -224,7 +224,7 @@ def _lacks_prefix(saved: Saved, shapes: Mapping[str, Shape]) -> bool:
 
 
 def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True) -> Iterator[str]:
-    """Yield what the user should know about names that are proved to be those of `saved`."""
+    """Yield notes for the user on names proved to be those of `saved`."""
     if _lacks_prefix(saved, shapes):
         yield f"names are those of the model without its head, which {saved.cls} has behind {saved.base!r}"
     elif _compare(saved, shapes):

@@ -1,4 +1,4 @@
-"""What the installed transformers' `save_pretrained` would write of a model: its own code, run on a model without data.
+"""Output of the installed transformers' `save_pretrained`: its own code, run on a model without data.
 
 Written against transformers 5.23 (`modeling_utils.py`, `save_pretrained`).
 """
@@ -16,23 +16,23 @@ from converters.names.transformers.installed import converted_identifiers
 
 
 def can_be_asked() -> bool:
-    """Whether transformers 5 and torch are installed."""
+    """Return True if transformers 5 and torch are installed."""
     return find_spec("torch") is not None and converted_identifiers() is not None
 
 
 def names_in_memory(config: Mapping[str, Any]) -> Collection[str]:
-    """The names that transformers' model of the config has in memory; none where it cannot be asked, or has no class.
+    """Return the in-memory names of transformers' model for the config. Empty without transformers or a class.
 
-    Raises CorruptError where it does not accept the config.
+    Raise CorruptError if transformers does not accept the config.
     """
     model = _empty_model(config)
     return () if model is None else model.state_dict().keys()
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """What the class that the config names writes; None where transformers cannot be asked, or has no such class.
+    """Return the tensors saved by the config's class. None without transformers or this class.
 
-    Raises CorruptError where it does not accept the config.
+    Raise CorruptError if transformers does not accept the config.
     """
     model = _empty_model(config)
     if model is None:
@@ -56,7 +56,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
 
 
 def refusal(config: Mapping[str, Any], cls: str) -> str | None:
-    """Return why transformers does not build its class `cls` from the config; "" if it does, None without the class.
+    """Return why transformers can't build its class `cls` from the config: "" if it can, None without the class.
 
     Call it only if `can_be_asked`.
     """
@@ -73,15 +73,15 @@ def refusal(config: Mapping[str, Any], cls: str) -> str | None:
         check_counts(plain)
         with torch.device("meta"):
             model._from_config(model.config_class.from_dict(floats(plain)))
-    except Exception as error:  # the library raises errors of any kind
+    except Exception as error:  # the library raises any error
         return " ".join(str(error).split()) or type(error).__name__
     return ""
 
 
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Shapes of the tensors that `save_pretrained` of a model would take, and of those that it leaves out.
+    """Return the shapes of tensors saved by a model's `save_pretrained`, and of tensors that it leaves out.
 
-    Left out are the names of tied tensors but one, and what the model computes by itself (positions of Marian's).
+    It leaves out all but one of a tied tensor's names, and tensors that the model computes (Marian's positions).
     """
     from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -93,7 +93,7 @@ def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
 
 
 def _empty_model(config: Mapping[str, Any]) -> Any:
-    """The model of the class that the config names, without data."""
+    """Build the model of the config's class, without data."""
     if not can_be_asked():
         return None
     from converters.names.transformers.relation import build_model
@@ -106,7 +106,7 @@ def _empty_model(config: Mapping[str, Any]) -> Any:
 
 
 def belongs(name: str, model_type: Any) -> bool:
-    """Whether the class of this name takes configs of this `model_type`: its own, or that of one which has its code."""
+    """Return True if the class takes configs with this `model_type`: its own, or of a model that shares its code."""
     import transformers
     from transformers.models.auto import modeling_auto as auto
 

@@ -1,1 +1,1 @@
-"""Tensors that a quantized weight is stored in: their names, dtypes and shapes, by quantization method."""
+"""Tensors that store a quantized weight: their names, dtypes and shapes, by quantization method."""

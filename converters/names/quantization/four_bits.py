@@ -1,4 +1,4 @@
-"""Reader for the state that bitsandbytes records of a weight of 4 bits: its shape and block sizes.
+"""Reader for bitsandbytes' recorded state of a 4-bit weight: its shape and block sizes.
 
 Source: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `from_dict`).
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 from ckpt.plan.tensors import Shape
 
-#: Name of the recorded state. The end of the name says which 16 values the weight has.
+#: Recorded state's name. Its suffix names the weight's set of 16 values.
 STATE = re.compile(r"(?P<owner>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
-#: Upper limit for the bytes of a state's JSON.
+#: Maximum bytes of a state's JSON.
 MAX_STATE = 1 << 16
 NUM_VALUES, NUM_NESTED_VALUES = 16, 256
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -24,7 +24,7 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class StateError(ValueError):
-    """A state that bitsandbytes would not have written: `expected` is what is wrong with `found`."""
+    """State never written by bitsandbytes: `expected` tells what is wrong with `found`."""
 
     def __init__(self, expected: str, found: object) -> None:
         super().__init__(f"expected {expected}, found {found}")
@@ -33,7 +33,7 @@ class StateError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class NestedState:
-    """How the scales of blocks are quantized themselves."""
+    """Quantization of the block scales themselves."""
 
     block_size: int
     offset: float
@@ -41,7 +41,7 @@ class NestedState:
 
 @dataclass(frozen=True, slots=True)
 class FourBitState:
-    """The recorded state of a weight: `dtype` and `shape` are those of the plain weight."""
+    """Recorded state of a weight. `dtype` and `shape` are the plain weight's."""
 
     shape: Shape
     dtype: str
@@ -50,7 +50,7 @@ class FourBitState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the packed values, two in a byte."""
+        """Bytes of the packed values, two per byte."""
         return -(-prod(self.shape) // 2)
 
     @property
@@ -60,7 +60,7 @@ class FourBitState:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """Number of elements of each other part, by the end of its name."""
+        """Number of elements in each other part, by name suffix."""
         found = {".absmax": self.num_blocks, ".quant_map": NUM_VALUES}
         if self.nested is not None:
             num_nested = -(-self.num_blocks // self.nested.block_size)
@@ -69,7 +69,7 @@ class FourBitState:
 
 
 def parse_state(stored: bytes, kind: str) -> FourBitState:
-    """Return the state that `stored` is the JSON of, for a weight of `kind` nf4 or fp4. Raise StateError."""
+    """Parse the JSON `stored` for a weight of `kind` nf4 or fp4. Raise StateError if it is wrong."""
     try:
         content: Any = json.loads(stored)
     except (ValueError, RecursionError) as error:

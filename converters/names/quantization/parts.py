@@ -1,4 +1,4 @@
-"""Parts of quantized weights among the tensors of a checkpoint, and the proof that every weight has all of them."""
+"""Parts of quantized weights among a checkpoint's tensors, and the proof that every weight has all its parts."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from converters.names.quantization.schemes import E4M3, FLOATS, PACKED, Scheme, 
 
 _PLAIN = "{w}"
 _WEIGHT, _NUMBER = "weight", re.compile(r"\d+")
-#: A part's name that plain modules use as well: it counts only next to packed values, or if it is packed itself.
+#: Part names also used by plain modules: they only count next to packed values, or if packed themselves.
 _COMMON = ("scale", "scales", "biases")
-#: Config keys that list modules without quantization.
+#: Config keys listing modules without quantization.
 _IGNORED = (
     *("modules_to_not_convert", "ignore", "ignored_layers", "exclude_modules", "exclude", "exclude_layers"),
     *("llm_int8_skip_modules", "modules_to_not_quantize"),
 )
-#: Methods whose loaders quantize a plain weight, or take it as it is.
+#: Methods whose loaders quantize a plain weight, or take it unchanged.
 _TAKE_PLAIN_WEIGHTS = ("bitsandbytes", "mlx", "auto-round", "intel/auto-round", "torchao")
-#: Names of parts of any method, and names of scales that belong to attention instead.
+#: Part names in any method, and names of attention's scales.
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
     r"biases|SCB|weight_shape)$"
 )
-#: Names of parts that are not next to plain weights in any method.
+#: Part names that no method uses next to plain weights.
 _OF_QUANTIZED = re.compile(
     r"(?P<module>(?:.*\.)?)(weight_(scale|scales|scale_inv|scale_2|zero_point|global_scale|packed|shape|g_idx|blocks)|"
     r"weight\.(nested_)?(absmax|quant_map)|weight\.quant_state\..+|weight_format|qweight|qzeros|g_idx|SCB|"
@@ -48,13 +48,13 @@ _OF_QUANTIZED = re.compile(
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
 
-#: Shape of a plain weight whose parts do not tell it.
+#: Shape of a plain weight if its parts don't show it.
 UNKNOWN_SHAPE: Shape = (-1,)
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A part that is missing, unexpected, or has another shape or dtype."""
+    """Part that is missing or unexpected, or has a wrong shape or dtype."""
 
     fqn: str
     what: str
@@ -66,10 +66,10 @@ class Fault:
 
 @dataclass(frozen=True)
 class QuantizedWeights:
-    """The quantized weights among `tensors`.
+    """Quantized weights among `tensors`.
 
-    `expected` are the architecture's plain shapes. `read` returns a tensor's bytes; without it recorded states of
-    weights are not compared with their parts.
+    `expected` are the architecture's plain shapes. `read` returns a tensor's bytes; without it, recorded states are not
+    compared with the parts.
     """
 
     tensors: Mapping[str, Tensor]
@@ -93,7 +93,7 @@ class QuantizedWeights:
 
     @cached_property
     def owners(self) -> Mapping[str, Mapping[str, str]]:
-        """Names of the parts of each quantized weight, by the weight's plain name and the part's template."""
+        """Part names of each quantized weight, by the weight's plain name and the part's template."""
         if self._method is None and not any(tensor.dtype.name in PACKED for tensor in self.tensors.values()):
             return {}
         schemes = schemes_of(None, {}) if self._schemes is None else self._schemes
@@ -121,24 +121,24 @@ class QuantizedWeights:
         return name in self.tensors and self.tensors[name].dtype.name in PACKED
 
     def _counts(self, tensor: Tensor, word: str) -> bool:
-        """Return True if a tensor with a common name is a part although no packed weight has its module's name."""
+        """Return True if a tensor with a common name is a part, although its module has no packed weight."""
         packed = f"{tensor.fqn.removesuffix(word)}qweight"
         return tensor.dtype.name in PACKED or packed in self.tensors or (word != "scale" and self._method is not None)
 
     def _belongs(self, name: str, suffix: str) -> bool:
-        """Return True if a tensor is a part by its suffix, not just a parameter with such a name."""
+        """Return True if a tensor with this suffix is a part, not just a parameter with such a name."""
         owner = name.removesuffix(suffix)
         last = owner.rpartition(".")[2]
         return last.endswith(_WEIGHT) or self._is_packed(owner) or self._is_packed(name) or ".experts." in owner
 
     @cached_property
     def parts(self) -> frozenset[str]:
-        """Names of all parts, packed values too."""
+        """Names of all parts, including packed values."""
         return frozenset(name for parts in self.owners.values() for name in parts.values())
 
     @cached_property
     def attention_scales(self) -> frozenset[str]:
-        """Names of scales of a quantized KV cache and of attention's inputs, which no weight needs.
+        """Names of scales for a quantized KV cache and for attention's inputs; no weight needs them.
 
         vLLM and compressed-tensors name them `self_attn.k_scale`, and modelopt `k_proj.k_scale`.
         """
@@ -147,9 +147,9 @@ class QuantizedWeights:
         return frozenset(n for n in self.tensors.keys() - self.expected.keys() if _ATTENTION.search(n))
 
     def in_place(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Return `shapes` with plain weights in place of their parts, and without scales of attention.
+        """Return `shapes` with plain weights in place of their parts, without attention's scales.
 
-        The shape is UNKNOWN_SHAPE if nothing tells it.
+        The shape is UNKNOWN_SHAPE if the parts don't show it.
         """
         if not self.quantization:
             return dict(shapes)
@@ -168,7 +168,7 @@ class QuantizedWeights:
         return wanted if wanted and scheme.packed == "{w}_packed" and _is_padded(shape, wanted) else shape
 
     def _with_template(self, *suffixes: str) -> Iterator[tuple[str, str, Scheme]]:
-        """Yield the owner, the name and the scheme of each part whose template ends in one of `suffixes`."""
+        """Yield owner, name and scheme of each part whose template ends in one of `suffixes`."""
         for owner, parts in self.owners.items():
             scheme, faults = self._fitted[owner]
             if scheme is not None and not faults:
@@ -176,25 +176,25 @@ class QuantizedWeights:
 
     @cached_property
     def packed(self) -> frozenset[str]:
-        """Names of the packed values of the weights."""
+        """Names of the weights' packed values."""
         schemes = ((parts, self._fitted[owner][0]) for owner, parts in self.owners.items())
         return frozenset(parts[one.packed] for parts, one in schemes if one is not None and one.packed in parts)
 
     @cached_property
     def exponents(self) -> frozenset[str]:
-        """Names of scales in bytes: exponents of two, of which 255 is a NaN."""
+        """Names of scales in bytes: exponents of two. 255 is NaN."""
         names = (name for _, name, _ in self._with_template("scale", "scales"))
         return frozenset(name for name in names if self.tensors[name].dtype.name == "uint8")
 
     @cached_property
     def scales(self) -> frozenset[str]:
-        """Names of floating-point scales, which have to be positive."""
+        """Names of floating-point scales. These must be positive."""
         names = (name for _, name, _ in self._with_template("_scale", "_scale_inv", "_scale_2", "SCB", "absmax"))
         return frozenset(name for name in names if self.tensors[name].dtype.name in (*FLOATS, *E4M3))
 
     @cached_property
     def indices(self) -> Mapping[str, int]:
-        """Names of the parts with group numbers, and the number of groups."""
+        """Number of groups by name of each part with group numbers."""
         found = {}
         for owner, name, _ in self._with_template("g_idx"):
             scales = next((n for t, n in self.owners[owner].items() if t.endswith(("{m}scales", "{w}_scale"))), None)
@@ -204,17 +204,17 @@ class QuantizedWeights:
 
     @cached_property
     def recorded_shapes(self) -> Mapping[str, Shape]:
-        """Names of the parts that record a plain shape, and the shape of the packed values."""
+        """Shape of the packed values, by name of each part that records a plain shape."""
         return {name: self._shape_of(owner, self.owners[owner]) for owner, name, _ in self._with_template("_shape")}
 
     @staticmethod
     def is_packed_shape(packed: Shape, recorded: Shape) -> bool:
-        """Return True if packed values may be those of a weight of the shape `recorded`."""
+        """Return True if packed values may store a weight with the shape `recorded`."""
         return len(recorded) == len(packed) and _is_padded(packed, recorded)
 
     @cached_property
     def unproved(self) -> str | None:
-        """Why the parts were not compared with the method's; None if they were, or if nothing is quantized."""
+        """Reason why the parts were not checked. None if they were, or if nothing is quantized."""
         if self._schemes is None:
             return f"the parts of weights quantized by {self.title} were not checked: ckpt does not know this layout"
         if name := next(self._unclaimed(), None):
@@ -222,27 +222,27 @@ class QuantizedWeights:
         return None
 
     def _unclaimed(self) -> Iterator[str]:
-        """Yield names of packed values of an unrecorded method that no scheme has."""
+        """Yield packed values of an unrecorded method that no scheme claims."""
         packed = (one for one in self.tensors.values() if one.dtype.name in PACKED) if self._method is None else ()
         unclaimed = (one for one in packed if len(one.shape) >= 2 and one.fqn not in self.parts)
         yield from (one.fqn for one in unclaimed if _is_matrix(one) or self._replaces_weight(one.fqn))
 
     @property
     def unrecorded(self) -> list[str]:
-        """Names of weights in packed parts although no config records a quantization."""
+        """Names of weights in packed parts, if no config records a quantization."""
         if self.quantization:
             return []
         return sorted([*(name for name, parts in self.owners.items() if len(parts) > 1), *self._unclaimed()])
 
     def _replaces_weight(self, name: str) -> bool:
-        """Return True if a tensor belongs to a module whose weight the architecture has and the checkpoint lacks."""
+        """Return True if a tensor's module should have a weight, but the checkpoint lacks it."""
         module = name.rpartition(".")[0].removesuffix(f".{_WEIGHT}")
         weight = f"{module}.{_WEIGHT}"
         return weight in self.expected and weight not in self.tensors
 
     @property
     def unread(self) -> str | None:
-        """Why transformers does not load the quantized weights; None if it may."""
+        """Reason why transformers does not load the quantized weights. None if it may."""
         if self.quantization is None or self.quantization.is_for_transformers or not self.parts:
             return None
         where = "" if self.quantization.file == CONFIG else f", recorded in {self.quantization.file}"
@@ -250,21 +250,21 @@ class QuantizedWeights:
 
     @property
     def unwritable(self) -> str | None:
-        """Why safetensors files written by ckpt would not hold the quantized weights; None if they would."""
+        """Reason why safetensors files written by ckpt can't hold the quantized weights. None if they can."""
         if self._method == "torchao" and self.parts:
             return "torchao describes each weight in the header of its file, which ckpt does not carry"
         return None
 
     @property
     def title(self) -> str:
-        """The method, for people."""
+        """Method's name for people."""
         return self.quantization.title if self.quantization else "an unrecorded method"
 
     # -- faults ------------------------------------------------------------------------------------------------
 
     @cached_property
     def faults(self) -> Sequence[Fault]:
-        """Missing, unexpected and misshapen parts, in the order of names."""
+        """Missing, unexpected and misshapen parts, ordered by name."""
         if self._schemes is None:
             return [*self._unlike_siblings()]
         if not self.owners:
@@ -282,9 +282,9 @@ class QuantizedWeights:
 
     @cached_property
     def _fitted(self) -> Mapping[str, tuple[Scheme | None, Sequence[Fault]]]:
-        """The scheme that fits each weight best, and the weight's faults under it.
+        """Scheme that fits each weight best, and the weight's faults under it.
 
-        Weights with equal parts have the same scheme: a model has few kinds of weights.
+        Weights with equal parts share a scheme: a model has few kinds of weights.
         """
         whole: dict[Any, tuple[Scheme | None, Sequence[Fault]]] = {}
         found = {}
@@ -301,7 +301,7 @@ class QuantizedWeights:
 
     @cached_property
     def _states(self) -> Mapping[str, FourBitState | StateError]:
-        """What bitsandbytes recorded of each weight of 4 bits."""
+        """Recorded states of 4-bit weights, from bitsandbytes."""
         found: dict[str, FourBitState | StateError] = {}
         if self.read is None:
             return found
@@ -321,7 +321,7 @@ class QuantizedWeights:
         return {owner: name for owner, parts in self.owners.items() for name in parts.values() if STATE.fullmatch(name)}
 
     def _state_faults(self, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
-        """Yield parts of a weight of 4 bits that are not as its recorded state says."""
+        """Yield the parts of a 4-bit weight that contradict its recorded state."""
         state, name = self._states.get(owner), self._recorded_states.get(owner, owner)
         if state is None:
             return
@@ -329,7 +329,7 @@ class QuantizedWeights:
             yield Fault(name, f"expected {state.expected}, found {state.found}")
             return
         wanted, packed = self.expected.get(owner), self.tensors.get(parts.get(_PLAIN, ""))
-        if wanted is not None and sorted(wanted) != sorted(state.shape):  # the weight of a Conv1D is turned over
+        if wanted is not None and sorted(wanted) != sorted(state.shape):  # a Conv1D's weight is transposed
             yield Fault(name, f"records a weight of {list(state.shape)}, and the architecture's is {list(wanted)}")
         if packed is not None and packed.nbytes != state.num_bytes:
             size = counted(packed.nbytes, "byte")
@@ -360,7 +360,7 @@ class QuantizedWeights:
         return best
 
     def _schemes_of(self, module: str) -> Sequence[Scheme]:
-        """The schemes of a module, which may have settings of its own (MLX)."""
+        """Return a module's schemes. It may have its own settings (MLX)."""
         own = self._settings.get(module) if module else None
         if isinstance(own, Mapping) and self._method == "mlx":
             return schemes_of(self._method, {**self._settings, **own}) or ()
@@ -408,7 +408,7 @@ class QuantizedWeights:
         return f"missing: a weight quantized by {self.title} is stored in {', '.join(names)}"
 
     def _uneven(self, owners: Iterable[str]) -> Iterator[Fault]:
-        """Yield parts that most other layers do not have, lack, or have in another dtype."""
+        """Yield parts that differ from most other layers: extra, missing, or in another dtype."""
         alike: dict[str, list[str]] = defaultdict(list)
         for owner in owners:
             alike[_NUMBER.sub("*", owner)].append(owner)
@@ -427,7 +427,7 @@ class QuantizedWeights:
                         )
 
     def _unexpected(self) -> Iterator[Fault]:
-        """Yield tensors next to a quantized weight that only another method has."""
+        """Yield tensors next to a quantized weight that only another method uses."""
         modules = {owner.rpartition(".")[0] for owner in self.owners if _is_weight(owner)}
         stacks = tuple(f"{owner}_" for owner in self.owners if not _is_weight(owner))
         for name in self.tensors.keys() - self.parts:
@@ -441,7 +441,7 @@ class QuantizedWeights:
                     yield Fault(name, f"unexpected: {plain.fqn} is {plain.dtype}, not quantized")
 
     def _misplaced(self) -> Iterator[Fault]:
-        """Yield weights that are plain or quantized although the config says otherwise."""
+        """Yield weights that are plain or quantized against the config."""
         entries = [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
         exact = set(entries)
         for owner, parts in self.owners.items():
@@ -463,7 +463,7 @@ class QuantizedWeights:
         return any(target.startswith("re:") or "." in target for target in targets)
 
     def _unlike_siblings(self) -> Iterator[Fault]:
-        """Yield parts that a module lacks and the same module of most other layers has; the method is unknown."""
+        """Yield parts missing from a module but present in most other layers; for unknown methods."""
         modules: dict[str, set[str]] = defaultdict(set)
         for name in self.tensors:
             modules[name.rpartition(".")[0]].add(name.rpartition(".")[2])
@@ -481,7 +481,7 @@ class QuantizedWeights:
 
 
 def is_part_name(name: str) -> bool:
-    """Return True if a part of a quantized weight has such a name in some method."""
+    """Return True if some method uses the name for a part of a quantized weight."""
     return bool(_WORDS.search(name) or _OF_QUANTIZED.fullmatch(name)) and not _ATTENTION.search(name)
 
 
@@ -498,7 +498,7 @@ def _strings(value: Any) -> list[str]:
 
 
 def _is_listed(module: str, entries: Iterable[str]) -> bool:
-    """Return True if any reading of an entry names the module: a name, a prefix, a suffix, a pattern, a regex."""
+    """Return True if an entry matches the module in any way: as name, prefix, suffix, pattern or regex."""
     for entry in entries:
         entry = entry.removeprefix("re:")
         if entry in module or fnmatchcase(module, entry):
@@ -512,18 +512,18 @@ def _is_listed(module: str, entries: Iterable[str]) -> bool:
 
 
 def _is_padded(found: Shape, wanted: Shape) -> bool:
-    """Return True if the last dim of `found` is padded to whole packed elements, of at most 32 values."""
+    """Return True if the last dim of `found` is padded to whole packed elements, with at most 32 values."""
     return found[:-1] == wanted[:-1] and 0 <= found[-1] - wanted[-1] < 32
 
 
 def quantized_weights(checkpoint: Checkpoint) -> QuantizedWeights:
-    """Return the quantized weights of a checkpoint."""
+    """Return a checkpoint's quantized weights."""
     tensors = {fqn: tensor for (fqn, role), tensor in checkpoint.tensors.items() if role in (WEIGHT, BUFFER)}
     quantization = quantization_of(checkpoint.config, checkpoint.folders)
     has_packed = any(tensor.dtype.name in PACKED for tensor in tensors.values())
 
     def read(name: str) -> bytes:
-        from ckpt.move.reading import read_box  # it takes numpy
+        from ckpt.move.reading import read_box  # imports numpy
 
         content: bytes = read_box(tensors[name], whole(tensors[name].shape), checkpoint.computed).tobytes()
         return content

@@ -1,13 +1,12 @@
 """Declarations: the parts of a weight under each quantization method.
 
-A part's name is a template: `{w}` is the name of the plain weight, `{m}` the path prefix of its module.  Shapes are
-computed from the shape of the plain weight, [..., out, in].
+A part's name is a template: `{w}` is the plain weight's name, `{m}` its module's path prefix. Shapes follow from the
+plain weight's shape, [..., out, in].
 
-Sources: transformers 5.23 `integrations/finegrained_fp8.py`, `mxfp4.py`, `fbgemm_fp8.py`, `eetq.py`;
-compressed-tensors 0.20 `compressors/*/base.py` (`compression_param_names`); nvidia-modelopt 0.47
-`torch/export/unified_export_hf.py`; AutoGPTQ and AutoAWQ `qlinear`; bitsandbytes 0.50.2 `functional.py`
-(`QuantState.as_dict`); torchao 0.18 `prototype/safetensors`; mlx 0.30 `nn/layers/quantized.py`; DeepSeek-V4
-`inference/model.py`.
+Sources: transformers 5.23 `integrations/finegrained_fp8.py`, `mxfp4.py`, `fbgemm_fp8.py`, `eetq.py`; compressed-tensors
+0.20 `compressors/*/base.py` (`compression_param_names`); nvidia-modelopt 0.47 `torch/export/unified_export_hf.py`;
+AutoGPTQ and AutoAWQ `qlinear`; bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`); torchao 0.18
+`prototype/safetensors`; mlx 0.30 `nn/layers/quantized.py`; DeepSeek-V4 `inference/model.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Settings = Mapping[str, Any]
 
 
 class ShapeSet(Protocol):
-    """Legal shapes; the first is an example for messages."""
+    """Legal shapes. The first is an example for messages."""
 
     def __contains__(self, shape: object, /) -> bool: ...
     def __getitem__(self, index: Any, /) -> Any: ...
@@ -41,7 +40,7 @@ BYTES = ("uint8",)
 FOUR_BITS = ("uint8", "int8", "float4_e2m1fn_x2")
 INT8, INT32, UINT32, INT64 = ("int8",), ("int32",), ("uint32",), ("int64",)
 INTEGERS = ("int8", "uint8", "int32", "int64", *F8)
-#: Dtypes of packed values: no plain weight has one.
+#: Dtypes of packed values, never used by plain weights.
 PACKED = frozenset({*F8, *E8M0, *FOUR_BITS, *INT8, *INT32, *UINT32, "int16", "uint16"})
 
 _WEIGHT = "{w}"
@@ -49,7 +48,7 @@ _WEIGHT = "{w}"
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One tensor of a quantized weight.  `shapes` is None if any shape is legal."""
+    """Tensor of a quantized weight. If `shapes` is None, any shape is legal."""
 
     dtypes: tuple[str, ...]
     shapes: Shapes | None = None
@@ -60,9 +59,9 @@ class Part:
 class Scheme:
     """All parts of a weight by name template.
 
-    `plain` computes the plain shape from the shape of the part `packed`.  `is_stack` limits the scheme to experts in
-    one tensor, whose name does not end in `weight` (True), or to all other weights (False).  `bits` are those of an
-    element if its packed part has no dims of its own.
+    `plain` computes the plain shape from the shape of the part `packed`. `is_stack` True limits the scheme to experts
+    in one tensor, with a name not ending in `weight`, and False to all other weights. `bits` is the size of an element
+    if the packed part has no dims.
     """
 
     packed: str
@@ -73,9 +72,9 @@ class Scheme:
 
 
 def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | None:
-    """Return the schemes of a method; None if the method or its settings are unknown.
+    """Return a method's schemes. None if the method or its settings are unknown.
 
-    Without a recorded method every self-describing scheme is tried.
+    Without a recorded method, return all self-describing schemes.
     """
     if method is None:
         found = [*_bitsandbytes(settings), *_mxfp4(settings), *_fp8(settings), *_naive(F8, None, {})]
@@ -88,18 +87,18 @@ def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | Non
 
 
 def _scalar(plain: Shape) -> list[Shape]:
-    """One number for the tensor, or for each matrix of a stack."""
+    """Return the shapes of one number per tensor, or per matrix in a stack."""
     lead = plain[:-2]
     return [(), (1,), (1, 1), *([lead, (*lead, 1), (*lead, 1, 1)] if lead else [])]
 
 
 def _per_output(plain: Shape) -> list[Shape]:
-    """One number for each output."""
+    """Return the shapes of one number per output."""
     return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
 
 
 def _per_group(rows: int, columns: int) -> ShapeList:
-    """One number for each block of `rows` by `columns` elements."""
+    """Return the shapes of one number per block of `rows` by `columns` elements."""
 
     def shapes(plain: Shape) -> list[Shape]:
         return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
@@ -108,7 +107,7 @@ def _per_group(rows: int, columns: int) -> ShapeList:
 
 
 class _AnyBlocks:
-    """The shapes of scales for blocks of any size that tile the weight."""
+    """Legal scale shapes for blocks of any size that tile the weight."""
 
     def __init__(self, plain: Shape) -> None:
         self._plain = plain
@@ -160,7 +159,7 @@ def _fp8(settings: Settings) -> list[Scheme]:
         for name in names
         for of, is_stack, part in kinds
     ]
-    if size is None:  # AutoFP8, which vLLM reads under the same method
+    if size is None:  # AutoFP8, read by vLLM under the same method
         parts = {_WEIGHT: Part(F8), "{w}_scale": Part(FLOATS, lambda plain: _scalar(plain) + _per_output(plain))}
         found.append(Scheme(_WEIGHT, {**parts, "{m}input_scale": activations}, tuple))
     if settings.get("expert_dtype") or settings.get("scale_fmt") or not settings or size:
@@ -178,7 +177,7 @@ def _fbgemm(_: Settings) -> list[Scheme]:
 
 
 def _mxfp4(_: Settings) -> list[Scheme]:
-    """Experts of gpt-oss: blocks [experts, out, groups, 16] of a plain [experts, in, out]."""
+    """Return gpt-oss's scheme for experts: blocks [experts, out, groups, 16] for a plain [experts, in, out]."""
 
     def plain(packed: Shape) -> Shape:
         return (*packed[:-3], packed[-2] * packed[-1] * 2, packed[-3]) if len(packed) > 2 else packed
@@ -196,7 +195,7 @@ def _mxfp4(_: Settings) -> list[Scheme]:
 
 
 def _compressed_tensors(settings: Settings) -> list[Scheme] | None:
-    """One scheme for each group of the config.  None if a format is unknown."""
+    """Return one scheme per config group. None if a format is unknown."""
     groups = settings.get("config_groups")
     found: list[Scheme] = []
     for group in groups.values() if isinstance(groups, Mapping) else ():
@@ -237,7 +236,7 @@ _ARGS = ("weights", "input_activations")
 
 
 def _activation_parts(weights: Settings, inputs: Settings, format: str, scales: ShapeList | None) -> dict[str, Part]:
-    """Parts for asymmetric weights and for activations, required if the config says so."""
+    """Return the parts for asymmetric weights and for activations, required if the config says so."""
     is_static, is_local = bool(inputs) and inputs.get("dynamic") is False, inputs.get("dynamic") == "local"
     is_global = format.startswith("nvfp4")
     zeros = Part((*INT8, *F8), scales)
@@ -287,7 +286,7 @@ def _packed_integers(bits: int, scales: Shapes | None, extra: Mapping[str, Part]
 
 
 def _packed_bytes(per_byte: int | None, parts: Mapping[str, Part]) -> Scheme:
-    """Values in bytes: `per_byte` of them, or None for four values of 6 bits in three bytes."""
+    """Return a scheme with `per_byte` values in a byte. None means four 6-bit values in three bytes."""
 
     def plain(packed: Shape) -> Shape:
         return (*packed[:-1], packed[-1] * per_byte if per_byte else packed[-1] * 4 // 3)
@@ -315,7 +314,7 @@ def _modelopt_fp8(scales: Shapes, extra: Mapping[str, Part], dtypes: tuple[str, 
 
 
 def _nvfp4(extra: Mapping[str, Part]) -> list[Scheme]:
-    """Linear layers, and stacks of experts, whose matrices may be transposed."""
+    """Return schemes for linear layers and for stacked experts, whose matrices may be transposed."""
     scales = {"{w}_scale": Part(E4M3, _per_group(1, 16)), "{w}_scale_2": Part(F32, _scalar)}
     linear = Scheme(_WEIGHT, {_WEIGHT: Part(BYTES), **scales, **extra}, _wider(2), is_stack=False)
     own = {"{w}_weight_scale": Part(E4M3), "{w}_weight_scale_2": Part(F32)}
@@ -331,7 +330,7 @@ def _taller(packed: Shape) -> Shape:
 
 
 def _pages(plain: Shape) -> list[Shape]:
-    """128 by 128 blocks; ModelOpt also writes them as [rows, 1, columns, 1]."""
+    """Return the shapes of 128 by 128 blocks. ModelOpt also writes them as [rows, 1, columns, 1]."""
     ((*lead, rows, columns),) = _per_group(128, 128)(plain)
     return [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
 
@@ -368,7 +367,7 @@ def _number(settings: Settings, *names: str) -> int | None:
 
 
 def _gptq(settings: Settings) -> list[Scheme] | None:
-    """qweight [in * bits / 32, out].  Modules with bits of their own (`dynamic`) have shapes of their own."""
+    """Return the scheme of qweight [in * bits / 32, out]. Modules with own bits (`dynamic`) have other shapes."""
     if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2", "", None):
         return None
     bits, group = _number(settings, "bits"), _number(settings, "group_size")
@@ -390,7 +389,7 @@ def _gptq(settings: Settings) -> list[Scheme] | None:
 
 
 def _awq(settings: Settings) -> list[Scheme] | None:
-    """qweight [in, out * bits / 32] of `gemm`; other versions of the layout have other shapes."""
+    """Return the scheme of `gemm`'s qweight [in, out * bits / 32]. Other versions have other shapes."""
     version = str(settings.get("version", "gemm")).lower()
     bits, group = _number(settings, "bits", "w_bit") or 4, _number(settings, "group_size", "q_group_size")
     if version not in ("gemm", "gemv"):
@@ -411,7 +410,7 @@ def _awq(settings: Settings) -> list[Scheme] | None:
 
 
 def _auto_round(settings: Settings) -> list[Scheme] | None:
-    """The layouts of GPTQ and AWQ; other packing formats are other methods' layouts."""
+    """Return the schemes of GPTQ and AWQ. Other packing formats are other methods' layouts."""
     packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
     if "gptq" not in packing and "awq" not in packing:
         return None
@@ -422,7 +421,7 @@ def _auto_round(settings: Settings) -> list[Scheme] | None:
 
 
 def _per_block(plain: Shape) -> list[Shape]:
-    """Return one scale for each block: of 64 elements, or of another size that bitsandbytes has."""
+    """Return the shape of one scale per block, of 64 elements or any other size supported by bitsandbytes."""
     return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
 
 
@@ -439,7 +438,7 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
 
 
 def _torchao(_: Settings) -> list[Scheme]:
-    """The tensors of a subclass, by the dtype of its values."""
+    """Return schemes for a subclass's tensors, by the dtype of its values."""
     data, scale = "{m}_weight_qdata", "{m}_weight_scale"
     more = {"{m}_weight_act_quant_scale": _optional(), "{m}_weight_act_pre_scale": _optional()}
     zero = {"{m}_weight_zero_point": _optional((*INTEGERS, *FLOATS))}
@@ -465,12 +464,12 @@ def _mlx(settings: Settings) -> list[Scheme]:
 
 
 def _eetq(_: Settings) -> list[Scheme]:
-    """int8 [in, out]."""
+    """Return the scheme of int8 [in, out]."""
     scales = Part(FLOATS, lambda plain: [(plain[0],)])
     return [Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scales": scales}, lambda packed: packed[::-1])]
 
 
-#: The declared methods, by `quant_method`.
+#: Declared methods, by `quant_method`.
 METHODS: Mapping[str, Callable[[Settings], Sequence[Scheme] | None]] = {
     "auto-round": _auto_round,
     "awq": _awq,
