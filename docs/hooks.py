@@ -1,13 +1,13 @@
-"""What `mkdocs build` takes from the repository instead of having it written twice (see `hooks` in mkdocs.yml).
+"""Hooks for `mkdocs build` (see `hooks` in mkdocs.yml).
 
-- `<!-- README: Speed and memory -->` on a page is that section of the README.
-- `<!-- made: architectures -->` is the table that `MADE["architectures"]` makes of the code, and so with others.
-- CONTRIBUTING.md and CHANGELOG.md are pages.
-- Each command has a page in `commands/`: its help.
-- Lines of a Japanese page are joined without a space where neither side is of another script.
-- Links go on to where their files are on the site. One to another file of the repository becomes the name of that file;
-  one to nothing is left as it is, and `--strict` names it.
-- A page of docs/ that the nav does not name stands in its section How-to.
+- `<!-- README: Speed and memory -->` inserts this section of the README.
+- `<!-- made: architectures -->` inserts the result of `MADE["architectures"]`.
+- CONTRIBUTING.md and CHANGELOG.md become pages.
+- Each command gets a page with its help in `commands/`.
+- Japanese lines are joined without a space.
+- Links to repository files become links to their pages, or the file's name if it has no page.
+- Pages missing from the nav go to How-to.
+- Old addresses in `REDIRECTS` lead to the new pages.
 """
 
 from __future__ import annotations
@@ -25,14 +25,22 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-#: Files of the repository that are pages, and the folders that a page shows.
+#: Pages made from files and folders outside docs/.
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 FOLDERS = {"examples": "examples.md"}
 COPIED = ("CONTRIBUTING.md", "CHANGELOG.md")
 OTHERS = "How-to"
 COMMANDS = "Reference"
+#: New page for each merged page.
+REDIRECTS = {
+    "benchmarks": "performance",
+    "hf-trainer-resume": "resume",
+    "journeys/hf-trainer-fsdp": "resume",
+    "out-of-memory": "estimate",
+    "ja/journeys/hf-trainer-fsdp": "ja/resume",
+}
 _LINK = re.compile(r"\[([^]]*)\]\((?!\w+:|#|/)([^)#\s]+)(#[^)\s]*)?\)")
-#: Line ends of Japanese text that are no spaces: between two of its letters, or beside its punctuation.
+#: Line ends to remove from Japanese text: between two letters, or next to punctuation.
 _LINE_END = re.compile(
     r"(?<=[、-ヿ一-鿿])\n *(?=[、-ヿ一-鿿])"
     r"|(?<=[、。」])\n *(?=\S)(?!([-*|#>]+|\d+\.) |```)"
@@ -45,7 +53,7 @@ _MARK = re.compile(r"^<!-- (README|made): (.+) -->$", re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Add pages to the nav: those of the commands to Reference, and to How-to each one that is named nowhere."""
+    """Add the commands' pages to Reference, and pages missing from the nav to How-to."""
     assert config.nav is not None
     reference = next(section[COMMANDS] for section in config.nav if COMMANDS in section)
     reference.append({"Each command": [{f"ckpt {name}": f"commands/{name}.md"} for name in guides()]})
@@ -85,13 +93,24 @@ def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     return output.replace('<html lang="en"', '<html lang="ja"', 1) if is_japanese else output
 
 
+def on_post_build(config: MkDocsConfig) -> None:
+    """Write a redirect for each old address."""
+    for old, new in REDIRECTS.items():
+        target = posixpath.relpath(new, old) + "/"
+        folder = Path(config.site_dir) / old
+        folder.mkdir(parents=True)
+        (folder / "index.html").write_text(
+            f'<!doctype html><meta http-equiv="refresh" content="0; url={target}"><a href="{target}">{new}</a>\n', "utf-8"
+        )
+
+
 def joined(markdown: str) -> str:
-    """Japanese text without the line ends that a browser would show as spaces inside its words."""
+    """Join lines of Japanese text, because a browser would show their ends as spaces."""
     return _LINE_END.sub("", markdown)
 
 
 def relinked(markdown: str, written_in: str, shown_in: str) -> str:
-    """`markdown`, whose links start from a file of the repository, with links that start from a page of the site."""
+    """Return `markdown` with links to repository files replaced by links between pages."""
 
     def one(link: re.Match[str]) -> str:
         words, target, anchor = link.groups()
@@ -106,16 +125,16 @@ def relinked(markdown: str, written_in: str, shown_in: str) -> str:
 
 
 def section(title: str) -> str:
-    """What stands in the README under a heading.  KeyError where there is none."""
+    """Return a section of the README. Raise KeyError if the heading is missing."""
     parts = re.split(r"^## (.+)\n", (ROOT / "README.md").read_text("utf-8"), flags=re.MULTILINE)
     return dict(zip(parts[1::2], parts[2::2], strict=True))[title].strip()
 
 
-# -- what the code says ------------------------------------------------------------------------------------------------
+# -- tables from the code ----------------------------------------------------------------------------------------------
 
 
 def architectures() -> str:
-    """Which model types are proved by tables, and which of them Megatron's formats hold."""
+    """Return a table of all known model types, and their support in Megatron's formats."""
     from converters.names.families.composites import COMPOSITES
     from converters.names.families.tables import FAMILIES
     from converters.names.megatron.relation import architectures as placed_by_megatron
@@ -127,12 +146,12 @@ def architectures() -> str:
     for name in sorted({*classes, *placed}):
         held = ("yes", held_by_megatron(name), proof(name)) if name in placed else ("", "", "")
         rows.append(f"| `{name}` | `{classes[name]}` | {' | '.join(held)} |")
-    head = "| model type | class | Megatron's formats | what they hold | proved |\n| --- | --- | --- | --- | --- |"
+    head = "| model type | class | Megatron's formats | features | proved |\n| --- | --- | --- | --- | --- |"
     return "\n".join([f"{len(classes)} model types; {len(placed)} in Megatron's formats.", "", head, *rows])
 
 
 def held_by_megatron(name: str) -> str:
-    """What Megatron's table of an architecture has rows for."""
+    """Return the features in Megatron's table for an architecture."""
     from converters.names.families.composites import Composite
     from converters.names.families.rows import parse
     from converters.names.megatron.relation import table_of
@@ -158,17 +177,17 @@ def held_by_megatron(name: str) -> str:
 
 
 def proof(name: str) -> str:
-    """How Megatron's table of an architecture was proved: by tests/names/test_megatron.py and tests/engines."""
+    """Return the proof for an architecture: training, logits, or logits of a twin."""
     from tests.support.twins import TWINS
     from train.config import ARCHITECTURES
 
     if name in ARCHITECTURES:
         return "trained"
-    return f"logits, of a twin (`{TWINS[name].model_type}`)" if name in TWINS else "logits"
+    return f"logits of a twin (`{TWINS[name].model_type}`)" if name in TWINS else "logits"
 
 
 def missing() -> str:
-    """The architectures that are refused with what megatron-core lacks."""
+    """Return a table of unsupported architectures, by the missing feature."""
     from converters.names.megatron.unsupported import MISSING
 
     lacking: dict[str, list[str]] = {}
@@ -179,7 +198,7 @@ def missing() -> str:
 
 
 def examples() -> str:
-    """Each script of examples/ with the first paragraph of its docstring above it, and the list of the others."""
+    """Return each script in examples/, under its docstring."""
     shown = []
     for path in sorted((ROOT / "examples").glob("*.py")):
         source = path.read_text("utf-8")
@@ -191,14 +210,14 @@ def examples() -> str:
 
 
 def guides() -> dict[str, str]:
-    """Return the page that tells more about each command."""
+    """Return each command's guide page."""
     from ckpt.cli import registered
 
     return {command.name: command.guide for command in registered.all_commands()}
 
 
 def command_page(name: str) -> str:
-    """The help of a command as a page."""
+    """Return a page with a command's help."""
     from ckpt.cli import app
 
     shown = io.StringIO()
@@ -209,5 +228,5 @@ def command_page(name: str) -> str:
     return f"# ckpt {name}\n\n```text\n{shown.getvalue().strip()}\n```\n\n{more}\n"
 
 
-#: By the name that stands behind `made:` on a page.
+#: Functions for `<!-- made: NAME -->`.
 MADE: Mapping[str, Callable[[], str]] = {"architectures": architectures, "missing": missing, "examples": examples}

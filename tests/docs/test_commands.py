@@ -33,36 +33,36 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     "diff": {"": {"trainer-zero2": "outputs"}},
     "doctor": {"": {"trl-lora-zero3/outputs/qwen3-lora": "outputs"}},
     "exit-codes": {"": RUN},
+    "estimate": {"": RUN},
     "formats": {"": RUN},
-    "hf-trainer-resume": {
-        "": RUN,
-        "FSDP": {"trl-fsdp2/outputs/llama-sft": "outputs", "trl-fsdp2/meta-llama/Llama-3.1-8B": "outputs"},
-    },
     "how-it-works": {"": RUN},
     "index": {"": RUN},
     "journeys/axolotl-gpt-oss": {
         "": {"axolotl-fsdp2": ".", "axolotl-lora-fsdp2": ".", "axolotl-lora-fsdp2-ac": ".", "../examples/axolotl": "."}
     },
-    "journeys/hf-trainer-fsdp": {"": {"trl-fsdp2": "."}},
     "journeys/llm-jp-v4": {"": {"megatron-llm-jp": "."}},
     "journeys/lora-merge-push": {"": {"trl-lora-zero3": "."}},
     "journeys/megatron-to-hf": {"": {"megatron-dist-flattened": "run"}},
     "journeys/trl-qwen3-moe": {"": {"trl-zero3": "."}},
     "journeys/verify-in-ci": {"": RUN},
     "operations": {"": {"trainer-zero2": "outputs"}},
-    "out-of-memory": {"": RUN},
     "pages": {
         "": {"trainer-zero2": "outputs"},
         "Losses over each other": {"trl-zero3/outputs/qwen3-sft": "unbroken", "trl-fsdp2/outputs/llama-sft": "resumed"},
     },
     "performance": {"": RUN},
     "picture": {"": {"toy-zero3": "outputs"}, "Checkpoints that are damaged": {"dcp-fsdp2/step-2": "step-2"}},
-    "resume": {"": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"}},
+    "reliability": {"": RUN},
+    "resume": {
+        "": {"megatron-dist-flattened": "run", "moe-zero3": "outputs"},
+        "HF Trainer under DeepSpeed": RUN,
+        "HF Trainer under FSDP": {"trl-fsdp2": "."},
+        "Runs of Megatron-Bridge": {"megatron-dist-flattened": "run"},
+    },
     "verify": {"": RUN},
 }
-#: Sections whose commands tests/engines/test_trainer_recipe.py, tests/train/test_demo.py and
-#: tests/training/test_watch.py run.
-ELSEWHERE = {("hf-trainer-resume", "Tried"), ("resume", "From 2 ranks to 3"), ("operations", "")}
+#: Sections whose commands tests/train/test_demo.py and tests/training/test_watch.py run.
+ELSEWHERE = {("resume", "From 2 ranks to 3"), ("operations", "")}
 #: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
 COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",
@@ -70,26 +70,22 @@ COMPARED = {
     ("README", "Speed and memory"): "tests/benchmarks/test_benchmarks.py",
     ("check", ""): "tests/check/test_checking.py",
     ("errors", "For programs"): "tests/cli/test_streams.py",
-    ("estimate", ""): "tests/estimate/test_estimate.py",
-    ("estimate", "What keeps it honest"): "tests/estimate/test_estimate.py",
-    ("estimate", "Beside published runs"): "tests/estimate/test_published.py",
-    ("hf-trainer-resume", ""): "tests/engines/test_trainer_recipe.py",
-    ("hf-trainer-resume", "Tried"): "tests/engines/test_trainer_recipe.py",
     ("merge-lora", "A run under ZeRO-3"): "tests/train/test_demo.py",
     ("merge-lora", "Did it do anything?"): "tests/lora/test_proving.py",
     ("operations", "Spikes"): "tests/engines/test_operations.py",
     ("resume", "From 2 ranks to 3"): "tests/train/test_demo.py",
-    ("resume", "How close the losses are"): "tests/engines/test_resume.py",
-    ("resume", "How close the losses are with Megatron"): "tests/engines/test_megatron_resume.py",
+    ("resume", "HF Trainer under DeepSpeed"): "tests/engines/test_trainer_recipe.py",
+    ("testing", "HF Trainer on other processes"): "tests/engines/test_trainer_recipe.py",
+    ("testing", "Losses after a resume"): "tests/docs/test_site.py",
+    ("testing", "Memory estimates"): "tests/estimate/test_published.py",
     ("training", "What the preflight finds"): "tests/train/test_training_page.py",
     ("versions", "Install a release"): "tests/docs/test_release.py",
 }
 #: And those that nobody can print again, which the page says, and blocks that are no terminal.
 NOT_COMPARED = {
-    ("training", "Slurm"),  # the steps at which a job was stopped are others in every run
     ("CONTRIBUTING", "The house"),
-    ("out-of-memory", ""),  # an error of torch's
-    ("out-of-memory", "TRL on several nodes under Slurm"),
+    ("estimate", "If training ran out of memory"),  # an error of torch's
+    ("journeys/trl-qwen3-moe", "Under Slurm"),  # a variable and a command
     ("new-architecture", "Megatron's table"),
     ("journeys/llm-jp-v4", "On another number of nodes"),  # lines of a job's script
     ("new-architecture", "Models with images"),
@@ -155,7 +151,7 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
             shutil.copy(path, here / "Llama-3.1-8B")  # its tokenizer
         for file in (here / "run").glob("*.json"):
             file.unlink() if "token" in file.name else file.rename(here / "Llama-3.1-8B" / file.name)
-    if name == "out-of-memory":
+    if name == "estimate":
         (here / "Llama-3-8B").mkdir()
         (here / "Llama-3-8B/config.json").write_text(json.dumps(PUBLIC["Llama-3-8B"][1]))
     places, wrong = "", []
@@ -176,7 +172,8 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_table_of_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each command in the table of docs/resume.md, for M = 2."""
-    rows = [line for line in (DOCS / "resume.md").read_text().splitlines() if line.startswith("| ")]
+    section = (DOCS / "resume.md").read_text().partition("## Each conversion by itself\n")[2].partition("\n## ")[0]
+    rows = [line for line in section.splitlines() if line.startswith("| ")]
     known = [words for row in rows for words in re.findall(r"`ckpt (convert [^`]+)`", row)]
     assert len(known) == len(rows) - 2 >= 11  # a command for each row below the head
     for number, command in enumerate(known):
@@ -282,7 +279,7 @@ def test_a_row_is_compared_with_what_a_test_prints() -> None:
 
 
 def test_leaf_modules_are_layers_of_transformers() -> None:
-    page = (DOCS / "out-of-memory.md").read_text()
+    page = (DOCS / "journeys/trl-qwen3-moe.md").read_text()
     names = re.findall(r"^ +\| .+ \| `(\w+)` \|$", page, re.MULTILINE)
     sources = [path.read_text() for path in Path(models.__file__).parent.glob("*/modeling_*.py")]
     assert len(names) == 6

@@ -26,7 +26,7 @@ from tests.support.resuming import BOUNDS, Row, Run, apart, format_of, losses, o
 
 pytestmark = pytest.mark.slow
 
-PAGE = (REPOSITORY / "docs" / "resume.md").read_text()
+RECORDED = (REPOSITORY / "docs" / "losses.txt").read_text()
 
 
 def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more: Any) -> Row:
@@ -162,7 +162,7 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
         own = losses(resumed / one.folder / "own")
         cells["without conversion"] = shown(apart(rest, own))
         assert rest == own
-    assert not (different := row_differs(PAGE, one.name, cells)), different
+    assert not (different := row_differs(RECORDED, one.name, cells)), different
 
 
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
@@ -180,5 +180,5 @@ def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
     name = f"{FORGETFUL.name}, without the optimizer's states"
     cells = tables[title("fp32")][name]
     cells |= side_by_side(rest, whole)
-    assert not (different := row_differs(PAGE, name, cells)), different
+    assert not (different := row_differs(RECORDED, name, cells)), different
     assert difference > 5 * max(BOUNDS.values())

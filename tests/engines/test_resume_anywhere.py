@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -87,17 +86,15 @@ def test_losses_are_those_of_the_unbroken_run(chain: Path, tables: Any) -> None:
 
 def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     """HF Trainer in one folder, on whatever there is: ZeRO-3 on 4, ZeRO-2 on 3, FSDP2 on 2, ZeRO-3 on 4."""
-    script = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "resume.md").read_text(), re.DOTALL)
-    assert script
-    (tmp_path / "finetune.py").write_text(script[1])
+    shutil.copy(REPOSITORY / "examples" / "trainer" / "resume_anywhere.py", tmp_path)
     parts = [("zero3", 4), ("zero2", 3), ("fsdp2", 2), ("zero3", 4)]
     starts: list[tuple[int, str, list[str]]] = []
     for folder in ("outputs", "unbroken"):
         (tmp_path / folder).mkdir()
     worker = "tests.support.user_script"
     for number, (engine, ranks) in enumerate(parts, 1):
-        starts.append((ranks, worker, [str(2 * number), str(tmp_path), "finetune.py", engine, "outputs"]))
-    starts.append((4, worker, ["0", str(tmp_path), "finetune.py", "zero3", "unbroken"]))
+        starts.append((ranks, worker, [str(2 * number), str(tmp_path), "resume_anywhere.py", engine, "outputs"]))
+    starts.append((4, worker, ["0", str(tmp_path), "resume_anywhere.py", "zero3", "unbroken"]))
     fork(starts, ["tests.support.hf_trainer", *RESUMING])
     history, unbroken = (
         {

@@ -1,4 +1,4 @@
-"""`converters/pytorch/trainer.py`: the recipe of docs/hf-trainer-resume.md as it stands; FSDP runs
+"""`converters/pytorch/trainer.py`: the recipe of docs/resume.md, run as docs/testing.md shows; FSDP runs
 `tests.support.hf_trainer`, as Accelerate takes it for a matter of GPUs.
 """
 
@@ -24,7 +24,8 @@ from tests.support.places import REPOSITORY
 
 pytestmark = pytest.mark.slow
 
-RECIPE = (REPOSITORY / "docs" / "hf-trainer-resume.md").read_text()
+RECIPE = (REPOSITORY / "docs" / "testing.md").read_text()
+SCRIPT = REPOSITORY / "examples" / "trainer" / "finetune.py"
 WORKER = "tests.support.hf_trainer"
 TITLE = "HF Trainer resumed on other processes: loss of each step"
 
@@ -70,10 +71,8 @@ def rows(folder: Path) -> dict[int, list[Any]]:
 
 
 def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> None:
-    script = re.search(r"```python\n(.*?)```", RECIPE, re.DOTALL)
-    assert script
-    (tmp_path / "finetune.py").write_text(script[1])
-    first, *others = (one for one in commands(RECIPE) if one.heading == "Tried")
+    shutil.copy(SCRIPT, tmp_path)
+    first, *others = (one for one in commands(RECIPE) if one.heading == "HF Trainer on other processes")
     assert [command.text.split()[0] for command in others] == ["ckpt", "torchrun"] * 2
     run(first, tmp_path)  # to its end, for comparison; what a run leaves that stops after step 4 is the first half
     unbroken, consumed = history(tmp_path / "outputs" / "checkpoint-8"), rows(tmp_path / "outputs")
@@ -95,14 +94,15 @@ def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> 
         assert not (different := row_differs(RECIPE, name, cells)), different
 
 
-def test_the_error_at_the_top_is_deepspeeds() -> None:
+def test_the_error_on_the_page_is_deepspeeds() -> None:
     import deepspeed.runtime.engine
 
     source = Path(deepspeed.runtime.engine.__file__).read_text()
     raised = source[source.index('ZeRORuntimeException("The checkpoint being loaded') :].partition(")\n")[0]
     words = "".join(re.findall(r'"([^"]*)"', raised))
     said = re.sub(r"\{[^}]*loaded[^}]*\}", "4", words)
-    shown = " ".join(next(blocks(RECIPE)).lines)
+    page = (REPOSITORY / "docs" / "resume.md").read_text()
+    (shown,) = (" ".join(one.lines) for one in blocks(page) if one.lines[0].startswith("deepspeed.runtime"))
     assert shown == f"deepspeed.runtime.zero.utils.ZeRORuntimeException: {re.sub(r'{[^}]*}', '2', said)}"
 
 

@@ -18,7 +18,7 @@ from tests.support.places import REPOSITORY
 
 GB, GIB = 10**9, 1 << 30
 TITLE = "published runs: GiB on each GPU, or whether it fits"
-DOCUMENT = (REPOSITORY / "docs" / "estimate.md").read_text()
+DOCUMENT = (REPOSITORY / "docs" / "testing.md").read_text()
 
 
 @dataclass(frozen=True)
