@@ -69,6 +69,20 @@ def test_every_page_is_in_the_nav_of_the_first(site: Path) -> None:
     assert {"contributing/", "changelog/"} <= named
 
 
+def test_an_old_address_leads_to_the_new_page(site: Path) -> None:
+    for old, new in (("benchmarks", "performance"), ("journeys/hf-trainer-fsdp", "resume"), ("out-of-memory", "estimate")):
+        target = re.search(r'href="([^"]+)"', (site / old / "index.html").read_text())
+        assert target and (site / old / target[1]).resolve() == (site / new).resolve()
+
+
+def test_the_losses_on_the_page_are_recorded() -> None:
+    """Rows on docs/testing.md are rows in docs/losses.txt."""
+    page = (DOCS / "testing.md").read_text().partition("## Losses after a resume")[2].partition("\n## ")[0]
+    recorded = {tuple(line.split()) for line in (DOCS / "losses.txt").read_text().splitlines()}
+    rows = [tuple(line.split()) for line in page.splitlines() if " -> " in line]
+    assert rows and set(rows) <= recorded
+
+
 def test_nothing_is_fetched_from_elsewhere(site: Path) -> None:
     fetched = r'<(?:script|img|link|iframe|source)\b[^>]*?(?:src|href)="((?:https?:)?//[^"]+)"'
     for path in site.rglob("*.html"):

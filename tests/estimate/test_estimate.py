@@ -336,7 +336,7 @@ def test_the_document_shows_what_is_printed(tmp_path: Path, monkeypatch: pytest.
     document = (REPOSITORY / "docs" / "estimate.md").read_text()
     blocks = re.findall(r"^    \$ ckpt (estimate .*)\n((?:    .*\n|\n(?=    ))+)", document, re.MULTILINE)
     blocks = [(command, shown) for command, shown in blocks if "    ..." not in shown]  # those are run by tests/docs
-    assert len(blocks) == 2
+    assert len(blocks) == 1
     for command, shown in blocks:
         assert ckpt(*command.split()).out == textwrap.dedent(shown)
 
