@@ -99,9 +99,8 @@ def on_post_build(config: MkDocsConfig) -> None:
         target = posixpath.relpath(new, old) + "/"
         folder = Path(config.site_dir) / old
         folder.mkdir(parents=True)
-        (folder / "index.html").write_text(
-            f'<!doctype html><meta http-equiv="refresh" content="0; url={target}"><a href="{target}">{new}</a>\n', "utf-8"
-        )
+        refresh = f'<meta http-equiv="refresh" content="0; url={target}">'
+        (folder / "index.html").write_text(f'<!doctype html>{refresh}<a href="{target}">{new}</a>\n', "utf-8")
 
 
 def joined(markdown: str) -> str:

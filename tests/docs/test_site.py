@@ -70,7 +70,7 @@ def test_every_page_is_in_the_nav_of_the_first(site: Path) -> None:
 
 
 def test_an_old_address_leads_to_the_new_page(site: Path) -> None:
-    for old, new in (("benchmarks", "performance"), ("journeys/hf-trainer-fsdp", "resume"), ("out-of-memory", "estimate")):
+    for old, new in (("benchmarks", "performance"), ("journeys/hf-trainer-fsdp", "resume")):
         target = re.search(r'href="([^"]+)"', (site / old / "index.html").read_text())
         assert target and (site / old / target[1]).resolve() == (site / new).resolve()
 
