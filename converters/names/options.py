@@ -1,4 +1,4 @@
-"""The option `--names` of several formats: the namespace that is written, and its nesting."""
+"""Option `--names`, shared by several formats: the namespace to write, and its nesting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ HUB, OWN, TORCHTITAN = "hub", "own", "torchtitan"
 
 @dataclass(frozen=True, slots=True)
 class NameOptions:
-    """`names`: None is what the format itself asks for.  `flat_optimizer` is of `dcp` alone."""
+    """Options for names. `names` None uses the format's default. `flat_optimizer` is only for `dcp`."""
 
     names: str | None = option(
         "hf: hub, the default, writes only what save_pretrained of the config's architecture would write, names and "

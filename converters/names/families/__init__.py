@@ -1,1 +1,1 @@
-"""Names and shapes of the tensors in the Hub's files of an architecture, by tables.  Imports no other names."""
+"""Tables with an architecture's tensor names and shapes in the Hub's files. Imports no other names."""

@@ -1,7 +1,7 @@
-"""Vision-language models: tables of vision towers and projectors; `tables` has those of text models.
+"""Vision-language models: tables of vision towers and projectors. `tables` has the text models.
 
-As transformers 5.23 saves them (`modeling_*.py` of each model type); `tests/names/test_composites.py` holds each
-against models that transformers builds and saves.  Rows of a tower are in the order in which its modules register them.
+They follow transformers 5.23 (`modeling_*.py` of each model type). `tests/names/test_composites.py` compares each with
+models built and saved by transformers. A tower's rows are in registration order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _TowerSizes = Callable[[Config], Mapping[str, int]]
 
 
 def _patches(read: Config) -> dict[str, int]:
-    """Sizes of CLIP's and SigLIP's towers; `n` is the number of patches."""
+    """Return the sizes of CLIP's and SigLIP's towers. `n` counts patches."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_layers(read), "p": read.size("patch_size"), "n": patches, "n1": patches + 1}
 
@@ -66,7 +66,7 @@ def _layers(read: Config) -> dict[str, int]:
 
 
 def _internvl(read: Config) -> dict[str, int]:
-    """Sizes of InternVL's tower, whose images and patches have a height and a width."""
+    """Return the sizes of InternVL's tower, whose images and patches have a height and a width."""
     (height, width), (p, p2) = _sides(read, "image_size"), _sides(read, "patch_size")
     return {**_layers(read), "p": p, "p2": p2, "n1": (height // p) * (width // p2) + 1}
 
@@ -82,10 +82,10 @@ def _pixtral(read: Config) -> dict[str, int]:
 
 
 def _qwen(read: Config) -> dict[str, int]:
-    """Sizes of Qwen's towers: `m` is a patch and its neighbours that are merged, `o` what comes of them."""
+    """Return the sizes of Qwen's towers. `m` is the width of merged neighbouring patches, `o` the output width."""
     hidden, merged = read.size("hidden_size"), read.size("spatial_merge_size", default=2)
     sizes = {"f": read.size("intermediate_size"), "o": read.size("out_hidden_size")}
-    sizes |= {"c": read.size("in_chans", "in_channels")}  # what a release says; transformers 5 has the other
+    sizes |= {"c": read.size("in_chans", "in_channels")}  # the name in releases, and transformers 5's
     sizes |= {"p": read.size("patch_size"), "t": read.size("temporal_patch_size")}
     return {"h": hidden, "m": hidden * merged**2, **sizes}
 
@@ -104,14 +104,14 @@ def _qwen3(read: Config) -> dict[str, int]:
 
 
 def _glm(read: Config) -> dict[str, int]:
-    """Sizes of GLM's tower: `s` is how many patches are merged along a side."""
+    """Return the sizes of GLM's tower. `s` is the number of patches merged per side."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_qwen(read), "n": patches, "s": read.size("spatial_merge_size")}
 
 
 @dataclass(frozen=True)
 class Tower:
-    """One `model_type` of a vision tower: the rows before its layers, those of each layer, and those behind them."""
+    """Vision tower `model_type`: the rows before its layers, in each layer, and after them."""
 
     before: str
     sizes: _TowerSizes
@@ -120,11 +120,11 @@ class Tower:
     layers: str = "encoder.layers"
     count: str = "num_hidden_layers"
     defaults: Mapping[str, Any] = field(default_factory=dict)
-    #: What files have before every name, and transformers 5.6 and later not in memory.
+    #: Prefix of every name in files. transformers 5.6 and later have none in memory.
     inside: str = ""
 
     def shapes(self, config: Mapping[str, Any], prefix: str) -> dict[str, Shape]:
-        """The tower's tensors, in the order in which transformers registers them."""
+        """Return the tower's tensors, in transformers' registration order."""
         stated = {name: value for name, value in config.items() if value is not None}
         read, prefix = Config({**self.defaults, **stated, str(config.get("norm_type")): True}), prefix + self.inside
         dims = self.sizes(read)
@@ -134,18 +134,18 @@ class Tower:
             found.update(spelled_out(layer, f"{prefix}{self.layers}.{number}.", 0))
         behind = dict(filled(self.behind, read, dims))
         found |= {prefix + name: shape for name, shape in behind.items() if "{e}" not in name}
-        for number in range(dims.get("e", 0)):  # of an entry of a list all tensors, then those of the next
+        for number in range(dims.get("e", 0)):  # all tensors of a list entry, then the next entry's
             found |= {prefix + n.replace("{e}", str(number)): shape for n, shape in behind.items() if "{e}" in n}
         return found
 
     def rows(self) -> list[str]:
-        """The names of its rows, where `{e}` is the number of a layer."""
+        """Return the names of its rows, with `{e}` for the layer number."""
         layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
         before, behind = (row.name for row in parse(self.before)), (row.name for row in parse(self.behind))
         return [self.inside + name for name in (*before, *layer, *behind)]
 
     def has(self, name: str) -> bool:
-        """Return True if a tensor of the tower has this name."""
+        """Return True if the tower has a tensor with this name."""
         return _row_and_number(self.rows(), name) is not None
 
 
@@ -337,7 +337,7 @@ _TOWERS = {
     ),
 }
 
-#: What the text model's class takes where a config, as those of LLaVA's releases, states no sizes.
+#: Defaults of the text model's class for sizes missing from a config, for example in LLaVA's releases.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
     for name, more in {
@@ -351,18 +351,18 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
     }.items()
 }
-#: A module of the whole model, with or without what transformers 4 or its models in memory have around it.
+#: Module of the whole model, with or without the path parts added by transformers 4 or in memory.
 _MODULE = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?(.*)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.(.*)")
 
 
 @dataclass(frozen=True)
 class Composite:
-    """One `model_type`: the rows of its projector, where `t` is the text model's hidden size and `w` the tower's.
+    """Vision-language `model_type`. In projector rows, `t` is the text model's hidden size and `w` the tower's.
 
-    `q` is `w` times the number of patches that become one.  `beside` are rows of what is in no module.  `towers` are
-    the model types of the vision tower, `texts` those of the text model and the tables for them.  `tower` begins the
-    names of the tower, `model` those of the text model, `head` that of its output layer, `base` all others.
+    `q` is `w` times the number of patches merged into one. `beside` has the rows outside all modules. `towers` are the
+    vision tower's model types, `texts` the text model's, with their tables. The tower's names begin with `tower`, the
+    text model's with `model`, its output layer's with `head`, all others with `base`.
     """
 
     cls: str
@@ -376,33 +376,33 @@ class Composite:
     head: str = "language_model."
     base: str = ""
     ignored: tuple[str, ...] = ()
-    #: Whether the text model's config may tie the output layer, too.
+    #: True if the text model's config may tie the output layer, too.
     text_ties: bool = False
 
     def name(self, name: str) -> str:
-        """The name that a tensor of the text model has here."""
+        """Return the name of a text model's tensor in the whole model."""
         return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def named(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-        """Tensors of the text model under the names that they have here."""
+        """Return the text model's tensors under the whole model's names."""
         return {self.name(name): shape for name, shape in shapes.items()}
 
     def prefix(self, layer: int | str) -> str:
-        """What the names of a layer of the text model begin with."""
+        """Return the name prefix of a text model's layer."""
         return f"{self.model}layers.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """What the names of a layer of multi-token prediction begin with."""
+        """Return the name prefix of a multi-token prediction layer."""
         text = next(iter(self.texts.values()))
         return text.predicted_prefix(number, num_layers) if text.predicted else self.prefix(num_layers + number)
 
     @property
     def inside(self) -> str:
-        """What begins the names of a layer inside one of multi-token prediction."""
+        """Name prefix of a layer inside a multi-token prediction layer."""
         return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:
-        """The name of a tensor in the Hub's files, by that of another release or of the model in memory."""
+        """Return a tensor's name in the Hub's files, from another release's or an in-memory name."""
         if (match := _MODULE.fullmatch(name)) is not None and match[1] == "multi_modal_projector":
             return f"multi_modal_projector.{match[2]}"
         if match is not None:
@@ -416,19 +416,19 @@ class Composite:
         return name if match is None else self.model + match[1]
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """What a config says of the text model, and in no layer of it all tensors of the tower and the projector."""
+        """Return the text model's sizes. Tensors of tower and projector are outside its layers."""
         family, text = self.text(config)
         sizes = family.sizes(text)
         return replace(sizes, top=self.seeing(config, sizes.config) | self.named(sizes.top))
 
     def ties(self, config: Mapping[str, Any]) -> bool | None:
-        """Whether the output layer is the embedding; None where the config does not say, but the class."""
+        """Return True if the config ties the output layer to the embedding. None leaves it to the class."""
         parts = (config, _config_inside(config, "text_config")) if self.text_ties else (config,)
         stated = [bool(part["tie_word_embeddings"]) for part in parts if part.get("tie_word_embeddings") is not None]
         return any(stated) if stated else None
 
     def text(self, config: Mapping[str, Any]) -> tuple[Family, dict[str, Any]]:
-        """The text model's table, and its config: the whole one where releases have it flat."""
+        """Return the text model's table and config. Some releases have its config at the top."""
         inner = _config_inside(config, "text_config") or {
             name: value for name, value in config.items() if name != "model_type"
         }
@@ -444,7 +444,7 @@ class Composite:
         return self.texts[kind], {**defaults, **stated, "model_type": kind, "tie_word_embeddings": tied}
 
     def seeing(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
-        """What is no part of the text model."""
+        """Return the tensors outside the text model."""
         vision = _config_inside(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
         if kind not in self.towers or isinstance(config.get("vision_feature_layer"), list):
@@ -485,7 +485,7 @@ _QWEN3_MOE = replace(
     FAMILIES["qwen3_moe"],
     layer=FAMILIES["qwen3"].layer + _STACKED_EXPERTS,
     defaults={"rope_theta": 500000.0, "norm_topk_prob": True},
-    unread=("norm_topk_prob",),  # its router always does
+    unread=("norm_topk_prob",),  # its router always normalizes
 )
 _GLM = replace(FAMILIES["glm4_moe"], unread=("use_qk_norm",), defaults={"attention_bias": True}, prediction="")
 COMPOSITES = {
@@ -574,7 +574,7 @@ COMPOSITES = {
 
 
 def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, ...]]:
-    """Sort keys of tensors that are no part of the text model: the order in which transformers' modules have them."""
+    """Return sort keys for tensors outside the text model, in registration order."""
     composite = COMPOSITES[model_type]
     beside, projector = ([row.name for row in parse(text)] for text in (composite.beside, composite.projector))
     found: dict[str, tuple[int, ...]] = {}
@@ -599,7 +599,7 @@ def registered(names: Collection[str], model_type: str) -> dict[str, tuple[int, 
 
 
 def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
-    """Numbers of a tensor's place among a tower's rows: the first row of its list, its number in that, its own row."""
+    """Return a tensor's place in a tower's rows: its list's first row, its number in the list, its own row."""
     head, *numbered = re.split(r"\.(\d+)\.", name, maxsplit=1)
     if name in rows or not numbered:
         return (rows.index(name), 0, 0) if name in rows else None
@@ -611,7 +611,7 @@ def _row_and_number(rows: list[str], name: str) -> tuple[int, int, int] | None:
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """What the class that the config names writes; None where no table answers, as of a size that is not stated."""
+    """Return the tensors saved by the config's class. None without a table, or if the config lacks a size."""
     composite = COMPOSITES.get(str(config.get("model_type")))
     named = architectures(config)
     text, vision = config.get("text_config"), config.get("vision_config")
@@ -620,7 +620,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
     if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
         return None
     if any(text.get(name) is None for name in ("intermediate_size", "num_key_value_heads")):
-        return None  # classes of one family have other ones where these are left out
+        return None  # a family's classes have different defaults for these
     if str(text.get("model_type")) not in composite.texts or vision.get("model_type") not in composite.towers:
         return None
     try:
@@ -630,5 +630,5 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
             return None
         required = composite.seeing(config, Config(inner)) | composite.named(model.required)
     except CkptError:
-        return None  # the class has sizes of its own for what is not stated
+        return None  # the class has its own defaults for missing sizes
     return Saved(composite.cls, required, composite.named(model.optional), DERIVED, composite.base)

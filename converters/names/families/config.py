@@ -1,4 +1,4 @@
-"""What a model's config.json says, checked as it is asked for."""
+"""Checked access to a model's config.json."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ckpt.base.errors import CorruptError
 
 _MAX_SIZE = 1 << 40
 _MAX_COUNT = 1 << 20
-#: What the error for a missing size says.
+#: Error message for a missing size.
 NO_SIZE = "the config does not state a size"
 
 
 @dataclass(frozen=True)
 class Config:
-    """A config.json whose values are checked when they are asked for."""
+    """config.json with values checked on access."""
 
     values: Mapping[str, Any]
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """The first of `names` that is stated, a positive integer; CorruptError where there is none and no default."""
+        """Return the first existing entry, a positive integer. Raise CorruptError without an entry and a default."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -35,19 +35,19 @@ class Config:
         return default
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """`size` with a lower limit, for what is listed one by one: layers and experts.  CorruptError above it."""
+        """Return `size` with a limit, for layers and experts, which are listed singly. Raise CorruptError above it."""
         found = self.size(*names, default=default)
         if found > _MAX_COUNT:
             raise CorruptError("the config has too many of something", found=f"{names[0]} {found}")
         return found
 
     def natural(self, *names: str) -> int:
-        """The first of `names` that is stated, an integer that may be 0; 0 without such an entry."""
+        """Return the first existing one of `names`, an integer that may be 0. Default 0."""
         stated = next((name for name in names if self.values.get(name) is not None), None)
         return 0 if stated is None or self.values[stated] == 0 else self.size(stated)
 
     def numbers(self, name: str) -> list[Any]:
-        """What is listed; nothing where nothing is stated.  CorruptError for what is no list."""
+        """Return a list, by default an empty one. Raise CorruptError for any other value."""
         value = self.values.get(name) or []
         if not isinstance(value, list):
             raise CorruptError("the config states no list", expected=f"{name}: a list", found=value)
@@ -65,7 +65,7 @@ class Config:
         return default if value is None else bool(value)
 
     def mapping(self, *names: str) -> Mapping[str, Any]:
-        """The first of `names` that is stated and is an object; an empty one otherwise."""
+        """Return the first of `names` that is an object, or else an empty one."""
         return next((self.values[n] for n in names if isinstance(self.values.get(n), Mapping)), {})
 
     def get(self, name: str) -> Any:
@@ -73,7 +73,7 @@ class Config:
 
     @property
     def num_layers(self) -> int:
-        """The number of layers: of those that are listed one by one, where there is such a list."""
+        """Number of layers, counted in the list of layers if there is one."""
         for name in ("layers_block_type", "hybrid_override_pattern"):
             listed = self.get(name)
             if isinstance(listed, list | str) and listed:
@@ -82,7 +82,7 @@ class Config:
 
     @property
     def rope(self) -> Mapping[str, Any]:
-        """transformers 5's `rope_parameters`, with what older configs state elsewhere; `rope_scaling` wins over it."""
+        """Rotary parameters: transformers 5's, plus older configs' entries. `rope_scaling` overrides the rest."""
         stated = self.mapping("rope_scaling") or self.mapping("rope_parameters")
         beside = {name: self.get(name) for name in ("rope_theta", "partial_rotary_factor")}
         older = {name: value for name, value in beside.items() if value is not None}
@@ -90,7 +90,7 @@ class Config:
 
 
 def architectures(config: Mapping[str, Any]) -> list[str]:
-    """Class names of the model, without the prefix under which FSDP1 wraps them."""
+    """Return the model's class names, without FSDP1's prefix for wrapped classes."""
     named = config.get("architectures")
     if not isinstance(named, list):
         return []

@@ -1,9 +1,9 @@
-"""How the tables of `families` are read: a line for each kind of tensor that `save_pretrained` writes.
+"""Parser for the tables in `families`, with a line for each kind of tensor written by `save_pretrained`.
 
     self_attn.[k|v]_proj.bias k ? attention_bias
     |                         | |
-    names, with alternatives  | conditions: what the config says is true, or the layer's kind; `!` turns one round
-                              the shape, in short names of sizes (`2f` is twice `f`, a number is itself)
+    names, with alternatives  | conditions: a config entry is true, or the layer is of this kind; `!` negates one
+          shape, in short size names (`2f` is twice `f`, a number is itself)
 
 `{e}` in a name is an expert's number.
 """
@@ -20,11 +20,11 @@ from ckpt.base.errors import CorruptError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import Config
 
-#: Kinds of layers: with one MLP, with experts.
+#: Kinds of layers: with one MLP, or with experts.
 DENSE, SPARSE = "dense", "sparse"
 
 _CHOICE = re.compile(r"\[([^]]+)\]")
-#: Frequencies of rotary positions, which older files hold and no model needs.
+#: Frequencies of rotary positions, found in older files but not needed.
 DERIVED = (r"(.*\.)?rotary_emb\.inv_freq",)
 
 Kinds = Callable[[Config, int], Collection[str]]
@@ -33,10 +33,10 @@ Dims = Callable[[Config, Mapping[str, int]], Mapping[str, int]]
 
 @dataclass(frozen=True)
 class Saved:
-    """What `save_pretrained` of the class `cls` writes: every name of `required`, and no other.
+    """Tensors written by `save_pretrained` of the class `cls`: exactly `required`.
 
-    `optional` may be there as well (a tied output layer once more), `ignored` are patterns of what loading passes over.
-    `base` is what the names of the model without its head begin with.
+    Files may also have `optional` ones (a second name of a tied output layer). `ignored` are patterns of names skipped
+    on loading. `base` is the name prefix of the model without its head.
     """
 
     cls: str
@@ -55,7 +55,7 @@ class FamilyRow:
 
 @cache
 def parse(text: str) -> tuple[FamilyRow, ...]:
-    """The rows of a table, alternatives in full."""
+    """Parse a table's rows, with all alternatives."""
     return tuple(_parse_rows(text))
 
 
@@ -68,7 +68,7 @@ def _parse_rows(text: str) -> Iterator[FamilyRow]:
 
 
 def choices(name: str) -> Iterator[str]:
-    """`[k|v]_proj` as `k_proj` and `v_proj`."""
+    """Yield `k_proj` and `v_proj` for `[k|v]_proj`."""
     match = _CHOICE.search(name)
     if match is None:
         yield name
@@ -79,10 +79,10 @@ def choices(name: str) -> Iterator[str]:
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a family reads from a config: sizes by short names, and which tensors are where.
+    """Sizes read from a config by short names, and the tensors in each layer.
 
-    `top` has the names of what is in no layer.  `layers` and `predicted` (of multi-token prediction, numbered behind
-    the others) have for each layer the rest of its tensors' names, where `{e}` is the expert.
+    `top` has the tensors outside all layers. `layers` have each layer's tensors by the rest of the name, with `{e}` for
+    the expert. `predicted` are multi-token prediction layers, numbered after the others.
     """
 
     config: Config
@@ -102,22 +102,22 @@ class Sizes:
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer is tied to the embedding."""
         return self.config.flag("tie_word_embeddings")
 
     def has(self, name: str) -> bool:
-        """Whether a layer has the tensor with this rest of a name."""
+        """Return True if a layer has a tensor with this rest of the name."""
         return any(name in layer for layer in self.layers)
 
 
 @dataclass(frozen=True)
 class Family:
-    """One `model_type`: `stem` begins the names of its classes (`LlamaForCausalLM`), `base` those of its tensors.
+    """One `model_type`. `stem` begins its class names (`LlamaForCausalLM`), `base` its tensor names.
 
-    `layer` are the rows of each layer, `top` all others but those of heads.  `defaults` are what the class takes where
-    the config is silent or says null, `absent` where it is silent, `unread` what it takes from no config.  `spelled`
-    maps the config's own words to the common ones (`{"d_model": "hidden_size"}`).  `kinds` says what a layer is, `dims`
-    adds sizes to those of attention.  The table has no answer for a config in which one of `unknown` is true.
+    `layer` has the rows of each layer, `top` all others except heads. The class uses `defaults` if the config lacks an
+    entry or has null, `absent` if it lacks an entry, and never reads `unread`. `spelled` maps the config's own keys to
+    the common ones (`{"d_model": "hidden_size"}`). `kinds` returns a layer's kinds. `dims` adds sizes to attention's.
+    The table does not cover configs with a true entry in `unknown`.
     """
 
     stem: str
@@ -137,21 +137,21 @@ class Family:
     experts: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    #: Rows of a layer of multi-token prediction, beside those of a sparse one where there are experts: it is in the
-    #: files of a release, and transformers leaves it out.
+    #: Rows of a multi-token prediction layer, added to a sparse layer's, or a dense layer's without experts. Releases
+    #: have them, and transformers leaves them out.
     prediction: str = ""
-    #: What such layers are counted under; behind the others where it is empty.
+    #: Name before such a layer's number. If empty, these layers follow the others.
     predicted: str = ""
-    #: What the rows of `layer` begin with in such a layer, where it stands in a module of its own beside the model.
+    #: Prefix of `layer`'s rows in such a layer, if it is in a separate module beside the model.
     inside: str = ""
-    #: Modules of a layer, and of an MLP with experts, in the order in which transformers registers them.
+    #: Modules in a layer, and in an MLP with experts, in transformers' registration order.
     modules: tuple[str, ...] = ("self_attn.", "mlp.", "input_layernorm.", "post_attention_layernorm.")
     expert_modules: tuple[str, ...] = ("router.", "experts.", "gate.", "shared_experts.")
 
     def saved(self, config: Mapping[str, Any], cls: str) -> Saved | None:
-        """What the class `cls` of this family writes; None where the table has no answer.
+        """Return the tensors saved by the family's class `cls`. None if the table does not cover it.
 
-        Raises CorruptError where the config lacks a size, or has an impossible one.
+        Raise CorruptError if a size is missing from the config or impossible.
         """
         read = self._config(config)
         heads = {
@@ -178,21 +178,21 @@ class Family:
         return Saved(cls, required, optional, (*DERIVED, *self.ignored), self.base)
 
     def sizes(self, config: Mapping[str, Any]) -> Sizes:
-        """What a config says of a model with an output layer.  Raises CorruptError where it lacks a size."""
+        """Return a config's sizes for a model with an output layer. Raise CorruptError if one is missing."""
         return self._sizes(self._config(config), self.output)
 
     def prefix(self, layer: int | str) -> str:
-        """What the names of a layer's tensors begin with."""
+        """Return the name prefix of a layer."""
         return f"{self.base}.{self.layers}.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """What the names of a layer of multi-token prediction begin with."""
+        """Return the name prefix of a multi-token prediction layer."""
         if self.inside:
             return self.predicted
         return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
 
     def _config(self, config: Mapping[str, Any]) -> Config:
-        """The config with the class's defaults, under the common words."""
+        """Return the config with the class's defaults, under common keys."""
         stated = {name: value for name, value in config.items() if value is not None and name not in self.unread}
         common = {name: stated[own] for own, name in self.spelled.items() if own in stated}
         absent = {name: value for name, value in self.absent.items() if name not in config}
@@ -221,7 +221,7 @@ class Family:
 def filled(
     text: str, config: Config, dims: Mapping[str, int], kinds: Collection[str] = (), prefix: str = ""
 ) -> Iterator[tuple[str, Shape]]:
-    """Names and shapes of those rows of a table that a layer of these `kinds` has."""
+    """Yield names and shapes of a table's rows for a layer of these `kinds`."""
     for row in parse(text):
         if all(_holds(condition, config, kinds) for condition in row.conditions):
             yield prefix + row.name, shape_of(row, dims)
@@ -232,7 +232,7 @@ def shape_of(row: FamilyRow, dims: Mapping[str, int]) -> Shape:
 
 
 def spelled_out(shapes: Mapping[str, Shape], prefix: str, num_experts: int) -> Iterator[tuple[str, Shape]]:
-    """Names with their prefix and with every expert's number."""
+    """Yield the names with their prefix and every expert's number."""
     for name, shape in shapes.items():
         before, is_expert, after = name.partition("{e}")
         if not is_expert:
@@ -249,14 +249,14 @@ def _holds(condition: str, config: Config, kinds: Collection[str]) -> bool:
 
 
 def _multiple(word: str, dims: Mapping[str, int]) -> int:
-    """`2f` as twice the size `f`; a number alone is itself."""
+    """Return `2f` as twice the size `f`, and a bare number as itself."""
     name = word.lstrip("0123456789")
     factor = int(word.removesuffix(name) or 1)
     return factor * dims[name] if name else factor
 
 
 def _attention_sizes(config: Config) -> dict[str, int]:
-    """Sizes of a model with (grouped) attention, under the config entries that most architectures share."""
+    """Return the sizes of (grouped) attention, from config entries shared by most architectures."""
     hidden = config.size("hidden_size", "n_embd")
     heads = config.size("num_attention_heads", "n_head")
     groups = config.size("num_key_value_heads", default=heads)
@@ -273,5 +273,5 @@ def _attention_sizes(config: Config) -> dict[str, int]:
 
 
 def _labels(config: Config) -> int:
-    """transformers writes `id2label`, and of `num_labels` nothing."""
+    """Return the number of labels. transformers writes `id2label`, but not `num_labels`."""
     return len(config.mapping("id2label")) or config.size("num_labels", default=2)

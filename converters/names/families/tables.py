@@ -1,6 +1,6 @@
-"""The tables of model types: what their `save_pretrained` writes, as transformers 5.23 does (`modeling_*.py`).
+"""Tables of model types: the output of `save_pretrained` in transformers 5.23 (`modeling_*.py`).
 
-`tests/names/test_tables.py` holds each against models that transformers builds and saves.
+`tests/names/test_tables.py` compares each with models built and saved by transformers.
 """
 
 from __future__ import annotations
@@ -102,14 +102,14 @@ GPT = """
 
 
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of experts, and of those that see every token."""
+    """Return the sizes of experts and shared experts."""
     expert = config.size("moe_intermediate_size", "intermediate_size")
     number = config.natural("n_shared_experts", "moe_num_shared_experts") or 1
     return {"m": expert, "s": config.size("shared_expert_intermediate_size", default=expert * number)}
 
 
 def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of DeepSeek's attention."""
+    """Return the sizes of DeepSeek's attention."""
     heads = dims["heads"]
     rope, nope, value = (config.size(f"{part}_head_dim") for part in ("qk_rope", "qk_nope", "v"))
     rank = config.size("kv_lora_rank")
@@ -119,7 +119,7 @@ def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of Qwen3-Next's linear attention."""
+    """Return the sizes of Qwen3-Next's linear attention."""
     heads = {part: config.size(f"linear_num_{part}_heads") for part in ("key", "value")}
     keys, values = (heads[part] * config.size(f"linear_{part}_head_dim") for part in ("key", "value"))
     return {
@@ -144,7 +144,7 @@ def _behind_dense(config: Config, layer: int) -> Collection[str]:
 
 
 def _by_mlp_type(config: Config, layer: int) -> Collection[str]:
-    """Whether a layer has experts: as `mlp_layer_types` lists it, or behind the first dense layers, one by itself."""
+    """Return a layer's kind: from `mlp_layer_types`, or sparse after the first dense layers, by default one."""
     types = config.get("mlp_layer_types")
     if types is None:
         return (SPARSE if layer >= config.number("first_k_dense_replace", 1) else DENSE,)
@@ -159,7 +159,7 @@ def _by_step(config: Config, layer: int) -> Collection[str]:
 
 
 def _linear_by_type(config: Config, layer: int, by_rule: bool) -> Collection[str]:
-    """Whether a layer has linear attention: as `layer_types` lists it, or by the rule of a class without that list."""
+    """Return "linear" for a layer with linear attention: from `layer_types`, or without it `by_rule`."""
     types = config.get("layer_types")
     if not types:
         return ("linear",) if by_rule else ()
@@ -194,7 +194,7 @@ def _llama4(config: Config, layer: int) -> Collection[str]:
 
 
 def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of Mamba's mixer."""
+    """Return the sizes of Mamba's mixer."""
     hidden, state = dims["h"], config.size("state_size")
     rank = config.get("time_step_rank")
     rank = -(-hidden // 16) if rank == "auto" else config.size("time_step_rank")
@@ -203,7 +203,7 @@ def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Sizes of Nemotron-H's Mamba-2 mixer and of its experts."""
+    """Return the sizes of Nemotron-H's Mamba-2 mixer and experts."""
     heads = config.size("mamba_num_heads")
     inner = heads * config.size("mamba_head_dim")
     groups = config.size("n_groups") * config.size("ssm_state_size")
@@ -218,16 +218,16 @@ def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
     }
 
 
-#: What a layer of Nemotron-H is, by the letter of its pattern and by its words, older ones among them.
+#: Kinds of Nemotron-H's layers, by pattern letter or by name, including older names.
 _BLOCKS = {"M": "mamba", "*": "attention", "-": DENSE, "E": SPARSE}
 _BLOCKS |= {"linear_attention": "mamba", "mamba": "mamba", "full_attention": "attention", "attention": "attention"}
 _BLOCKS |= {"mlp": DENSE, "moe": SPARSE}
-#: The layers of its class where a config says nothing.
+#: Default layers in its class.
 _DEFAULT_BLOCKS = "ME*-"
 
 
 def _by_block(config: Config, layer: int) -> Collection[str]:
-    """What a layer is: as `layers_block_type` lists it, or a letter of the pattern of released files."""
+    """Return a layer's kind: from `layers_block_type`, or from the pattern in released files."""
     blocks = config.get("layers_block_type") or config.get("hybrid_override_pattern") or _DEFAULT_BLOCKS
     known = blocks[layer] if isinstance(blocks, list | str) and layer < len(blocks) else None
     if not isinstance(known, str) or known not in _BLOCKS:
@@ -340,7 +340,7 @@ _QWEN3_NEXT = Family(
     + EXPERTS
     + GATED_SHARED_EXPERT
     + NORMS,
-    # Its config.json says nothing of the one layer of multi-token prediction that the release has.
+    # The release has one multi-token prediction layer, missing from its config.json.
     defaults={"head_dim": 256, "linear_conv_kernel_dim": 4, "num_nextn_predict_layers": 1, "norm_topk_prob": True},
     dims=_linear,
     experts=("num_experts",),
@@ -1071,9 +1071,9 @@ FAMILIES: dict[str, Family] = {
 
 
 def saved(config: Mapping[str, Any]) -> Saved | None:
-    """What the class that the config names writes; None where no table has the answer.
+    """Return the tensors saved by the config's class. None without a table for it.
 
-    Raises CorruptError where the config lacks a size.
+    Raise CorruptError if the config lacks a size.
     """
     family = FAMILIES.get(str(config.get("model_type")))
     if family is None:

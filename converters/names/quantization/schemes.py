@@ -59,9 +59,9 @@ class Part:
 class Scheme:
     """All parts of a weight by name template.
 
-    `plain` computes the plain shape from the shape of the part `packed`. `is_stack` True limits the scheme to experts
-    in one tensor, with a name not ending in `weight`, and False to all other weights. `bits` is the size of an element
-    if the packed part has no dims.
+    `plain` computes the plain shape from the shape of the part `packed`. If `is_stack` is True, the scheme is only for
+    experts in one tensor, with a name not ending in `weight`. If False, it is only for all other weights. `bits` is the
+    size of an element if the packed part has no dims.
     """
 
     packed: str
@@ -147,7 +147,7 @@ def _block_size(settings: Settings) -> tuple[int, int] | None:
 
 
 def _fp8(settings: Settings) -> list[Scheme]:
-    """Block or tensor scales: `weight_scale_inv` of DeepSeek-V3 and transformers, `scale` of DeepSeek-V4."""
+    """Return schemes with block or tensor scales: DeepSeek-V3's `weight_scale_inv`, or DeepSeek-V4's `scale`."""
     size = _block_size(settings)
     scales = _per_group(*size) if size else _scalar if settings else None
     plain = Scheme(_WEIGHT, {_WEIGHT: Part(F8), "{w}_scale_inv": Part((*FLOATS, *E8M0), scales)}, tuple)
