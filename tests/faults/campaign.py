@@ -248,8 +248,9 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
                     for _ in itertools.islice(add_some(sample, place, random), min(10, left)):
                         signal.alarm(_PATIENCE)
                         left -= 1
-                except _Over as error:
-                    report.add(kind, f"{sample.name}: the case behind the last one", ("", str(error)))
+                except (Exception, _Over) as error:
+                    what = f"{type(error).__name__}: {error}"
+                    report.add(kind, f"{sample.name}: the case behind the last one", ("", what))
                     left -= 1
                     shutil.rmtree(place)
                     place.mkdir()
