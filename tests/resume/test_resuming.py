@@ -22,7 +22,16 @@ from ckpt import api
 from ckpt.commands.resume.caller import Caller, caller
 from ckpt.commands.resume.resuming import RECORD
 from ckpt.compare import manifest
-from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError, SeveralRunsError, StorageError, UsageError
+from ckpt.errors import (
+    CkptError,
+    CorruptError,
+    IncompleteError,
+    LossError,
+    NotFoundError,
+    SeveralRunsError,
+    StorageError,
+    UsageError,
+)
 from ckpt.move.journal import JOURNAL
 from ckpt.plan.checkpoint import Layout
 from tests.support.commands import ckpt as run_ckpt
@@ -654,3 +663,14 @@ def test_an_option_of_convert_is_proposed_as_its_command(tmp_path: Path) -> None
         ckpt.resume(run, format="dcp", world_size=2)
     for error in (run_ckpt("resume", run, "--format", "dcp", "--world-size", "2").err, str(raised.value)):
         assert "hint: `ckpt convert zero2 dcp " in error and "--optimizer-dtype fp32` writes the values" in error
+
+
+@pytest.mark.parametrize("target", ["nowhere", "training_args.bin"])
+def test_a_broken_link_beside_the_step_is_refused(fixtures: Path, tmp_path: Path, target: str) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(fixtures / "trainer-plain", run)
+    args = run / "checkpoint-2" / "training_args.bin"
+    args.unlink()
+    args.symlink_to(target)
+    with pytest.raises(IncompleteError, match="a symlink leads to nothing"):
+        ckpt.resume(run, format="dcp", world_size=5, say=lambda _: None)

@@ -34,7 +34,7 @@ from ckpt.base.text import counted, scheme_of
 from ckpt.base.typed import typed
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
-from ckpt.move.files import destination_of, translate_os_errors
+from ckpt.move.files import confined, destination_of, translate_os_errors
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -548,7 +548,8 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
 
 def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
     """The facts of all files that a conversion takes training state from, the same wherever it is asked for."""
-    files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in run_files(checkpoint)))
+    beside = [confined(path.parent, path.name) for path in run_files(checkpoint)]
+    files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in beside))
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
 
