@@ -29,6 +29,7 @@ from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
 from ckpt.runs.halves import check_is_no_optimizer, lost_weights
 from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
 from ckpt.runs.not_read import holds_tensors, stray_names
+from ckpt.runs.one_save import check_one_save
 from ckpt.runs.placeholders import check_has_elements
 from ckpt.runs.search import run_below
 from ckpt.runs.steps import (
@@ -141,6 +142,7 @@ class Chooser:
                 continue
             if self.want.holds(checkpoint):
                 check_is_no_optimizer(checkpoint)
+                check_one_save(checkpoint)
                 check_has_elements(checkpoint)
                 return checkpoint
             if self.want.prefers not in (None, one.name):

@@ -34,9 +34,10 @@ from ckpt.runs.foreign import foreign
 from ckpt.runs.halves import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
 from ckpt.runs.model_files import CONFIG, read_config
 from ckpt.runs.models import check_one_is_meant, how_to_choose, models_of
+from ckpt.runs.one_save import different_steps
 from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
-from ckpt.runs.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at, trainer_step
+from ckpt.runs.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
 from ckpt.stores import places
 
 #: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
@@ -155,32 +156,9 @@ def _noted(checkpoint: Checkpoint) -> Checkpoint:
     """Add notes on a folder named for another step, on values from one rank, and on empty parts."""
     told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
     empty = (empty_parameters(checkpoint), lacking_states(checkpoint)[0])
-    two = "" if checkpoint.state.zero_stage is not None else of_two_saves(checkpoint)  # ZeRO's reader reports it itself
-    notes = [note for note in (told, two, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
+    steps = different_steps(checkpoint)
+    notes = [note for note in (told, steps, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint
-
-
-def of_two_saves(checkpoint: Checkpoint) -> str:
-    """Return a sentence if a model and its optimizer count different steps, or "".
-
-    The usual cause is an interrupted save into a reused folder. But it is no proof of damage: the optimizer starts at 0
-    if only weights were loaded. ZeRO's stage 0 counts differently. HF Trainer counts steps skipped after an overflow,
-    so its optimizer may have taken fewer.
-    """
-    state = checkpoint.state
-    taken = _taken(checkpoint)
-    skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
-    if state.step is None or taken < 0:
-        return ""
-    is_more = taken > state.step and trainer_step(Path(checkpoint.path)) is not None
-    if not is_more and (state.zero_stage is None or taken == state.step - skipped):
-        return ""
-    return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
-
-
-def _taken(checkpoint: Checkpoint) -> float:
-    """Return the number of steps taken by the optimizer, or -1 if it does not count."""
-    return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 
 
 def rank_copies_note(tensors: Iterable[Tensor]) -> str:
@@ -203,15 +181,8 @@ def _neighbour(path: Path) -> str | None:
 
 
 def can_resume(checkpoint: Checkpoint) -> bool:
-    """Return True if a checkpoint has a model and its optimizer.
-
-    Raise IncompleteError if the optimizer is from a later step. A restarted optimizer has taken fewer.
-    """
-    if not (has_optimizer(checkpoint) and holds_model(checkpoint)):
-        return False
-    if (what := of_two_saves(checkpoint)) and _taken(checkpoint) > (checkpoint.state.step or 0):
-        raise IncompleteError(what, path=checkpoint.path)
-    return True
+    """Return True if a checkpoint has a model and its optimizer."""
+    return has_optimizer(checkpoint) and holds_model(checkpoint)
 
 
 def has_optimizer(checkpoint: Checkpoint) -> bool:

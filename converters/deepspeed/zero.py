@@ -469,18 +469,16 @@ def _stage3_groups(inner: RankFile, sub_groups: list[dict[str, Shape]]) -> tuple
 # -- shared by the stages ----------------------------------------------------------------------------------------------
 
 
-def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
-    """Return a note if model and optimizer files are from different steps.
+def _check_step(reading: _ZeroReading) -> None:
+    """Raise CorruptError if the optimizer's count matches the folder's name and the model's step does not.
 
-    This happens if a save is interrupted in a reused folder, like Accelerate's. The optimizer's count alone proves
-    nothing: it restarts if only weights were loaded. DeepSpeed names the folder after the model's step. Raise
-    CorruptError if the optimizer's count matches this name and the model's does not.
+    DeepSpeed derives the name from the model's step.
     """
     file = reading.models[0]
     recorded, skipped = (file.content.get(name) for name in ("global_steps", "skipped_steps"))
     taken = max(reading.states.scalars.get("step", {}).values(), default=None)
     if not (isinstance(recorded, int) and isinstance(skipped, int)) or taken in (None, recorded - skipped):
-        return ()
+        return
     named = _DEFAULT_TAG.fullmatch(reading.folder.path.name)
     if named and int(named[1]) != recorded and taken in (int(named[1]), int(named[1]) - skipped):
         raise CorruptError(
@@ -489,16 +487,13 @@ def _step_note(reading: _ZeroReading) -> tuple[str, ...]:
             expected=f"step {named[1]}, as the optimizer's files and the folder's name have it",
             found=f"step {recorded}",
         )
-    return (
-        f"the model file is of step {recorded} ({skipped} skipped), but the optimizer has taken {taken:g} steps: "
-        "are all files of one save?",
-    )
 
 
 def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world_size: int) -> Checkpoint:
     file, folder = reading.models[0], reading.folder.path
     check_same("step", [(model, model.content.get("global_steps")) for model in reading.models])
     check_same_options([(inner, base_groups(inner)) for inner in inners])
+    _check_step(reading)
     found = {fqn for fqn, _ in reading.tensors}
     for alias, owner in reading.ties.items():
         if owner not in found:  # aliases are not read
@@ -526,7 +521,7 @@ def _checkpoint(reading: _ZeroReading, inners: list[RankFile], stage: int, world
         facts=DeepSpeedFacts(reading.own_order),
         state=state,
         folders=(str(folder.parent),),
-        notes=(*_step_note(reading), *left_out, *reading.notes, *reading.sources.notes),
+        notes=(*left_out, *reading.notes, *reading.sources.notes),
         computed=reading.states.computed,
         quantized=QuantizedStates(reading.states.quantized),
         unread=reading.states.left_out(),

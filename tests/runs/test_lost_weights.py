@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ckpt import api
-from ckpt.errors import CorruptError, HalfError
+from ckpt.errors import CorruptError, HalfError, IncompleteError
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES
 
@@ -147,16 +147,64 @@ def test_lerobots_training_state_alone_is_half(tmp_path: Path) -> None:
     assert f"the model is in {step / 'pretrained_model'}: give that folder" in ckpt("hash", state).err
 
 
-def test_an_optimizer_of_another_step_is_named_by_every_command(tmp_path: Path) -> None:
-    step = shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2")
-    told = "the model is of step 2, and the optimizer has taken 7"
-    convert = ("convert", "auto", "full", step, "-o")
-    assert told not in ckpt(*convert, tmp_path / "before").err
+def of_step(step: Path, taken: float) -> Path:
+    """Write into HF Trainer's optimizer how many steps it has taken."""
     optimizer = torch.load(step / "optimizer.pt", weights_only=True)
     for state in optimizer["state"].values():
-        state["step"] = torch.tensor(7.0)
+        state["step"] = torch.tensor(taken)
     torch.save(optimizer, step / "optimizer.pt")
-    assert told in ckpt(*convert, tmp_path / "out").err
-    assert told in ckpt("resume", step).err
-    checked = ckpt("check", step)
-    assert checked.code == LOST and told in checked.out
+    return step
+
+
+def of_model_step(run: Path, number: int) -> Path:
+    """Write into DeepSpeed's model file which step it is of; the folder has Accelerate's name."""
+    place = next(run.glob("global_step*")).rename(run / "pytorch_model")
+    (run / "latest").write_text(place.name)
+    file = place / "mp_rank_00_model_states.pt"
+    torch.save(torch.load(file, weights_only=False) | {"global_steps": number}, file)
+    return run
+
+
+def every_command(place: Path, out: Path) -> list[tuple[str | Path, ...]]:
+    converted = [("convert", "auto", target, place, "-o", out) for target in ("full", "hf")]
+    return [*converted, ("check", place), ("resume", place), ("inspect", place), ("hash", place)]
+
+
+def test_an_optimizer_of_a_later_step_is_refused_by_every_command(tmp_path: Path) -> None:
+    step = Path(shutil.copytree(FIXTURES / "trainer-plain" / "checkpoint-2", tmp_path / "checkpoint-2"))
+    zero = Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "zero"))
+    for place in (step, zero):
+        assert ckpt("check", place).code == 0
+    for place, told in (
+        (of_step(step, 7.0), "the model is of step 2, and the optimizer has taken 7"),
+        (of_model_step(zero, 1), "the model is of step 1, and the optimizer has taken 2"),
+    ):
+        for command in every_command(place, tmp_path / "out"):
+            done = ckpt(*command)
+            assert done.code == LOST and told in done.out + done.err, (command, done)
+        with pytest.raises(IncompleteError, match=told):
+            api.open(place)
+
+
+def test_an_optimizer_of_fewer_steps_is_refused_if_the_weights_are_of_another_save(tmp_path: Path) -> None:
+    """DeepSpeed writes the model first: a save that was cut off in a reused folder leaves an older optimizer."""
+    run = Path(shutil.copytree(FIXTURES / "trainer-zero2", tmp_path / "run"))
+    for file in (run / "checkpoint-1/global_step1").glob("*optim_states.pt"):
+        shutil.copy(file, run / "checkpoint-2/global_step2")
+    told = "the model is of step 2, and the optimizer has taken 1: are all files of one save?"
+    for command in every_command(run / "checkpoint-2", tmp_path / "out"):
+        done = ckpt(*command)
+        assert done.code == LOST and told in done.out + done.err, (command, done)
+    older = ckpt("resume", run)
+    assert older.out.strip().endswith("checkpoint-1") and "checkpoint-2 is skipped" in older.err
+
+
+def test_an_optimizer_that_began_anew_is_named(tmp_path: Path) -> None:
+    """Its masters round to the model's weights: only weights were loaded, and steps are counted from their save."""
+    run = of_model_step(Path(shutil.copytree(FIXTURES / "toy-zero2", tmp_path / "run")), 7)
+    told = "the model is of step 7, and the optimizer has taken 2: are all files of one save?"
+    for command in every_command(run, tmp_path / "out"):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        done = ckpt(*command)
+        assert done.code == 0 and told in done.out + done.err, (command, done)
+    assert "every part of every tensor is there" not in ckpt("check", run).out

@@ -61,7 +61,8 @@ from ckpt.runs.halves import check_holds_model, formats_of
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
 from ckpt.runs.not_read import STATE, not_read, stray_names
-from ckpt.runs.opening import AUTO, has_optimizer, is_run, of_two_saves, open_checkpoint
+from ckpt.runs.one_save import different_steps
+from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint
 from ckpt.runs.search import run_below
 from ckpt.runs.steps import (
     LATEST,
@@ -518,8 +519,8 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Report a folder that is named for another step, and a model and an optimizer that count different steps."""
-    if what := of_two_saves(checkpoint):
-        yield Problem(UNKNOWN, Path(checkpoint.path).name, what, CorruptError.exit_code)
+    if what := different_steps(checkpoint):
+        yield Problem(LACKING, "optimizer", f"{what} It may have begun anew")
     if told := of_another_step(Path(checkpoint.path), checkpoint.state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 

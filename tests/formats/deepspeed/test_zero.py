@@ -507,7 +507,7 @@ def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> Non
         (run / "global_step2").rename(run / "pytorch_model")
         (run / "latest").write_text("pytorch_model")
         checkpoint = api.open(run)
-        assert "the model file is of step 5 (0 skipped), but the optimizer has taken 2 steps" in checkpoint.notes[1]
+        assert any("the model is of step 5, and the optimizer has taken 2" in note for note in checkpoint.notes)
 
 
 # -- what is refused ---------------------------------------------------------------------------------------------------
