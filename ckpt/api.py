@@ -14,10 +14,11 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
+from ckpt.base.flags import Group, others
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
-from ckpt.base.typed import typed
+from ckpt.base.typed import takes, typed
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry
@@ -32,6 +33,24 @@ from ckpt.plan.checkpoint import (
     ParamGroup,
 )
 from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.plan.groups import (
+    Cast,
+    Check,
+    Comparison,
+    Measuring,
+    Only,
+    OptionValue,
+    Planning,
+    Precision,
+    Processes,
+    Progress,
+    Reading,
+    Selection,
+    Sharding,
+    Sides,
+    Watching,
+    Writing,
+)
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
 from ckpt.runs.halves import check_holds_model
@@ -47,6 +66,8 @@ from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from ckpt.compare.diff import Diff
     from ckpt.compare.digest import Digests
     from ckpt.compare.manifest import ManifestCheck
@@ -54,16 +75,21 @@ if TYPE_CHECKING:
     from ckpt.compare.training import RunReport
     from ckpt.compare.transformers_loads import Loading
     from ckpt.move.workers import FileDigests, Resources
+    from ckpt.plan.keywords import (
+        ConvertKeywords,
+        DiffKeywords,
+        MountKeywords,
+        PlanKeywords,
+        SidesKeywords,
+        VerifyKeywords,
+    )
     from ckpt.plan.planner import Plan
     from ckpt.processes.group import Alone
     from ckpt.views.files import Views
 
 #: What functions read: a path or a URL, or what `ckpt.open` has made of it.
 Source = str | PathLike[str] | Checkpoint
-Cast = Literal["keep", "fp32", "bf16", "fp16"]
-Only = Literal["all", "weights", "optimizer"]
-Progress = Callable[[int], None]  # it is told of bytes that were read or written since the last call
-OptionValue = str | int | float | None  # of an option that a format declares; a bool is an int
+
 #: Value of an option for reading, which `typed` looks up.
 ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
@@ -352,7 +378,7 @@ class Conversion(Returned):
         return files
 
 
-@typed
+@takes(Planning, others=OptionValue)
 @listed_once()
 def plan(
     source: Source,
@@ -361,19 +387,7 @@ def plan(
     resources: Resources | None = None,
     *,
     format: str = AUTO,
-    tag: str | None = None,
-    config: str | PathLike[str] | None = None,
-    replica: int | None = None,
-    accept_settings: Sequence[str] | None = None,
-    complete_from: Source | None = None,
-    dtype: Cast = "keep",
-    dequantize: bool = False,
-    optimizer_dtype: Literal["keep", "fp32"] = "keep",
-    max_shard_size: str | int = "5GB",
-    world_size: int | None = None,
-    max_memory: str | int = "512MB",
-    workers: int = 0,
-    **options: OptionValue,
+    **options: Unpack[PlanKeywords],
 ) -> Conversion:
     """Plan the conversion of `source` to the format `to`, and prove it complete; nothing is written yet.
 
@@ -405,31 +419,32 @@ def plan(
     from ckpt.move.workers import Resources
     from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
 
-    for_reading = {name: options.pop(name) for name in options.keys() & registry.options_for_reading().keys()}
-    asked = Layout(CASTABLE.get(dtype), parse_size(max_shard_size), world_size, options)
-    if layout is not None and asked != Layout():
+    asked, of_format = Planning.of(options), others(options, Planning)
+    reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
+    reading |= vars(Reading.of(options))
+    wanted = Layout(CASTABLE.get(asked.dtype), parse_size(asked.max_shard_size), asked.world_size, of_format)
+    if layout is not None and wanted != Layout():
         raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
-    layout = layout or asked
-    resources = resources or Resources(parse_size(max_memory), workers)
-    for one, value in ((_RANKS, world_size), (_REPLICA, replica), (WORKERS, workers)):
+    layout = layout or wanted
+    resources = resources or Resources(parse_size(asked.max_memory), asked.workers)
+    for one, value in ((_RANKS, asked.world_size), (_REPLICA, asked.replica), (WORKERS, asked.workers)):
         if value is not None:
             one.check(value)
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
     registry.check_layout(target, layout)  # before the source is read, which may take long
-    reading: dict[str, Any] = {"tag": tag, "config": config, "replica": replica, **for_reading}
-    checkpoint = opened(source, format, accept_settings=accept_settings, **reading)
+    checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
-    if dequantize:
+    if asked.dequantize:
         checkpoint = dequantized(checkpoint, layout.dtype)
     check_parts(checkpoint)
     check_quantized_place(checkpoint, target)
     added: tuple[str, ...] = ()
-    if complete_from is not None:
-        done = _completed(replace(checkpoint, notes=()), complete_from, target)
+    if asked.complete_from is not None:
+        done = _completed(replace(checkpoint, notes=()), asked.complete_from, target)
         added, checkpoint = done.notes, replace(done, notes=checkpoint.notes)
-    if optimizer_dtype == "fp32":
+    if asked.optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
     # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
@@ -511,32 +526,14 @@ class Converted(Returned):
         return written_lines(self.to_json(), model_dtypes(self.conversion.plan), **how)
 
 
-@typed
+@takes(Planning, Check, Writing, Watching, Processes, others=OptionValue)
 def convert(
     source: Source,
     to: str,
     output: str | PathLike[str],
     *,
     format: str = AUTO,
-    tag: str | None = None,
-    config: str | PathLike[str] | None = None,
-    replica: int | None = None,
-    accept_settings: Sequence[str] | None = None,
-    complete_from: Source | None = None,
-    dtype: Cast = "keep",
-    dequantize: bool = False,
-    optimizer_dtype: Literal["keep", "fp32"] = "keep",
-    max_shard_size: str | int = "5GB",
-    world_size: int | None = None,
-    max_memory: str | int = "512MB",
-    workers: int = 0,
-    check: bool = False,
-    verify: bool = False,
-    overwrite: bool = False,
-    restart: bool = False,
-    manifest: bool = True,
-    progress: Progress | None = None,
-    **options: OptionValue,
+    **options: Unpack[ConvertKeywords],
 ) -> Converted:
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
@@ -562,35 +559,22 @@ def convert(
         max_memory: Bound on all buffers together, in bytes or as `512MB`.
         workers: Threads that copy; 0 chooses.
         check: First compare float32 masters with the weights stored next to them.
-        verify: Read back and compare every bit that was written.
+        manifest: Write digests of the output to ckpt-manifest.json.
         overwrite: Replace a checkpoint at `output`.
         restart: Clear what a stopped run has kept, and begin anew.
-        manifest: Write digests of the output to ckpt-manifest.json.
+        verify: Read back and compare every bit that was written.
         progress: Called with the number of bytes since the last call.
+        phase: Called with the name and the bytes of each phase.
+        say: Called with each note about the output.
+        planned: Called with the proved `Conversion`, before anything is written.
+        group: The processes that each write their share.
         **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
     """
-    conversion = plan(
-        source,
-        to,
-        None,
-        None,
-        format=format,
-        tag=tag,
-        config=config,
-        replica=replica,
-        accept_settings=accept_settings,
-        complete_from=complete_from,
-        dtype=dtype,
-        dequantize=dequantize,
-        optimizer_dtype=optimizer_dtype,
-        max_shard_size=max_shard_size,
-        world_size=world_size,
-        max_memory=max_memory,
-        workers=workers,
-        **options,
-    )
-    how = {"check": check, "overwrite": overwrite, "restart": restart, "progress": progress}
-    return conversion.write(output, manifest=manifest, verify=verify, **how)
+    with listed_once():
+        conversion = plan(source, to, format=format, **others(options, Check, Writing, Watching, Processes))
+        conversion.to_json()  # it lists the folders that were listed to open the source
+    how = {**vars(Check.of(options)), **vars(Writing.of(options)), **vars(Processes.of(options))}
+    return conversion.write(output, **how, **Watching.of(options).told(conversion))
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:
@@ -652,21 +636,12 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     return replace(found, not_hashed=tuple(not_hashed(checkpoint, named)))
 
 
-@typed
+@takes(Selection, Precision, Sharding, others=OptionValue)
 def mount(
     source: str | PathLike[str],
     to: str = "hf",
     view: str | PathLike[str] | None = None,
-    *,
-    format: str = AUTO,
-    tag: str | None = None,
-    config: str | PathLike[str] | None = None,
-    accept_settings: Sequence[str] | None = None,
-    dtype: Cast = "keep",
-    dequantize: bool = False,
-    max_shard_size: str | int = "5GB",
-    world_size: int | None = None,
-    **options: OptionValue,
+    **options: Unpack[MountKeywords],
 ) -> AbstractContextManager[Path]:
     """Show a checkpoint as a read-only folder of the format `to` while a `with` block runs; nothing is copied.
 
@@ -690,14 +665,14 @@ def mount(
     from ckpt.views.mount import check_free, library, served_by
 
     library()
-    given: dict[str, Any] = {"format": format, "tag": tag, "config": config, "dtype": dtype, "dequantize": dequantize}
-    given |= {"max_shard_size": max_shard_size, "world_size": world_size, **options}
-    conversion = plan(source, to, accept_settings=accept_settings, **given)
+    conversion = plan(source, to, **options)
     if view is not None:
         check_free(conversion, Path(view))
+    given: dict[str, Any] = dict(options)
+    accepted = given.pop("accept_settings", None) or ()
     asked = {name: value for name, value in given.items() if value is not None and value is not False}
     flags = [f"--{name.replace('_', '-')}" + ("" if value is True else f"={value}") for name, value in asked.items()]
-    flags += [f"--accept-setting={name}" for name in accept_settings or ()]
+    flags += [f"--accept-setting={name}" for name in accepted]
     return served_by(["mount", *flags, "--foreground", "--quiet", to, fspath(source)], view)
 
 
@@ -740,56 +715,25 @@ def verify(
     a: Source,
     b: Source,
     *,
-    only: Only = ...,
-    cast: bool = ...,
-    exact: bool = ...,
     measured: bool = ...,
     run: Literal[False] = ...,
-    from_a: str = ...,
-    from_b: str = ...,
-    tag_a: str | None = ...,
-    tag_b: str | None = ...,
-    config: str | PathLike[str] | None = ...,
-    accept_settings: Sequence[str] | None = ...,
-    progress: Progress | None = ...,
-    expected: Progress | None = ...,
+    **options: Unpack[VerifyKeywords],
 ) -> Report: ...
 @overload
-def verify(
-    a: Source,
-    b: Source,
-    *,
-    run: Literal[True],
-    from_a: str = ...,
-    from_b: str = ...,
-    tag_a: str | None = ...,
-    tag_b: str | None = ...,
-    config: str | PathLike[str] | None = ...,
-    accept_settings: Sequence[str] | None = ...,
-) -> RunReport: ...
+def verify(a: Source, b: Source, *, run: Literal[True], **options: Unpack[SidesKeywords]) -> RunReport: ...
 @overload
 def verify(a: str | PathLike[str], *, progress: Progress | None = ...) -> ManifestCheck: ...
 @overload
 def verify(a: str | PathLike[str], *, loads: Literal[True]) -> Loading: ...
-@typed
+@takes(Comparison, Sides, Measuring)
 def verify(
     a: Source,
     b: Source | None = None,
     *,
-    only: Only = "all",
-    cast: bool = False,
-    exact: bool = False,
     measured: bool = False,
     run: bool = False,
     loads: bool = False,
-    from_a: str = AUTO,
-    from_b: str = AUTO,
-    tag_a: str | None = None,
-    tag_b: str | None = None,
-    config: str | PathLike[str] | None = None,
-    accept_settings: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    expected: Progress | None = None,
+    **options: Unpack[VerifyKeywords],
 ) -> Report | RunReport | ManifestCheck | Loading:
     """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
@@ -805,12 +749,12 @@ def verify(
     Args:
         a: The first checkpoint: a path, a URL or what `ckpt.open` returned.
         b: The second checkpoint; None compares the folder `a` with its manifest.
-        only: `all`, `weights` or `optimizer`.
-        cast: Round the wider of two dtypes to the narrower first.
-        exact: Round nothing.
         measured: Add the size of each difference.
         run: Compare training states in place of tensors.
         loads: Let transformers load `a`, without data.
+        only: `all`, `weights` or `optimizer`.
+        cast: Round the wider of two dtypes to the narrower first.
+        exact: Round nothing.
         from_a: The format of `a`.
         from_b: The format of `b`.
         tag_a: The step of `a`.
@@ -820,30 +764,27 @@ def verify(
         progress: Called with the number of bytes since the last call.
         expected: Called first with the number of bytes that `progress` will add up to.
     """
-    sides: dict[str, Any] = {"from_a": from_a, "from_b": from_b, "tag_a": tag_a, "tag_b": tag_b, "config": config}
-    sides["accept_setting"] = accept_settings
-    check_goes_together(a, b, only=only, cast=cast, exact=exact, run=run, loads=loads, **sides)
+    how, sides, measuring = Comparison.of(options), Sides.of(options), Measuring.of(options)
+    check_goes_together(a, b, how, sides, run=run, loads=loads)
     if b is None:
         place = local(a.path if isinstance(a, Checkpoint) else a)
         from ckpt.compare.manifest import check
 
-        return check_loads(place) if loads else check(place, progress)
-    both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
+        return check_loads(place) if loads else check(place, measuring.progress)
     from ckpt.compare.not_compared import not_tensors
     from ckpt.compare.pairs import verify as verify_same_names
 
     with listed_once():
-        one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
+        one, other = open_sides(a, b, sides)
         if run:
             return verify_runs(one, other)
         beside = list(not_tensors(one, other))
     one, other, notes = _as_pair(one, other)
-    how: dict[str, Any] = {"only": only, "cast": cast, "exact": exact, "measured": measured}
-    report = verify_same_names(one, other, **how, progress=progress, expected=expected)
+    report = verify_same_names(one, other, measured=measured, **vars(how), **vars(measuring))
     return replace(report, notes=(*report.notes, *notes, *beside))
 
 
-@typed
+@takes(Sides, Measuring)
 def diff(
     a: Source,
     b: Source,
@@ -851,14 +792,7 @@ def diff(
     only: Only = "all",
     rtol: float | None = None,
     atol: float | None = None,
-    from_a: str = AUTO,
-    from_b: str = AUTO,
-    tag_a: str | None = None,
-    tag_b: str | None = None,
-    config: str | PathLike[str] | None = None,
-    accept_settings: Sequence[str] | None = None,
-    progress: Progress | None = None,
-    expected: Progress | None = None,
+    **options: Unpack[DiffKeywords],
 ) -> Diff:
     """Measure what changed from `a` to `b`, checkpoints of any formats: relative error, cosine and largest change.
 
@@ -885,21 +819,23 @@ def diff(
     from ckpt.compare.changes import Tolerance
     from ckpt.compare.diff import diff as diff_same_names
 
-    both: dict[str, Any] = {"config": config, "accept_settings": accept_settings}
-    one, other = opened(a, from_a, tag=tag_a, **both), opened(b, from_b, tag=tag_b, **both)
-    one, other, notes = _as_pair(one, other)
+    one, other, notes = _as_pair(*open_sides(a, b, Sides.of(options)))
     tolerance = None if rtol is None and atol is None else Tolerance(rtol or 0.0, atol or 0.0)
-    found = diff_same_names(one, other, only=only, tolerance=tolerance, progress=progress, expected=expected)
+    found = diff_same_names(one, other, only=only, tolerance=tolerance, **vars(Measuring.of(options)))
     return replace(found, notes=(*found.notes, *notes))
 
 
-def check_goes_together(
-    a: Source, b: Source | None, *, only: Only, cast: bool, exact: bool, run: bool, loads: bool, **sides: Any
-) -> None:
+def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoint]:
+    """Open the two checkpoints of a comparison."""
+    both: dict[str, Any] = {"config": sides.config, "accept_settings": sides.accept_settings}
+    return opened(a, sides.from_a, tag=sides.tag_a, **both), opened(b, sides.from_b, tag=sides.tag_b, **both)
+
+
+def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool) -> None:
     """Raise UsageError where `verify` is asked for things that do not go together."""
-    if cast and exact:
+    if how.cast and how.exact:
         raise UsageError("--cast rounds, and --exact rounds nothing", hint="give one of the two")
-    if run and (b is None or loads or cast or exact or only != "all"):
+    if run and (b is None or loads or how != Comparison()):
         raise UsageError("--run takes two runs or checkpoints, and neither --only, --cast, --exact nor --loads")
     if loads and b is not None:
         raise UsageError("--loads takes one folder", found=f"{a} and {b}")
@@ -911,12 +847,17 @@ def check_goes_together(
             hint=f"`ckpt convert auto hf {path} -o FOLDER` makes a local one",
         )
     if b is None and not loads:
-        asked = {"only": only != "all", "cast": cast, "exact": exact} | {
-            name: one not in (None, AUTO) for name, one in sides.items()
-        }
-        if of_two := " ".join(f"--{name.replace('_', '-')}" for name, given in asked.items() if given):
+        differing = {**_differing(how), **_differing(sides)}
+        spelled = {"accept_settings": "accept-setting"}
+        if of_two := " ".join(f"--{spelled.get(name, name).replace('_', '-')}" for name in differing):
             what = "a folder is held against its manifest as a whole: these options are for two checkpoints"
             raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")
+
+
+def _differing(group: Group) -> dict[str, Any]:
+    """Return the options of a group that differ from their defaults."""
+    usual = vars(type(group)())
+    return {name: value for name, value in vars(group).items() if value != usual[name]}
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:

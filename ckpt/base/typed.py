@@ -5,12 +5,15 @@ from __future__ import annotations
 import builtins
 import functools
 import inspect
+import sys
 from collections import ChainMap, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.base.errors import UsageError
+from ckpt.base.flags import Group
 from ckpt.base.text import did_you_mean
 
 #: Short dtype names, for options.
@@ -30,40 +33,82 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
 
     If its `**options` are `Annotated` with a function, only the names that this function returns are known.
     """
+    return takes()(function)
+
+
+def takes(*groups: type[Group], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Same as `typed` for a function whose `**keywords` are the fields of `groups`.
+
+    Its signature for `help()` has all of them. `others` annotates further keywords, if any are allowed.
+    """
+
+    def decorated(function: Callable[P, R]) -> Callable[P, R]:
+        signature = _signature(function, groups, others)
+        known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD]
+        known = [name for name in known if name != "self"]
+        rest = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
+        hints = functools.cache(lambda: _hints(function, *groups))
+
+        def declared() -> Sequence[Callable[[], Iterable[str]]]:
+            """Return the functions that name further keywords; none if all are allowed."""
+            of_rest = others if groups or rest is None else _hints(function, include_extras=True)[rest]
+            return getattr(of_rest, "__metadata__", ())
+
+        @functools.wraps(function)
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
+            name = f"ckpt.{function.__qualname__}"
+            for unknown in kwargs.keys() - {*known}:
+                taken = [*known, *(one for names in declared() for one in names())]
+                if unknown not in taken and (rest is None or declared()):
+                    hint = did_you_mean(unknown, taken)
+                    raise UsageError(f"{name} takes no {unknown!r}", expected=", ".join(taken), hint=hint)
+            try:
+                bound = signature.bind(*args, **kwargs)
+            except TypeError as error:
+                raise UsageError(f"{name}: {error}", expected=str(signature).partition(" ->")[0]) from None
+            for parameter in known:
+                if parameter in bound.arguments and parameter in hints():
+                    hint, value = hints()[parameter], bound.arguments[parameter]
+                    if _allows(hint, value):
+                        continue
+                    if (dtype := short_dtype(value)) is not None and _allows(hint, dtype):
+                        bound.arguments[parameter] = dtype
+                    else:
+                        near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else None
+                        raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint), hint=near)
+            return function(*bound.args, **bound.kwargs)
+
+        if groups:
+            vars(run)["__signature__"] = signature
+            vars(run)["groups"] = groups
+        return run
+
+    return decorated
+
+
+def _signature(function: Callable[..., Any], groups: Sequence[type[Group]], others: Any) -> inspect.Signature:
+    """Return the signature of `function` with a keyword for each field of `groups` in place of its `**keywords`."""
     signature = inspect.signature(function)
-    known = [name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD and name != "self"]
-    others = next((name for name, one in signature.parameters.items() if one.kind is one.VAR_KEYWORD), None)
-    names = ChainMap(
-        inspect.unwrap(function).__globals__, vars(builtins), defaultdict(lambda: Any)
-    )  # Any for names imported only for type checking
-    hints = functools.cache(lambda: get_type_hints(function, localns=names, include_extras=True))
+    if not groups:
+        return signature
+    *own, keywords = signature.parameters.values()
+    own += [
+        inspect.Parameter(one.name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=hints[one.name])
+        for group in groups
+        for hints in [_hints(group)]
+        for one in fields(group)  # type: ignore[arg-type]
+    ]
+    return signature.replace(parameters=own if others is None else [*own, keywords.replace(annotation=others)])
 
-    @functools.wraps(function)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        name = f"ckpt.{function.__qualname__}"
-        for unknown in kwargs.keys() - {*known}:
-            declared = None if others is None else getattr(hints()[others], "__metadata__", None)
-            taken = [*known, *(one for names in declared or () for one in names())]
-            if unknown not in taken and (others is None or declared):
-                hint = did_you_mean(unknown, taken)
-                raise UsageError(f"{name} takes no {unknown!r}", expected=", ".join(taken), hint=hint)
-        try:
-            bound = signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise UsageError(f"{name}: {error}", expected=str(signature).partition(" ->")[0]) from None
-        for parameter in known:
-            if parameter in bound.arguments and parameter in hints():
-                hint, value = hints()[parameter], bound.arguments[parameter]
-                if _allows(hint, value):
-                    continue
-                if (dtype := short_dtype(value)) is not None and _allows(hint, dtype):
-                    bound.arguments[parameter] = dtype
-                else:
-                    near = did_you_mean(value, _choices(hint)) if isinstance(value, str) else None
-                    raise UsageError(f"{name} takes no {parameter}={value!r}", expected=_words(hint), hint=near)
-        return function(*bound.args, **bound.kwargs)
 
-    return run
+def _hints(*owners: Any, include_extras: bool = False) -> dict[str, Any]:
+    """Return the annotations of a function and of groups. Names imported only for type checking stand for Any."""
+    found: dict[str, Any] = {}
+    for owner in owners:
+        module = vars(sys.modules[owner.__module__])
+        names = ChainMap({"Unpack": defaultdict(lambda: Any)}, module, vars(builtins), defaultdict(lambda: Any))
+        found |= get_type_hints(inspect.unwrap(owner), localns=names, include_extras=include_extras)
+    return found
 
 
 def short_dtype(value: object) -> str | None:

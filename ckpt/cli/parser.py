@@ -10,7 +10,6 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import is_dataclass
 from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,14 +19,15 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
+from ckpt.base.flags import READ, SECTIONS, Flag, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.typed import short_dtype
 from ckpt.cli import defaults, registered
 from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
-from ckpt.options.command import Command
-from ckpt.options.groups import READ, SECTIONS
+from ckpt.options import completion
+from ckpt.options.command import Command, taken_apart
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -297,16 +297,9 @@ def with_options(
     that were asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
-    known: dict[str, inspect.Parameter] = {}
-    groups: dict[str, tuple[Callable[..., Any], list[str]]] = {}
-    for name, parameter in signature.parameters.items():
-        group, is_group = parameter.annotation, is_dataclass(parameter.annotation)
-        if is_group:
-            members = _members(group)
-            groups[name] = group, list(members)
-            known |= members
-        elif name != "options":
-            known[name] = parameter
+    parameters, groups = taken_apart(function)
+    takes_others = "options" in parameters
+    known = {name: _in_typer(one) for name, one in parameters.items() if name != "options"}
     declared: dict[str, Option] = {}
     for owner, formats in (owners or {}).items():
         for one in options_of(owner):
@@ -324,11 +317,12 @@ def with_options(
     @functools.wraps(function)
     def run(**arguments: Any) -> Any:
         given = {name: arguments.pop(name) for name in declared}
+        arguments = {name: _parsed(parameters[name], value) for name, value in arguments.items()}
         made: dict[str, Any] = {
             name: group(**{member: arguments.pop(member) for member in members})
             for name, (group, members) in groups.items()
         }
-        if "options" in signature.parameters:
+        if takes_others:
             made["options"] = {name: value for name, value in given.items() if value != declared[name].default}
         return function(**arguments, **made)
 
@@ -338,9 +332,33 @@ def with_options(
     return run
 
 
-@functools.cache
-def _members(group: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(group, eval_str=True).parameters
+def _flag(parameter: inspect.Parameter) -> Flag | None:
+    return next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Flag)), None)
+
+
+def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
+    flag = _flag(parameter)
+    return value if value is None or flag is None or flag.parse is None else flag.parse(value)
+
+
+def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a parameter in typer's notation."""
+    if (flag := _flag(parameter)) is None:
+        return parameter
+    kind = flag.type or type_of(parameter.annotation.__origin__)
+    names = flag.names or ([f"--{parameter.name.replace('_', '-')}"] if kind is bool else [])  # without a --no-
+    complete = getattr(completion, flag.complete) if flag.complete else None
+    info = typer.Option(
+        *names,
+        help=flag.help,
+        min=flag.min,
+        max=flag.max,
+        metavar=flag.metavar,
+        autocompletion=complete,
+        rich_help_panel=flag.section,
+    )
+    is_optional = parameter.default is None
+    return parameter.replace(annotation=Annotated[kind | None if is_optional else kind, info])
 
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 from ckpt.base.errors import UsageError, printable
+from ckpt.plan.groups import Config
 
 SUFFIXES = (".yaml", ".yml")
 
@@ -35,7 +36,7 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
     return run, base if isinstance(base, str) and Path(base).is_dir() else None
 
 
-def run_and_config(path: Path, config: str | None, *, quiet: bool) -> tuple[Path, str | None]:
+def run_and_config(path: Path, config: Config, *, quiet: bool) -> tuple[Path, Config]:
     """The run folder that a YAML names, with the folder of its base's config where the run has none of its own."""
     from ckpt.runs.model_files import CONFIG
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, is_dataclass
+from functools import cache
+from typing import Annotated, Any, Literal, get_origin
+
+from ckpt.base.flags import Group
 
 #: Entry-point group of the commands of other packages.
 GROUP = "ckpt.commands"
@@ -19,8 +23,8 @@ class Command:
     Attributes:
         name: Word on the command line, such as `merge-lora`.
         section: Title in `ckpt --help`, one of `ckpt.options.command.SECTIONS` or a new one.
-        function: Function that runs it.  Each parameter is an argument or option in typer's notation, or a dataclass
-            with an option for each field.  Its docstring is the help.
+        function: Function that runs it.  Each parameter is an argument or option in typer's notation or with a
+            `ckpt.base.flags.Flag`, or a dataclass with an option for each field.  Its docstring is the help.
         examples: Commands for the end of the help, each with its meaning.
         guide: Page of the documentation about it.
         urls: Parameters that may be URLs.
@@ -28,6 +32,7 @@ class Command:
         writes: True if its work is the files that it writes, not the text that it prints.
         format_options: Kinds of options that formats declare and that it takes, in the parameter `options`.
         place: Place in its section; equal ones come in the order of their names.
+        python: Function of the package `ckpt` that does the same, as `module:function`.
     """
 
     name: str
@@ -40,7 +45,28 @@ class Command:
     writes: bool = False
     format_options: tuple[Literal["reading", "writing"], ...] = ()
     place: int = 100
+    python: str | None = None
 
 
 #: Titles in `ckpt --help`, in this order; further ones follow.
 CONVERT, LOOK, BEFOREHAND = SECTIONS = ("Convert and go on", "Look and compare", "Know beforehand")
+
+
+@cache
+def taken_apart(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, tuple[type, list[str]]]]:
+    """Return the parameters of a command by name, each field of a group by itself, and the groups with their fields."""
+    parameters: dict[str, inspect.Parameter] = {}
+    groups: dict[str, tuple[type, list[str]]] = {}
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        group: Any = parameter.annotation
+        if not is_dataclass(group):
+            parameters[name] = parameter
+            continue
+        members = {
+            field: one
+            for field, one in inspect.signature(group, eval_str=True).parameters.items()  # type: ignore[arg-type]
+            if get_origin(one.annotation) is Annotated or not issubclass(group, Group)  # type: ignore[arg-type]
+        }
+        groups[name] = group, list(members)  # type: ignore[assignment]
+        parameters |= members
+    return parameters, groups

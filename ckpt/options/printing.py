@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
@@ -16,10 +17,14 @@ from ckpt.base.streams import coloured, folded, width_of
 from ckpt.base.text import aligned, counted, note_lines
 
 if TYPE_CHECKING:
-    from ckpt.api import Conversion
+    from ckpt.api import Conversion, Converted
     from ckpt.base.returned import Returned
-    from ckpt.options.groups import Outcome, Sides
+    from ckpt.options.groups import Outcome
     from ckpt.plan.checkpoint import Checkpoint
+    from ckpt.plan.groups import Sides
+
+Planned = TypeVar("Planned", bound="Conversion")
+Written = TypeVar("Written", bound="Converted")
 
 
 def terminal_width() -> int | None:
@@ -50,38 +55,51 @@ def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequ
 
 
 def carry_out(
-    conversion: Conversion,
+    plan: Callable[[], Planned],
+    convert: Callable[..., Written],
     destination: Path,
     outcome: Outcome,
-    **options: Any,
-) -> dict[str, Any] | None:
-    """Run a conversion and say on stderr what was written; its report for stdout, which `say_result` prints.
+    show: Callable[[Planned], None],
+) -> Written | None:
+    """Call `convert`, a function of the package that plans and writes, and say on stderr what it does and has written.
 
-    A dry run prints the plan instead, and has no report.  `options` are further ones of `Conversion.run`.
+    `show` is called with what was planned. A dry run calls `plan` instead, prints what it planned, and returns None.
     """
     from ckpt.runs import not_read
     from ckpt.runs.plan_lines import plan_lines
 
-    conversion.check_destination(destination)
-    report = conversion.to_json(str(destination))
-    if outcome.dry_run:
-        if outcome.as_json:
-            print(shown(json.dumps(report, indent=2)))
-        else:
-            print_lines(plan_lines(report, outcome.verbose))
-        return None
-    with progress(0, "check", quiet=outcome.quiet) as meter:
-        options |= {"progress": meter, "phase": meter.phase}
-        if not outcome.quiet:
-            options["say"] = lambda line: meter.say(f"note: {line}")
-        options |= {name: getattr(outcome, name) for name in ("manifest", "overwrite", "restart", "verify")}
-        written = conversion.write(destination, **options)
+    with contextlib.ExitStack() as shown_now:
+        meter = shown_now.enter_context(progress(0, "plan", quiet=outcome.quiet))
+
+        def planned(conversion: Planned) -> None:
+            nonlocal meter
+            shown_now.close()
+            show(conversion)
+            conversion.check_destination(destination)
+            meter = shown_now.enter_context(progress(0, "check", quiet=outcome.quiet))
+
+        if outcome.dry_run:
+            conversion = plan()
+            planned(conversion)
+            shown_now.close()
+            report = conversion.to_json(str(destination))
+            if outcome.as_json:
+                print(shown(json.dumps(report, indent=2)))
+            else:
+                print_lines(plan_lines(report, outcome.verbose))
+            return None
+        written = convert(
+            planned=planned,
+            progress=lambda count: meter(count),
+            phase=lambda *what: meter.phase(*what),
+            say=None if outcome.quiet else lambda line: meter.say(f"note: {line}"),
+        )
     if outcome.quiet:  # what may be lost is reported even then
-        state = [one for one in report["not_read"] if one["kind"] == not_read.STATE]
+        state = [one for one in written.to_json()["not_read"] if one["kind"] == not_read.STATE]
         say(*not_read.lines(state, verbose=outcome.verbose))
     else:
         say(*written.outcome(outcome.verbose))
-    return report
+    return written
 
 
 def say_result(report: dict[str, Any], outcome: Outcome) -> None:
@@ -142,8 +160,7 @@ def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tu
     """Both checkpoints, after saying what they are."""
     from ckpt import api
 
-    one = api.open(a, sides.from_a, tag=sides.tag_a, config=sides.config, accept_settings=sides.accept_setting)
-    other = api.open(b, sides.from_b, tag=sides.tag_b, config=sides.config, accept_settings=sides.accept_setting)
+    one, other = api.open_sides(a, b, sides)
     say_source(one, "A: ", quiet=quiet, verbose=verbose)
     say_source(other, "B: ", quiet=quiet, verbose=verbose)
     return one, other

@@ -7,12 +7,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 
-from ckpt.options.command import Command
+from ckpt.options.command import Command, taken_apart
 
 _WIDTH = 80  # columns if the terminal has no size
 
@@ -35,7 +34,7 @@ class CommandConformance:
         assert command.guide.endswith(".md")
 
     def test_only_parameters_take_urls(self, command: Command) -> None:
-        assert set(command.urls) <= _names_taken(command)
+        assert set(command.urls) <= taken_apart(command.function)[0].keys()
 
     def test_its_help_fits_and_explains_every_option(self, command: Command) -> None:
         done = run(command.name, "--help")
@@ -63,12 +62,3 @@ class CommandConformance:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """Run `ckpt WORDS` in a new process."""
     return subprocess.run([sys.executable, "-m", "ckpt", *words], capture_output=True, text=True, check=False)
-
-
-def _names_taken(command: Command) -> set[str]:
-    """Return the names of a command's parameters, and of the fields in its groups."""
-    found: set[str] = set()
-    for name, parameter in inspect.signature(command.function, eval_str=True).parameters.items():
-        group: Any = parameter.annotation
-        found |= {field.name for field in fields(group)} if is_dataclass(group) else {name}
-    return found

@@ -53,4 +53,5 @@ COMMAND = Command(
     guide="check.md",
     urls=("path",),
     place=2,
+    python="ckpt.commands.check.checking:check",
 )

@@ -49,4 +49,5 @@ COMMAND = Command(
     ),
     guide="clean.md",
     place=6,
+    python="ckpt.commands.clean.cleaning:clean",
 )

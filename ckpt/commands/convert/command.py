@@ -8,13 +8,13 @@ import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ckpt.base.errors import CkptError, UsageError, printable, shown
-from ckpt.base.progress import progress
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
 from ckpt.options import completion as complete
@@ -22,33 +22,11 @@ from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import carry_out, say_result, say_source
+from ckpt.plan.groups import Check, Config, Planning, Reading, Writing
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
 #: Options that may differ in several processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
-
-
-@dataclass(frozen=True)
-class Read:
-    """What is read of a run."""
-
-    tag: opt.TagOption = None
-    config: opt.ConfigOption = None
-    replica: Annotated[
-        int | None,
-        typer.Option(
-            metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.", rich_help_panel=opt.READ
-        ),
-    ] = None
-    accept_setting: opt.AcceptSettingOption = None
-    complete_from: Annotated[
-        str | None,
-        typer.Option(
-            metavar="BASE",
-            help="Take what the run lacks of its model (a frozen tower, multi-token prediction) from this model.",
-            rich_help_panel=opt.READ,
-        ),
-    ] = None
 
 
 @dataclass(frozen=True)
@@ -75,25 +53,6 @@ class Place:
             what = "there are two folders to write"
             raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give one of the two")
         return self.output if self.out is None else self.out
-
-
-@dataclass(frozen=True)
-class Work:
-    """How it is done."""
-
-    max_memory: Annotated[
-        str, typer.Option(metavar="SIZE", help="Bound on all buffers together.", rich_help_panel=opt.HOW)
-    ] = "512MB"
-    workers: opt.WorkersOption = 0
-    check: Annotated[
-        bool,
-        typer.Option(
-            "--check",
-            help="First compare all fp32 masters with the weights stored beside them.",
-            rich_help_panel=opt.HOW,
-        ),
-    ] = False
-    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False  # what asked for what is done anyway now
 
 
 def convert(
@@ -125,18 +84,11 @@ def convert(
         ),
     ] = None,
     place: Place,
-    read: Read,
-    precision: opt.Precision,
-    optimizer_dtype: Annotated[
-        opt.OptimizerDType,
-        typer.Option(
-            help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes).",
-            rich_help_panel=opt.WRITTEN,
-        ),
-    ] = "keep",
-    sharding: opt.Sharding,
-    work: Work,
+    asked: Planning,
+    check: Check,
+    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # what asked for what is done anyway now
     outcome: opt.Outcome,
+    writing: Writing,
     options: Mapping[str, Any],
 ) -> None:
     """Convert a checkpoint from one format to another."""
@@ -144,7 +96,6 @@ def convert(
     quiet = outcome.quiet
     from ckpt import api
     from ckpt.move.files import check_destination, translate_os_errors
-    from ckpt.move.listing import listed_once
     from ckpt.processes.group import check_alike
     from ckpt.processes.launch import joined, launch
     from ckpt.runs.output_place import check_place, default_output
@@ -155,38 +106,21 @@ def convert(
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
         source, target, path, place = _with_output_last(source, target, path, place)
-        source, target, path, config = _meant(source, target, path, to, read, quiet)
+        source, target, path, config = _meant(source, target, path, to, asked, quiet)
         destination = place.given or default_output(path, target)
         check_destination(destination, path)  # before the source is read, which may take long
         check_place(destination)
-        with progress(0, "plan", quiet=quiet), listed_once():
-            conversion = api.plan(
-                path,
-                target,
-                format=source,
-                tag=read.tag,
-                config=config,
-                replica=read.replica,
-                accept_settings=read.accept_setting,
-                complete_from=read.complete_from,
-                **vars(precision),
-                **vars(sharding),
-                optimizer_dtype=optimizer_dtype,
-                max_memory=work.max_memory,
-                workers=work.workers,
-                **options,
-            )
-            conversion.to_json()  # it lists the folders that were listed to open the source
-        say_source(conversion.source, quiet=quiet, verbose=outcome.verbose)
-        report = carry_out(
-            conversion,
+        keywords = {"format": source, **options, **vars(asked), "config": config}
+        how = {**vars(check), **vars(writing), "group": group}
+        written = carry_out(
+            partial(api.plan, path, target, **keywords),
+            partial(api.convert, path, target, destination, **keywords, **how),
             destination,
             outcome,
-            check=work.check,
-            group=group,
+            lambda conversion: say_source(conversion.source, quiet=quiet, verbose=outcome.verbose),
         )
-    if report is not None:
-        say_result(report, outcome)
+    if written is not None:
+        say_result(written.to_json(), outcome)
 
 
 def _with_output_last(
@@ -205,8 +139,8 @@ def _with_output_last(
 
 
 def _meant(
-    source: str | None, target: str | None, path: Path | None, to: str | None, read: Read, quiet: bool
-) -> tuple[str, str, Path, str | None]:
+    source: str | None, target: str | None, path: Path | None, to: str | None, reading: Reading, quiet: bool
+) -> tuple[str, str, Path, Config]:
     """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
 
     Raises UsageError where there is nobody to be asked, which lists the formats, and for words in another order.
@@ -232,11 +166,11 @@ def _meant(
         if words[2] in formats and len(places) == 1:
             found, hint = " ".join(words), f"ckpt convert {_in_order(words, places[0])}"
             raise UsageError("the arguments stand in another order", expected="FROM TO PATH", found=found, hint=hint)
-        return words[0], words[1], *run_and_config(Path(words[2]), read.config, quiet=quiet)
+        return words[0], words[1], *run_and_config(Path(words[2]), reading.config, quiet=quiet)
     from ckpt import api
 
-    path, config = run_and_config(Path(words[0]), read.config, quiet=quiet)
-    opened = api.open(path, tag=read.tag, config=config)
+    path, config = run_and_config(Path(words[0]), reading.config, quiet=quiet)
+    opened = api.open(path, tag=reading.tag, config=config)
     written = [one for one in registry.all_formats() if one.writes]
     print(printable(f"{opened.path} is {opened.format}, which becomes any of:"), file=sys.stderr)
     for one in written:
@@ -303,4 +237,5 @@ COMMAND = Command(
     writes=True,
     format_options=("reading", "writing"),
     place=1,
+    python="ckpt.api:convert",
 )

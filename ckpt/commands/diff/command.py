@@ -12,13 +12,14 @@ from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import HeatMap
 from ckpt.options.printing import conclude, open_sides, terminal_width
+from ckpt.plan.groups import Sides
 
 
 def diff(
     *,
     a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint before.", readable=False)],
     b: Annotated[Path, typer.Argument(metavar="B", help="The one after, of any format.", readable=False)],
-    sides: opt.Sides,
+    sides: Sides,
     only: Annotated[opt.Only, typer.Option(help="Measure only these tensors.", rich_help_panel=opt.SHOWN)] = "all",
     rtol: Annotated[
         float | None,
@@ -57,4 +58,5 @@ COMMAND = Command(
     guide="diff.md",
     urls=("a", "b", "config"),
     place=4,
+    python="ckpt.api:diff",
 )

@@ -52,4 +52,5 @@ COMMAND = Command(
     ),
     guide="doctor.md",
     place=3,
+    python="ckpt.commands.doctor.diagnosis:doctor",
 )

@@ -5,20 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from os import PathLike, fspath
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.typed import takes
 from ckpt.commands.estimate import run_config as configs
 from ckpt.commands.estimate import text
-from ckpt.commands.estimate.setup import RECOMPUTED, STRATEGIES, Device, Optimizer, Setup, StateDType, TrainDType
+from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
+from ckpt.commands.estimate.setup import RECOMPUTED, STRATEGIES, Setup
 from ckpt.commands.estimate.table import USABLE, Sizing, find, size
 from ckpt.pictures.bars import draw_bars
 from ckpt.plan.options import Option
 from ckpt.runs.yaml_files import read_run_config
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpt.plan.keywords import EstimateKeywords
 
 #: Options that are counts, with the least that each may be.
 _LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
@@ -41,36 +47,10 @@ class Estimate(Sizing, Returned):
         return draw_bars(*text.title_lines(self), text.bars(self), self.gpu_memory, USABLE)
 
 
-@typed
+@takes(Stated, Training, Gpus, StateOptions, Lora)
 def estimate(
     model: str | PathLike[str],
-    *,
-    strategy: str | Sequence[str] | None = None,
-    run_config: str | PathLike[str] | None = None,
-    ds_config: str | PathLike[str] | None = None,
-    dtype: TrainDType | None = None,
-    pure: bool = False,
-    batch_size: int | None = None,
-    seq_len: int | None = None,
-    fused_cross_entropy: bool = False,
-    eager_attention: bool = False,
-    activation_offload: bool = False,
-    recompute_modules: str | Sequence[str] | None = None,
-    gpus: int | None = None,
-    gpu_memory: str | int = "80GB",
-    cp: int | None = None,
-    tp: int | None = None,
-    pp: int | None = None,
-    ep: int | None = None,
-    no_sequence_parallel: bool = False,
-    optimizer: Optimizer | None = None,
-    master_dtype: StateDType | None = None,
-    state_dtype: StateDType | None = None,
-    offload_optimizer: Device | None = None,
-    offload_param: Device | None = None,
-    lora_r: int | None = None,
-    lora_target_modules: str | Sequence[str] | None = None,
-    qlora: bool = False,
+    **options: Unpack[EstimateKeywords],
 ) -> Estimate:
     """Estimate what each GPU will hold in training, by strategy, and suggest one that fits.
 
@@ -108,18 +88,19 @@ def estimate(
         lora_target_modules: Modules that get adapters; None for all linear ones.
         qlora: Hold the frozen model in 4 bits.
     """
-    given = locals()
+    stated, training, on = Stated.of(options), Training.of(options), Gpus.of(options)
+    states, lora = StateOptions.of(options), Lora.of(options)
     for name, least in _LEAST.items():
-        if given[name] is not None:
-            Option(name, int, None, "", min=least).check(given[name])
-    recompute, targets = _listed(recompute_modules), _listed(lora_target_modules)
-    for one in _listed(strategy) or ():
+        if (count := options.get(name)) is not None:
+            Option(name, int, None, "", min=least).check(count)
+    recompute, targets = _listed(training.recompute_modules), _listed(lora.lora_target_modules)
+    for one in _listed(stated.strategy) or ():
         if one not in STRATEGIES:
             raise UsageError(f"there is no strategy called {one!r}", expected="one of " + ", ".join(STRATEGIES))
     for one in recompute or ():
         if one not in RECOMPUTED:
             raise UsageError(f"no module called {one!r} is recomputed", expected=", ".join(RECOMPUTED))
-    where = fspath(model)
+    where, run_config = fspath(model), stated.run_config
     if where.endswith((".yaml", ".yml")):
         if run_config is not None:
             raise UsageError("a run has one config", found=f"{where} and --run-config {run_config}")
@@ -127,37 +108,37 @@ def estimate(
         where = configs.model_of(read_run_config(Path(where)), Path(where))
     subject = find(where)
     run = configs.RunConfig()
-    for path in (Path(one) for one in (run_config, ds_config) if one is not None):
+    for path in (Path(one) for one in (run_config, stated.ds_config) if one is not None):
         run = run.under(configs.understand(read_run_config(path), path, subject.model.hidden))
     asked: dict[str, Any] = {
-        "gpus": gpus,
-        "context_parallel": cp,
-        "sequence_parallel": False if no_sequence_parallel else None,
-        "dtype": dtype,
-        "mixed": False if pure else None,
-        "batch": batch_size,
-        "length": seq_len,
-        "fused_loss": fused_cross_entropy or None,
-        "eager_attention": eager_attention or None,
-        "activation_offload": activation_offload or None,
+        "gpus": on.gpus,
+        "context_parallel": on.cp,
+        "sequence_parallel": False if on.no_sequence_parallel else None,
+        "dtype": training.dtype,
+        "mixed": False if training.pure else None,
+        "batch": training.batch_size,
+        "length": training.seq_len,
+        "fused_loss": training.fused_cross_entropy or None,
+        "eager_attention": training.eager_attention or None,
+        "activation_offload": training.activation_offload or None,
         "recompute": recompute,
-        "optimizer": optimizer,
-        "master_dtype": master_dtype,
-        "state_dtype": state_dtype,
-        "offload_optimizer": offload_optimizer and offload_optimizer.replace("none", ""),
-        "offload_params": offload_param and offload_param.replace("none", ""),
-        "lora_rank": lora_r,
+        "optimizer": states.optimizer,
+        "master_dtype": states.master_dtype,
+        "state_dtype": states.state_dtype,
+        "offload_optimizer": states.offload_optimizer and states.offload_optimizer.replace("none", ""),
+        "offload_params": states.offload_param and states.offload_param.replace("none", ""),
+        "lora_rank": lora.lora_r,
         "lora_targets": targets,
-        "quantized": qlora or None,
+        "quantized": lora.qlora or None,
     }
     setup = Setup(**{**run.setup, **{name: value for name, value in asked.items() if value is not None}})
-    chosen = _listed(strategy) or ([run.strategy] if run.strategy else [])
+    chosen = _listed(stated.strategy) or ([run.strategy] if run.strategy else [])
     if (setup.lora_targets or setup.quantized) and not setup.lora_rank:
         raise UsageError("--lora-target-modules and --qlora go with --lora-r")
-    axes = {name: count for name, count in (("tp", tp), ("pp", pp), ("ep", ep)) if count}
+    axes = {name: count for name, count in (("tp", on.tp), ("pp", on.pp), ("ep", on.ep)) if count}
     if axes and chosen and "megatron" not in chosen:
         raise UsageError("--tp, --pp and --ep need the strategy megatron", found=", ".join(chosen))
-    found = size(subject, setup, _gpu_memory(gpu_memory), list(chosen), **{**run.axes, **axes})
+    found = size(subject, setup, _gpu_memory(on.gpu_memory), list(chosen), **{**run.axes, **axes})
     return Estimate(**vars(found))
 
 

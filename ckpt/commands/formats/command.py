@@ -30,4 +30,5 @@ COMMAND = Command(
     ),
     guide="formats.md",
     place=2,
+    python="ckpt.commands.formats.formats:formats",
 )

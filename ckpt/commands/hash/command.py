@@ -13,13 +13,11 @@ from ckpt.options.printing import conclude, say_notes, say_source
 
 
 def hash_(
+    *,
     path: opt.PathArgument,
-    format: opt.FormatOption = "auto",
-    tag: opt.TagOption = None,
-    config: opt.ConfigOption = None,
-    accept_setting: opt.AcceptSettingOption = None,
+    selection: opt.Selection,
     dtype: Annotated[
-        opt.DType,
+        opt.Cast,
         typer.Option(
             help="Precision in which weights count: their own, or as `convert` casts them.",
             rich_help_panel="How it is done",
@@ -38,7 +36,7 @@ def hash_(
     """Print digests of what a checkpoint holds: the same whatever its format, sharding and order of files."""
     from ckpt import api
 
-    checkpoint = api.open(path, format, tag=tag, config=config, accept_settings=accept_setting)
+    checkpoint = api.open(path, **vars(selection))
     say_source(checkpoint, quiet=quiet)
     with progress(sum(tensor.nbytes for tensor in checkpoint.tensors.values()), "hash", quiet=quiet) as meter:
         found = api.hash(checkpoint, dtype=dtype, workers=workers, progress=meter)
@@ -58,4 +56,5 @@ COMMAND = Command(
     guide="verify.md",
     urls=("path", "config"),
     place=5,
+    python="ckpt.api:hash",
 )

@@ -171,4 +171,5 @@ COMMAND = Command(
     urls=("path", "config"),
     texts=("tensor",),
     place=1,
+    python="ckpt.commands.inspect.inspecting:inspect",
 )

@@ -183,10 +183,15 @@ class MergedModel(api.Converted):
 
 @dataclass(frozen=True, repr=False)
 class Merge(api.Conversion):
-    """A conversion that merges `adapters`; `noted` has what it did to the weights that it has computed."""
+    """A conversion that merges `adapters`; `noted` has what it did to the weights that it has computed.
+
+    `opened` are the adapters (`find.Adapter`) as they were opened, `combined` those that are merged.
+    """
 
     noted: Noted = field(default_factory=lambda: Noted(0))
     adapters: tuple[Checkpoint, ...] = ()
+    opened: tuple[Any, ...] = ()
+    combined: tuple[Any, ...] = ()
 
     @cached_property
     def _report(self) -> dict[str, Any]:

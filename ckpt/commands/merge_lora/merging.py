@@ -2,93 +2,88 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from os import PathLike, fspath
-from typing import Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ckpt import api
 from ckpt.base.errors import UsageError
+from ckpt.base.flags import others
 from ckpt.base.sizes import parse_size
-from ckpt.base.typed import typed
+from ckpt.base.typed import takes
 from ckpt.commands.merge_lora.effect import Merge, MergedModel
-from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, check_one_base, open_adapter, open_base
+from ckpt.commands.merge_lora.find import check_one_base, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import plan
 from ckpt.commands.merge_lora.neighbours import without_ignored
+from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
 from ckpt.move.listing import listed_once
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
+from ckpt.plan.groups import Watching, Writing
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ckpt.plan.keywords import MergeLoraKeywords
+
+_GROUPS = (MergeSource, Combining, Merged, Threads, Writing, Watching)
 
 
-def planned(
-    adapters: Sequence[Adapter],
-    *,
-    base: str | None,
-    config: str | None,
-    accept_base: bool,
-    adapter_weights: Sequence[float] | None,
-    combination: str | None,
-    density: float | None,
-    seed: int | None,
-    dtype: api.Cast,
-    dequantize: bool,
-    max_shard_size: str | int,
-    names: str,
-    as_peft: bool,
-    workers: int,
-    ignored: Sequence[str] = (),
-) -> tuple[Merge, Sequence[Adapter]]:
-    """The merge of `adapters` into their base; with `adapter_weights` they become one first, which is returned too."""
-    if adapter_weights is None and any(one is not None for one in (combination, density, seed)):
+@listed_once()
+def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any]) -> Merge:
+    """Plan the merge of `adapters` into their base; with `adapter_weights` they become one first."""
+    source, combining, merged = MergeSource.of(options), Combining.of(options), Merged.of(options)
+    workers = Threads.of(options).workers
+    api.WORKERS.check(workers)
+    if not adapters:
+        raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
+    config, base = (None if one is None else fspath(one) for one in (source.config, source.base))
+    opened = [
+        open_adapter(
+            fspath(one),
+            config=config,
+            base=base,
+            tag=source.tag,
+            expert_layout=source.expert_layout,
+            peft_version=source.peft_version,
+            options=others(options, *_GROUPS),
+            accept_settings=source.accept_settings,
+        )
+        for one in adapters
+    ]
+    if combining != Combining() and combining.adapter_weights is None:
         raise UsageError(
             "--combination, --density and --seed say how adapters become one, and go with --adapter-weights",
             hint="without them, one adapter is merged after the other",
         )
-    if not accept_base:
-        check_one_base(adapters)
-    model, cast = open_base(adapters[0], base, accept=accept_base, config=config), CASTABLE.get(dtype)
-    if dequantize:
+    if not source.accept_base:
+        check_one_base(opened)
+    cast = CASTABLE.get(merged.dtype)
+    model = open_base(opened[0], base, accept=source.accept_base, config=config)
+    if merged.dequantize:
         model = api.dequantized(model, cast)
-    adapters = without_ignored(adapters, model, ignored)
-    if adapter_weights is not None:
+    found = without_ignored(opened, model, source.ignore_files or ())
+    if (weights := combining.adapter_weights) is not None:
         from ckpt.commands.merge_lora.combine import combine
 
-        adapters = [combine(adapters, adapter_weights, model, combination or "svd", density, seed)]
-    layout = Layout(cast, parse_size(max_shard_size), names=names)
-    merge = plan(adapters, model, layout, Resources(workers=workers), as_peft=as_peft)
-    merge.to_json()  # it lists the folders that were listed to open the base
-    return merge, adapters
+        found = [combine(found, weights, model, combining.combination or "svd", combining.density, combining.seed)]
+    layout = Layout(cast, parse_size(merged.max_shard_size), names=merged.names)
+    made = plan(found, model, layout, Resources(workers=workers), as_peft=merged.as_peft)
+    made = replace(made, opened=tuple(opened), combined=tuple(found))
+    made.to_json()  # it lists the folders that were listed to open the base
+    return made
 
 
-@typed
+@takes(*_GROUPS, others=api.ReadOption)
 def merge_lora(
     adapters: str | PathLike[str] | Sequence[str | PathLike[str]],
     output: str | PathLike[str],
     *,
-    base: str | PathLike[str] | None = None,
-    config: str | PathLike[str] | None = None,
-    tag: str | None = None,
-    accept_base: bool = False,
-    expert_layout: ExpertLayout | None = None,
-    peft_version: str | None = None,
-    accept_settings: Sequence[str] | None = None,
-    ignore_files: Sequence[str] = (),
-    adapter_weights: Sequence[float] | None = None,
-    combination: str | None = None,
-    density: float | None = None,
-    seed: int | None = None,
-    dtype: api.Cast = "keep",
-    dequantize: bool = False,
-    max_shard_size: str | int = "5GB",
-    names: Literal["hub", "own"] = "hub",
-    as_peft: bool = False,
-    workers: int = 0,
-    verify: bool = False,
-    overwrite: bool = False,
-    restart: bool = False,
-    manifest: bool = True,
-    progress: api.Progress | None = None,
-    **options: api.ReadOption,
+    describe: Callable[[Path], Mapping[str, bytes]] | None = None,
+    **options: Unpack[MergeLoraKeywords],
 ) -> MergedModel:
     """Merge a LoRA adapter into its base model without loading the model, and write it to `output`.
 
@@ -109,6 +104,7 @@ def merge_lora(
     Args:
         adapters: Adapters: folders, checkpoints or Hub ids in the cache.
         output: The folder or URL to write to.
+        describe: Returns further files of the filled folder: their content by name.
         base: The model to merge into; None for the recorded one.
         config: The folder with the adapter's config, or the config of a base without one.
         tag: The step's folder or number; None for the latest.
@@ -127,38 +123,18 @@ def merge_lora(
         names: `hub`, or `own` to write other names as they are.
         as_peft: Add a change of tied weights to both, as PEFT does.
         workers: Threads that copy; 0 chooses.
-        verify: Read back and compare every bit that was written.
+        manifest: Write digests of the output to ckpt-manifest.json.
         overwrite: Replace a model at `output`.
         restart: Clear what a stopped run has kept, and begin anew.
-        manifest: Write digests of the output to ckpt-manifest.json.
+        verify: Read back and compare every bit that was written.
         progress: Called with the number of bytes since the last call.
+        phase: Called with the name and the bytes of each phase.
+        say: Called with each note about the output.
+        planned: Called with the proved `Merge`, before anything is written.
         **options: Options for reading, such as `adapter_slot="1:8:16"`.
     """
-    api.WORKERS.check(workers)
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
-    if not several:
-        raise UsageError("there is no adapter to merge", expected="a path, or several", found=repr(adapters))
-    place = None if config is None else fspath(config)
-    model = None if base is None else fspath(base)
-    asked: dict[str, Any] = {"tag": tag, "expert_layout": expert_layout, "options": options, "base": model}
-    asked |= {"peft_version": peft_version, "accept_settings": accept_settings}
-    with listed_once():
-        conversion, _ = planned(
-            [open_adapter(fspath(one), config=place, **asked) for one in several],
-            base=model,
-            config=place,
-            accept_base=accept_base,
-            adapter_weights=adapter_weights,
-            combination=combination,
-            density=density,
-            seed=seed,
-            dtype=dtype,
-            dequantize=dequantize,
-            max_shard_size=max_shard_size,
-            names=names,
-            as_peft=as_peft,
-            workers=workers,
-            ignored=ignore_files,
-        )
-    how = {"overwrite": overwrite, "restart": restart, "progress": progress}
-    return conversion.write(output, manifest=manifest, verify=verify, **how)
+    conversion = planned(several, options)
+    how = {} if describe is None else {"describe": describe}
+    told = Watching.of(options).told(conversion)
+    return conversion.write(output, **vars(Writing.of(options)), **told, **how)

@@ -28,6 +28,7 @@ from ckpt.commands.merge_lora.neighbours import unread, without_ignored
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
+from ckpt.plan.groups import Progress
 from ckpt.runs import not_read
 from ckpt.state.naming import as_hub
 from ckpt.state.quantized_weights import quantized_parts
@@ -161,8 +162,8 @@ def verify_merge(
     format: str = "auto",
     tag: str | None = None,
     config: str | PathLike[str] | None = None,
-    progress: api.Progress | None = None,
-    expected: api.Progress | None = None,
+    progress: Progress | None = None,
+    expected: Progress | None = None,
 ) -> MergeReport:
     """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
 

@@ -15,6 +15,7 @@ from ckpt.options import completion as complete
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say, say_source
+from ckpt.plan.groups import Precision, Sharding
 
 
 def mount(
@@ -27,9 +28,9 @@ def mount(
     ],
     path: opt.PathArgument,
     view: Annotated[Path, typer.Argument(metavar="VIEW", help="An empty folder, or the name of a new one.")],
-    reading: opt.ReadOptions,
-    precision: opt.Precision,
-    sharding: opt.Sharding,
+    selection: opt.Selection,
+    precision: Precision,
+    sharding: Sharding,
     foreground: Annotated[
         bool,
         typer.Option(
@@ -54,17 +55,7 @@ def mount(
     if standins.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
-    conversion = api.plan(
-        path,
-        target,
-        format=reading.format,
-        tag=reading.tag,
-        config=reading.config,
-        accept_settings=reading.accept_setting,
-        **vars(precision),
-        **vars(sharding),
-        **options,
-    )
+    conversion = api.plan(path, target, **vars(selection), **vars(precision), **vars(sharding), **options)
     check_free(conversion, view)  # from here on the messages hold: another process will serve the files
     say_source(conversion.source, quiet=quiet)
     if not quiet:
@@ -88,4 +79,5 @@ COMMAND = Command(
     writes=True,
     format_options=("reading", "writing"),
     place=3,
+    python="ckpt.api:mount",
 )

@@ -14,6 +14,7 @@ from ckpt.base.errors import printable
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say_notes
+from ckpt.plan.groups import HubTarget, Names
 
 if TYPE_CHECKING:
     from ckpt.commands.push.push import Push
@@ -24,7 +25,7 @@ def push(
     path: Annotated[
         Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
     ],
-    at_hub: opt.HubTarget,
+    at_hub: HubTarget,
     names: opt.NamesOption = "hub",
     whole_run: Annotated[
         bool, typer.Option("--whole-run", help="Push a run's optimizer, random states and steps, too.")
@@ -42,7 +43,7 @@ def push(
     print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
 
 
-def push_target(at: opt.HubTarget, names: opt.Names, folders: list[Path], suffix: str = "") -> Push:
+def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = "") -> Push:
     """Where to push, which is what the run of `folders` records with `suffix` behind it, unless it was said."""
     from ckpt.commands.push.push import Push
     from ckpt.commands.push.recorded import recorded_repo
@@ -74,4 +75,5 @@ COMMAND = Command(
     texts=("commit_message",),
     writes=True,
     place=5,
+    python="ckpt.commands.push.pushing:push",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping
+from os import fspath
 from typing import Annotated, Any
 
 import typer
@@ -43,7 +44,7 @@ def resume(
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
     dtype: Annotated[
-        opt.DType, typer.Option(help="Precision of weights, where it is converted.", rich_help_panel=opt.WRITTEN)
+        opt.Cast, typer.Option(help="Precision of weights, where it is converted.", rich_help_panel=opt.WRITTEN)
     ] = "keep",
     model_only: Annotated[
         bool,
@@ -75,7 +76,7 @@ def resume(
             format=format,
             world_size=world_size,
             tag=tag,
-            config=config,
+            config=None if config is None else fspath(config),
             dtype=None if dtype == "keep" else dtype,
             model_only=model_only,
             missing_ok=missing_ok,
@@ -100,4 +101,5 @@ COMMAND = Command(
     urls=("config",),
     format_options=("writing",),
     place=2,
+    python="ckpt.commands.resume.resuming:resume",
 )

@@ -40,6 +40,7 @@ from ckpt.move.listing import listed_once
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequest, SourceFile
 from ckpt.plan.dtypes import CASTABLE
+from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import not_read
 from ckpt.runs.file_checks import check_carried
@@ -80,11 +81,11 @@ def resume(
     world_size: int | None = ...,
     tag: str | None = ...,
     config: str | None = ...,
-    dtype: api.Cast | None = ...,
+    dtype: Cast | None = ...,
     model_only: bool = ...,
     missing_ok: Literal[False] = ...,
     say: Callable[[str], None] = ...,
-    **options: api.OptionValue,
+    **options: OptionValue,
 ) -> str: ...
 @overload
 def resume(
@@ -94,11 +95,11 @@ def resume(
     world_size: int | None = ...,
     tag: str | None = ...,
     config: str | None = ...,
-    dtype: api.Cast | None = ...,
+    dtype: Cast | None = ...,
     model_only: bool = ...,
     missing_ok: bool,
     say: Callable[[str], None] = ...,
-    **options: api.OptionValue,
+    **options: OptionValue,
 ) -> str | None: ...
 @typed
 def resume(
@@ -108,11 +109,11 @@ def resume(
     world_size: int | None = None,
     tag: str | None = None,
     config: str | None = None,
-    dtype: api.Cast | None = None,
+    dtype: Cast | None = None,
     model_only: bool = False,
     missing_ok: bool = False,
     say: Callable[[str], None] = say_on_stderr,
-    **options: api.OptionValue,
+    **options: OptionValue,
 ) -> str | None:
     """Find or make the folder to resume from, of a run or checkpoint, on the engine and ranks that there are now.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -14,9 +14,13 @@ from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import HeatMap
 from ckpt.options.printing import conclude, open_sides
-
-if TYPE_CHECKING:
-    pass
+from ckpt.plan.groups import (
+    Comparison,
+    ExpertLayoutOption,
+    IgnoreFilesOption,
+    PeftVersionOption,
+    Sides,
+)
 
 
 @dataclass(frozen=True)
@@ -32,30 +36,15 @@ class Claimed:
             rich_help_panel=opt.READ,
         ),
     ] = None
-    expert_layout: opt.ExpertLayoutOption = None
-    peft_version: opt.PeftVersionOption = None
-    ignore_file: opt.IgnoreFileOption = None
+    expert_layout: ExpertLayoutOption = None
+    peft_version: PeftVersionOption = None
+    ignore_files: IgnoreFilesOption = None
 
 
 @dataclass(frozen=True)
-class Compared:
-    """What is compared, and how."""
+class Kind:
+    """What is compared in place of tensors."""
 
-    only: Annotated[opt.Only, typer.Option(help="Compare only these tensors.", rich_help_panel=opt.SHOWN)] = "all"
-    cast: Annotated[
-        bool,
-        typer.Option(
-            "--cast",
-            help="Where dtypes differ, round the wider to the narrower, then compare.",
-            rich_help_panel=opt.HOW,
-        ),
-    ] = False
-    exact: Annotated[
-        bool,
-        typer.Option(
-            "--exact", help="Round nothing: float32 masters differ from weights of 16 bits.", rich_help_panel=opt.HOW
-        ),
-    ] = False
     run: Annotated[
         bool,
         typer.Option(
@@ -78,8 +67,9 @@ def verify(
     *,
     a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
     b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
-    sides: opt.Sides,
-    how: Compared,
+    sides: Sides,
+    how: Comparison,
+    kind: Kind,
     claimed: Claimed,
     page: HeatMap,
     as_json: opt.JsonOption = False,
@@ -90,38 +80,36 @@ def verify(
     from ckpt import api
     from ckpt.move.listing import listed_once
 
-    api.check_goes_together(a, b, **vars(how), **vars(sides))
-    if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_file:
+    api.check_goes_together(a, b, how, sides, run=kind.run, loads=kind.loads)
+    if claimed.adapter or claimed.expert_layout or claimed.peft_version or claimed.ignore_files:
         others = {
             "--only": how.only != "all",
             "--cast": how.cast,
             "--exact": how.exact,
-            "--run": how.run,
-            "--loads": how.loads,
+            "--run": kind.run,
+            "--loads": kind.loads,
             "--html": bool(page.html),
         }
         _verify_merge(
             a, b, sides, claimed, [name for name, is_given in others.items() if is_given], as_json, quiet, verbose
         )
         return
-    if page.html and (b is None or how.run):
+    if page.html and (b is None or kind.run):
         raise UsageError("--html shows how the tensors of two checkpoints differ", hint="give A and B, without --run")
     if b is None:
-        _verify_one(a, how.loads, as_json, quiet)
+        _verify_one(a, kind.loads, as_json, quiet)
         return
     with listed_once():
         one, other = open_sides(a, b, sides, quiet, verbose)
         page.check(one, other)
-        with progress(0, "compare", quiet=quiet or how.run) as meter:
+        with progress(0, "compare", quiet=quiet or kind.run) as meter:
             report = (
                 api.verify(one, other, run=True)
-                if how.run
+                if kind.run
                 else api.verify(
                     one,
                     other,
-                    only=how.only,
-                    cast=how.cast,
-                    exact=how.exact,
+                    **vars(how),
                     measured=page.html is not None,
                     progress=meter,
                     expected=meter.expect,
@@ -134,7 +122,7 @@ def verify(
 def _verify_merge(
     base: Path,
     merged: Path | None,
-    sides: opt.Sides,
+    sides: Sides,
     claimed: Claimed,
     others: list[str],
     as_json: bool,
@@ -159,8 +147,8 @@ def _verify_merge(
             claimed.adapter,
             expert_layout=claimed.expert_layout,
             peft_version=claimed.peft_version,
-            accept_settings=sides.accept_setting,
-            ignore_files=claimed.ignore_file or (),
+            accept_settings=sides.accept_settings,
+            ignore_files=claimed.ignore_files or (),
             format=sides.from_b,
             tag=sides.tag_b,
             config=sides.config,
@@ -191,4 +179,5 @@ COMMAND = Command(
     guide="verify.md",
     urls=("a", "b", "adapter", "config"),
     place=3,
+    python="ckpt.api:verify",
 )

@@ -1,0 +1,120 @@
+"""Options of `ckpt merge-lora`, of the function and of the command."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from os import PathLike
+from typing import Annotated
+
+from ckpt.base.errors import UsageError
+from ckpt.base.flags import HOW, READ, WRITTEN, Flag, Group
+from ckpt.plan.groups import (
+    Cast,
+    DequantizeOption,
+    ExpertLayoutOption,
+    IgnoreFilesOption,
+    NamesOption,
+    PeftVersionOption,
+    ShardSizeOption,
+    TagOption,
+    WorkersOption,
+)
+
+
+def parse_weights(text: str) -> list[float]:
+    """Return `0.7,0.3` as numbers; UsageError if they are none."""
+    try:
+        weights = [float(part) for part in text.split(",")]
+    except ValueError:
+        weights = []
+    if not weights or not all(map(isfinite, weights)):
+        raise UsageError("--adapter-weights takes numbers with commas between them", found=text)
+    return weights
+
+
+@dataclass(frozen=True)
+class MergeSource(Group):
+    """What is merged into what."""
+
+    base: Annotated[
+        str | PathLike[str] | None,
+        Flag(
+            metavar="MODEL",
+            help="The model to merge into: any format, or a Hub id. [default: the one trained on]",
+            section=READ,
+        ),
+    ] = None
+    config: Annotated[
+        str | PathLike[str] | None,
+        Flag(
+            metavar="FOLDER",
+            help="The folder with adapter_config.json, or the base's config.json, where it is not with the weights.",
+            section=READ,
+        ),
+    ] = None
+    tag: TagOption = None
+    accept_base: Annotated[
+        bool, Flag(help="Merge though the base is not the one that the adapter names.", section=READ)
+    ] = False
+    expert_layout: ExpertLayoutOption = None
+    peft_version: PeftVersionOption = None
+    accept_settings: Annotated[
+        Sequence[str] | None,
+        Flag(
+            ("--accept-setting",),
+            metavar="NAME",
+            help="Ignore this unknown entry of adapter_config.json. Repeatable.",
+            section=READ,
+        ),
+    ] = None
+    ignore_files: IgnoreFilesOption = None
+
+
+@dataclass(frozen=True)
+class Combining(Group):
+    """How several adapters become one."""
+
+    adapter_weights: Annotated[
+        Sequence[float] | None,
+        Flag(
+            type=str,
+            parse=parse_weights,
+            metavar="W,...",
+            help="Weights by which several adapters become one.",
+            section=HOW,
+        ),
+    ] = None
+    combination: Annotated[
+        str | None,
+        Flag(
+            metavar="NAME",
+            help="How adapters are combined: linear, cat, svd, ties, dare_linear, ... as PEFT calls it. [default: svd]",
+            section=HOW,
+        ),
+    ] = None
+    density: Annotated[
+        float | None, Flag(help="Fraction of weights kept (ties, dare, magnitude_prune).", section=HOW)
+    ] = None
+    seed: Annotated[int | None, Flag(help="Random seed for dare.", section=HOW)] = None
+
+
+@dataclass(frozen=True)
+class Merged(Group):
+    """What the merged model is written as."""
+
+    dtype: Annotated[Cast, Flag(help="Precision of the base that is merged into.", section=WRITTEN)] = "keep"
+    dequantize: DequantizeOption = False
+    max_shard_size: ShardSizeOption = "5GB"
+    names: NamesOption = "hub"
+    as_peft: Annotated[
+        bool, Flag(help="Add a change of one of several tied weights to all of them, as PEFT's merge_and_unload.")
+    ] = False
+
+
+@dataclass(frozen=True)
+class Threads(Group):
+    """How many threads copy."""
+
+    workers: WorkersOption = 0

@@ -1,0 +1,297 @@
+"""Groups of options that functions and the command line share, by what they are about.
+
+`keywords.py` has their types for editors and mypy; `tests/api/test_keywords.py` writes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Annotated, Any, Literal
+
+from ckpt.base.flags import HOW, HUB, READ, SHOWN, WRITTEN, Flag, Group
+from ckpt.plan.checkpoint import Checkpoint
+from ckpt.plan.options import MAX_SIZE
+
+Config = str | PathLike[str] | None
+Cast = Literal["keep", "fp32", "bf16", "fp16"]
+Only = Literal["weights", "optimizer", "all"]
+Names = Literal["hub", "own"]
+ExpertLayout = Literal["peft", "unsloth"]
+Progress = Callable[[int], None]  # it is told of bytes that were read or written since the last call
+OptionValue = str | int | float | None  # of an option that a format declares; a bool is an int
+
+FormatOption = Annotated[str, Flag(metavar="FORMAT", help="The format to read.", complete="sources", section=READ)]
+TagOption = Annotated[
+    str | None,
+    Flag(
+        ("--tag", "--step"),
+        metavar="TAG",
+        help="The step to take, by its folder's name or its number, instead of the one recorded as latest.",
+        complete="tags",
+        section=READ,
+    ),
+]
+ConfigOption = Annotated[
+    Config,
+    Flag(metavar="CONFIG", help="The model's config and tokenizer: a folder, a config.json or a Hub id.", section=READ),
+]
+ShardSizeOption = Annotated[str | int, Flag(metavar="SIZE", help="Largest size of one weight file.", section=WRITTEN)]
+WorkersOption = Annotated[
+    int, Flag(min=0, max=256, help="Threads that copy. 0: 8 on a node, to keep a disk busy.", section=HOW)
+]
+IgnoreFilesOption = Annotated[
+    Sequence[str] | None,
+    Flag(
+        ("--ignore-file",),
+        metavar="NAME",
+        help="Leave out this file next to the adapter, though it holds trained weights. Can be given several times.",
+    ),
+]
+ExpertLayoutOption = Annotated[
+    ExpertLayout | None,
+    Flag(
+        help="Who packed an adapter of stacked experts: peft, or unsloth before 2026.9.6. [default: as recorded]",
+        section=READ,
+    ),
+]
+PeftVersionOption = Annotated[
+    str | None,
+    Flag(
+        metavar="RELEASE",
+        help="PEFT release that trained the adapter, such as 0.13, if its config records none.",
+        section=READ,
+    ),
+]
+AcceptSettingsOption = Annotated[
+    Sequence[str] | None,
+    Flag(
+        ("--accept-setting",),
+        metavar="NAME",
+        help="Ignore this recorded setting, though it changes the model and the target cannot hold it. Repeatable.",
+        section=READ,
+    ),
+]
+DequantizeOption = Annotated[
+    bool, Flag(help="Take the plain values of quantized weights (MXFP4, bitsandbytes, FP8).", section=WRITTEN)
+]
+NamesOption = Annotated[
+    Names,
+    Flag(
+        help="hub: only what the config's architecture saves. own: other names are written as they are.",
+        section=WRITTEN,
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Selection(Group):
+    """The checkpoint that is read."""
+
+    format: FormatOption = "auto"
+    tag: TagOption = None
+    config: ConfigOption = None
+    accept_settings: AcceptSettingsOption = None
+
+
+@dataclass(frozen=True)
+class Reading(Group):
+    """What is read of a run, of a format that is given elsewhere."""
+
+    tag: TagOption = None
+    config: ConfigOption = None
+    replica: Annotated[
+        int | None,
+        Flag(metavar="RANK", help="Where ranks hold copies that disagree, take this rank's.", section=READ),
+    ] = None
+    accept_settings: AcceptSettingsOption = None
+
+
+@dataclass(frozen=True)
+class Completion(Group):
+    """The model that a run is completed from."""
+
+    complete_from: Annotated[
+        str | PathLike[str] | Checkpoint | None,
+        Flag(
+            metavar="BASE",
+            help="Take what the run lacks of its model (a frozen tower, multi-token prediction) from this model.",
+            section=READ,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Sides(Group):
+    """The two checkpoints of a comparison."""
+
+    from_a: Annotated[str, Flag(metavar="FORMAT", help="The format of A.", complete="sources", section=READ)] = "auto"
+    from_b: Annotated[str, Flag(metavar="FORMAT", help="The format of B.", complete="sources", section=READ)] = "auto"
+    tag_a: Annotated[
+        str | None,
+        Flag(("--tag-a", "--step-a"), metavar="TAG", help="The step of A, by name or number.", section=READ),
+    ] = None
+    tag_b: Annotated[
+        str | None,
+        Flag(("--tag-b", "--step-b"), metavar="TAG", help="The step of B, by name or number.", section=READ),
+    ] = None
+    config: ConfigOption = None
+    accept_settings: AcceptSettingsOption = None
+
+
+@dataclass(frozen=True)
+class Comparison(Group):
+    """How two checkpoints are compared."""
+
+    only: Annotated[Only, Flag(help="Compare only these tensors.", section=SHOWN)] = "all"
+    cast: Annotated[
+        bool, Flag(help="Where dtypes differ, round the wider to the narrower, then compare.", section=HOW)
+    ] = False
+    exact: Annotated[bool, Flag(help="Round nothing: float32 masters differ from weights of 16 bits.", section=HOW)] = (
+        False
+    )
+
+
+@dataclass(frozen=True)
+class Measuring(Group):
+    """How far a comparison is."""
+
+    progress: Progress | None = None
+    expected: Progress | None = None
+
+
+@dataclass(frozen=True)
+class Precision(Group):
+    """The precision in which weights are written."""
+
+    dtype: Annotated[
+        Cast,
+        Flag(
+            help="Precision of weights: keep the model's own, or cast. fp32 takes the optimizer's masters.",
+            section=WRITTEN,
+        ),
+    ] = "keep"
+    dequantize: DequantizeOption = False
+
+
+@dataclass(frozen=True)
+class StatePrecision(Group):
+    """The precision in which optimizer states are written."""
+
+    optimizer_dtype: Annotated[
+        Literal["keep", "fp32"],
+        Flag(
+            help="fp32 takes the plain values of optimizer states of 8 or 4 bits (torchao, bitsandbytes).",
+            section=WRITTEN,
+        ),
+    ] = "keep"
+
+
+@dataclass(frozen=True)
+class Sharding(Group):
+    """The files into which a target is cut."""
+
+    max_shard_size: ShardSizeOption = "5GB"
+    world_size: Annotated[
+        int | None,
+        Flag(
+            ("--gpus", "--world-size"),
+            min=1,
+            max=MAX_SIZE,
+            help="Ranks of a sharded target. [default: as many as the source has]",
+            section=WRITTEN,
+        ),
+    ] = None
+
+
+@dataclass(frozen=True)
+class Work(Group):
+    """Memory and threads."""
+
+    max_memory: Annotated[str | int, Flag(metavar="SIZE", help="Bound on all buffers together.", section=HOW)] = "512MB"
+    workers: WorkersOption = 0
+
+
+@dataclass(frozen=True)
+class Planning(Work, Sharding, StatePrecision, Precision, Completion, Reading):
+    """All of a conversion but where it is written; fields of the last base come first."""
+
+
+@dataclass(frozen=True)
+class Check(Group):
+    """What is compared before anything is written."""
+
+    check: Annotated[
+        bool, Flag(help="First compare all fp32 masters with the weights stored beside them.", section=HOW)
+    ] = False
+
+
+@dataclass(frozen=True)
+class Writing(Group):
+    """How the output is written."""
+
+    manifest: Annotated[
+        bool,
+        Flag(
+            ("--manifest/--no-manifest",),
+            help="Write ckpt-manifest.json, the digests of what was written, for `ckpt verify`.",
+            section=WRITTEN,
+        ),
+    ] = True
+    overwrite: Annotated[bool, Flag(help="Replace a checkpoint at the output.", section=WRITTEN)] = False
+    restart: Annotated[
+        bool,
+        Flag(
+            help="Clear what a stopped conversion has kept for this output, and begin anew. [default: go on with it; "
+            "in a store nothing is kept]",
+            section=HOW,
+        ),
+    ] = False
+    verify: Annotated[
+        bool,
+        Flag(help="Read back what was written, and compare it with the source. Exit code 1: different.", section=HOW),
+    ] = False
+
+
+@dataclass(frozen=True)
+class Processes(Group):
+    """The processes that do it together."""
+
+    group: Any = None  # a `ckpt.processes.group.Alone`
+
+
+@dataclass(frozen=True)
+class Watching(Group):
+    """Who is told how far a conversion is."""
+
+    progress: Progress | None = None
+    phase: Callable[[str, int], None] | None = None
+    say: Callable[[str], None] | None = None
+    planned: Callable[[Any], None] | None = None
+
+    def told(self, conversion: Any) -> dict[str, Any]:
+        """Tell what was planned, and return the keywords for writing it."""
+        if self.planned is not None:
+            self.planned(conversion)
+        return {name: one for name, one in vars(self).items() if one is not None and name != "planned"}
+
+
+@dataclass(frozen=True)
+class HubTarget(Group):
+    """Where on the Hub a folder is pushed to."""
+
+    repo_id: Annotated[
+        str | None,
+        Flag(
+            metavar="ORG/NAME",
+            help="The repository on the Hub. [default: the run's hub_model_id; for a merge, with -merged behind it]",
+            section=HUB,
+        ),
+    ] = None
+    private: Annotated[bool, Flag(help="Make a new repository private.", section=HUB)] = False
+    revision: Annotated[
+        str | None, Flag(metavar="BRANCH", help="The branch to push to, made where it is missing.", section=HUB)
+    ] = None
+    create_pr: Annotated[bool, Flag(help="Push as a pull request against main.", section=HUB)] = False
+    commit_message: Annotated[str | None, Flag(metavar="TEXT", help="Commit message on the Hub.", section=HUB)] = None
