@@ -26,11 +26,11 @@ class Counted:
     ] = None
 
 
-def sizes(*, path: opt.PathArgument, read: opt.ReadOptions, counted: Counted, as_json: opt.JsonOption = False) -> None:
+def sizes(*, path: opt.PathArgument, read: opt.Selection, counted: Counted, as_json: opt.JsonOption = False) -> None:
     """Show how many bytes of each dtype a checkpoint holds."""
     import ckpt
 
-    checkpoint = ckpt.open(path, read.format, tag=read.tag, config=read.config, accept_settings=read.accept_setting)
+    checkpoint = ckpt.open(path, read.format, tag=read.tag, config=read.config, accept_settings=read.accept_settings)
     found: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
         if counted.role in (None, tensor.role):
