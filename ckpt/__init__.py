@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
+    # what follows is written by tests/api/test_keywords.py
     from ckpt.api import convert, diff, hash, mount, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.commands.check.checking import check
@@ -42,70 +43,74 @@ if TYPE_CHECKING:
     from ckpt.training.callback import TrainerCallback
     from ckpt.views.loading import load_into
     from ckpt.views.storage_reader import StorageReader
+
+    __all__ = [
+        "CkptError",
+        "StorageReader",
+        "TrainerCallback",
+        "__version__",
+        "check",
+        "clean",
+        "convert",
+        "diff",
+        "doctor",
+        "estimate",
+        "formats",
+        "hash",
+        "inspect",
+        "load_into",
+        "merge_lora",
+        "mount",
+        "open",
+        "plan",
+        "push",
+        "resume",
+        "verify",
+        "verify_merge",
+    ]
 else:
     # A package of this name, which is loaded here so that no later import binds it, and left to the function.
     from ckpt import plan
 
     del plan
 
-_FROM = {
-    name: module
-    for module, names in {
-        "ckpt.api": "convert diff hash mount open plan verify",
-        "ckpt.base.errors": "CkptError",
-        "ckpt.commands.check.checking": "check",
-        "ckpt.commands.inspect.inspecting": "inspect",
-        "ckpt.commands.doctor.diagnosis": "doctor",
-        "ckpt.commands.estimate.estimating": "estimate",
-        "ckpt.commands.push.pushing": "push",
-        "ckpt.commands.merge_lora.merging": "merge_lora",
-        "ckpt.commands.merge_lora.proving": "verify_merge",
-        "ckpt.commands.clean.cleaning": "clean",
-        "ckpt.commands.resume.resuming": "resume",
-        "ckpt.commands.formats.formats": "formats",
-        "ckpt.training.callback": "TrainerCallback",
-        "ckpt.views.loading": "load_into",
-        "ckpt.views.storage_reader": "StorageReader",
-    }.items()
-    for name in names.split()
+#: Modules of the public names that are not commands. Commands declare theirs (`Command.python`).
+_FURTHER = {
+    "CkptError": "ckpt.base.errors",
+    "StorageReader": "ckpt.views.storage_reader",
+    "TrainerCallback": "ckpt.training.callback",
+    "load_into": "ckpt.views.loading",
+    "open": "ckpt.api",
+    "plan": "ckpt.api",
+    "verify_merge": "ckpt.commands.merge_lora.proving",
 }
-__all__ = [
-    "CkptError",
-    "StorageReader",
-    "TrainerCallback",
-    "__version__",
-    "check",
-    "clean",
-    "convert",
-    "diff",
-    "doctor",
-    "estimate",
-    "formats",
-    "hash",
-    "inspect",
-    "load_into",
-    "merge_lora",
-    "mount",
-    "open",
-    "plan",
-    "push",
-    "resume",
-    "verify",
-    "verify_merge",
-]
+
+
+def _place(name: str) -> str | None:
+    """Return the module of a public name; None for any other name."""
+    from ckpt.commands import places
+
+    if name in _FURTHER or name not in places():
+        return _FURTHER.get(name)
+    function: str | None = import_module(f"ckpt.commands.{name}.command").COMMAND.python
+    return function and function.partition(":")[0]
 
 
 def __dir__() -> list[str]:
-    return __all__
+    from ckpt.commands import places
+
+    return sorted(["__version__", *_FURTHER, *filter(_place, places())])
 
 
 def __getattr__(name: str) -> Any:
     if name == "errors":
         return import_module("ckpt.errors")
-    if name not in _FROM:
+    if name == "__all__":
+        return __dir__()
+    if (place := _place(name)) is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     try:
-        return getattr(import_module(_FROM[name]), name)
+        return getattr(import_module(place), name)
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise

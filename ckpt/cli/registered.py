@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import cache
-from pkgutil import iter_modules
 
 from ckpt import commands
 from ckpt.base.entries import entries, load
@@ -17,8 +16,7 @@ def places() -> dict[str, str]:
 
     Raises UsageError if another package registers a name that ckpt or a third package has.
     """
-    names = sorted(module.name for module in iter_modules(commands.__path__))
-    own = {name.replace("_", "-"): f"ckpt.commands.{name}.command:COMMAND" for name in names}
+    own = {name.replace("_", "-"): place for name, place in commands.places().items()}
     others = entries(GROUP)
     if taken := sorted(own.keys() & others.keys()):
         raise UsageError(

@@ -4,3 +4,13 @@ May import: `ckpt.adapters`, `ckpt.api`, `ckpt.base`, `ckpt.compare`, `ckpt.cont
 `ckpt.pictures`, `ckpt.plan`, `ckpt.processes`, `ckpt.runs`, `ckpt.state`, `ckpt.stores`, `ckpt.training`,
 `ckpt.views`.
 """
+
+from functools import cache
+from pkgutil import iter_modules
+
+
+@cache
+def places() -> dict[str, str]:
+    """Return the `module:object` of each built-in command by the name of its folder."""
+    names = sorted(module.name for module in iter_modules(__path__))
+    return {name: f"ckpt.commands.{name}.command:COMMAND" for name in names}

@@ -1,6 +1,6 @@
-"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`: keywords of functions, typed for editors and mypy.
+"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`, `ckpt/__init__.py`: what editors and mypy know.
 
-`CKPT_GOLDEN=write` writes the module of types from the groups of options.
+`CKPT_GOLDEN=write` writes the types of keywords from the groups of options, and public names from the declarations.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ckpt.plan.options import options_of
 from tests.support.places import REPOSITORY
 
 MODULE = REPOSITORY / "ckpt/plan/keywords.py"
+PACKAGE = REPOSITORY / "ckpt/__init__.py"
+MARK = "    # what follows is written by tests/api/test_keywords.py\n"
 HEAD = '''"""Keywords of functions for editors and mypy, by the groups of options in `groups.py`.
 
 `tests/api/test_keywords.py` writes this module.
@@ -90,6 +92,25 @@ def module() -> str:
         title = "".join(map(str.title, name.split("_")))
         parts += typed_dict(f"{title}Keywords", bases, {})
     return HEAD + "".join(parts)
+
+
+def block() -> str:
+    """Return the lines of the package for editors and mypy: each public name from its module."""
+    by_module: dict[str, list[str]] = {}
+    for name in dir(ckpt):
+        if (place := ckpt._place(name)) is not None:
+            by_module.setdefault(place, []).append(name)
+    lines = [f"from {module} import {', '.join(names)}" for module, names in sorted(by_module.items())]
+    public = ["__all__ = [", *(f'    "{name}",' for name in dir(ckpt)), "]"]
+    return textwrap.indent("\n".join([*lines, "", *public]) + "\n", "    ")
+
+
+def test_public_names_are_typed_by_the_declarations_of_commands() -> None:
+    text = PACKAGE.read_text()
+    head, tail = text.index(MARK) + len(MARK), text.index("else:\n")
+    if os.environ.get("CKPT_GOLDEN") == "write":
+        PACKAGE.write_text(text := text[:head] + block() + text[tail:])
+    assert text[head : text.index("else:\n")] == block(), "CKPT_GOLDEN=write writes it anew"
 
 
 def test_keywords_are_typed_by_the_groups_of_options() -> None:
