@@ -86,7 +86,7 @@ _FURTHER = {
 }
 
 
-def _place(name: str) -> str | None:
+def _module_of(name: str) -> str | None:
     """Return the module of a public name; None for any other name."""
     from ckpt.commands import places
 
@@ -99,7 +99,7 @@ def _place(name: str) -> str | None:
 def __dir__() -> list[str]:
     from ckpt.commands import places
 
-    return sorted(["__version__", *_FURTHER, *filter(_place, places())])
+    return sorted(["__version__", *_FURTHER, *filter(_module_of, places())])
 
 
 def __getattr__(name: str) -> Any:
@@ -107,7 +107,7 @@ def __getattr__(name: str) -> Any:
         return import_module("ckpt.errors")
     if name == "__all__":
         return __dir__()
-    if (place := _place(name)) is None:
+    if (place := _module_of(name)) is None:
         raise AttributeError(f"module 'ckpt' has no attribute {name!r}")
     try:
         return getattr(import_module(place), name)

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
-from ckpt.base.flags import Group, others
+from ckpt.base.flags import OptionGroup, others
 from ckpt.base.returned import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
@@ -44,12 +44,12 @@ from ckpt.plan.groups import (
     Precision,
     Processes,
     Progress,
-    Reading,
+    ReadOptions,
     Selection,
     Sharding,
     Sides,
     Watching,
-    Writing,
+    WriteOptions,
 )
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
@@ -421,7 +421,7 @@ def plan(
 
     asked, of_format = Planning.of(options), others(options, Planning)
     reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
-    reading |= vars(Reading.of(options))
+    reading |= vars(ReadOptions.of(options))
     wanted = Layout(CASTABLE.get(asked.dtype), parse_size(asked.max_shard_size), asked.world_size, of_format)
     if layout is not None and wanted != Layout():
         raise UsageError("a layout says already what is written", found=f"{layout}, and options beside it")
@@ -526,7 +526,7 @@ class Converted(Returned):
         return written_lines(self.to_json(), model_dtypes(self.conversion.plan), **how)
 
 
-@takes(Planning, Check, Writing, Watching, Processes, others=OptionValue)
+@takes(Planning, Check, WriteOptions, Watching, Processes, others=OptionValue)
 def convert(
     source: Source,
     to: str,
@@ -571,9 +571,9 @@ def convert(
         **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
     """
     with listed_once():
-        conversion = plan(source, to, format=format, **others(options, Check, Writing, Watching, Processes))
+        conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
         conversion.to_json()  # it lists the folders that were listed to open the source
-    how = {**vars(Check.of(options)), **vars(Writing.of(options)), **vars(Processes.of(options))}
+    how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
     return conversion.write(output, **how, **Watching.of(options).told(conversion))
 
 
@@ -854,7 +854,7 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
             raise UsageError(what, path=path, found=of_two, hint="give a second checkpoint, or leave them out")
 
 
-def _differing(group: Group) -> dict[str, Any]:
+def _differing(group: OptionGroup) -> dict[str, Any]:
     """Return the options of a group that differ from their defaults."""
     usual = vars(type(group)())
     return {name: value for name, value in vars(group).items() if value != usual[name]}

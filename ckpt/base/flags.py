@@ -1,10 +1,10 @@
 """Options as functions and the command line share them: declared once, without the library of the command line.
 
-A group is a frozen dataclass that derives from `Group`.  Its fields are keywords of functions.  A field with a `Flag`
-in its annotation is an option of commands, too.
+A group is a frozen dataclass that derives from `OptionGroup`.  Its fields are keywords of functions.  A field with
+a `Flag` in its annotation is an option of commands, too.
 
     @dataclass(frozen=True)
-    class Work(Group):
+    class Work(OptionGroup):
         workers: Annotated[int, Flag(help="Threads that copy.", min=0)] = 0
         progress: Callable[[int], None] | None = None  # of functions only
 
@@ -59,7 +59,7 @@ class Flag:
     parse: Callable[[str], Any] | None = None
 
 
-class Group:
+class OptionGroup:
     """Base of groups of options."""
 
     @classmethod
@@ -79,7 +79,7 @@ def type_of(hint: Any) -> Any:
     return list[str] if get_origin(hint) is Sequence else hint
 
 
-def others(keywords: Mapping[str, Any], *groups: type[Group]) -> dict[str, Any]:
+def others(keywords: Mapping[str, Any], *groups: type[OptionGroup]) -> dict[str, Any]:
     """Return the keywords that belong to none of `groups`."""
     known = {one.name for group in groups for one in fields(group)}  # type: ignore[arg-type]
     return {name: value for name, value in keywords.items() if name not in known}

@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from ckpt.base.errors import UsageError
-from ckpt.base.flags import Group
+from ckpt.base.flags import OptionGroup
 from ckpt.base.text import did_you_mean
 
 #: Short dtype names, for options.
@@ -36,7 +36,7 @@ def typed(function: Callable[P, R]) -> Callable[P, R]:
     return takes()(function)
 
 
-def takes(*groups: type[Group], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Same as `typed` for a function whose `**keywords` are the fields of `groups`.
 
     Its signature for `help()` has all of them. `others` annotates further keywords, if any are allowed.
@@ -86,7 +86,7 @@ def takes(*groups: type[Group], others: Any = None) -> Callable[[Callable[P, R]]
     return decorated
 
 
-def _signature(function: Callable[..., Any], groups: Sequence[type[Group]], others: Any) -> inspect.Signature:
+def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]], others: Any) -> inspect.Signature:
     """Return the signature of `function` with a keyword for each field of `groups` in place of its `**keywords`."""
     signature = inspect.signature(function)
     if not groups:

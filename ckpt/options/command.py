@@ -8,7 +8,7 @@ from dataclasses import dataclass, is_dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, get_origin
 
-from ckpt.base.flags import Group
+from ckpt.base.flags import OptionGroup
 
 #: Entry-point group of the commands of other packages.
 GROUP = "ckpt.commands"
@@ -65,7 +65,7 @@ def taken_apart(function: Callable[..., Any]) -> tuple[dict[str, inspect.Paramet
         members = {
             field: one
             for field, one in inspect.signature(group, eval_str=True).parameters.items()  # type: ignore[arg-type]
-            if get_origin(one.annotation) is Annotated or not issubclass(group, Group)  # type: ignore[arg-type]
+            if get_origin(one.annotation) is Annotated or not issubclass(group, OptionGroup)  # type: ignore[arg-type]
         }
         groups[name] = group, list(members)  # type: ignore[assignment]
         parameters |= members

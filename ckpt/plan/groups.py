@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from os import PathLike
 from typing import Annotated, Any, Literal
 
-from ckpt.base.flags import HOW, HUB, READ, SHOWN, WRITTEN, Flag, Group
+from ckpt.base.flags import HOW, HUB, READ, SHOWN, WRITTEN, Flag, OptionGroup
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.options import MAX_SIZE
 
@@ -86,7 +86,7 @@ NamesOption = Annotated[
 
 
 @dataclass(frozen=True)
-class Selection(Group):
+class Selection(OptionGroup):
     """The checkpoint that is read."""
 
     format: FormatOption = "auto"
@@ -96,7 +96,7 @@ class Selection(Group):
 
 
 @dataclass(frozen=True)
-class Reading(Group):
+class ReadOptions(OptionGroup):
     """What is read of a run, of a format that is given elsewhere."""
 
     tag: TagOption = None
@@ -109,7 +109,7 @@ class Reading(Group):
 
 
 @dataclass(frozen=True)
-class Completion(Group):
+class Completion(OptionGroup):
     """The model that a run is completed from."""
 
     complete_from: Annotated[
@@ -123,7 +123,7 @@ class Completion(Group):
 
 
 @dataclass(frozen=True)
-class Sides(Group):
+class Sides(OptionGroup):
     """The two checkpoints of a comparison."""
 
     from_a: Annotated[str, Flag(metavar="FORMAT", help="The format of A.", complete="sources", section=READ)] = "auto"
@@ -141,7 +141,7 @@ class Sides(Group):
 
 
 @dataclass(frozen=True)
-class Comparison(Group):
+class Comparison(OptionGroup):
     """How two checkpoints are compared."""
 
     only: Annotated[Only, Flag(help="Compare only these tensors.", section=SHOWN)] = "all"
@@ -154,7 +154,7 @@ class Comparison(Group):
 
 
 @dataclass(frozen=True)
-class Measuring(Group):
+class Measuring(OptionGroup):
     """How far a comparison is."""
 
     progress: Progress | None = None
@@ -162,7 +162,7 @@ class Measuring(Group):
 
 
 @dataclass(frozen=True)
-class Precision(Group):
+class Precision(OptionGroup):
     """The precision in which weights are written."""
 
     dtype: Annotated[
@@ -176,7 +176,7 @@ class Precision(Group):
 
 
 @dataclass(frozen=True)
-class StatePrecision(Group):
+class StatePrecision(OptionGroup):
     """The precision in which optimizer states are written."""
 
     optimizer_dtype: Annotated[
@@ -189,7 +189,7 @@ class StatePrecision(Group):
 
 
 @dataclass(frozen=True)
-class Sharding(Group):
+class Sharding(OptionGroup):
     """The files into which a target is cut."""
 
     max_shard_size: ShardSizeOption = "5GB"
@@ -206,7 +206,7 @@ class Sharding(Group):
 
 
 @dataclass(frozen=True)
-class Work(Group):
+class Work(OptionGroup):
     """Memory and threads."""
 
     max_memory: Annotated[str | int, Flag(metavar="SIZE", help="Bound on all buffers together.", section=HOW)] = "512MB"
@@ -214,12 +214,12 @@ class Work(Group):
 
 
 @dataclass(frozen=True)
-class Planning(Work, Sharding, StatePrecision, Precision, Completion, Reading):
+class Planning(Work, Sharding, StatePrecision, Precision, Completion, ReadOptions):
     """All of a conversion but where it is written; fields of the last base come first."""
 
 
 @dataclass(frozen=True)
-class Check(Group):
+class Check(OptionGroup):
     """What is compared before anything is written."""
 
     check: Annotated[
@@ -228,7 +228,7 @@ class Check(Group):
 
 
 @dataclass(frozen=True)
-class Writing(Group):
+class WriteOptions(OptionGroup):
     """How the output is written."""
 
     manifest: Annotated[
@@ -255,15 +255,15 @@ class Writing(Group):
 
 
 @dataclass(frozen=True)
-class Processes(Group):
+class Processes(OptionGroup):
     """The processes that do it together."""
 
     group: Any = None  # a `ckpt.processes.group.Alone`
 
 
 @dataclass(frozen=True)
-class Watching(Group):
-    """Who is told how far a conversion is."""
+class Watching(OptionGroup):
+    """Functions that are told how far a conversion is."""
 
     progress: Progress | None = None
     phase: Callable[[str, int], None] | None = None
@@ -278,7 +278,7 @@ class Watching(Group):
 
 
 @dataclass(frozen=True)
-class HubTarget(Group):
+class HubTarget(OptionGroup):
     """Where on the Hub a folder is pushed to."""
 
     repo_id: Annotated[

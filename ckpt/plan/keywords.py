@@ -33,7 +33,7 @@ class CheckKeywords(TypedDict, total=False):
     check: bool
 
 
-class WritingKeywords(TypedDict, total=False):
+class WriteOptionsKeywords(TypedDict, total=False):
     manifest: bool
     overwrite: bool
     restart: bool
@@ -189,7 +189,7 @@ class FormatKeywords(TypedDict, total=False):
 class ConvertKeywords(
     PlanningKeywords,
     CheckKeywords,
-    WritingKeywords,
+    WriteOptionsKeywords,
     WatchingKeywords,
     ProcessesKeywords,
     ReadFormatKeywords,
@@ -212,7 +212,7 @@ class MergeLoraKeywords(
     CombiningKeywords,
     MergedKeywords,
     ThreadsKeywords,
-    WritingKeywords,
+    WriteOptionsKeywords,
     WatchingKeywords,
     ReadFormatKeywords,
     total=False,

@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import ckpt
-from ckpt.base.flags import Group
+from ckpt.base.flags import OptionGroup
 from ckpt.base.typed import _hints
 from ckpt.plan import registry
 from ckpt.plan.options import options_of
@@ -71,7 +71,9 @@ def typed_dict(name: str, bases: list[str], keys: dict[str, str]) -> Iterator[st
 def module() -> str:
     """Return the module of types."""
     functions = {name: one for name in ckpt.__all__ if hasattr(one := getattr(ckpt, name), "groups")}
-    groups: dict[type[Group], None] = dict.fromkeys(one for function in functions.values() for one in function.groups)
+    groups: dict[type[OptionGroup], None] = dict.fromkeys(
+        one for function in functions.values() for one in function.groups
+    )
     found = {
         f"{group.__name__}Keywords": {one.name: spelled(_hints(group)[one.name]) for one in fields(group)}  # type: ignore[arg-type]
         for group in groups
@@ -98,7 +100,7 @@ def block() -> str:
     """Return the lines of the package for editors and mypy: each public name from its module."""
     by_module: dict[str, list[str]] = {}
     for name in dir(ckpt):
-        if (place := ckpt._place(name)) is not None:
+        if (place := ckpt._module_of(name)) is not None:
             by_module.setdefault(place, []).append(name)
     lines = [f"from {module} import {', '.join(names)}" for module, names in sorted(by_module.items())]
     public = ["__all__ = [", *(f'    "{name}",' for name in dir(ckpt)), "]"]

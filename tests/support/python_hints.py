@@ -45,7 +45,7 @@ _pid = os.getpid()
 def watch() -> None:
     """Watch every public function of ckpt, and the methods that write a conversion."""
     for name in dir(ckpt):
-        if name not in _CLASSES and (module := ckpt._place(name)) is not None:
+        if name not in _CLASSES and (module := ckpt._module_of(name)) is not None:
             owner = import_module(module)
             setattr(owner, name, _watched(f"ckpt.{name}", getattr(owner, name)))
     for name in ("run", "write"):

@@ -22,7 +22,7 @@ from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import carry_out, say_result, say_source
-from ckpt.plan.groups import Check, Config, Planning, Reading, Writing
+from ckpt.plan.groups import Check, Config, Planning, ReadOptions, WriteOptions
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
 #: Options that may differ in several processes.
@@ -88,7 +88,7 @@ def convert(
     check: Check,
     resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # what asked for what is done anyway now
     outcome: opt.Outcome,
-    writing: Writing,
+    writing: WriteOptions,
     options: Mapping[str, Any],
 ) -> None:
     """Convert a checkpoint from one format to another."""
@@ -139,7 +139,7 @@ def _with_output_last(
 
 
 def _meant(
-    source: str | None, target: str | None, path: Path | None, to: str | None, reading: Reading, quiet: bool
+    source: str | None, target: str | None, path: Path | None, to: str | None, reading: ReadOptions, quiet: bool
 ) -> tuple[str, str, Path, Config]:
     """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
 

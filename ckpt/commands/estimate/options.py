@@ -8,12 +8,12 @@ from os import PathLike
 from pathlib import Path
 from typing import Annotated
 
-from ckpt.base.flags import Flag, Group
+from ckpt.base.flags import Flag, OptionGroup
 from ckpt.commands.estimate.setup import Device, Optimizer, StateDType, TrainDType
 
 
 @dataclass(frozen=True)
-class Stated(Group):
+class Stated(OptionGroup):
     """What says how the run trains."""
 
     strategy: Annotated[
@@ -46,7 +46,7 @@ class Stated(Group):
 
 
 @dataclass(frozen=True)
-class Training(Group):
+class Training(OptionGroup):
     """How a step is computed."""
 
     dtype: Annotated[
@@ -90,7 +90,7 @@ class Training(Group):
 
 
 @dataclass(frozen=True)
-class Gpus(Group):
+class Gpus(OptionGroup):
     """The GPUs, and how the model is spread over them."""
 
     gpus: Annotated[int | None, Flag(min=1, help="Number of GPUs. [default: 1]", section="GPUs")] = None
@@ -114,7 +114,7 @@ class Gpus(Group):
 
 
 @dataclass(frozen=True)
-class StateOptions(Group):
+class StateOptions(OptionGroup):
     """What the optimizer keeps, and where."""
 
     optimizer: Annotated[
@@ -142,7 +142,7 @@ class StateOptions(Group):
 
 
 @dataclass(frozen=True)
-class Lora(Group):
+class Lora(OptionGroup):
     """The adapters that are trained."""
 
     lora_r: Annotated[

@@ -19,7 +19,7 @@ from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_of
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import carry_out, say_notes, say_result, say_source
-from ckpt.plan.groups import HubTarget, Writing
+from ckpt.plan.groups import HubTarget, WriteOptions
 
 if TYPE_CHECKING:
     from ckpt.commands.merge_lora.effect import Merge
@@ -51,7 +51,7 @@ def merge_lora(
     push: Annotated[bool, Flag(help="Push the result to the Hub, and verify what arrived.", section=opt.HUB)] = False,
     at_hub: HubTarget,
     outcome: opt.Outcome,
-    writing: Writing,
+    writing: WriteOptions,
     options: Mapping[str, Any],
 ) -> None:
     """Merge a LoRA adapter into its base model without loading the model."""

@@ -22,14 +22,14 @@ from ckpt.move.listing import listed_once
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout
 from ckpt.plan.dtypes import CASTABLE
-from ckpt.plan.groups import Watching, Writing
+from ckpt.plan.groups import Watching, WriteOptions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ckpt.plan.keywords import MergeLoraKeywords
 
-_GROUPS = (MergeSource, Combining, Merged, Threads, Writing, Watching)
+_GROUPS = (MergeSource, Combining, Merged, Threads, WriteOptions, Watching)
 
 
 @listed_once()
@@ -137,4 +137,4 @@ def merge_lora(
     conversion = planned(several, options)
     how = {} if describe is None else {"describe": describe}
     told = Watching.of(options).told(conversion)
-    return conversion.write(output, **vars(Writing.of(options)), **told, **how)
+    return conversion.write(output, **vars(WriteOptions.of(options)), **told, **how)

@@ -9,7 +9,7 @@ from os import PathLike
 from typing import Annotated
 
 from ckpt.base.errors import UsageError
-from ckpt.base.flags import HOW, READ, WRITTEN, Flag, Group
+from ckpt.base.flags import HOW, READ, WRITTEN, Flag, OptionGroup
 from ckpt.plan.groups import (
     Cast,
     DequantizeOption,
@@ -35,7 +35,7 @@ def parse_weights(text: str) -> list[float]:
 
 
 @dataclass(frozen=True)
-class MergeSource(Group):
+class MergeSource(OptionGroup):
     """What is merged into what."""
 
     base: Annotated[
@@ -73,7 +73,7 @@ class MergeSource(Group):
 
 
 @dataclass(frozen=True)
-class Combining(Group):
+class Combining(OptionGroup):
     """How several adapters become one."""
 
     adapter_weights: Annotated[
@@ -101,7 +101,7 @@ class Combining(Group):
 
 
 @dataclass(frozen=True)
-class Merged(Group):
+class Merged(OptionGroup):
     """What the merged model is written as."""
 
     dtype: Annotated[Cast, Flag(help="Precision of the base that is merged into.", section=WRITTEN)] = "keep"
@@ -114,7 +114,7 @@ class Merged(Group):
 
 
 @dataclass(frozen=True)
-class Threads(Group):
+class Threads(OptionGroup):
     """How many threads copy."""
 
     workers: WorkersOption = 0

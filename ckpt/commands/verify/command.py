@@ -42,7 +42,7 @@ class Claimed:
 
 
 @dataclass(frozen=True)
-class Kind:
+class VerifyModes:
     """What is compared in place of tensors."""
 
     run: Annotated[
@@ -69,7 +69,7 @@ def verify(
     b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
     sides: Sides,
     how: Comparison,
-    kind: Kind,
+    kind: VerifyModes,
     claimed: Claimed,
     page: HeatMap,
     as_json: opt.JsonOption = False,
