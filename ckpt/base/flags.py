@@ -46,6 +46,7 @@ class Flag:
         complete: Function of `ckpt.options.completion` that completes its value.
         type: Type on the command line, if the annotation allows several.
         parse: Function that makes the value of what was typed.
+        hidden: True if the help leaves it out.
     """
 
     names: tuple[str, ...] = ()
@@ -57,6 +58,12 @@ class Flag:
     complete: str | None = None
     type: Any = None
     parse: Callable[[str], Any] | None = None
+    hidden: bool = False
+
+
+@dataclass(frozen=True)
+class Positional(Flag):
+    """An argument of a command, in the annotation of a parameter or of a field."""
 
 
 class OptionGroup:

@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.flags import READ, SECTIONS, Flag, type_of
+from ckpt.base.flags import READ, SECTIONS, Flag, Positional, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.typed import short_dtype
@@ -346,17 +346,14 @@ def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
     if (flag := _flag(parameter)) is None:
         return parameter
     kind = flag.type or type_of(parameter.annotation.__origin__)
-    names = flag.names or ([f"--{parameter.name.replace('_', '-')}"] if kind is bool else [])  # without a --no-
     complete = getattr(completion, flag.complete) if flag.complete else None
-    info = typer.Option(
-        *names,
-        help=flag.help,
-        min=flag.min,
-        max=flag.max,
-        metavar=flag.metavar,
-        autocompletion=complete,
-        rich_help_panel=flag.section,
-    )
+    how: dict[str, Any] = {"autocompletion": complete, "metavar": flag.metavar, "hidden": flag.hidden}
+    if isinstance(flag, Positional):
+        # Whoever opens an unreadable file says so; it is no matter of usage.
+        info = typer.Argument(help=flag.help, readable=False, **how)
+    else:
+        names = flag.names or ([f"--{parameter.name.replace('_', '-')}"] if kind is bool else [])  # without a --no-
+        info = typer.Option(*names, help=flag.help, min=flag.min, max=flag.max, rich_help_panel=flag.section, **how)
     is_optional = parameter.default is None
     return parameter.replace(annotation=Annotated[kind | None if is_optional else kind, info])
 

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ckpt.base.errors import UsageError, printable
+from ckpt.base.flags import Flag
 from ckpt.options import groups as opt
 
 if TYPE_CHECKING:
@@ -25,13 +24,9 @@ class HeatMap:
 
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", rich_help_panel=opt.SHOWN
-        ),
+        Flag(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", section=opt.SHOWN),
     ] = None
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing page.", rich_help_panel=opt.WRITTEN)
-    ] = False
+    overwrite: Annotated[bool, Flag(help="Replace an existing page.", section=opt.WRITTEN)] = False
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError where the page cannot be written."""

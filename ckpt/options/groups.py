@@ -7,9 +7,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
-from ckpt.base.flags import HOW, HUB, READ, SECTIONS, SHOWN, WRITTEN, Flag
+from ckpt.base.flags import HOW, HUB, READ, SECTIONS, SHOWN, WRITTEN, Flag, Positional
 from ckpt.plan.groups import (
     Cast,
     ConfigOption,
@@ -48,10 +46,7 @@ __all__ = [
     "by_name",
 ]
 
-#: What is given to be read may not be readable, which is no matter of usage: whoever opens it says so.
-PathArgument = Annotated[
-    Path, typer.Argument(metavar="PATH", help="A checkpoint, or the run folder it lies in.", readable=False)
-]
+PathArgument = Annotated[Path, Positional(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
 JsonOption = Annotated[bool, Flag(("--json",), help="Print the result as JSON on stdout.")]
 QuietOption = Annotated[bool, Flag(("-q", "--quiet"), help="Print errors and warnings of loss only.")]
 VerboseOption = Annotated[bool, Flag(("-v", "--verbose"), help="Print every tensor or file.")]

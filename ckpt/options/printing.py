@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import typer
-
 from ckpt.base.errors import printable, shown
 from ckpt.base.progress import progress
 from ckpt.base.streams import coloured, folded, width_of
@@ -136,6 +134,8 @@ def say(*lines: str) -> None:
 def in_colour(text: str) -> str:
     """Return `text` with its beginning in colour, if stderr takes colours."""
     start = next((one for one in _STYLES if text.startswith(one)), "") if coloured(sys.stderr) else ""
+    import typer
+
     return typer.style(start, **_STYLES[start]) + text.removeprefix(start) if start else text
 
 
@@ -173,4 +173,6 @@ def conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool)
     elif not quiet:
         print_lines(lines)
     if report.exit_code:
+        import typer
+
         raise typer.Exit(report.exit_code)

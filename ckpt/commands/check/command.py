@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from ckpt.base.flags import Flag
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -18,17 +17,11 @@ def check(
     tag: opt.TagOption = None,
     every_byte: Annotated[
         bool,
-        typer.Option(
-            "--bytes", help="Read every byte, and compare the checksums that files have.", rich_help_panel=opt.HOW
-        ),
+        Flag(("--bytes",), help="Read every byte, and compare the checksums that files have.", section=opt.HOW),
     ] = False,
     values: Annotated[
         bool,
-        typer.Option(
-            "--values",
-            help="Read every value: find NaN, infinities, zeros and untrained tensors.",
-            rich_help_panel=opt.HOW,
-        ),
+        Flag(help="Read every value: find NaN, infinities, zeros and untrained tensors.", section=opt.HOW),
     ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

@@ -7,17 +7,16 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpt.base.errors import shown
+from ckpt.base.flags import Flag, Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import print_lines, say
 
 
 def clean(
-    path: Annotated[Path, typer.Argument(metavar="[RUN]", help="The folder of a run.", readable=False)] = Path("."),
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Remove without asking.")] = False,
+    path: Annotated[Path, Positional(metavar="[RUN]", help="The folder of a run.")] = Path("."),
+    yes: Annotated[bool, Flag(("--yes", "-y"), help="Remove without asking.")] = False,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Remove what ckpt left around a run: staging folders, resume copies, replaced conversions. Asks first."""
@@ -28,6 +27,8 @@ def clean(
     if found.removable:
         if not yes and is_interactive():
             say(*found.lines())
+            import typer
+
             yes = typer.confirm("remove?", err=True)
         if yes:
             found = found.remove()

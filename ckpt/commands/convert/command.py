@@ -12,12 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ckpt.base.errors import CkptError, UsageError, printable, shown
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
-from ckpt.options import completion as complete
 from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
@@ -33,17 +31,10 @@ _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
 class Place:
     """The folder to write."""
 
-    out: Annotated[
-        Path | None, typer.Argument(metavar="OUT", help="The folder to write, the same as -o.", readable=False)
-    ] = None
+    out: Annotated[Path | None, Positional(metavar="OUT", help="The folder to write, the same as -o.")] = None
     output: Annotated[
         Path | None,
-        typer.Option(
-            "-o",
-            "--output",
-            help="The folder to write. [default: PATH-TO, next to the run]",
-            rich_help_panel=opt.WRITTEN,
-        ),
+        Flag(("-o", "--output"), help="The folder to write. [default: PATH-TO, next to the run]", section=opt.WRITTEN),
     ] = None
 
     @property
@@ -59,34 +50,25 @@ def convert(
     *,
     source: Annotated[
         str | None,
-        typer.Argument(
+        Positional(
             metavar="FROM",
             help="The format to read, or auto; see `ckpt formats`. `ckpt convert PATH TO` finds it out.",
-            autocompletion=complete.sources,
+            complete="sources",
         ),
     ] = None,
-    target: Annotated[
-        str | None, typer.Argument(metavar="TO", help="The format to write.", autocompletion=complete.targets)
-    ] = None,
+    target: Annotated[str | None, Positional(metavar="TO", help="The format to write.", complete="targets")] = None,
     path: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="PATH", help="A checkpoint, the run folder it lies in, or Axolotl's YAML.", readable=False
-        ),
+        Positional(metavar="PATH", help="A checkpoint, the run folder it lies in, or Axolotl's YAML."),
     ] = None,
     to: Annotated[
         str | None,
-        typer.Option(
-            metavar="TO",
-            help="The format to write, instead of TO.",
-            autocompletion=complete.targets,
-            rich_help_panel=opt.WRITTEN,
-        ),
+        Flag(metavar="TO", help="The format to write, instead of TO.", complete="targets", section=opt.WRITTEN),
     ] = None,
     place: Place,
     asked: Planning,
     check: Check,
-    resume: Annotated[bool, typer.Option("--resume", hidden=True)] = False,  # what asked for what is done anyway now
+    resume: Annotated[bool, Flag(hidden=True)] = False,  # what asked for what is done anyway now
     outcome: opt.Outcome,
     writing: WriteOptions,
     options: Mapping[str, Any],
@@ -178,6 +160,8 @@ def _meant(
     if not is_interactive():
         line = f"ckpt convert {shlex.quote(str(path))} {'dcp' if opened.format == 'hf' else 'hf'}"
         raise UsageError("to which format?", path=path, expected=_USAGE, hint=f"for example {line}")
+    import typer
+
     return opened.format, registry.get(typer.prompt("to which format?", err=True)).name, path, config
 
 

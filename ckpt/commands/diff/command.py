@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -17,19 +16,17 @@ from ckpt.plan.groups import Sides
 
 def diff(
     *,
-    a: Annotated[Path, typer.Argument(metavar="A", help="The checkpoint before.", readable=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="The one after, of any format.", readable=False)],
+    a: Annotated[Path, Positional(metavar="A", help="The checkpoint before.")],
+    b: Annotated[Path, Positional(metavar="B", help="The one after, of any format.")],
     sides: Sides,
-    only: Annotated[opt.Only, typer.Option(help="Measure only these tensors.", rich_help_panel=opt.SHOWN)] = "all",
+    only: Annotated[opt.Only, Flag(help="Measure only these tensors.", section=opt.SHOWN)] = "all",
     rtol: Annotated[
         float | None,
-        typer.Option(
-            metavar="X", min=0, help="Allow each element to change by this part of itself.", rich_help_panel=opt.HOW
-        ),
+        Flag(metavar="X", min=0, help="Allow each element to change by this part of itself.", section=opt.HOW),
     ] = None,
     atol: Annotated[
         float | None,
-        typer.Option(metavar="X", min=0, help="Allow each element to change by this.", rich_help_panel=opt.HOW),
+        Flag(metavar="X", min=0, help="Allow each element to change by this.", section=opt.HOW),
     ] = None,
     page: HeatMap,
     as_json: opt.JsonOption = False,

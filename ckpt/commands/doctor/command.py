@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpt.base.errors import CkptError, shown
+from ckpt.base.flags import Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
 from ckpt.options.printing import print_lines, terminal_width
@@ -17,7 +16,7 @@ from ckpt.options.printing import print_lines, terminal_width
 def doctor(
     path: Annotated[
         Path | None,
-        typer.Argument(metavar="PATH", help="A checkpoint or run folder: which commands work on it?", readable=False),
+        Positional(metavar="PATH", help="A checkpoint or run folder: which commands work on it?"),
     ] = None,
     as_json: opt.JsonOption = False,
 ) -> None:

@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpt.base.errors import UsageError, printable
+from ckpt.base.flags import Flag, Positional
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
@@ -20,7 +19,7 @@ def estimate_(
     *,
     model: Annotated[
         str,
-        typer.Argument(metavar="MODEL", help="A config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML."),
+        Positional(metavar="MODEL", help="A config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML."),
     ],
     stated: Stated,
     training: Training,
@@ -29,13 +28,9 @@ def estimate_(
     lora: Lora,
     picture: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.", rich_help_panel=opt.SHOWN
-        ),
+        Flag(metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.", section=opt.SHOWN),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing picture.", rich_help_panel=opt.WRITTEN)
-    ] = False,
+    overwrite: Annotated[bool, Flag(help="Replace an existing picture.", section=opt.WRITTEN)] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:

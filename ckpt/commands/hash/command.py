@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
+from ckpt.base.flags import Flag
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -18,17 +17,10 @@ def hash_(
     selection: opt.Selection,
     dtype: Annotated[
         opt.Cast,
-        typer.Option(
-            help="Precision in which weights count: their own, or as `convert` casts them.",
-            rich_help_panel="How it is done",
-        ),
+        Flag(help="Precision in which weights count: their own, or as `convert` casts them.", section="How it is done"),
     ] = "keep",
-    tensors: Annotated[
-        bool, typer.Option("--tensors", help="Print the digest of every tensor too.", rich_help_panel=opt.SHOWN)
-    ] = False,
-    workers: Annotated[
-        int, typer.Option(min=0, max=256, help="Threads that read. 0: by the processors.", rich_help_panel=opt.HOW)
-    ] = 0,
+    tensors: Annotated[bool, Flag(help="Print the digest of every tensor too.", section=opt.SHOWN)] = False,
+    workers: Annotated[int, Flag(min=0, max=256, help="Threads that read. 0: by the processors.", section=opt.HOW)] = 0,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     verbose: opt.VerboseOption = False,

@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
+from ckpt.base.flags import Flag
 from ckpt.base.text import counted
-from ckpt.options import completion as complete
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import check_place, write
@@ -32,24 +30,14 @@ class Drawn:
 
     picture: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.svg",
-            help="Draw who holds what; exit code 4 if something is damaged.",
-            rich_help_panel=opt.SHOWN,
-        ),
+        Flag(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.", section=opt.SHOWN),
     ] = None
     html: Annotated[
         Path | None,
-        typer.Option(
-            metavar="OUT.html",
-            help="Write a page to search and zoom; exit code as --picture.",
-            rich_help_panel=opt.SHOWN,
-        ),
+        Flag(metavar="OUT.html", help="Write a page to search and zoom; exit code as --picture.", section=opt.SHOWN),
     ] = None
-    only: Annotated[opt.Only, typer.Option(help="Draw only these tensors.", rich_help_panel=opt.SHOWN)] = "all"
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an existing picture or page.", rich_help_panel=opt.WRITTEN)
-    ] = False
+    only: Annotated[opt.Only, Flag(help="Draw only these tensors.", section=opt.SHOWN)] = "all"
+    overwrite: Annotated[bool, Flag(help="Replace an existing picture or page.", section=opt.WRITTEN)] = False
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise UsageError where what is asked for cannot be written."""
@@ -64,22 +52,18 @@ def inspect(
     format: opt.FormatOption = "auto",
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    tensors: Annotated[bool, typer.Option("--tensors", help="List every tensor.", rich_help_panel=opt.SHOWN)] = False,
+    tensors: Annotated[bool, Flag(help="List every tensor.", section=opt.SHOWN)] = False,
     tensor: Annotated[
         list[str] | None,
-        typer.Option(
+        Flag(
             metavar="NAME",
             help="List these tensors and where each of their parts lies; a pattern as '*.q_proj.weight'; repeatable.",
-            autocompletion=complete.tensors,
-            rich_help_panel=opt.SHOWN,
+            complete="tensors",
+            section=opt.SHOWN,
         ),
     ] = None,
-    everything: Annotated[
-        bool, typer.Option("--all", help="Cut no list and no value short.", rich_help_panel=opt.SHOWN)
-    ] = False,
-    csv: Annotated[
-        bool, typer.Option("--csv", help="Print a table as CSV, a row for each tensor.", rich_help_panel=opt.SHOWN)
-    ] = False,
+    everything: Annotated[bool, Flag(("--all",), help="Cut no list and no value short.", section=opt.SHOWN)] = False,
+    csv: Annotated[bool, Flag(help="Print a table as CSV, a row for each tensor.", section=opt.SHOWN)] = False,
     drawn: Drawn,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

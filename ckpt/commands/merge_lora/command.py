@@ -9,10 +9,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.flags import Flag
+from ckpt.base.flags import Flag, Positional
 from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
 from ckpt.commands.push.command import push_target, telling
 from ckpt.options import groups as opt
@@ -30,7 +28,7 @@ def merge_lora(
     *,
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
+        Positional(
             metavar="ADAPTER",
             help="A PEFT folder, a run folder (its newest adapter), Axolotl's YAML, a sharded checkpoint, or a Hub id "
             "in the cache. [default: this folder]",

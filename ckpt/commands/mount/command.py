@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.options import completion as complete
+from ckpt.base.flags import Flag, Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say, say_source
@@ -22,20 +20,16 @@ def mount(
     *,
     target: Annotated[
         str,
-        typer.Argument(
-            metavar="TO", help="The format as which it is read; see `ckpt formats`.", autocompletion=complete.targets
-        ),
+        Positional(metavar="TO", help="The format as which it is read; see `ckpt formats`.", complete="targets"),
     ],
     path: opt.PathArgument,
-    view: Annotated[Path, typer.Argument(metavar="VIEW", help="An empty folder, or the name of a new one.")],
+    view: Annotated[Path, Positional(metavar="VIEW", help="An empty folder, or the name of a new one.")],
     selection: opt.Selection,
     precision: Precision,
     sharding: Sharding,
     foreground: Annotated[
         bool,
-        typer.Option(
-            "--foreground", help="Serve it from this process, until it is unmounted.", rich_help_panel=opt.HOW
-        ),
+        Flag(help="Serve it from this process, until it is unmounted.", section=opt.HOW),
     ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

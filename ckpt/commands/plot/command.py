@@ -6,9 +6,8 @@ import json
 from pathlib import Path
 from typing import Annotated, Any
 
-import typer
-
 from ckpt.base.errors import CorruptError, shown
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -17,11 +16,11 @@ from ckpt.options.command import LOOK, Command
 def plot(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN", help="The folders of runs; others are compared with the first.", readable=False),
+        Positional(metavar="RUN", help="The folders of runs; others are compared with the first."),
     ],
     output: Annotated[
         Path,
-        typer.Option("-o", "--output", metavar="OUT.svg", help="The picture to write.", rich_help_panel=opt.WRITTEN),
+        Flag(("-o", "--output"), metavar="OUT.svg", help="The picture to write.", section=opt.WRITTEN),
     ] = Path("loss.svg"),
     as_json: opt.JsonOption = False,
 ) -> None:

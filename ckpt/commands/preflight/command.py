@@ -8,29 +8,28 @@ import sys
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpt.base.errors import printable, shown
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
 
 
 def preflight(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="The folder for checkpoints.", readable=False)],
+    folder: Annotated[Path, Positional(metavar="FOLDER", help="The folder for checkpoints.")],
     data: Annotated[
-        list[Path] | None, typer.Option(metavar="PATH", help="A file or folder of the dataset; repeatable.")
+        list[Path] | None, Flag(metavar="PATH", help="A file or folder of the dataset; repeatable.")
     ] = None,
-    need_gb: Annotated[float, typer.Option(metavar="GB", help="Free space that is needed.")] = 1,
-    timeout: Annotated[float, typer.Option(metavar="S", help="Seconds to wait for all nodes.")] = 40,
+    need_gb: Annotated[float, Flag(metavar="GB", help="Free space that is needed.")] = 1,
+    timeout: Annotated[float, Flag(metavar="S", help="Seconds to wait for all nodes.")] = 40,
     nodes: Annotated[
-        str | None, typer.Option(metavar="NAME,...", help="Names of all nodes. [default: those of Slurm's step]")
+        str | None, Flag(metavar="NAME,...", help="Names of all nodes. [default: those of Slurm's step]")
     ] = None,
     number: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="This node's number. [default: SLURM_NODEID, or 0]")
+        int | None, Flag(metavar="N", min=0, help="This node's number. [default: SLURM_NODEID, or 0]")
     ] = None,
     port: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="The port to meet at. [default: MASTER_PORT, or 29400]")
+        int | None, Flag(metavar="N", min=1, help="The port to meet at. [default: MASTER_PORT, or 29400]")
     ] = None,
     as_json: opt.JsonOption = False,
 ) -> None:
@@ -58,6 +57,8 @@ def preflight(
         for line in [*problems, f"{counted(count, 'node')}, {counted(len(problems), 'problem')}"]:
             print(printable(f"preflight: {line}"), file=sys.stderr)
     if problems:
+        import typer
+
         raise typer.Exit(1)
 
 

@@ -8,9 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
 from ckpt.base.errors import printable
+from ckpt.base.flags import Flag, Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say_notes
@@ -22,14 +21,10 @@ if TYPE_CHECKING:
 
 def push(
     *,
-    path: Annotated[
-        Path, typer.Argument(metavar="PATH", help="The folder or URL to push, but hidden files.", readable=False)
-    ],
+    path: Annotated[Path, Positional(metavar="PATH", help="The folder or URL to push, but hidden files.")],
     at_hub: HubTarget,
     names: opt.NamesOption = "hub",
-    whole_run: Annotated[
-        bool, typer.Option("--whole-run", help="Push a run's optimizer, random states and steps, too.")
-    ] = False,
+    whole_run: Annotated[bool, Flag(help="Push a run's optimizer, random states and steps, too.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 from os import fspath
 from typing import Annotated, Any
 
-import typer
-
 from ckpt.base.errors import printable, shown
-from ckpt.options import completion as complete
+from ckpt.base.flags import Flag
 from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
@@ -23,40 +21,31 @@ def resume(
     path: opt.PathArgument,
     format: Annotated[
         str | None,
-        typer.Option(
+        Flag(
             metavar="FORMAT",
             help="The format that is loaded. [default: accelerate's setting, or the source's]",
-            autocompletion=complete.targets,
-            rich_help_panel=opt.READ,
+            complete="targets",
+            section=opt.READ,
         ),
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(
-            "--gpus",
-            "--world-size",
+        Flag(
+            ("--gpus", "--world-size"),
             min=1,
             max=MAX_SIZE,
             help="Ranks to go on with. [default: the launcher's, or the source's]",
-            rich_help_panel=opt.WRITTEN,
+            section=opt.WRITTEN,
         ),
     ] = None,
     tag: opt.TagOption = None,
     config: opt.ConfigOption = None,
-    dtype: Annotated[
-        opt.Cast, typer.Option(help="Precision of weights, where it is converted.", rich_help_panel=opt.WRITTEN)
-    ] = "keep",
+    dtype: Annotated[opt.Cast, Flag(help="Precision of weights, where it is converted.", section=opt.WRITTEN)] = "keep",
     model_only: Annotated[
         bool,
-        typer.Option(
-            "--model-only",
-            help="Go on from a model without an optimizer, where there is nothing else.",
-            rich_help_panel=opt.READ,
-        ),
+        Flag(help="Go on from a model without an optimizer, where there is nothing else.", section=opt.READ),
     ] = False,
-    missing_ok: Annotated[
-        bool, typer.Option("--missing-ok", help="Print nothing where there is no checkpoint yet: the run begins.")
-    ] = False,
+    missing_ok: Annotated[bool, Flag(help="Print nothing where there is no checkpoint yet: the run begins.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     options: Mapping[str, Any],

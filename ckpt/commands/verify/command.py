@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from ckpt.base.errors import UsageError
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -29,11 +28,10 @@ class Claimed:
 
     adapter: Annotated[
         list[str] | None,
-        typer.Option(
-            "--adapter",
+        Flag(
             metavar="ADAPTER",
             help="Whether B is A with this LoRA adapter merged into it, and nothing else; of several in their order.",
-            rich_help_panel=opt.READ,
+            section=opt.READ,
         ),
     ] = None
     expert_layout: ExpertLayoutOption = None
@@ -47,26 +45,21 @@ class VerifyModes:
 
     run: Annotated[
         bool,
-        typer.Option(
-            "--run",
+        Flag(
             help="Compare the training states instead of the tensors: schedule, scaler, random states, data position.",
-            rich_help_panel=opt.SHOWN,
+            section=opt.SHOWN,
         ),
     ] = False
     loads: Annotated[
         bool,
-        typer.Option(
-            "--loads",
-            help="Have transformers load A without data, and report what is wrong with it.",
-            rich_help_panel=opt.HOW,
-        ),
+        Flag(help="Have transformers load A without data, and report what is wrong with it.", section=opt.HOW),
     ] = False
 
 
 def verify(
     *,
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint or run folder.", readable=False)],
-    b: Annotated[Path | None, typer.Argument(metavar="B", help="Another, of any format.", readable=False)] = None,
+    a: Annotated[Path, Positional(metavar="A", help="A checkpoint or run folder.")],
+    b: Annotated[Path | None, Positional(metavar="B", help="Another, of any format.")] = None,
     sides: Sides,
     how: Comparison,
     kind: VerifyModes,

@@ -9,8 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
+from ckpt.base.flags import Flag, Positional
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
@@ -22,15 +21,11 @@ _SECONDS = "S"
 
 
 def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The run's --output.", readable=False)],
-    silent: Annotated[
-        float, typer.Option(metavar=_SECONDS, help="Seconds without a beat before a rank is frozen.")
-    ] = 30,
-    stuck: Annotated[
-        float, typer.Option(metavar=_SECONDS, help="Seconds in one step and phase before a run is stuck.")
-    ] = 600,
-    every: Annotated[float, typer.Option(metavar=_SECONDS, help="Seconds between two looks.")] = 2,
-    webhook: Annotated[str | None, typer.Option(metavar="URL", help="Post what was found there, as JSON.")] = None,
+    run: Annotated[Path, Positional(metavar="RUN", help="The run's --output.")],
+    silent: Annotated[float, Flag(metavar=_SECONDS, help="Seconds without a beat before a rank is frozen.")] = 30,
+    stuck: Annotated[float, Flag(metavar=_SECONDS, help="Seconds in one step and phase before a run is stuck.")] = 600,
+    every: Annotated[float, Flag(metavar=_SECONDS, help="Seconds between two looks.")] = 2,
+    webhook: Annotated[str | None, Flag(metavar="URL", help="Post what was found there, as JSON.")] = None,
     as_json: opt.JsonOption = False,
 ) -> None:
     """Name the rank of a training that died or stalled, with its stack. Exit code 0: all ended, 1: one did not."""
@@ -49,6 +44,8 @@ def watch(
     else:
         _say("\n".join(map(str, wrong)) or f"{run}: all done, {counted(len(watched.ranks), 'rank')}")
     if wrong:
+        import typer
+
         raise typer.Exit(1)
 
 
