@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from inspect import Parameter
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 
@@ -74,6 +75,11 @@ class OptionGroup:
         """Return the group with its values from the keywords of a function."""
         names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in keywords.items() if name in names})
+
+
+def flag_of(parameter: Parameter) -> Flag | None:
+    """Return the declaration of an option or argument; None for any other parameter."""
+    return next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Flag)), None)
 
 
 def type_of(hint: Any) -> Any:

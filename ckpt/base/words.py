@@ -1,57 +1,70 @@
-"""Python spellings for command-line options in messages."""
+"""Messages name options as the command line has them; this module turns them into Python's keywords."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 
-#: Flags, and options with a value. `tests/api/test_functions.py` compares both with the commands.
-_FLAGS = (
-    "accept-base account-for-embedding-in-pipeline-split account-for-loss-in-pipeline-split activation-offload all "
-    "as-peft bytes cast check create-pr dequantize eager-attention exact flat-optimizer fused-cross-entropy loads "
-    "manifest missing-ok model-only no-sequence-parallel offload-optimizer offload-param overwrite private pure push "
-    "qlora restart run tensors values verify whole-run"
-)
-_OPTIONS = (
-    "accept-setting adapter-slot adapter-weights atol base batch-size ckpt-format combination commit-message "
-    "complete-from config cp decoder-first-pipeline-num-layers decoder-last-pipeline-num-layers density ds-config "
-    "dtype ep ep-size etp expert-layout format from-a from-b fsdp-version gpu-memory gpus ignore-file lora-r "
-    "lora-target-modules make-vocab-size-divisible-by master-dtype max-memory max-shard-size mesh-device names only "
-    "optimizer optimizer-dtype output peft-version picture pipeline-model-parallel-layout pp recompute-modules replica "
-    "repo-id revision rtol run-config seed seq-len server state-dtype step step-a step-b step-folder strategy tag "
-    "tag-a tag-b tensor to tp transformer-impl vpp workers world-size"
-)
-#: Options with a different parameter name.
-_OTHERWISE = {
-    "accept-setting": "accept_settings",
-    "all": "everything",
-    "bytes": "every_byte",
-    "ignore-file": "ignore_files",
-    "step": "tag",
-    "step-a": "tag_a",
-    "step-b": "tag_b",
-}
-#: Parameters that take a list.
-_LISTS = ("accept-setting", "ignore-file")
-#: Options with free text, and words that can't be their value.
-_FREE = "accept-setting ignore-file step step-a step-b tag tag-a tag-b"
-_WORDS = "and|ignores?|is|leaves?|merges|names|of|or|says|takes?|which"
-_VALUE = r"\d+:\w+:[\w.]+|own|hub|peft|unsloth|keep|fp32|bf16|fp16|weights|torch_dist|torch|[\w.-]*\d[\w.-]*"
-_TO_FILL_IN = r"[A-Z][A-Z_/]+(?![\w/])|N\b"
+#: Words after an option that are not its value, if it takes any word.
+_WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "says", "which"})
+_VERBS = re.compile("ignores?|takes?")
+_TO_FILL_IN = re.compile(r"[A-Z][A-Z_/]+|N")
 _NAMED = re.compile(
-    rf"`ckpt (?P<command>[\w-]+) --help`"
-    rf"|`(?!--?[a-z]|[\s,.;:)])[^`]*`"
-    rf"|(?<![\w-])(?:-o (?P<folder>'[^']*'|[^\s`]*/[^\s`]*)|(?P<place>-o\b)"
-    rf"|--(?P<flag>{_FLAGS.replace(' ', '|')})(?![\w-])"
-    rf"|--(?P<free>{_FREE.replace(' ', '|')}) (?P<any>'[^']*'|(?!(?:{_WORDS})\b)[^\s`;,]+)"
-    rf"|--(?P<name>{_OPTIONS.replace(' ', '|')})(?![\w-])(?: (?P<value>{_VALUE}|{_TO_FILL_IN})(?![\w-]))?)"
+    r"`ckpt (?P<command>[\w-]+) --help`"
+    r"|`(?!--?[a-z]|[\s,.;:)])[^`]*`"
+    r"|(?<![\w-])(?:-o (?P<folder>'[^']*'|[^\s`]*/[^\s`]*)|(?P<place>-o\b)"
+    r"|--(?P<option>[a-z][a-z0-9-]*)(?![\w-])(?: (?P<value>'[^']*'|[^\s`;,'-][^\s`;,]*))?)"
 )
 _TWO_LISTS = re.compile(r"(\w+)=\[([^]]*)\] \1=\[")
-#: Words before an option that mark another program's option.
+#: Marks of another program's options in the words before an option.
 _OTHER_PROGRAM = re.compile(r"(?:\bMegatron-(?:LM|Bridge)\b|\bcontainer: |\bmegatron-core\b)[^;]*$")
 
 
+@dataclass(frozen=True)
+class Keyword:
+    """The keyword of a function for an option.
+
+    Attributes:
+        name: The keyword.
+        type: bool, int, float, str, or list for a list of strings.
+        choices: All values, if the option has choices.
+        is_free: True if the value may be any word.
+    """
+
+    name: str
+    type: type
+    choices: tuple[str, ...] = ()
+    is_free: bool = False
+
+    def takes(self, value: str) -> bool:
+        """Return True if the word after the option is its value."""
+        if value.startswith("'") or _TO_FILL_IN.fullmatch(value) or value in self.choices:
+            return True
+        if self.is_free:
+            return value not in _WORDS and not _VERBS.fullmatch(value)
+        return not self.choices and any(character.isdecimal() or character == "/" for character in value)
+
+    def given(self, value: str) -> str:
+        """Return the keyword with a value."""
+        plain = value.strip("'")
+        bare = plain == "N" or (self.type in (int, float) and not _TO_FILL_IN.fullmatch(plain))
+        said = plain if bare else repr(plain)
+        return f"{self.name}={f'[{said}]' if self.type is list else said}"
+
+
+@cache
+def keywords() -> Mapping[str, Keyword]:
+    """Return the keyword for each option of the commands that are functions, by the option's name."""
+    # declared far above this module, which every error needs
+    found: Mapping[str, Keyword] = import_module("ckpt.options.keywords").keywords()
+    return found
+
+
 def in_python(text: str) -> str:
-    """Return `text` with keywords in place of options: `dequantize=True` for `--dequantize`, `tp=2` for `--tp 2`."""
+    """Return `text` with options as keywords: `--dequantize` is `dequantize=True`, and `--tp 2` is `tp=2`."""
     said = _NAMED.sub(_keyword, text)
     while (joined := _TWO_LISTS.sub(r"\1=[\2, ", said)) != said:
         said = joined
@@ -64,25 +77,15 @@ def _keyword(found: re.Match[str]) -> str:
     if _OTHER_PROGRAM.search(found.string[: found.start()]):
         return found[0]
     if folder := found["folder"]:
-        return f"output={_unquoted(folder)!r}"
+        return f"output={folder.strip(chr(39))!r}"
     if found["place"]:
         return "output"
-    if flag := found["flag"]:
-        return f"{_OTHERWISE.get(flag, flag).replace('-', '_')}=True"
-    if option := found["free"]:
-        value = repr(_unquoted(found["any"]))
-        return f"{_keyword_for(option)}={f'[{value}]' if option in _LISTS else value}"
-    if not (option := found["name"]):
-        return found[0]  # a command in backticks
-    value = found["value"]
-    if value is None:
-        return _keyword_for(option)
-    return f"{_keyword_for(option)}={value if value.isdecimal() or value == 'N' else repr(value)}"
-
-
-def _keyword_for(option: str) -> str:
-    return _OTHERWISE.get(option, option).replace("-", "_")
-
-
-def _unquoted(value: str) -> str:
-    return value[1:-1] if value.startswith("'") else value
+    keyword = keywords().get(found["option"] or "")
+    if keyword is None:
+        return found[0]  # a command in backticks, or an option of the command line alone
+    value = found["value"] or ""
+    word = value.rstrip(".:)")
+    rest = f" {value}" if value else ""
+    if keyword.type is bool:
+        return f"{keyword.name}=True{rest}"
+    return f"{keyword.given(word)}{value[len(word) :]}" if word and keyword.takes(word) else f"{keyword.name}{rest}"

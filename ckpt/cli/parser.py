@@ -19,7 +19,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
-from ckpt.base.flags import READ, SECTIONS, Flag, Positional, type_of
+from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
 from ckpt.base.typed import short_dtype
@@ -332,18 +332,14 @@ def with_options(
     return run
 
 
-def _flag(parameter: inspect.Parameter) -> Flag | None:
-    return next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Flag)), None)
-
-
 def _parsed(parameter: inspect.Parameter, value: Any) -> Any:
-    flag = _flag(parameter)
+    flag = flag_of(parameter)
     return value if value is None or flag is None or flag.parse is None else flag.parse(value)
 
 
 def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
     """Return a parameter in typer's notation."""
-    if (flag := _flag(parameter)) is None:
+    if (flag := flag_of(parameter)) is None:
         return parameter
     kind = flag.type or type_of(parameter.annotation.__origin__)
     complete = getattr(completion, flag.complete) if flag.complete else None
