@@ -29,16 +29,11 @@ def doctor(
         else:
             print_lines(found.lines(terminal_width()))
 
-    facts = diagnosis.gather(path)
-    if path is None:
-        show(diagnosis.Diagnosis(facts))
-        return
     try:
-        found = diagnosis.diagnosed(facts, path)
+        show(diagnosis.doctor(path))
     except CkptError:  # what is known is printed all the same
-        show(diagnosis.Diagnosis(facts))
+        show(diagnosis.Diagnosis(diagnosis.gather(path)))
         raise
-    show(found)
 
 
 COMMAND = Command(

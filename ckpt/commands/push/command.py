@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -29,12 +28,15 @@ def push(
     quiet: opt.QuietOption = False,
 ) -> None:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived. Run it again to go on."""
-    from ckpt.commands.push.pushing import push_model
-    from ckpt.stores import places
+    from ckpt.commands.push.pushing import push as push_folder
 
-    path = places.local(path)
-    to = replace(push_target(at_hub, names, [path]), whole_run=whole_run)
-    pushed = push_model(path, to, ["ckpt", *sys.argv[1:]], note=say_notes, **telling(quiet))
+    how: dict[str, Any] = {
+        "names": names,
+        "whole_run": whole_run,
+        "note": say_notes,
+        "command": ["ckpt", *sys.argv[1:]],
+    }
+    pushed = push_folder(path, **vars(at_hub), **how, **telling(quiet))
     print(json.dumps(pushed.to_json(), indent=2) if as_json else pushed)
 
 

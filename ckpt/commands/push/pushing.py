@@ -32,6 +32,9 @@ def push(
     names: Literal["hub", "own"] = "hub",
     whole_run: bool = False,
     say: Callable[[str], None] = lambda _: None,
+    note: Callable[[Sequence[str]], None] = lambda _: None,
+    progress: bool = False,
+    command: Sequence[str] | None = None,
 ) -> Pushed:
     """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived; called again it goes on.
 
@@ -51,12 +54,15 @@ def push(
         names: `hub`, or `own` to write other names as they are.
         whole_run: Push the training state of a run, too.
         say: Called with each line about the progress.
+        note: Called with notes on what was passed over.
+        progress: Show the library's own bars.
+        command: The command that the model card names; None for this call.
     """
     place = local(path)
     repo_id = repo_id or recorded_repo([place])
     to = Push(repo_id, private, revision, create_pr, commit_message, names == "own", whole_run)
     script = f"import ckpt; ckpt.push({json.dumps(fspath(path))}, {json.dumps(repo_id)})"
-    return push_model(place, to, ["python", "-c", script], say=say)
+    return push_model(place, to, command or ["python", "-c", script], say=say, note=note, progress=progress)
 
 
 def push_model(
