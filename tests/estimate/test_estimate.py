@@ -1,4 +1,4 @@
-"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`,
+"""`ckpt/commands/estimate/table.py`, `memory.py`, `activations.py`, `text.py`, `command.py`, `options.py`,
 `ckpt/state/parameters.py`, `converters/names/parameters.py`: counts against transformers, states against real ranks.
 """
 
