@@ -150,6 +150,11 @@ class _Help:
         with saying_usage_errors(f"{parent.command_path} {info_name}" if parent else "ckpt"):
             return super().make_context(info_name, args, parent, **extra)  # type: ignore[misc]
 
+    def get_params(self, ctx: Any) -> list[Any]:
+        params: list[Any] = super().get_params(ctx)  # type: ignore[misc]
+        quicken(params)
+        return params
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         pieces = super().collect_usage_pieces(ctx)  # type: ignore[misc]
         return [piece.replace("{", "").replace("}", "") for piece in pieces]
@@ -161,7 +166,7 @@ class _Help:
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         sections: dict[str, list[tuple[str, str]]] = {title: [] for title in ("Arguments", *SECTIONS)}
-        for param in self.get_params(ctx):  # type: ignore[attr-defined]
+        for param in self.get_params(ctx):
             if (record := param.get_help_record(ctx)) is not None:
                 is_argument = param.param_type_name == "argument"
                 name, _, taken = record[0].partition(" <")
@@ -198,10 +203,6 @@ def _bold(title: str) -> str:
 
 class TypedCommand(_Help, TyperCommand):
     """A command with its help in sections."""
-
-    def __init__(self, *args: Any, params: Any = None, **settings: Any) -> None:
-        quicken(params or ())
-        super().__init__(*args, params=params, **settings)
 
 
 class CommandGroup(_Help, TyperGroup):

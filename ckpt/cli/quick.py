@@ -56,7 +56,8 @@ def _plain(param: Any, value: Any) -> Any:
             info = param.type_descriptor.parameter_info
             if (info.min or 0) <= int(value) <= (10**9 if info.max is None else info.max):
                 return int(value)
-        if annotation is Path and (os.access(value, os.R_OK) or not os.path.exists(value)):
+        is_place = annotation is Path and isinstance(value, str | Path) and "\0" not in str(value)
+        if is_place and (os.access(value, os.R_OK) or not os.path.exists(value)):
             return Path(value)
         if get_origin(annotation) is Literal and value in get_args(annotation):
             return value
