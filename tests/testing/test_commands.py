@@ -6,9 +6,12 @@ The suite must also find what is wrong.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+import ckpt
+from ckpt import commands
 from ckpt.cli import registered
 from ckpt.errors import UsageError
 from ckpt.testing import CommandConformance
@@ -44,3 +47,20 @@ def test_what_is_registered_must_be_a_declaration(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(registered, "places", lambda: {"other": "ckpt.options.groups:SECTIONS"})
     with pytest.raises(UsageError, match="the command 'other' is not declared"):
         registered.command.__wrapped__("other")
+
+
+def test_a_new_folder_is_a_command_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "hello").mkdir()
+    (tmp_path / "hello/__init__.py").touch()
+    (tmp_path / "hello/command.py").write_text(
+        "from ckpt.options.command import LOOK, Command\n"
+        "def hello() -> str:\n    return 'hello'\n"
+        "COMMAND = Command('hello', LOOK, hello, (), python='ckpt.commands.hello.command:hello')\n"
+    )
+    monkeypatch.setattr(commands, "__path__", [*commands.__path__, str(tmp_path)])
+    commands.places.cache_clear()
+    try:
+        assert ckpt.hello() == "hello" and "hello" in dir(ckpt)  # type: ignore[attr-defined]
+        assert "hello" in registered.places.__wrapped__()
+    finally:
+        commands.places.cache_clear()
