@@ -126,7 +126,7 @@ def test_an_adapter_is_merged_by_its_path(tmp_path: Path, monkeypatch: pytest.Mo
     assert ckpt.verify("out").good and ckpt.hash(done.conversion.source, dtype="bf16") != ckpt.hash("out")
     with pytest.raises(UsageError, match=r"adapter_weights needs one weight for each adapter\n"):
         ckpt.merge_lora("run", "other", adapter_weights=[0.5, 0.5])
-    with pytest.raises(UsageError, match=r"combination dare_linear takes|combination dare_linear needs density"):
+    with pytest.raises(UsageError, match=r"combination='dare_linear' needs density"):
         ckpt.merge_lora("run", "other", adapter_weights=[0.5], combination="dare_linear")
 
 
