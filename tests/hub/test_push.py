@@ -314,7 +314,7 @@ def test_the_repository_that_a_run_records(tmp_path: Path) -> None:
     torch.save(arguments, tmp_path / "training_args.bin")
     with pytest.raises(UsageError, match="without its owner") as error:
         recorded_repo([step])
-    assert "repo_id ORG/my-run" in str(error.value)
+    assert "repo_id='ORG/my-run'" in str(error.value)
 
 
 def test_what_an_unknown_class_records(tmp_path: Path) -> None:
