@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.errors import UsageError, printable
-from ckpt.base.flags import Flag
-from ckpt.options import groups as opt
+from ckpt.base.flags import SHOWN, WRITTEN, Flag
 
 if TYPE_CHECKING:
     from ckpt.base.returned import Returned
@@ -24,9 +23,9 @@ class HeatMap:
 
     html: Annotated[
         Path | None,
-        Flag(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", section=opt.SHOWN),
+        Flag(metavar="OUT.html", help="Write a page: a heat map of layers by matrices.", section=SHOWN),
     ] = None
-    overwrite: Annotated[bool, Flag(help="Replace an existing page.", section=opt.WRITTEN)] = False
+    overwrite: Annotated[bool, Flag(help="Replace an existing page.", section=WRITTEN)] = False
 
     def check(self, *checkpoints: Checkpoint) -> None:
         """Raise UsageError where the page cannot be written."""

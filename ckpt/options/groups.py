@@ -7,44 +7,7 @@ from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from ckpt.base.flags import HOW, HUB, READ, SECTIONS, SHOWN, WRITTEN, Flag, Positional
-from ckpt.plan.groups import (
-    Cast,
-    ConfigOption,
-    DequantizeOption,
-    FormatOption,
-    NamesOption,
-    Only,
-    Selection,
-    ShardSizeOption,
-    TagOption,
-    WorkersOption,
-)
-
-__all__ = [
-    "HOW",
-    "HUB",
-    "READ",
-    "SECTIONS",
-    "SHOWN",
-    "WRITTEN",
-    "Cast",
-    "ConfigOption",
-    "DequantizeOption",
-    "FormatOption",
-    "JsonOption",
-    "NamesOption",
-    "Only",
-    "Outcome",
-    "PathArgument",
-    "QuietOption",
-    "Selection",
-    "ShardSizeOption",
-    "TagOption",
-    "VerboseOption",
-    "WorkersOption",
-    "by_name",
-]
+from ckpt.base.flags import HOW, Flag, Positional
 
 PathArgument = Annotated[Path, Positional(metavar="PATH", help="A checkpoint, or the run folder it lies in.")]
 JsonOption = Annotated[bool, Flag(("--json",), help="Print the result as JSON on stdout.")]

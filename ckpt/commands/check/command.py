@@ -4,24 +4,25 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpt.base.flags import Flag
+from ckpt.base.flags import HOW, Flag
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude
+from ckpt.plan.groups import FormatOption, TagOption
 
 
 def check(
     path: opt.PathArgument,
-    format: opt.FormatOption = "auto",
-    tag: opt.TagOption = None,
+    format: FormatOption = "auto",
+    tag: TagOption = None,
     every_byte: Annotated[
         bool,
-        Flag(("--bytes",), help="Read every byte, and compare the checksums that files have.", section=opt.HOW),
+        Flag(("--bytes",), help="Read every byte, and compare the checksums that files have.", section=HOW),
     ] = False,
     values: Annotated[
         bool,
-        Flag(help="Read every value: find NaN, infinities, zeros and untrained tensors.", section=opt.HOW),
+        Flag(help="Read every value: find NaN, infinities, zeros and untrained tensors.", section=HOW),
     ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

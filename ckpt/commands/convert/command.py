@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ckpt.base.errors import CkptError, UsageError, printable, shown
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import did_you_mean
 from ckpt.base.version import __version__
 from ckpt.options import groups as opt
@@ -34,7 +34,7 @@ class Place:
     out: Annotated[Path | None, Positional(metavar="OUT", help="The folder to write, the same as -o.")] = None
     output: Annotated[
         Path | None,
-        Flag(("-o", "--output"), help="The folder to write. [default: PATH-TO, next to the run]", section=opt.WRITTEN),
+        Flag(("-o", "--output"), help="The folder to write. [default: PATH-TO, next to the run]", section=WRITTEN),
     ] = None
 
     @property
@@ -63,7 +63,7 @@ def convert(
     ] = None,
     to: Annotated[
         str | None,
-        Flag(metavar="TO", help="The format to write, instead of TO.", complete="targets", section=opt.WRITTEN),
+        Flag(metavar="TO", help="The format to write, instead of TO.", complete="targets", section=WRITTEN),
     ] = None,
     place: Place,
     asked: Planning,

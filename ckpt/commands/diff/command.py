@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated
 
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import HOW, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import HeatMap
 from ckpt.options.printing import conclude, open_sides, terminal_width
-from ckpt.plan.groups import Sides
+from ckpt.plan.groups import Only, Sides
 
 
 def diff(
@@ -19,14 +19,14 @@ def diff(
     a: Annotated[Path, Positional(metavar="A", help="The checkpoint before.")],
     b: Annotated[Path, Positional(metavar="B", help="The one after, of any format.")],
     sides: Sides,
-    only: Annotated[opt.Only, Flag(help="Measure only these tensors.", section=opt.SHOWN)] = "all",
+    only: Annotated[Only, Flag(help="Measure only these tensors.", section=SHOWN)] = "all",
     rtol: Annotated[
         float | None,
-        Flag(metavar="X", min=0, help="Allow each element to change by this part of itself.", section=opt.HOW),
+        Flag(metavar="X", min=0, help="Allow each element to change by this part of itself.", section=HOW),
     ] = None,
     atol: Annotated[
         float | None,
-        Flag(metavar="X", min=0, help="Allow each element to change by this.", section=opt.HOW),
+        Flag(metavar="X", min=0, help="Allow each element to change by this.", section=HOW),
     ] = None,
     page: HeatMap,
     as_json: opt.JsonOption = False,

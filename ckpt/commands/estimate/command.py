@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckpt.base.errors import UsageError, printable
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import SHOWN, WRITTEN, Flag, Positional
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training
 from ckpt.options import groups as opt
 from ckpt.options.command import BEFOREHAND, Command
@@ -28,9 +28,9 @@ def estimate_(
     lora: Lora,
     picture: Annotated[
         Path | None,
-        Flag(metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.", section=opt.SHOWN),
+        Flag(metavar="OUT.svg", help="Draw it: bars by strategy under the GPU's limit.", section=SHOWN),
     ] = None,
-    overwrite: Annotated[bool, Flag(help="Replace an existing picture.", section=opt.WRITTEN)] = False,
+    overwrite: Annotated[bool, Flag(help="Replace an existing picture.", section=WRITTEN)] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
 ) -> None:

@@ -4,23 +4,24 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from ckpt.base.flags import Flag
+from ckpt.base.flags import HOW, SHOWN, Flag
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import conclude, say_notes, say_source
+from ckpt.plan.groups import Cast, Selection
 
 
 def hash_(
     *,
     path: opt.PathArgument,
-    selection: opt.Selection,
+    selection: Selection,
     dtype: Annotated[
-        opt.Cast,
+        Cast,
         Flag(help="Precision in which weights count: their own, or as `convert` casts them.", section="How it is done"),
     ] = "keep",
-    tensors: Annotated[bool, Flag(help="Print the digest of every tensor too.", section=opt.SHOWN)] = False,
-    workers: Annotated[int, Flag(min=0, max=256, help="Threads that read. 0: by the processors.", section=opt.HOW)] = 0,
+    tensors: Annotated[bool, Flag(help="Print the digest of every tensor too.", section=SHOWN)] = False,
+    workers: Annotated[int, Flag(min=0, max=256, help="Threads that read. 0: by the processors.", section=HOW)] = 0,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,
     verbose: opt.VerboseOption = False,

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from ckpt.base.errors import CorruptError, UnsafeError, UsageError, shown
-from ckpt.base.flags import Flag
+from ckpt.base.flags import SHOWN, WRITTEN, Flag
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.drawings import check_place, write
 from ckpt.options.printing import print_lines, print_table, terminal_width
+from ckpt.plan.groups import ConfigOption, FormatOption, Only, TagOption
 
 if TYPE_CHECKING:
     from ckpt.commands.check.checking import Checked
@@ -30,14 +31,14 @@ class Drawn:
 
     picture: Annotated[
         Path | None,
-        Flag(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.", section=opt.SHOWN),
+        Flag(metavar="OUT.svg", help="Draw who holds what; exit code 4 if something is damaged.", section=SHOWN),
     ] = None
     html: Annotated[
         Path | None,
-        Flag(metavar="OUT.html", help="Write a page to search and zoom; exit code as --picture.", section=opt.SHOWN),
+        Flag(metavar="OUT.html", help="Write a page to search and zoom; exit code as --picture.", section=SHOWN),
     ] = None
-    only: Annotated[opt.Only, Flag(help="Draw only these tensors.", section=opt.SHOWN)] = "all"
-    overwrite: Annotated[bool, Flag(help="Replace an existing picture or page.", section=opt.WRITTEN)] = False
+    only: Annotated[Only, Flag(help="Draw only these tensors.", section=SHOWN)] = "all"
+    overwrite: Annotated[bool, Flag(help="Replace an existing picture or page.", section=WRITTEN)] = False
 
     def check(self, checkpoint: Checkpoint) -> None:
         """Raise UsageError where what is asked for cannot be written."""
@@ -49,21 +50,21 @@ class Drawn:
 def inspect(
     *,
     path: opt.PathArgument,
-    format: opt.FormatOption = "auto",
-    tag: opt.TagOption = None,
-    config: opt.ConfigOption = None,
-    tensors: Annotated[bool, Flag(help="List every tensor.", section=opt.SHOWN)] = False,
+    format: FormatOption = "auto",
+    tag: TagOption = None,
+    config: ConfigOption = None,
+    tensors: Annotated[bool, Flag(help="List every tensor.", section=SHOWN)] = False,
     tensor: Annotated[
         list[str] | None,
         Flag(
             metavar="NAME",
             help="List these tensors and where each of their parts lies; a pattern as '*.q_proj.weight'; repeatable.",
             complete="tensors",
-            section=opt.SHOWN,
+            section=SHOWN,
         ),
     ] = None,
-    everything: Annotated[bool, Flag(("--all",), help="Cut no list and no value short.", section=opt.SHOWN)] = False,
-    csv: Annotated[bool, Flag(help="Print a table as CSV, a row for each tensor.", section=opt.SHOWN)] = False,
+    everything: Annotated[bool, Flag(("--all",), help="Cut no list and no value short.", section=SHOWN)] = False,
+    csv: Annotated[bool, Flag(help="Print a table as CSV, a row for each tensor.", section=SHOWN)] = False,
     drawn: Drawn,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import HUB, WRITTEN, Flag, Positional
 from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
 from ckpt.commands.push.command import push_target, telling
 from ckpt.options import groups as opt
@@ -40,13 +40,13 @@ def merge_lora(
         Flag(
             ("-o", "--output"),
             help="The folder to write. [default: ADAPTER-merged, next to the run]",
-            section=opt.WRITTEN,
+            section=WRITTEN,
         ),
     ] = None,
     combining: Combining,
     merged: Merged,
     threads: Threads,
-    push: Annotated[bool, Flag(help="Push the result to the Hub, and verify what arrived.", section=opt.HUB)] = False,
+    push: Annotated[bool, Flag(help="Push the result to the Hub, and verify what arrived.", section=HUB)] = False,
     at_hub: HubTarget,
     outcome: opt.Outcome,
     writing: WriteOptions,

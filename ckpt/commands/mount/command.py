@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ckpt.base.errors import UsageError, printable, shown
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import HOW, Flag, Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say, say_source
-from ckpt.plan.groups import Precision, Sharding
+from ckpt.plan.groups import Precision, Selection, Sharding
 
 
 def mount(
@@ -24,12 +24,12 @@ def mount(
     ],
     path: opt.PathArgument,
     view: Annotated[Path, Positional(metavar="VIEW", help="An empty folder, or the name of a new one.")],
-    selection: opt.Selection,
+    selection: Selection,
     precision: Precision,
     sharding: Sharding,
     foreground: Annotated[
         bool,
-        Flag(help="Serve it from this process, until it is unmounted.", section=opt.HOW),
+        Flag(help="Serve it from this process, until it is unmounted.", section=HOW),
     ] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

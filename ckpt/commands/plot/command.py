@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from ckpt.base.errors import CorruptError, shown
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -20,7 +20,7 @@ def plot(
     ],
     output: Annotated[
         Path,
-        Flag(("-o", "--output"), metavar="OUT.svg", help="The picture to write.", section=opt.WRITTEN),
+        Flag(("-o", "--output"), metavar="OUT.svg", help="The picture to write.", section=WRITTEN),
     ] = Path("loss.svg"),
     as_json: opt.JsonOption = False,
 ) -> None:

@@ -12,7 +12,7 @@ from ckpt.base.flags import Flag, Positional
 from ckpt.options import groups as opt
 from ckpt.options.command import CONVERT, Command
 from ckpt.options.printing import say_notes
-from ckpt.plan.groups import HubTarget, Names
+from ckpt.plan.groups import HubTarget, Names, NamesOption
 
 if TYPE_CHECKING:
     from ckpt.commands.push.push import Push
@@ -22,7 +22,7 @@ def push(
     *,
     path: Annotated[Path, Positional(metavar="PATH", help="The folder or URL to push, but hidden files.")],
     at_hub: HubTarget,
-    names: opt.NamesOption = "hub",
+    names: NamesOption = "hub",
     whole_run: Annotated[bool, Flag(help="Push a run's optimizer, random states and steps, too.")] = False,
     as_json: opt.JsonOption = False,
     quiet: opt.QuietOption = False,

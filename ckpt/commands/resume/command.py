@@ -9,10 +9,11 @@ from os import fspath
 from typing import Annotated, Any
 
 from ckpt.base.errors import printable, shown
-from ckpt.base.flags import Flag
+from ckpt.base.flags import READ, WRITTEN, Flag
 from ckpt.options import groups as opt
 from ckpt.options.axolotl import run_and_config
 from ckpt.options.command import CONVERT, Command
+from ckpt.plan.groups import Cast, ConfigOption, TagOption
 from ckpt.plan.options import MAX_SIZE
 
 
@@ -25,7 +26,7 @@ def resume(
             metavar="FORMAT",
             help="The format that is loaded. [default: accelerate's setting, or the source's]",
             complete="targets",
-            section=opt.READ,
+            section=READ,
         ),
     ] = None,
     world_size: Annotated[
@@ -35,15 +36,15 @@ def resume(
             min=1,
             max=MAX_SIZE,
             help="Ranks to go on with. [default: the launcher's, or the source's]",
-            section=opt.WRITTEN,
+            section=WRITTEN,
         ),
     ] = None,
-    tag: opt.TagOption = None,
-    config: opt.ConfigOption = None,
-    dtype: Annotated[opt.Cast, Flag(help="Precision of weights, where it is converted.", section=opt.WRITTEN)] = "keep",
+    tag: TagOption = None,
+    config: ConfigOption = None,
+    dtype: Annotated[Cast, Flag(help="Precision of weights, where it is converted.", section=WRITTEN)] = "keep",
     model_only: Annotated[
         bool,
-        Flag(help="Go on from a model without an optimizer, where there is nothing else.", section=opt.READ),
+        Flag(help="Go on from a model without an optimizer, where there is nothing else.", section=READ),
     ] = False,
     missing_ok: Annotated[bool, Flag(help="Print nothing where there is no checkpoint yet: the run begins.")] = False,
     as_json: opt.JsonOption = False,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 from ckpt.base.errors import UsageError
-from ckpt.base.flags import Flag, Positional
+from ckpt.base.flags import HOW, READ, SHOWN, Flag, Positional
 from ckpt.base.progress import progress
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
@@ -31,7 +31,7 @@ class Claimed:
         Flag(
             metavar="ADAPTER",
             help="Whether B is A with this LoRA adapter merged into it, and nothing else; of several in their order.",
-            section=opt.READ,
+            section=READ,
         ),
     ] = None
     expert_layout: ExpertLayoutOption = None
@@ -47,12 +47,12 @@ class VerifyModes:
         bool,
         Flag(
             help="Compare the training states instead of the tensors: schedule, scaler, random states, data position.",
-            section=opt.SHOWN,
+            section=SHOWN,
         ),
     ] = False
     loads: Annotated[
         bool,
-        Flag(help="Have transformers load A without data, and report what is wrong with it.", section=opt.HOW),
+        Flag(help="Have transformers load A without data, and report what is wrong with it.", section=HOW),
     ] = False
 
 

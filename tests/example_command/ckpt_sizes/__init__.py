@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
+from ckpt.base.flags import SHOWN
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
 from ckpt.options.printing import print_table, say_source
+from ckpt.plan.groups import Selection
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,11 @@ class Counted:
     """Which tensors are counted."""
 
     role: Annotated[
-        str | None, typer.Option(metavar="ROLE", help="Count only tensors of this role.", rich_help_panel=opt.SHOWN)
+        str | None, typer.Option(metavar="ROLE", help="Count only tensors of this role.", rich_help_panel=SHOWN)
     ] = None
 
 
-def sizes(*, path: opt.PathArgument, read: opt.Selection, counted: Counted, as_json: opt.JsonOption = False) -> None:
+def sizes(*, path: opt.PathArgument, read: Selection, counted: Counted, as_json: opt.JsonOption = False) -> None:
     """Show how many bytes of each dtype a checkpoint holds."""
     import ckpt
 
