@@ -21,6 +21,8 @@ ckpt.convert("run", "hf", "out", world_size="two")
 ckpt.verify("a").equal
 ckpt.estimate("model", gpu=8)
 ckpt.hash("run").hole
+ckpt.convert("run", "megatron", "out", tp="two")
+ckpt.merge_lora("adapter", "out", dtyp="bf16")
 """
 
 
@@ -44,7 +46,7 @@ def test_mistakes_are_seen_before_it_runs(tmp_path: Path) -> None:
     script = tmp_path / "mistakes.py"
     script.write_text(MISTAKES)
     lines = [line.split(":")[1] for line in mypy(script) if ": error: " in line]
-    assert lines == ["3", "4", "5", "6", "7"]
+    assert lines == ["3", "4", "5", "6", "7", "8", "9"]
 
 
 def test_pyright_agrees(tmp_path: Path) -> None:
@@ -61,7 +63,7 @@ def test_pyright_agrees(tmp_path: Path) -> None:
         (Path(one["file"]).name, one["range"]["start"]["line"] + 1)
         for one in json.loads(done.stdout)["generalDiagnostics"]
     ]
-    assert set(found) == {("mistakes.py", line) for line in (3, 4, 5, 6, 7)}
+    assert set(found) == {("mistakes.py", line) for line in range(3, 10)}
 
 
 def test_the_script_runs(tmp_path: Path) -> None:
