@@ -510,33 +510,6 @@ def test_a_lora_run_is_its_model(fixtures: Path, tmp_path: Path) -> None:
     assert json.loads(without.out)["parameters"] == json.loads(with_config.out)["parameters"]
 
 
-@pytest.mark.parametrize(
-    ("words", "code", "said"),
-    [
-        (["--strategy", "zero9"], 2, "there is no strategy called"),
-        (["--qlora"], 2, "go with --lora-r"),
-        (["--tp", "2", "--strategy", "zero1"], 2, "need the strategy megatron"),
-        (["--tp", "3", "--strategy", "megatron"], 2, "the GPUs do not divide"),
-        (["--gpus", "3", "--tp", "3", "--strategy", "megatron"], 2, "heads do not divide"),
-        (["--gpus", "35", "--pp", "35", "--strategy", "megatron"], 2, "layers are too few"),
-        (["--gpus", "4", "--ep", "4", "--strategy", "megatron"], 2, "no experts"),
-        (["--strategy", "megatron", "--lora-r", "4"], 2, "LoRA is not estimated for Megatron"),
-        (["--gpu-memory", "much"], 2, "this is not a size"),
-        (["--gpu-memory", "80000000000"], 2, "this is not a size of GPU memory"),
-        (["--recompute-modules", "core"], 2, "no module called 'core' is recomputed"),
-        (["--gpus", "4", "--cp", "3"], 2, "the GPUs do not divide"),
-        (["--strategy", "ddp", "--offload-param", "cpu"], 2, "ddp has no such offloading"),
-        (["--strategy", "zero2", "--offload-optimizer", "nvme"], 2, "zero2 has no such offloading"),
-        (["--strategy", "fsdp2", "--offload-optimizer", "cpu"], 2, "fsdp2 has no such offloading"),
-        (["--strategy", "zero3", "--state-dtype", "bf16"], 2, "16-bit states only beside 16-bit masters"),
-    ],
-)
-def test_mistakes_are_told(words: list[str], code: int, said: str, llama: Path) -> None:
-    done = ckpt("estimate", llama, *words)
-    assert (done.code, done.out) == (code, "")
-    assert said in done.err
-
-
 def test_models_that_are_not_there(tmp_path: Path) -> None:
     for where, code in ((tmp_path / "none", 3), ("nobody/nothing", 3), (tmp_path, 3)):
         assert ckpt("estimate", where).code == code

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import yaml
 
 
 def flip(file: str, at: str) -> None:
@@ -23,20 +26,33 @@ def zero(file: str) -> None:
     Path(file).write_bytes(bytes(Path(file).stat().st_size))
 
 
-def edit_json(file: str, *entries: str) -> None:
-    """Set entries of a JSON file: `name=value`, with dots between names of nested ones; `name-` removes one."""
-    content = json.loads(Path(file).read_text()) if Path(file).exists() else {}
+def edit(content: Any, entries: Sequence[str]) -> Any:
+    """Set entries: `name=value`, with dots between names of nested ones; `name-` removes one."""
     for entry in entries:
         path, equals, value = entry.partition("=")
-        *outer, name = path.removesuffix("-" if not equals else "").split(".")
+        *outer, name = (path if equals else path.removesuffix("-")).split(".")
         place = content
         for one in outer:
-            place = place[int(one) if isinstance(place, list) else one]
+            place = place[one]
         if equals:
             place[name] = json.loads(value)
         else:
             del place[name]
-    Path(file).write_text(json.dumps(content))
+    return content
 
 
-VERBS: dict[str, Callable[..., object]] = {"flip": flip, "half": half, "zero": zero, "edit-json": edit_json}
+def edit_json(file: str, *entries: str) -> None:
+    Path(file).write_text(json.dumps(edit(json.loads(Path(file).read_text()), entries)))
+
+
+def edit_yaml(file: str, *entries: str) -> None:
+    Path(file).write_text(yaml.safe_dump(edit(yaml.safe_load(Path(file).read_text()), entries)))
+
+
+VERBS: dict[str, Callable[..., object]] = {
+    "flip": flip,
+    "half": half,
+    "zero": zero,
+    "edit-json": edit_json,
+    "edit-yaml": edit_yaml,
+}

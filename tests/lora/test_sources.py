@@ -12,7 +12,7 @@ import pytest
 from ckpt.commands.merge_lora import find as adapters
 from ckpt.commands.merge_lora import merge as lora
 from ckpt.errors import CorruptError
-from tests.support.commands import ckpt, snapshot
+from tests.support.commands import ckpt
 
 
 @pytest.fixture
@@ -27,36 +27,6 @@ def places(fixtures: Path, tmp_path: Path) -> Path:
     (tmp_path / "configs" / "adapter_model.safetensors").unlink()
     (tmp_path / "link").symlink_to(tmp_path / "adapter")
     return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("given", "destination"),
-    [
-        (["adapter"], "adapter"),
-        (["adapter"], "link"),
-        (["adapter"], "adapter/merged"),
-        (["link"], "adapter/merged"),
-        (["adapter"], "base"),
-        (["adapter"], "base/merged"),
-        (["adapter"], "."),
-        (["adapter", "second"], "second"),
-        (["adapter", "second", "--adapter-weights", "1,1", "--combination", "cat"], "second/merged"),
-        (["run"], "run/checkpoint-3"),
-        (["run"], "run/merged"),
-        (["run/checkpoint-3"], "run"),
-        (["adapter", "--config", "configs"], "configs"),
-    ],
-)
-def test_the_destination_is_none_of_the_sources(
-    places: Path, given: list[str], destination: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = snapshot(places)
-    monkeypatch.chdir(places)
-    for option in ("--overwrite", "--dry-run"):
-        result = ckpt("merge-lora", *given, "--base", "base", "-o", destination, option)
-        assert (result.code, result.out) == (2, ""), result.err
-        assert "overlap" in result.err or "holds files of the source" in result.err
-    assert snapshot(places) == before
 
 
 @pytest.mark.parametrize("changed", ["adapter/adapter_model.safetensors", "second/adapter_config.json"])

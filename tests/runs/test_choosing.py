@@ -194,14 +194,8 @@ def test_steps_of_lightnings_fsdp_are_one_run(fixtures: Path, tmp_path: Path) ->
     assert ckpt.resume(tmp_path) == str(run / "epoch=1-step=10.ckpt")
 
 
-def test_a_step_is_taken_by_its_number(run: Path) -> None:
-    for command in (("inspect",), ("check",), ("hash",), ("resume",), ("convert", "auto", "full", "--dry-run")):
-        result = run_ckpt(*command, run, "--step", "1")
-        assert result.code == 0 and "checkpoint-2" not in result.out, (command, result.err)
-        assert run_ckpt(*command, run, "--step", "7").code == 3, command
+def test_a_number_is_a_tag_in_python(run: Path) -> None:
     assert ckpt.open(run, tag="1").path == str(run / "checkpoint-1/global_step1")
-    assert run_ckpt("verify", run, run, "--step-a", "1", "--step-b", "1").code == 0
-    assert run_ckpt("verify", run, run, "--step-a", "1", "--step-b", "2").code == 1
 
 
 def test_an_unknown_folder_is_described(fixtures: Path, tmp_path: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import shlex
 import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-import yaml
 from safetensors.torch import load_file
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -55,16 +53,6 @@ def logits(model: Any) -> torch.Tensor:
     with torch.no_grad():
         computed: torch.Tensor = model(input_ids=LOGITS["ids"]).logits
     return computed
-
-
-def edited(run: str, folder: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
-    """A copy of a run whose config has been changed."""
-    shutil.copytree(FIXTURE / run, folder)
-    path = folder / "iter_0000002/run_config.yaml"
-    config = yaml.safe_load(path.read_text())
-    change(config)
-    path.write_text(yaml.safe_dump(config))
-    return folder
 
 
 def as_peft(run: str, folder: Path) -> Path:
@@ -113,12 +101,6 @@ def test_a_base_in_megatrons_format_gives_the_same_bits(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_without_a_base_the_hint_is_one_that_merges(tmp_path: Path) -> None:
-    """`--config` would be followed by the same question for the base."""
-    asked = ckpt("merge-lora", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "merged")
-    assert asked.code == 3 and "hint: --base" in asked.err, asked.err
-
-
 def test_a_base_without_a_config_takes_the_one_given(tmp_path: Path) -> None:
     run, base, given = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2"), tmp_path / "base"
     package.convert(base, "megatron-dist", given, tp=2)
@@ -152,14 +134,6 @@ def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path)
     assert "Megatron-Bridge#5634" in outcome.err
     difference = (logits(load_base(tmp_path / "merged")) - LOGITS[run]).abs().max()
     assert difference > 0.01, "the trainer computes what the adapter says: nothing is wrong any more"
-
-
-def test_dora_of_layers_whose_inputs_are_split_is_refused(tmp_path: Path) -> None:
-    run = "dora-tp2-columns"
-    outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
-    assert outcome.code == 6
-    assert "linear_proj" in outcome.err
-    assert not (tmp_path / "merged").exists()
 
 
 def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
@@ -305,50 +279,6 @@ def test_a_slot_that_was_not_claimed_changes_nothing_and_is_said_to(tmp_path: Pa
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.mark.parametrize(
-    ("slot", "words"),
-    [
-        (None, ["slot 0 of rank 5, slot 1 of rank 2, slot 2 of rank 8 (its", "--adapter-slot 0:5:ALPHA"]),
-        ("7:5:10", ["no slot 7", "slot 0 of rank 5, slot 1 of rank 2, slot 2"]),
-        ("0:4:10", ["slot 0 has not the rank that was asked for", "slot 0 of rank 5", "--adapter-slot 0:5:ALPHA"]),
-        ("0:8:10", ["slot 0 has not the rank that was asked for", "slot 0 of rank 5"]),
-        ("0:9:10", ["no slot of this run has rank 9", "a rank up to 8"]),
-        ("0:5", ["--adapter-slot takes a slot", "SLOT:RANK:ALPHA"]),
-        ("0:5:0", ["--adapter-slot takes a slot", "0:5:0"]),
-    ],
-)
-def test_no_other_slot_rank_or_words_are_taken(slot: str | None, words: list[str], tmp_path: Path) -> None:
-    given = () if slot is None else ("--adapter-slot", slot)
-    merge = ("merge-lora", MULTI / "experts-ep1", "--base", base_of("experts-ep1"))
-    convert = ("convert", "megatron-dist", "peft", MULTI / "experts-ep1")
-    for command in (merge, convert):
-        outcome = ckpt(*command, "-o", tmp_path / "out", *given)
-        assert outcome.code == 2
-        assert all(one in " ".join(outcome.err.split()) for one in words), outcome.err
-        assert not (tmp_path / "out").exists()
-
-
-def test_a_slot_is_refused_where_there_are_none(tmp_path: Path) -> None:
-    run, base = FIXTURE / "lora-tp2-pp2", base_of("lora-tp2-pp2")
-    for adapter in (run, as_peft("lora-tp2-pp2", tmp_path / "peft")):
-        outcome = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "out", "--adapter-slot", "0:4:12")
-        assert outcome.code == 2 and "no slots with several adapters here" in outcome.err
-    outcome = ckpt("convert", "hf", "hf", base, "-o", tmp_path / "out", "--adapter-slot", "0:4:12")
-    assert outcome.code == 2 and "leave --adapter-slot out" in outcome.err
-
-
-def test_a_config_and_files_that_do_not_agree_on_slots_are_refused(tmp_path: Path) -> None:
-    one, several = "megatron.bridge.peft.lora.LoRA", "megatron.bridge.peft.multi_lora.MultiLoRA"
-    run = edited("lora-tp2-pp2", tmp_path / "one", lambda config: config["peft"].update(_target_=several))
-    refused(4, "MultiLoRA, without such names", run, base_of("lora-tp2-pp2"), tmp_path)
-    run = edited(str(MULTI / "dense-tp2"), tmp_path / "more", lambda config: config["peft"].update(_target_=one))
-    outcome = ckpt("convert", "megatron-dist", "peft", run, "-o", tmp_path / "out", "--adapter-slot", "0:5:10")
-    assert outcome.code == 4 and "LoRA, with such names" in outcome.err
-    run = edited(str(MULTI / "dense-tp2"), tmp_path / "rank", lambda config: config["peft"].update(dim=16))
-    outcome = ckpt("convert", "megatron-dist", "peft", run, "-o", tmp_path / "out", "--adapter-slot", "0:5:10")
-    assert outcome.code == 4 and "rank 16" in outcome.err
-
-
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
 def stored(run: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
     """The tensors of an iteration as torch reads them, and the keys of all else but random states."""
@@ -384,21 +314,6 @@ def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int
     found = stored(tmp_path / "run")[0]["decoder.layers.mlp.linear_fc1.adapter.adapter_gate.linear_out.weight"][0]
     parts = torch.stack(gate.chunk(2 * tp))
     assert torch.equal(found, torch.cat([*parts[::2], *parts[1::2]]))
-
-
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [({"use_dora": True}, "lora_magnitude"), ({"rank_pattern": {"q_proj": 2}}, "rank"), ({"peft_type": "IA3"}, "LoRA")],
-)
-def test_what_canonical_lora_has_no_place_for_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:
-    run = "dora-tp2" if "use_dora" in changes else "canonical-tp2"
-    peft = as_peft(run, tmp_path / "peft")
-    settings = json.loads((peft / "adapter_config.json").read_text())
-    (peft / "adapter_config.json").write_text(json.dumps(settings | changes))
-    outcome = ckpt("convert", "peft", "megatron-dist", peft, "-o", tmp_path / "run", "--config", base_of(run))
-    assert outcome.code in (2, 4, 6)
-    assert words in outcome.err
-    assert not (tmp_path / "run").exists()
 
 
 # -- looked at -----------------------------------------------------------------------------------------------
@@ -437,66 +352,6 @@ def test_inspect_check_and_verify_say_what_it_is() -> None:
 
 
 # -- bad input -----------------------------------------------------------------------------------------------
-def refused(code: int, words: str, adapter: Path, base: Path, tmp_path: Path) -> None:
-    outcome = ckpt("merge-lora", adapter, "--base", base, "-o", tmp_path / "merged")
-    assert outcome.code == code, outcome.err
-    assert words in outcome.err
-    assert not (tmp_path / "merged").exists()
-
-
-def test_another_rank_than_the_configs_is_refused(tmp_path: Path) -> None:
-    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(dim=8))
-    refused(4, "rank 4", run, base_of("lora-tp2-pp2"), tmp_path)
-
-
-def test_what_is_not_known_of_an_adapter_is_refused_where_it_is_set(tmp_path: Path) -> None:
-    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(use_rslora=True, new=None))
-    refused(2, "use_rslora: True", run, base_of("lora-tp2-pp2"), tmp_path)
-
-
-def test_adapters_of_experts_with_alternating_rows_are_refused(tmp_path: Path) -> None:
-    changed = {"moe_mlp_glu_interleave_size": 2, "gated_linear_unit": True}
-    run = edited("experts-etp2", tmp_path / "run", lambda config: config["model"].update(changed))
-    refused(6, "moe_mlp_glu_interleave_size 2", run, base_of("experts-etp2"), tmp_path)
-
-
-def test_a_factor_for_all_experts_is_refused_where_ranks_cut_them(tmp_path: Path) -> None:
-    changed = {"experts_shared_outer_loras": True}
-    run = edited("experts-etp2", tmp_path / "run", lambda config: config["peft"].update(changed))
-    refused(2, "expert_tensor_parallel_size 2", run, base_of("experts-etp2"), tmp_path)
-    outcome = ckpt("convert", "megatron-dist", "megatron-dist", OUTER / "ep1", "-o", tmp_path / "out", "--tp", "2")
-    assert outcome.code == 2 and "--etp 1" in outcome.err
-
-
-@pytest.mark.parametrize("size", [1, 4, 8])
-def test_an_adapter_of_another_number_of_ranks_is_refused(size: int, tmp_path: Path) -> None:
-    changed = {"tensor_model_parallel_size": size}
-    run = edited("canonical-tp2", tmp_path / "run", lambda config: config["model"].update(changed))
-    refused(4, "another number of tensor parallel ranks", run, base_of("canonical-tp2"), tmp_path)
-
-
-def test_another_base_is_refused(tmp_path: Path) -> None:
-    shutil.copytree(base_of("lora-tp2-pp2"), tmp_path / "wider")
-    path = tmp_path / "wider/config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"intermediate_size": 32}))
-    refused(6, "not one of the model", FIXTURE / "lora-tp2-pp2", tmp_path / "wider", tmp_path)
-    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["model"].update(num_layers=3))
-    refused(6, "3 layers", run, base_of("lora-tp2-pp2"), tmp_path)
-    refused(6, "not one of the model", FIXTURE / "lora-tp2-pp2", base_of("experts-ep2"), tmp_path)
-
-
-def test_a_run_that_names_another_base_is_refused(tmp_path: Path) -> None:
-    named = {"hf_model_id": "Qwen/Qwen3-0.6B"}
-    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["model"].update(named))
-    outcome = ckpt("merge-lora", run, "--base", base_of("lora-tp2-pp2"), "-o", tmp_path / "merged")
-    assert "trained on Qwen/Qwen3-0.6B" in outcome.err
-
-
-def test_a_missing_config_and_a_class_that_is_not_read_are_named(tmp_path: Path) -> None:
-    run = edited("lora-tp2-pp2", tmp_path / "run", lambda config: config["peft"].update(_target_="nemo.LoRA"))
-    refused(2, "LoRA or CanonicalLoRA or DoRA", run, base_of("lora-tp2-pp2"), tmp_path)
-    (run / "iter_0000002/run_config.yaml").unlink()
-    refused(3, "run_config.yaml", run, base_of("lora-tp2-pp2"), tmp_path)
 
 
 def test_a_missing_factor_is_named() -> None:
@@ -526,12 +381,6 @@ def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
         package.plan(replace(checkpoint, tensors=tensors), "peft")
 
 
-def test_experts_of_another_rank_are_not_written_as_if_they_had_the_others(tmp_path: Path) -> None:
-    run = edited("experts-ep2", tmp_path / "run", lambda config: config["peft"].update(normalize_moe_lora=True, dim=8))
-    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
-    assert outcome.code == 2 and "normalize_moe_lora" in outcome.err
-
-
 def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_path: Path) -> None:
     """PEFT takes no other ones, and would leave the adapter as it began."""
     from peft import PeftModel
@@ -557,19 +406,7 @@ def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_pat
     assert outcome.code == LossError.exit_code and "models with images" in outcome.err
 
 
-def test_an_adapter_is_no_model_for_megatron_lm(tmp_path: Path) -> None:
-    outcome = ckpt("convert", "megatron-dist", "megatron", FIXTURE / "lora-tp2-pp2", "-o", tmp_path / "out")
-    assert outcome.code == 2
-    assert "adapter" in outcome.err
-
-
 # -- ms-swift's ----------------------------------------------------------------------------------------------
-def swifts(run: str, folder: Path, **changes: Any) -> Path:
-    """A copy of ms-swift's run with other arguments."""
-    shutil.copytree(SWIFT / run, folder)
-    (file,) = folder.glob("*/args.json")
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-    return folder
 
 
 @pytest.mark.parametrize("run", sorted(SWIFTS_LOGITS.keys() - {"ids"}))
@@ -584,44 +421,7 @@ def test_an_adapter_of_ms_swift_is_merged_as_the_live_model_computed(run: str, t
     assert ckpt("verify", base, tmp_path / "merged", "--adapter", tmp_path / "peft").code == 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "code", "words"),
-    [
-        ({"use_rslora": True}, 2, "nothing records how this adapter was scaled"),
-        ({"lora_bias": "all"}, 2, "lora_bias: 'all'"),
-        ({"modules_to_save": ["lm_head"]}, 2, "modules_to_save"),
-        ({"tuner_type": "lora_llm"}, 2, "tuner_type"),
-        ({"use_dora": True}, 2, "use_dora: True"),
-        ({"lora_of_a_new_kind": 3}, 2, "lora_of_a_new_kind: 3"),
-        ({"lora_rank": 8}, 4, "rank 4"),
-        ({"lora_alpha": None}, 4, "lora_alpha"),
-        ({"tensor_model_parallel_size": 4}, 4, "another number of tensor parallel ranks"),
-    ],
-)
-def test_what_ms_swift_recorded_otherwise_is_refused(
-    changes: dict[str, Any], code: int, words: str, tmp_path: Path
-) -> None:
-    run = swifts("dense-tp2-pp2", tmp_path / "run", **changes)
-    refused(code, words, run, base_of("dense-tp2-pp2"), tmp_path)
-
-
-def test_ms_swifts_arguments_missing_and_its_names_written(tmp_path: Path) -> None:
-    run, base = swifts("dense-tp2-pp2", tmp_path / "run"), base_of("dense-tp2-pp2")
-    outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "out")
-    assert outcome.code == 2 and "ckpt convert megatron-dist peft" in outcome.err
-    (run / "checkpoint-2/args.json").unlink()
-    refused(3, "args.json, as ms-swift writes it", run, base, tmp_path)
-
-
 # -- NeMo 2 --------------------------------------------------------------------------------------------------
-def changed_context(folder: Path, change: Callable[[dict[str, Any]], Any], run: str = "lora-tp2") -> Path:
-    """A copy of a run of NeMo's whose model has been changed."""
-    shutil.copytree(NEMO / run, folder)
-    path = folder / "context/model.yaml"
-    config = yaml.safe_load(path.read_text())
-    change(config)
-    path.write_text(yaml.safe_dump(config))
-    return folder
 
 
 @pytest.mark.parametrize("run", sorted(NEMOS_LOGITS.keys() - {"ids"}))
@@ -637,19 +437,3 @@ def test_an_adapter_of_nemo_is_merged_as_the_live_model_computed(run: str, tmp_p
 
     model = PeftModel.from_pretrained(load_base(base), tmp_path / "peft").eval()
     torch.testing.assert_close(logits(model), expected, rtol=0, atol=1e-5)
-
-
-def test_what_nemo_recorded_of_its_adapter_decides(tmp_path: Path) -> None:
-    """Its class, its rank, and the number of tensor parallel ranks, of which DoRA's magnitudes are in the order."""
-    base, name = NEMO / "base", "nemo.collections.llm.peft.canonical_lora.CanonicalLoRA"
-    run = changed_context(tmp_path / "canonical", lambda one: one["model_transform"].update(_target_=name))
-    refused(2, "LoRA or DoRA, as `_target_` of `model_transform`", run, base, tmp_path)
-    run = changed_context(tmp_path / "rank", lambda one: one["model_transform"].update(dim=8))
-    refused(4, "rank 4", run, base, tmp_path)
-    run = changed_context(tmp_path / "none", lambda one: one.pop("model_transform"))
-    refused(2, "no adapter", run, base, tmp_path)
-    change = {"tensor_model_parallel_size": 4}
-    run = changed_context(tmp_path / "ranks", lambda one: one["config"].update(change), "dora-tp2")
-    refused(4, "another number of tensor parallel ranks", run, base, tmp_path)
-    (run / "context/model.yaml").unlink()
-    refused(3, "model.yaml", run, base, tmp_path)
