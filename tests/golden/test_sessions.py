@@ -1,4 +1,4 @@
-"""`ckpt/cli/parser.py`, `ckpt/runs/foreign.py`: the sessions of this folder: what is typed, all that is printed, and the exit code."""
+"""`ckpt/cli/parser.py`, `ckpt/runs/foreign.py`: sessions: what is typed, all that it prints, and the exit code."""
 
 from __future__ import annotations
 
