@@ -13,6 +13,7 @@ from pathlib import Path
 from time import monotonic
 from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 
+from ckpt.adapters import services as adapter_services
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
 from ckpt.base.flags import OptionGroup, others
 from ckpt.base.returned import Returned
@@ -21,7 +22,7 @@ from ckpt.base.text import counted, scheme_of
 from ckpt.base.typed import takes, typed
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
     HUB,
     OWN,
@@ -185,8 +186,7 @@ def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoin
     computed where they are written.  Raises UsageError for a method of quantization that is not known, CorruptError
     where a weight lacks a part or contradicts itself.
     """
-    found: Checkpoint = registry.service("dequantized")(checkpoint, dtype)
-    return found
+    return services.dequantizing.dequantized(checkpoint, dtype)
 
 
 @dataclass(frozen=True, repr=False)
@@ -470,7 +470,7 @@ def plan(
         laid_out = replace(laid_out, notes=(*laid_out.notes, note))
     laid_out = replace(laid_out, notes=(*added, *renamed, *laid_out.notes), dropped=(*laid_out.dropped, *unread))
     if named.quantized.blocks and target.carries_optimizer:
-        named = registry.service("as_stored")(named)
+        named = services.stored_states.as_stored(named)
     made = make_plan(named, laid_out, carries_optimizer=target.carries_optimizer)
     return Conversion(made, resources, to, checkpoint)
 
@@ -632,7 +632,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     from ckpt.compare.not_compared import not_hashed
 
     named = as_hub(without_wrappers(checkpoint))
-    found = digests_as_named(named, names=registry.service("kept_names")(named), **options)
+    found = digests_as_named(named, names=services.ties.kept_names(named), **options)
     return replace(found, not_hashed=tuple(not_hashed(checkpoint, named)))
 
 
@@ -875,7 +875,7 @@ def prove_names(path: Path) -> None:
     """
     if not path.is_dir():
         return
-    registry.service("prove_adapter_names")(path)
+    adapter_services.names.prove_names(path)
     if registry.get("hf").find(path, None) is None:
         return
     checkpoint = open(path, "hf")
@@ -888,9 +888,9 @@ def prove_names(path: Path) -> None:
         )
     config = checkpoint.config
     if config.get("model_type") or config.get("architectures"):
-        weights = registry.service("quantized_weights")(checkpoint)
+        weights = services.quantization.quantized_weights(checkpoint)
         check_parts(checkpoint)
-        registry.service("prove_names")(config, weights.in_place(checkpoint.shapes), str(path))
+        services.proof.prove(config, weights.in_place(checkpoint.shapes), str(path))
 
 
 def check_loads(path: Path) -> Loading:
@@ -904,12 +904,12 @@ def check_loads(path: Path) -> Loading:
     loading = check(path)
     if loading.good and registry.get("hf").find(path, None) is not None:
         checkpoint = open(path, "hf")
-        weights = registry.service("quantized_weights")(checkpoint)
+        weights = services.quantization.quantized_weights(checkpoint)
         if faults := weights.faults:
             return replace(loading, problems=tuple(map(str, faults)))
         if weights.unproved:
             loading = replace(loading, looked_at=(*loading.looked_at, weights.unproved))
-        if wrong := registry.service("name_differences")(checkpoint.config or {}, weights.in_place(checkpoint.shapes)):
+        if wrong := services.proof.differences(checkpoint.config or {}, weights.in_place(checkpoint.shapes)):
             return replace(loading, problems=(f"names: {wrong}",))
     return loading
 

@@ -63,3 +63,18 @@ def load(where: str) -> Any:
             found=f"{type(error).__name__}: {error}",
             hint="update that package, or uninstall it",
         ) from error
+
+
+class Late:
+    """A module that is imported when one of its attributes is first used."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(import_module(self.name), name)
+
+
+def late(name: str) -> Any:
+    """Return the module `name`, imported late. The caller declares the protocol that it keeps."""
+    return Late(name)

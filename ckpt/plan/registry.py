@@ -1,7 +1,7 @@
 """Formats and namespaces, one line each.
 
-The core reaches converters only through this table, by dotted name, on demand. Other packages register theirs through
-entry points, each with a name and the value `module:object`:
+The core reaches converters only through this table and `ckpt.plan.services`, by dotted name, on demand. Other packages
+register theirs through entry points, each with a name and the value `module:object`:
 
     ckpt.formats          an object that implements `ckpt.plan.checkpoint.Format`
     ckpt.format_options   by the format's name, the dataclass that declares its options (`ckpt.plan.options`)
@@ -15,7 +15,7 @@ entry points, each with a name and the value `module:object`:
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, cast
 
 from ckpt.base.entries import entries, load
@@ -68,47 +68,6 @@ NAMESPACES = {
     "transformers": "converters.names.hub.wrapped:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
-}
-
-#: Other functions that the core needs from converters. They know models by their config.
-SERVICES = {
-    # a tied tensor's names in the Hub's files, by the owner in the checkpoint
-    "kept_names": "converters.names.transformers.ties:kept_names",
-    # names missing in files with the config's architecture, because they are tied to a stored one
-    "tied_names": "converters.names.transformers.ties:tied_names",
-    # aliases tied by a config, by their names in memory, and the config without these ties
-    "declared_ties": "converters.names.transformers.ties:declared_ties",
-    "untied_config": "converters.names.transformers.ties:untied_config",
-    # the namespace for a run's own names, if they show it
-    "namespace_of": "converters.names.torchtitan:namespace_of",
-    # differences between a model's files and its architecture's own save
-    "name_differences": "converters.names.hub.proof:differences",
-    # tensors that a config promises and a checkpoint lacks
-    "lacking": "converters.names.hub.promised:lacking_of",
-    # proof that there are none, or an error
-    "prove_names": "converters.names.hub.proof:prove",
-    # an adapter's settings, checked entry by entry: the ones next to it, or given ones
-    "adapter_settings": "converters.names.adapter_settings:adapter_settings",
-    "checked_settings": "converters.names.adapter_settings:checked_settings",
-    # proof that PEFT can load an adapter's names, or an error
-    "prove_adapter_names": "converters.huggingface.peft:prove_names",
-    # a model's modules
-    "build_model": "converters.names.transformers.relation:build_model",
-    "describe_modules": "converters.names.transformers.modules:describe",
-    # the transformers class that an adapter was trained on
-    "trained_class": "converters.names.hub.classes:trained_class",
-    "has_conv1d": "converters.names.transformers.modules:has_conv1d",
-    # a model's parameter shapes
-    "parameters_in_memory": "converters.names.parameters:in_memory",
-    "megatron_stages": "converters.names.parameters:megatron_stages",
-    # the nested state dict that torch's functions save and load
-    "state_dict": "converters.pytorch.state:state_dict",
-    # quantized weights' parts and their faults, and plain weights instead
-    "quantized_weights": "converters.names.quantization.parts:quantized_weights",
-    "dequantized": "converters.quantized.dequantize:dequantized",
-    "can_dequantize": "converters.quantized.dequantize:can_dequantize",
-    # quantized optimizer states' stored tensors, instead of the computed values
-    "as_stored": "converters.quantized.carry:as_stored",
 }
 
 
@@ -164,11 +123,6 @@ def namespace(name: str) -> Namespace:
     if name not in known:
         raise UsageError(f"there are no names called {name!r}", expected="one of hub, " + ", ".join(known))
     return cast(Namespace, load(known[name]))
-
-
-def service(name: str) -> Callable[..., Any]:
-    """Return the function `name` from `SERVICES`."""
-    return cast(Callable[..., Any], load(SERVICES[name]))
 
 
 def declarations() -> list[Any]:

@@ -16,7 +16,7 @@ from ckpt.base.errors import CkptError, HalfError, IncompleteError, NotFoundErro
 from ckpt.base.text import counted, did_you_mean
 from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import entries_in, folders_in, is_folder, listed_once, names_in
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
     OWN,
     TRANSFORMERS,
@@ -353,7 +353,7 @@ def _with_config(checkpoint: Checkpoint, path: Path, request: ReadRequest) -> Ch
         namespace = TRANSFORMERS
     given = Given((str(path),), None if request.config is None else str(request.config))
     found = replace(checkpoint, folders=tuple(map(str, distinct)), given=given, config=config, namespace=namespace)
-    if namespace == TRANSFORMERS and (own := registry.service("namespace_of")(found)):
+    if namespace == TRANSFORMERS and (own := services.torchtitan.namespace_of(found)):
         found = replace(found, namespace=own)
     return with_computing_dtype(found)
 

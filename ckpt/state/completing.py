@@ -10,7 +10,7 @@ from typing import Any
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
@@ -43,7 +43,7 @@ def completed(run: Checkpoint, base: Checkpoint) -> Checkpoint:
         {fqn: tensor.shape for (fqn, role), tensor in of.tensors.items() if role in MODEL_ROLES} for of in (run, base)
     )
     _check_same(run, base, has, gives)
-    tied = registry.service("tied_names")(run.config, has) if run.config else {}
+    tied = services.ties.tied_names(run.config, has) if run.config else {}
     lacks = gives.keys() - has.keys() - run.ties.keys() - tied.keys()
     taken = {key: tensor for key, tensor in base.tensors.items() if key[0] in lacks and key[1] in MODEL_ROLES}
     return replace(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ckpt.base.errors import NotFoundError
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint, Layout
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN, in_words
 
@@ -29,6 +29,8 @@ def to_namespace(checkpoint: Checkpoint, namespace: str | None, layout: Layout |
         checkpoint = _with_known_names(checkpoint, namespace)
     if checkpoint.namespace in (OWN, namespace):
         return checkpoint
+    if checkpoint.namespace == TRANSFORMERS:
+        checkpoint = services.layer_names.with_known_names(checkpoint)
     if checkpoint.namespace != HUB:
         checkpoint = registry.namespace(checkpoint.namespace).to_hub(checkpoint)
     return checkpoint if namespace == HUB else registry.namespace(namespace).from_hub(checkpoint, layout)

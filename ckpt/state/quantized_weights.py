@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ckpt.base.errors import LossError
 from ckpt.base.text import counted
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, Checkpoint, Format, Layout, Target
 
 _MAX_SHOWN = 3
@@ -14,13 +14,12 @@ _MAX_SHOWN = 3
 
 def quantized_parts(checkpoint: Checkpoint) -> frozenset[str]:
     """Return the names of all parts of quantized weights: packed values, scales and so on."""
-    found: frozenset[str] = registry.service("quantized_weights")(checkpoint).parts
-    return found
+    return services.quantization.quantized_weights(checkpoint).parts
 
 
 def check_parts(checkpoint: Checkpoint) -> None:
     """Raise LossError if a quantized weight has missing, unexpected or misshapen parts."""
-    if not (faults := registry.service("quantized_weights")(checkpoint).faults):
+    if not (faults := services.quantization.quantized_weights(checkpoint).faults):
         return
     more = len(faults) - _MAX_SHOWN
     raise LossError(
@@ -35,7 +34,7 @@ def check_parts(checkpoint: Checkpoint) -> None:
 
 def dequantizing_hint(checkpoint: Checkpoint) -> str:
     """Return a hint for getting plain weights: `--dequantize`, or another source."""
-    if registry.service("can_dequantize")(checkpoint):
+    if services.dequantizing.can_dequantize(checkpoint):
         return "--dequantize makes plain weights of them"
     return "take the full-precision model: weights of this quantization method can't be dequantized here"
 
@@ -45,7 +44,7 @@ def check_place(checkpoint: Checkpoint, target: Format) -> None:
 
     A run trained on a quantized base may keep it: its engine wrote it in this form.
     """
-    weights = registry.service("quantized_weights")(checkpoint)
+    weights = services.quantization.quantized_weights(checkpoint)
     if target.namespace == HUB and weights.unwritable:
         hint = "copy the folder as it is"
         raise LossError(
@@ -70,7 +69,7 @@ def with_uncast_parts(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
     Raise LossError if `--dtype` is given and the parts are unknown.
     """
-    weights = registry.service("quantized_weights")(checkpoint)
+    weights = services.quantization.quantized_weights(checkpoint)
     if layout.dtype is not None and weights.unproved:
         raise LossError(
             "--dtype might cast parts of quantized weights, which would change the weights",

@@ -16,7 +16,7 @@ from typing import Any
 
 from ckpt.base.errors import LossError
 from ckpt.containers.dcp.write import AliasOf, SourceTensor
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, OWN, Checkpoint
 
 Path = tuple[Any, ...]
@@ -145,7 +145,7 @@ def _is_parameter(leaf: SourceTensor) -> bool:
 
 def state_keys(checkpoint: Checkpoint, model: str, optimizer: str) -> StateKeys:
     """Return the keys of `checkpoint`, with the model's state dict under the name `model` (`""`: no outer name)."""
-    state = registry.service("state_dict")(replace(checkpoint, namespace=OWN), None)
+    state = services.state_dicts.state_dict(replace(checkpoint, namespace=OWN), None)
     outer = {"model": (model,) if model else (), "optimizer": (optimizer,) if optimizer else ()}
     leaves: dict[str, Any] = {}
     paths: dict[str, Path] = {}

@@ -22,9 +22,9 @@ from ckpt.plan.tensors import Shape
 from ckpt.runs.model_files import read_config
 from converters.deepspeed import model_file
 from converters.deepspeed.pipeline.args import attributes, recorded
+from converters.deepspeed.pipeline.layers import Layers, is_recomputed, sequential
 from converters.deepspeed.pipeline.read import check_neox
 from converters.deepspeed.sharing import Cut, Sharing
-from converters.names.megatron.layers import Layers, is_recomputed, sequential
 from converters.names.megatron.model.splits import Split, full_shape, rank_boxes, split_of
 
 #: Whole tensors' dims by name ending: h hidden, v padded vocabulary, p positions, f MLP.

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+from ckpt.adapters import services as adapter_services
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.adapters.config import KINDS
 from ckpt.base.errors import (
@@ -51,7 +52,7 @@ from ckpt.commands.check.files import (
 from ckpt.commands.check.finding import ValueFinding, sentences
 from ckpt.move.files import confined, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
@@ -538,7 +539,7 @@ def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Report quantized weights without exactly their parts, or that nothing says which parts they have."""
-    weights = registry.service("quantized_weights")(checkpoint)
+    weights = services.quantization.quantized_weights(checkpoint)
     for fault in weights.faults[:_MAX_SHOWN]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
     if (more := len(weights.faults) - _MAX_SHOWN) > 0:
@@ -554,7 +555,7 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
     if not checkpoint.is_adapter or checkpoint.namespace != OWN:
         return
     try:
-        config = registry.service("adapter_settings")(checkpoint)
+        config = adapter_services.settings.adapter_settings(checkpoint)
     except CorruptError as error:
         yield problem_of(error, Path(checkpoint.path))
     except NotFoundError:  # a conversion asks for the config
@@ -573,7 +574,7 @@ def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
 
     A trainer may leave frozen or unused parts out of a run. A folder for from_pretrained needs every tensor.
     """
-    parts, tensors = registry.service("lacking")(checkpoint)
+    parts, tensors = services.expected.lacking_of(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
     if tensors and is_model:
         yield Problem(INCOMPLETE, CONFIG, "; ".join(tensors))

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,9 +29,12 @@ from ckpt.commands.check.finding import (
 )
 from ckpt.commands.check.values import FLOATS, Values, bits_of, scan
 from ckpt.move.reading import read_box
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor
+
+if TYPE_CHECKING:
+    from ckpt.plan.protocols import QuantizedWeightsProtocol
 
 _EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<number>\d+)(?P<after>\..*)")
 _STACK = re.compile(r".*\.experts\.\w+")
@@ -52,7 +55,7 @@ def findings(
 
     `before` is the checkpoint of the step before.
     """
-    weights = registry.service("quantized_weights")(checkpoint)
+    weights = services.quantization.quantized_weights(checkpoint)
     values = scan(checkpoint, weights.exponents, progress)
     found = [*_of_values(checkpoint, values, weights.parts, weights.packed)]
     found += _of_parts(checkpoint, weights)
@@ -114,7 +117,7 @@ def _constant(one: Values) -> str:
     return f"every value is {np.array([bits], unsigned).view(floating)[0]:g}"
 
 
-def _of_parts(checkpoint: Checkpoint, weights: Any) -> Iterator[ValueFinding]:
+def _of_parts(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
     """Yield parts of quantized weights whose values are out of range or contradict another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]

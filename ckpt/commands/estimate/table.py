@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from math import gcd, lcm
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from ckpt.adapters.names import BASE, is_adapter, parse_name
+from ckpt.base.entries import late
 from ckpt.base.errors import NotFoundError, UsageError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
@@ -33,12 +34,21 @@ from ckpt.commands.estimate.setup import (
 )
 from ckpt.move.files import translate_os_errors
 from ckpt.move.json_files import read_object
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint
 from ckpt.runs import from_hub
 from ckpt.runs.model_files import CONFIG, read_config
 from ckpt.runs.opening import open_checkpoint
 from ckpt.state.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, Stage, num_elements
+
+
+class ParametersProtocol(Protocol):
+    """Shapes of a model's parameters, in transformers' memory and on ranks of Megatron's."""
+
+    def in_memory(self, config: Mapping[str, Any]) -> Model: ...
+    def megatron_stages(self, config: Mapping[str, Any], *, tp: int, pp: int, ep: int) -> tuple[Stage, ...]: ...
+
+
+PARAMETERS: ParametersProtocol = late("converters.names.parameters")
 
 #: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
 USABLE = 0.9
@@ -122,7 +132,7 @@ def find(where: str) -> Subject:
 
 
 def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
-    model: Model = registry.service("parameters_in_memory")(config)
+    model = PARAMETERS.in_memory(config)
     notes = []
     if not model.blocks:
         notes.append(f"activations of {model.name} are not known, and not counted")
@@ -229,7 +239,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
     if setup.gpus % (tp * pp * cp):
         axes = f"tp {tp} x pp {pp}" + (f" x cp {cp}" if cp > 1 else "")
         raise UsageError("the GPUs do not divide", expected=f"a multiple of {axes}", found=setup.gpus)
-    stages: tuple[Stage, ...] = registry.service("megatron_stages")(subject.config, tp=tp, pp=pp, ep=ep)
+    stages = PARAMETERS.megatron_stages(subject.config, tp=tp, pp=pp, ep=ep)
     memory = megatron(stages, subject.model.blocks, subject.model.vocabulary, setup, tp, ep)
     options = {"tp": tp, "pp": pp, "cp": cp if cp > 1 else 0, "ep": ep if ep > 1 else 0}
     return EstimateRow(

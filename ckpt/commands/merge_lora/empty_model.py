@@ -14,13 +14,13 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
+from ckpt.base.entries import late
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.commands.merge_lora.effect import Update
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.commands.merge_lora.layer import CONV1D, LINEAR, made_layer, model_of, with_adapter
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape
@@ -28,6 +28,11 @@ from ckpt.plan.tensors import Shape
 if TYPE_CHECKING:
     import torch
 
+    class BuilderProtocol(Protocol):
+        def build_model(self, config: Mapping[str, Any], shapes: Mapping[str, Shape]) -> torch.nn.Module | None: ...
+
+
+MODEL_BUILDER: BuilderProtocol = late("converters.names.transformers.relation")
 _LOCK = threading.Lock()  # weights are put into one model in turn
 
 
@@ -45,7 +50,7 @@ def empty_model(
 
     chosen = chosen or choices(base, None)
     shapes = {fqn: choice.tensor.shape for fqn, choice in chosen.items()}
-    model = registry.service("build_model")(base.config, shapes) if base.config else None
+    model = MODEL_BUILDER.build_model(base.config, shapes) if base.config else None
     if model is None and of_shapes is not None:
         model = of_shapes(shapes)
     if model is None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from ckpt import api
 from ckpt.adapters import names, peft_rules
+from ckpt.adapters import services as adapter_services
 from ckpt.adapters.config import LORA, AdapterConfig, Columns, settings_of
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.base.text import HUB_ID, Brief, counted
 from ckpt.move.files import OpenFiles, translate_os_errors
-from ckpt.plan import registry
 from ckpt.plan.checkpoint import MASTER, MODEL_ROLES, OWN, WEIGHT, Checkpoint, Key, SourceFile, TrainingState
 from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
@@ -164,7 +164,7 @@ def open_adapter(
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
     raw, notes = _of_release(raw, peft_version)
     spelled = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
-    settings = registry.service("checked_settings")(checkpoint, raw, found, accept_settings or (), **spelled)
+    settings = adapter_services.settings.checked_settings(checkpoint, raw, found, accept_settings or (), **spelled)
     settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent

@@ -7,19 +7,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ckpt.adapters import names
 from ckpt.adapters.names import parse_name
 from ckpt.base.errors import LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.commands.merge_lora.find import Adapter
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.precision import model_dtypes
-from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
+from ckpt.plan.tensors import Extent, Tensor, Whole
 from ckpt.state.quantized_weights import quantized_parts
+
+if TYPE_CHECKING:
+    from ckpt.plan.protocols import ModelClassProtocol
 
 #: Tasks whose model never is a base as it was pretrained.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
@@ -50,7 +53,7 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
     task = raw.get("task_type")
     if not (task in _CLASSIFIERS or _has_other_names(base, adapter)):
         return TrainedBase(base)
-    cls = registry.service("trained_class")(base.config, task, recorded)
+    cls = services.classes.trained_class(base.config, task, recorded)
     if cls is None:
         return TrainedBase(base)
     if quantized_parts(base):
@@ -58,7 +61,7 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
             f"the adapter was trained on {cls.name}, and a head is added to plain floating point only",
             path=base.path,
             hint="give the full-precision model with --base"
-            + ("; or --dequantize" if registry.service("can_dequantize")(base) else ""),
+            + ("; or --dequantize" if services.dequantizing.can_dequantize(base) else ""),
         )
     return _of_class(base, adapter, cls)
 
@@ -77,7 +80,7 @@ def _parameter(fqn: str) -> str:
     return name.module if name.kind == names.BASE else f"{name.module}.weight"
 
 
-def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> TrainedBase:
+def _of_class(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) -> TrainedBase:
     whole = {
         _parameter(fqn): factor
         for fqn, factor in adapter.factors.items()
@@ -85,7 +88,7 @@ def _of_class(base: Checkpoint, adapter: Adapter, cls: Any) -> TrainedBase:
     }
     held = base.shapes
     num_labels = cls.num_labels({**held, **{fqn: factor.shape for fqn, factor in whole.items()}})
-    shapes: dict[str, Shape] = cls.shapes(num_labels)
+    shapes = cls.shapes(num_labels)
     renamed = {
         own: fqn
         for fqn, shape in shapes.items()

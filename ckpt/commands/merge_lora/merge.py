@@ -40,7 +40,7 @@ from ckpt.commands.merge_lora.layer import check_installed, merge_layer, updates
 from ckpt.commands.merge_lora.whole_model import LoadedModel
 from ckpt.move.json_files import parse_json
 from ckpt.move.workers import Resources
-from ckpt.plan import registry
+from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import make_plan
@@ -54,6 +54,8 @@ from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_p
 
 if TYPE_CHECKING:
     import torch
+
+    from ckpt.plan.protocols import ModuleProtocol
 
 #: How the places of tensors begin that are computed here.
 _MERGED = "merged:"
@@ -240,7 +242,7 @@ class _Merge:
     def __post_init__(self) -> None:
         self.chosen = choices(self.base, self.layout.dtype)
         self.shapes = {fqn: choice.tensor.shape for fqn, choice in self.chosen.items()}
-        weights = registry.service("quantized_weights")(self.base)
+        weights = services.quantization.quantized_weights(self.base)
         self.quantized = weights.parts
         self.packed = {owner.rpartition(".")[0]: min(parts.values()) for owner, parts in weights.owners.items()}
 
@@ -254,7 +256,7 @@ class _Merge:
         """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""
         changed = {**config, **self.entries}
         if self.untied:
-            changed = registry.service("untied_config")(changed, self.untied) or {**changed, _TIE: False}
+            changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
         if self.resized:
             rows = {_ROWS: next(iter(self.resized.values()))}
             text = changed.get("text_config")
@@ -429,7 +431,7 @@ class _Merge:
         """The class of a layer, by the model's or else by shapes and names of the adapter that only one has."""
         known = self._modules.get(module)
         if known is not None and known.layer is not None:
-            return str(known.layer)
+            return known.layer
         weight, bias = self.shapes[f"{module}.weight"], self.shapes.get(f"{module}.bias")
         if len(weight) > 2:
             return f"Conv{len(weight) - 2}d"
@@ -474,7 +476,7 @@ class _Merge:
     def _divide(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
         """Untie the weights that the adapter changes in some of their layers only."""
         changes = {_without_wrappers(module): parts for module, parts in modules.items()}
-        kept = registry.service("kept_names")(self.base)
+        kept = services.ties.kept_names(self.base)
         for owner in dict.fromkeys(self.base.ties.values()):
             shared = [owner, *self._shared(owner)]
             members = [one.removesuffix(".weight") for one in sorted(shared, key=lambda one: one != kept.get(owner))]
@@ -496,11 +498,13 @@ class _Merge:
 
     def _tie_copies(self, wanted: Set[str]) -> None:
         """Tie what the config ties and the base stores twice, if one of the copies is `wanted` and they are equal."""
-        declared = registry.service("declared_ties")(self.base.config) if self.base.config else {}
+        declared = services.ties.declared_ties(self.base.config) if self.base.config else {}
         for alias, owner in declared.items():
-            stored = {alias, owner} <= self.chosen.keys() and alias not in self.untied and owner not in self.untied
+            both = {alias, owner}
             if (
-                stored
+                owner is not None
+                and both <= self.chosen.keys()
+                and both.isdisjoint(self.untied)
                 and (alias in wanted or owner in wanted)
                 and tied.is_equal(self._stored(alias), self._stored(owner))
             ):
@@ -538,7 +542,7 @@ class _Merge:
         found = sorted(modules, key=lambda module: names.EMBEDDING_A not in modules[module])
         if not self.as_peft or not self.noted.divided:
             return found
-        described = registry.service("describe_modules")(self.base.config, self.shapes, None) or {}
+        described = services.modules.describe(self.base.config, self.shapes, None) or {}
         order = {module: number for number, module in enumerate(described)}
         return sorted(found, key=lambda module: order.get(module, len(order)))
 
@@ -555,7 +559,7 @@ class _Merge:
         """Untie what the config of the result cannot tie; LossError if no config has the model that was trained."""
         config = self.base.config
         if config is not None and self.untied:
-            untied = registry.service("untied_config")(config, self.untied)
+            untied = services.ties.untied_config(config, self.untied)
             if untied is None and not self.as_peft:
                 raise LossError(
                     f"the adapter changes one of several tied weights, and no config unties those of "
@@ -567,7 +571,7 @@ class _Merge:
                     hint="--as-peft adds the change to every tied weight, as PEFT's merge_and_unload does: that is not "
                     "the model that was trained",
                 )
-            declared = registry.service("declared_ties")
+            declared = services.ties.declared_ties
             for alias in declared(config).keys() - declared(untied or {**config, _TIE: False}).keys():
                 if alias in self.base.ties:
                     self._untie(alias)
@@ -623,7 +627,7 @@ class _Merge:
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
         if self._is_again(module, modules):
             return []
-        if registry.service("kept_names")(self.base).get(first) != f"{module}.weight":
+        if services.ties.kept_names(self.base).get(first) != f"{module}.weight":
             return [owner]
         tied_to = [alias for alias, of in self.base.ties.items() if of == first]
         others = [one for one in (first, *tied_to) if one.removesuffix(".weight") not in modules]
@@ -896,12 +900,12 @@ class _Merge:
         wanted = (b.shape[0], a.shape[-1])
         if wanted[0] != wanted[1] or shape != wanted:
             return shape == wanted[::-1] and shape != wanted
-        conv1d = registry.service("has_conv1d")(self.base.config)
+        conv1d = services.modules.has_conv1d(self.base.config)
         if conv1d is None:
             return adapter.config.fan_in_fan_out  # a model of the user's own: what PEFT recorded
-        return bool(conv1d) and self._module(adapter, module).is_conv1d
+        return conv1d and self._module(adapter, module).is_conv1d
 
-    def _module(self, adapter: Adapter, module: str) -> Any:
+    def _module(self, adapter: Adapter, module: str) -> ModuleProtocol:
         found = self._modules.get(module)
         if found is None:
             raise self._unknown_layer(adapter, module)
@@ -916,10 +920,9 @@ class _Merge:
         )
 
     @cached_property
-    def _modules(self) -> Mapping[str, Any]:
-        describe = registry.service("describe_modules")
-        found = describe(self.base.config, self.shapes, {fqn.rpartition(".")[0] for fqn in self.shapes})
-        return dict(found or {})
+    def _modules(self) -> Mapping[str, ModuleProtocol]:
+        names = {fqn.rpartition(".")[0] for fqn in self.shapes}
+        return services.modules.describe(self.base.config, self.shapes, names) or {}
 
     def _registered(self, adapter: Adapter, module: str, fqns: Iterable[str]) -> list[str]:
         order = self._module(adapter, module).parameters
@@ -933,7 +936,7 @@ class _Merge:
         self.updates.setdefault(fqn, []).append(update)
 
     def _quantized(self, fqn: str) -> UsageError:
-        method = registry.service("quantized_weights")(self.base).title
+        method = services.quantization.quantized_weights(self.base).title
         return UsageError(
             "this weight of the base is quantized, and an adapter is merged onto plain floating point only",
             path=self.base.path,
@@ -943,7 +946,7 @@ class _Merge:
             hint="give the full-precision model with --base"
             + (
                 "; or --dequantize, which merges onto the plain values of these weights"
-                if registry.service("can_dequantize")(self.base)
+                if services.dequantizing.can_dequantize(self.base)
                 else ": weights of this quantization method can't be dequantized here"
             ),
         )

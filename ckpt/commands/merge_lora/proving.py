@@ -25,7 +25,7 @@ from ckpt.commands.merge_lora.effect import Effects, Merge
 from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import is_merged, plan
 from ckpt.commands.merge_lora.neighbours import unread, without_ignored
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.groups import Progress
@@ -264,7 +264,7 @@ def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str
     """Yield weights that the config of `merged` ties and the merge does not, or the other way round."""
     if merged.config is None:
         return
-    declared = registry.service("declared_ties")(merged.config)
+    declared = services.ties.declared_ties(merged.config)
     named = tied.in_memory(merged)
     stored = {fqn for fqn, _ in named.tensors} | named.ties.keys()
     for alias in sorted(declared.keys() & untied):

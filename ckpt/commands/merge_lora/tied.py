@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ckpt.adapters import names
 from ckpt.commands.merge_lora.find import Factor
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.state.naming import to_namespace
 
@@ -24,7 +24,7 @@ def in_memory(checkpoint: Checkpoint) -> Checkpoint:
     named = to_namespace(checkpoint, TRANSFORMERS)
     if named.config is None or not named.ties:
         return named
-    declared, stored = registry.service("declared_ties")(named.config), {fqn for fqn, _ in named.tensors}
+    declared, stored = services.ties.declared_ties(named.config), {fqn for fqn, _ in named.tensors}
     ties = {alias: owner for alias, owner in declared.items() if owner in stored and alias not in stored}
     others = {alias: owner for alias, owner in named.ties.items() if owner not in ties.values()}
     return replace(named, ties=ties | others)

@@ -10,7 +10,7 @@ one file, and is in the first and the last stage's optimizer.
 
 Format facts: deepspeed 0.19.8, runtime/pipe/module.py (`save_state_dict`, `ckpt_layer_path`), runtime/pipe/topology.py,
 runtime/pipe/engine.py, runtime/bf16_optimizer.py, runtime/zero/stage_1_and_2.py; for names
-`converters.names.megatron.layers`. `converters.deepspeed.pipeline.read` describes the contents.
+`converters.deepspeed.pipeline.layers`. `converters.deepspeed.pipeline.read` describes the contents.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ from converters.deepspeed.partitions import FlatGroup, InFlatGroup
 from converters.deepspeed.parts import Joined, RankPart
 from converters.deepspeed.pipeline.args import attributes
 from converters.deepspeed.pipeline.folder import Folder
+from converters.deepspeed.pipeline.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.deepspeed.rank_files import (
     base_groups,
     expect_groups,
@@ -30,7 +31,6 @@ from converters.deepspeed.rank_files import (
     partition_size,
 )
 from converters.deepspeed.states import flat_group_states
-from converters.names.megatron.layers import Layers, is_neox, is_recomputed, is_tied
 from converters.names.megatron.model.spelling import registered
 from converters.names.megatron.model.splits import (
     GATED,

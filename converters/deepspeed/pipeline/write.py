@@ -30,6 +30,7 @@ from converters.deepspeed.facts import DeepSpeedFacts
 from converters.deepspeed.keys import MODEL_STATE, OPTIMIZER_STATE, PIPELINE, UNIVERSAL_INFO
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.pipeline.args import namespace, of_neox, recorded
+from converters.deepspeed.pipeline.layers import Kind, Layers
 from converters.deepspeed.pipeline.read import OTHER_ORDER
 from converters.deepspeed.write import (
     FlattenedGroup,
@@ -43,7 +44,6 @@ from converters.deepspeed.write import (
     stage12_items,
     step_folder,
 )
-from converters.names.megatron.layers import Kind, Layers
 from converters.names.megatron.model.axes import STAGE_ARGS, Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import known_split, rank_boxes, rank_shape, sections_of

@@ -14,9 +14,7 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.families import tables as families
-from converters.names.hub import neox
 from converters.names.hub import saving as asked
-from converters.names.hub.autoep import as_in_transformers
 from converters.names.transformers import relation as transformers
 
 #: The module of TRL's models with a value head that stands next to the model.
@@ -24,13 +22,8 @@ _VALUE_HEAD = "v_head"
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from transformers' module names, possibly behind a prefix, to the Hub's names.
-
-    GPT-NeoX's own are related to them as well.
-    """
-    if neox.recognizes(checkpoint):
-        return neox.to_hub(checkpoint)
-    return transformers.to_hub(as_in_transformers(unwrapped(checkpoint)))
+    """Rename `checkpoint` from transformers' module names, possibly behind a prefix, to the Hub's names."""
+    return transformers.to_hub(unwrapped(checkpoint))
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:

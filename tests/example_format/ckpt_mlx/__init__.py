@@ -15,7 +15,7 @@ from ckpt.containers.sources import Sources
 from ckpt.containers.weights import parse_index, read_weights, weight_files
 from ckpt.errors import LossError, UsageError
 from ckpt.move.json_files import read_json
-from ckpt.plan import registry
+from ckpt.plan import services
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
 from ckpt.plan.namespace import Namespace
 from ckpt.plan.options import option
@@ -99,9 +99,9 @@ class Mlx(Format):
         stem = layout.read(MlxOptions).mlx_stem
         if not re.fullmatch(r"model[\w.-]*", stem):
             raise UsageError("mlx_lm would not load these files", found=f"--mlx-stem {stem}", expected="model...")
-        kept = registry.service("kept_names")(checkpoint)
+        kept = services.ties.kept_names(checkpoint)
         chosen = {kept.get(fqn, fqn): choice for fqn, choice in choices(checkpoint, layout.dtype).items()}
-        if quantized := registry.service("quantized_weights")(checkpoint).parts:
+        if quantized := services.quantization.quantized_weights(checkpoint).parts:
             raise LossError("MLX quantizes in its own way", fqn=min(quantized), hint="--dequantize makes plain weights")
         files, places = weight_files(chosen, stem, {"format": NAME}, layout.max_shard_size)
         total = {"total_size": sum(slot.extent.nbytes for file in files for slot in file.slots)}

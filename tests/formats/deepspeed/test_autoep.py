@@ -1,4 +1,4 @@
-"""`converters/deepspeed/autoep.py`: DeepSpeed's AutoEP: committed runs against what the live engines held."""
+"""`converters/deepspeed/autoep.py`, `layer_names.py`: DeepSpeed's AutoEP against what the live engines held."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/neox.py`, `sums.py`: GPT-NeoX without a pipeline, against what the live ranks held."""
+"""`converters/deepspeed/neox.py`, `sums.py`, `layer_names.py`: GPT-NeoX without a pipeline against live ranks."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from transformers import GPTNeoXForCausalLM
 from ckpt import api
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.move.reading import Computed, read_box
-from ckpt.plan.checkpoint import MASTER, WEIGHT, Layout
+from ckpt.plan.checkpoint import HUB, MASTER, WEIGHT, Layout
 from ckpt.plan.dtypes import BY_NAME
 from ckpt.plan.tensors import Extent, Tensor, Whole, whole
+from ckpt.state.naming import to_namespace
 from converters.deepspeed.sums import added_up
-from converters.names.hub import neox
 from tests.support import commands
 from tests.support.engines import Truth, raw
 from tests.support.stored import stored
@@ -53,7 +53,7 @@ def test_everything_is_what_the_ranks_held(fixtures: Path, name: str) -> None:
         num_ranks,
         2,
     ) or format == "zero0"
-    found = neox.to_hub(checkpoint)
+    found = to_namespace(checkpoint, HUB)
     truth = truth_of(fixtures, name)
     assert {role for _, role in truth} == {WEIGHT, "exp_avg", "exp_avg_sq", *([MASTER] if format == "zero1" else [])}
     assert {key: content(tensor, checkpoint.computed) for key, tensor in found.tensors.items()} == truth

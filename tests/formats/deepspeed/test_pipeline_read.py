@@ -1,5 +1,5 @@
-"""`converters/deepspeed/pipeline/read.py`, `format.py`: Megatron-DeepSpeed's pipelines against DeepSpeed's
-PipelineEngine and transformers' logits.  GPT-NeoX runs on no CPU: tests with its names by hand say so.
+"""`converters/deepspeed/pipeline/read.py`, `layers.py`, `format.py`: Megatron-DeepSpeed's pipelines against
+DeepSpeed's PipelineEngine and transformers' logits.  GPT-NeoX runs on no CPU: tests with its names by hand say so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import ckpt
 from ckpt.errors import CkptError, CorruptError, LossError, NotFoundError
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.planner import check_source
-from converters.names.megatron.layers import Kind, Layers, kind_of
+from converters.deepspeed.pipeline.layers import Kind, Layers, kind_of
 from tests.support import commands
 from tests.support.describing import content
 from tests.support.pipeline_runs import BY_NAME, RANKS, RUNS, TAG, as_neox, copy_of, edit, sample, truth

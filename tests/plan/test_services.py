@@ -1,0 +1,53 @@
+"""`ckpt/plan/services.py`, `protocols.py`, `ckpt/adapters/services.py`: modules of `converters` keep their protocols.
+
+mypy compares each module with its protocol here, since the core imports none of them.
+"""
+
+from __future__ import annotations
+
+import converters.deepspeed.layer_names
+import converters.huggingface.peft
+import converters.names.adapter_settings
+import converters.names.hub.classes
+import converters.names.hub.promised
+import converters.names.hub.proof
+import converters.names.parameters
+import converters.names.quantization.parts
+import converters.names.torchtitan
+import converters.names.transformers.modules
+import converters.names.transformers.relation
+import converters.names.transformers.ties
+import converters.pytorch.state
+import converters.quantized.carry
+import converters.quantized.dequantize
+from ckpt.adapters import services as of_adapters
+from ckpt.base.entries import Late
+from ckpt.commands.estimate import table
+from ckpt.commands.merge_lora import empty_model
+from ckpt.plan import protocols, services
+
+TIES: protocols.TiesProtocol = converters.names.transformers.ties
+TORCHTITAN: protocols.TorchtitanProtocol = converters.names.torchtitan
+LAYER_NAMES: protocols.LayerNamesProtocol = converters.deepspeed.layer_names
+PROOF: protocols.ProofProtocol = converters.names.hub.proof
+EXPECTED: protocols.ExpectedProtocol = converters.names.hub.promised
+MODULES: protocols.ModulesProtocol = converters.names.transformers.modules
+CLASSES: protocols.ClassesProtocol = converters.names.hub.classes
+PARAMETERS: table.ParametersProtocol = converters.names.parameters
+STATE_DICTS: protocols.StateDictsProtocol = converters.pytorch.state
+QUANTIZATION: protocols.QuantizationProtocol = converters.names.quantization.parts
+DEQUANTIZING: protocols.DequantizingProtocol = converters.quantized.dequantize
+STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.carry
+SETTINGS: of_adapters.SettingsProtocol = converters.names.adapter_settings
+NAMES: of_adapters.NamesProtocol = converters.huggingface.peft
+MODEL_BUILDER: empty_model.BuilderProtocol = converters.names.transformers.relation
+
+
+def test_each_service_is_the_module_that_mypy_compares() -> None:
+    found = {
+        name.upper(): value.name
+        for room in (services, of_adapters, empty_model, table)
+        for name, value in vars(room).items()
+        if isinstance(value, Late)
+    }
+    assert found == {name: value.__name__ for name, value in globals().items() if name.isupper()}
