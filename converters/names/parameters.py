@@ -30,13 +30,13 @@ from converters.names.transformers import installed
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
 
-#: Architectures whose eager attention in transformers computes its softmax in the model's dtype.
+#: Architectures with eager attention in transformers whose softmax uses the model's dtype.
 _SCORES_IN_DTYPE = ("gpt2", "gpt_oss")
 #: Architectures whose activations were compared with autograd's saved tensors, or with peaks.
 _MEASURED = frozenset(
     ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "mixtral", "gpt2", "gpt_neox", "gpt_oss", "deepseek_v3")
 )
-#: Extra copies of attention's result, or of queries, keys and values, saved for the backward pass.
+#: Extra copies saved for the backward pass: attention's result, or queries, keys and values.
 _SAVED_AGAIN = {"gpt2": 2, "gpt_neox": 1}
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks?)\.(\d+)\.")

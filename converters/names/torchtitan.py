@@ -1,8 +1,8 @@
 """torchtitan's tensor names, related to the names in the Hub's files.
 
 Follows torchtitan 0.2.2 and 0.3.0 (`models/*/state_dict_adapter.py`). Some names differ between them: both are read,
-and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head, so
-the rows of queries and keys are ordered differently. A layer's experts are one tensor, [experts, out, in].
+and the newer are written. torchtitan's Llama rotates pairs of neighbours, and transformers rotates halves of a head. So
+their query and key rows are ordered differently. A layer's experts are one tensor, [experts, out, in].
 """
 
 from __future__ import annotations

@@ -337,7 +337,7 @@ _TOWERS = {
     ),
 }
 
-#: Defaults of the text model's class for sizes missing from a config, for example in LLaVA's releases.
+#: Defaults in the text model's class for sizes missing from a config, for example in LLaVA's releases.
 _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     name: {"hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, **more}
     for name, more in {
@@ -351,7 +351,7 @@ _TEXT_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         },
     }.items()
 }
-#: Module of the whole model, with or without the path parts added by transformers 4 or in memory.
+#: Whole model's module, with or without the path parts added by transformers 4 or in memory.
 _MODULE = re.compile(r"(?:model\.)?(visual|vision_tower|multi_modal_projector)\.(?:vision_model\.)?(.*)")
 _TEXT = re.compile(r"(?:model\.language_model|language_model\.model|language_model|model)\.(.*)")
 

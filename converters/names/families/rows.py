@@ -137,7 +137,7 @@ class Family:
     experts: tuple[str, ...] = ()
     unknown: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
-    #: Rows of a multi-token prediction layer, added to a sparse layer's, or a dense layer's without experts. Releases
+    #: Rows for a multi-token prediction layer, added to a sparse layer's, or a dense layer's without experts. Releases
     #: have them, and transformers leaves them out.
     prediction: str = ""
     #: Name before such a layer's number. If empty, these layers follow the others.

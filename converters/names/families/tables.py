@@ -13,7 +13,7 @@ from ckpt.base.errors import CorruptError
 from converters.names.families.config import Config, architectures
 from converters.names.families.rows import DENSE, SPARSE, Family, Saved
 
-# -- rows that many share --------------------------------------------------------------------------------------
+# -- shared rows -----------------------------------------------------------------------------------------------
 
 QKVO = """
     self_attn.q_proj.weight a h
@@ -98,7 +98,7 @@ GPT = """
 """
 
 
-# -- sizes and kinds of layers ---------------------------------------------------------------------------------
+# -- layer sizes and kinds -------------------------------------------------------------------------------------
 
 
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:

@@ -79,7 +79,7 @@ def refusal(config: Mapping[str, Any], cls: str) -> str | None:
 
 
 def in_memory(model: Any) -> tuple[dict[str, Shape], dict[str, Shape]]:
-    """Return the shapes of tensors saved by a model's `save_pretrained`, and of tensors that it leaves out.
+    """Return the shapes of tensors saved by a model's `save_pretrained`, and of all its other tensors.
 
     It leaves out all but one of a tied tensor's names, and tensors that the model computes (Marian's positions).
     """

@@ -1,1 +1,1 @@
-"""megatron-core's names against those in the Hub's files."""
+"""megatron-core's names, related to the names in the Hub's files."""

@@ -1,4 +1,4 @@
-"""Adapters as Megatron-Bridge trains them, against PEFT's.
+"""Adapters trained by Megatron-Bridge, related to PEFT's.
 
     decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_in.weight     q_proj, k_proj and v_proj.lora_A
     decoder.layers.{n}.self_attention.linear_qkv.adapter.linear_out.weight    their lora_B, by query group
@@ -6,13 +6,13 @@
     ....linear_fc1.adapter.adapter_[gate|up].linear_[in|out].weight           gate_proj or up_proj
     ....linear_proj.adapter.weight_magnitude                                  DoRA's magnitudes, one for each output
     ....mlp.experts.local_experts.{e}.linear_fc1.adapter....                  an expert's
-    ....mlp.experts.linear_fc1.adapter....                                    one that all experts share
+    ....mlp.experts.linear_fc1.adapter....                                    one shared by all experts
 
-Where a module of Megatron's is several of the Hub's, they share the first factor: PEFT has it once for each.  Which
-rows of the second factor are whose, the architecture's table says, as it does for the weight itself.
+If one Megatron module is several on the Hub, these share the first factor, and PEFT repeats it for each. The rows of
+the second factor are divided like the weight's, by the architecture's table.
 
-Pure.  Format facts: megatron-bridge 0.3.1, peft/ (utils.py, canonical_lora.py, dora_layers.py, adapter_wrapper.py);
-Megatron-Bridge of August 2026, peft/utils.py.
+Pure. Format facts: megatron-bridge 0.3.1, peft/ (utils.py, canonical_lora.py, dora_layers.py, adapter_wrapper.py);
+Megatron-Bridge, August 2026, peft/utils.py.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ _MEGATRONS = {peft.A: IN, peft.B: OUT}
 
 @dataclass(frozen=True, slots=True)
 class ModuleName:
-    """The module of Megatron's that a tensor of an adapter belongs to, and the part of it."""
+    """Megatron module with an adapter, and the adapted part of it."""
 
     module: str
     part: str | None = None
 
     def of(self, kind: str) -> str:
-        """The name of the module's tensor of this kind."""
+        """Return the name of this module's tensor, by kind."""
         return f"{self.module}.adapter.{f'adapter_{self.part}.' if self.part else ''}{kind}"
 
     @property
@@ -68,27 +68,27 @@ class ModuleName:
 
     @property
     def is_shared(self) -> bool:
-        """Whether experts share it."""
+        """True if experts share it."""
         return _SHARED.fullmatch(self.module) is not None
 
     def of_expert(self, expert: int) -> ModuleName:
-        """The module of one expert, where experts share this."""
+        """Return one expert's module, for a module shared by experts."""
         match = _SHARED.fullmatch(self.module)
         assert match is not None
         return ModuleName(f"{match['before']}local_experts.{expert}.{match['linear']}", self.part)
 
 
 def parse_name(fqn: str) -> tuple[ModuleName, str] | None:
-    """The module and the kind of an adapter's tensor; None for any other name."""
+    """Return the module and kind of an adapter's tensor. None for any other name."""
     match = _NAME.fullmatch(fqn)
     return (ModuleName(match["module"], match["part"]), match["kind"]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class HubModule:
-    """A module of the Hub's that is all of one of Megatron's, or some rows of it.
+    """Hub module that is a whole Megatron module, or some of its rows.
 
-    `rows` are (first row there, first row in Megatron's, number); `shape` is [out, in].
+    `rows` are (first row here, first row in Megatron, number). `shape` is [out, in].
     """
 
     name: str
@@ -98,26 +98,26 @@ class HubModule:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its rows lie in Megatron's as they do here, one behind the other."""
+        """True if its rows are consecutive in Megatron, too."""
         return len(self.rows) == 1
 
 
 @dataclass(frozen=True)
 class Modules:
-    """The modules of a model that have a matrix: what each of Megatron's is on the Hub."""
+    """Modules of a model with a matrix, as Megatron modules and their Hub modules."""
 
     path: str
     sizes: Sizes
     shapes: Mapping[str, Shape]
     hubs: Mapping[str, tuple[HubModule, ...]]
-    #: Modules that the Hub has in a tensor of all experts.
+    #: Modules stored on the Hub in one tensor for all experts.
     stacked: frozenset[str]
-    #: Whether the model is the text model in one with images.
+    #: True if the model is the text model inside a model with images.
     sees: bool
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Modules:
-        """The modules of the model that the config of `checkpoint` tells of, under the names that PEFT has for them."""
+        """Return the modules of the config's model, under PEFT's names."""
         table, sizes = table_of_checkpoint(checkpoint)
         if table.beside:
             raise LossError(
@@ -147,7 +147,7 @@ class Modules:
         return cls(checkpoint.path, sizes, shapes, hubs, frozenset(stacked), family is not None)
 
     def parts(self, name: ModuleName, run: AdapterRun) -> tuple[HubModule, ...]:
-        """The Hub's modules that the adapter of `name` is for; LossError where the model has none such."""
+        """Return the Hub modules adapted by `name`. Raise LossError if the model has none."""
         if name.module in self.stacked:
             raise LossError(
                 "an adapter of an expert has no place in PEFT's files where the Hub has one tensor of all experts",
@@ -167,7 +167,7 @@ class Modules:
         return (hubs[number],)
 
     def check_shape(self, run: AdapterRun, fqn: str, shape: Shape, expected: Shape) -> None:
-        """LossError for the factor of another model, CorruptError for one of another rank."""
+        """Raise LossError for another model's factor, CorruptError for another rank."""
         if shape == expected:
             return
         differ = [number for number, (one, other) in enumerate(zip(shape, expected, strict=False)) if one != other]
@@ -193,7 +193,7 @@ class Modules:
 
 
 def _in_memory(family: Composite | None, name: str) -> str:
-    """The name in memory of a tensor of the Hub's: that of a text model in one with images is another one there."""
+    """Return a Hub tensor's in-memory name, which differs for a text model inside a model with images."""
     if family is None or not name.startswith(family.model):
         return name
     return f"model.language_model.{name.removeprefix(family.model)}"
@@ -215,10 +215,10 @@ def _hub_module(name: str, shape: Shape, links: Sequence[Link]) -> HubModule:
 
 
 def to_peft(checkpoint: Checkpoint) -> Checkpoint:
-    """An adapter under Megatron's names as what PEFT has for the same: names, tensors and config.
+    """Convert an adapter with Megatron's names to PEFT's: names, tensors and config.
 
-    LossError for an adapter of another model than the config's, and for one that means no single model; CorruptError
-    where a factor is missing or has another rank than the run's config says.
+    Raise LossError for an adapter of another model, or one that defines no single model. Raise CorruptError if a factor
+    is missing or its rank contradicts the run's config.
     """
     run = checkpoint.facts_of(MegatronFacts).adapter
     assert run is not None
@@ -249,7 +249,7 @@ def to_peft(checkpoint: Checkpoint) -> Checkpoint:
 def _by_module(
     checkpoint: Checkpoint, run: AdapterRun, num_experts: int
 ) -> Iterator[tuple[ModuleName, Mapping[str, str]]]:
-    """The tensors of each adapter by their kind; one that experts share once for each of them."""
+    """Yield each adapter's tensors by kind. An adapter shared by experts is repeated for each."""
     found: dict[ModuleName, dict[str, str]] = {}
     for fqn, _ in checkpoint.tensors:
         parsed = parse_name(fqn)
@@ -296,7 +296,7 @@ def _by_module(
 
 @dataclass
 class _Pefts:
-    """PEFT's tensors that are made of Megatron's, whose shapes are `shapes_before`."""
+    """PEFT's tensors, made from Megatron's tensors with the shapes `shapes_before`."""
 
     modules: Modules
     run: AdapterRun
@@ -310,7 +310,7 @@ class _Pefts:
     _owners: dict[tuple[str, tuple[tuple[int, int, int], ...]], str] = field(default_factory=dict)
 
     def add(self, name: ModuleName, factors: Mapping[str, str]) -> None:
-        """Place the factors of one of Megatron's modules, or of a part of one."""
+        """Place the factors for a Megatron module, or for a part of it."""
         hubs, dim = self.modules.parts(name, self.run), self.run.dim_of(is_expert=name.is_expert)
         rows = sum(hub.shape[0] for hub in hubs)
         expected = {IN: (dim, hubs[0].shape[1]), OUT: (rows, dim), MAGNITUDE: (rows,)}
@@ -344,7 +344,7 @@ class _Pefts:
         ]
 
     def config(self) -> dict[str, Any]:
-        """The `adapter_config.json` of the same adapter."""
+        """Return the `adapter_config.json` for this adapter."""
         run = self.run
         patterns = {hub: rank for hub, rank in self.ranks.items() if rank != run.dim}
         return {
@@ -367,14 +367,14 @@ class _Pefts:
         }
 
     def _targets(self) -> list[str]:
-        """The last parts of the modules' names where all that have them are adapted, the names in full elsewhere."""
+        """Return the modules' last name parts if every module with such a part is adapted, else their full names."""
         leaves = {hub.rpartition(".")[2] for hub in self.ranks}
         others = {one.name for hubs in self.modules.hubs.values() for one in hubs} - self.ranks.keys()
         return sorted(self.ranks if any(hub.rpartition(".")[2] in leaves for hub in others) else leaves)
 
 
 def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int) -> tuple[tuple[int, int, int], ...]:
-    """Rows of gate or up where each tensor parallel rank's gate and up lie together, and not all gate before all up."""
+    """Return the rows of gate or up if each tensor-parallel rank's gate and up are together."""
     half, part = rows // 2, rows // 2 // size
     return tuple(
         (first + rank * part, 2 * rank * part + (part if place >= half else 0), part)
@@ -387,10 +387,10 @@ def _rows_of_ranks(placed: Sequence[tuple[int, int, int]], rows: int, size: int)
 
 
 def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """An adapter under PEFT's names as canonical LoRA of Megatron-Bridge's: a pair of factors for each module.
+    """Convert an adapter with PEFT's names to Megatron-Bridge's canonical LoRA: two factors per module.
 
-    LossError for what that has no place for: DoRA, biases, modules trained as a whole, ranks that differ, modules that
-    are not one of Megatron's or a whole part of one.
+    Raise LossError for unsupported adapters: DoRA, biases, modules trained as a whole, differing ranks, or modules that
+    are neither a Megatron module nor a whole part of one.
     """
     recorded = parse_config(*settings_of(checkpoint))
     config = recorded if recorded.is_of_peft else adapter_settings(checkpoint)
@@ -443,10 +443,10 @@ def from_peft(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def _places(modules: Modules) -> Iterator[tuple[tuple[ModuleName, HubModule], HubModule]]:
-    """What canonical LoRA calls the module of each of the Hub's that it has a pair of factors for."""
+    """Yield canonical LoRA's name for each Hub module that it can adapt."""
     for module, hubs in modules.hubs.items():
         if not module.startswith("decoder.layers."):
-            continue  # the rows of a vocabulary are padded in Megatron
+            continue  # Megatron pads the vocabulary's rows
         parts = _PARTS.get(module.rpartition(".")[2], ())
         if len(hubs) == len(parts):
             for part, hub in zip(parts, hubs, strict=True):

@@ -1,4 +1,4 @@
-"""Megatron-LM's arguments that describe a model, from a config.json: what several tables share.
+"""Megatron-LM's arguments for the model in a config.json: parts shared by several tables.
 
 Names and meanings: Megatron-LM core_v0.16.1, megatron/training/arguments.py and argument_utils.py.
 """
@@ -12,13 +12,13 @@ from ckpt.base.errors import LossError
 from converters.names.families.config import Config
 from converters.names.families.rows import Sizes
 
-#: What Megatron-LM's option `--use-rope-scaling` fixes (models/common/embeddings/rotary_pos_embedding.py).
+#: Values fixed by Megatron-LM's option `--use-rope-scaling` (models/common/embeddings/rotary_pos_embedding.py).
 _LLAMA3 = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
 def common(sizes: Sizes) -> dict[str, Any]:
-    """What nearly all architectures here share: RMS norm, SwiGLU, rotary positions, Llama's biases and norms."""
+    """Return arguments shared by most architectures: RMS norm, SwiGLU, rotary positions, Llama's biases and norms."""
     config, dims = sizes.config, sizes.dims
     return {
         "num_layers": sizes.num_layers,
@@ -75,11 +75,10 @@ def gated(
     listed: bool = False,
     epsilon: float = 1e-6,
 ) -> dict[str, Any]:
-    """Arguments of models after Llama: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
+    """Return arguments for Llama-like models: SwiGLU, rotary positions, experts, and a sliding window if `slides`.
 
-    `slides` may be the name of the config's flag for it, beside which `layer_types` says in which layers, as with
-    `listed` (see `window`); `base`, `partial` (see `rotary`) and `epsilon` are the class's own numbers where the config
-    states none.
+    `slides` may name the config's flag for the window. `layer_types` then lists the layers, as with `listed` (see
+    `window`). `base`, `partial` (see `rotary`) and `epsilon` are the class's defaults.
     """
     config = sizes.config
     silu(config)
@@ -93,7 +92,7 @@ def gated(
 
 
 def dtype(config: Config) -> dict[str, Any]:
-    """The precision of the run, where the config states one that Megatron trains in; otherwise that is left open."""
+    """Return the run's precision if the config has one that Megatron supports, else {}."""
     stated = str(config.get("dtype") or config.get("torch_dtype") or "").removeprefix("torch.")
     if stated not in _DTYPES:
         return {}
@@ -101,17 +100,17 @@ def dtype(config: Config) -> dict[str, Any]:
 
 
 def silu(config: Config) -> None:
-    """Refuse a gated MLP that is not SwiGLU."""
+    """Raise LossError for a gated MLP other than SwiGLU."""
     activation = config.get("hidden_act") or "silu"
     if activation not in ("silu", "swish"):
         raise LossError("Megatron has no such gated activation", expected="hidden_act silu", found=activation)
 
 
 def rotary(config: Config, base: float = 10000.0, partial: float | None = None) -> dict[str, Any]:
-    """Rotary positions: plain, scaled as Llama 3.1's, or linearly.  LossError for others.
+    """Return rotary positions: plain, scaled like Llama 3.1's, or linear. Raise LossError for others.
 
-    `base` and `partial`, the part of each head that rotates, are the class's own where the config does not state them.
-    Classes without `partial` rotate whole heads, whatever the config states.
+    `base` and `partial`, the rotated part of each head, are the class's defaults. Classes without `partial` always
+    rotate whole heads.
     """
     rope = config.rope
     if any(isinstance(value, Mapping) for value in rope.values()):
@@ -128,7 +127,7 @@ def rotary(config: Config, base: float = 10000.0, partial: float | None = None) 
         return found | {"use_rope_scaling": True, "rope_scaling_factor": rope.get("factor", 8.0)}
     if kind == "linear":
         return found | {"rotary_seq_len_interpolation_factor": _plain_number(rope.get("factor"))}
-    if kind not in ("default", "mrope"):  # of which `mrope` tells
+    if kind not in ("default", "mrope"):  # see `mrope`
         raise LossError(
             "Megatron has no such rotary positions for this architecture",
             expected="rope_type default, llama3 or linear",
@@ -138,14 +137,14 @@ def rotary(config: Config, base: float = 10000.0, partial: float | None = None) 
 
 
 def mrope(config: Config, sections: tuple[int, ...], *, interleaved: bool) -> dict[str, Any]:
-    """Rotary positions of time, height and width, which in a text are the same: how many frequencies each has."""
+    """Return rotary positions for time, height and width, equal in a text. `sections` counts their frequencies."""
     stated = config.rope.get("mrope_section")
     found = {"position_embedding_type": "mrope", "mrope_section": list(stated or sections)}
     return found | ({"mrope_interleaved": True} if interleaved else {})
 
 
 def yarn(config: Config, base: float) -> dict[str, Any]:
-    """YaRN's positions of a model without latent attention."""
+    """Return YaRN's positions for a model without latent attention."""
     rope = config.rope
     return {
         "position_embedding_type": "yarn",
@@ -161,7 +160,7 @@ def yarn(config: Config, base: float) -> dict[str, Any]:
 
 
 def unrotated(sizes: Sizes) -> dict[str, Any]:
-    """No rotary positions in the layers without a sliding window."""
+    """Turn off rotary positions in layers without a sliding window."""
     layers = sizes.config.get("layer_types")
     if not isinstance(layers, list):
         raise LossError("the config does not say which layers have rotary positions", expected="layer_types")
@@ -169,9 +168,9 @@ def unrotated(sizes: Sizes) -> dict[str, Any]:
 
 
 def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[str, Any]:
-    """Attention to a sliding window, which counts the token itself with transformers and not with Megatron.
+    """Return the sliding window. transformers counts the token itself, Megatron does not.
 
-    With `listed` the class does not have it in all layers, and LossError is raised where no `layer_types` says where.
+    If `listed`, the class does not have it in all layers. Raise LossError if `layer_types` does not list them.
     """
     size = config.get("sliding_window")
     if not used or size is None:
@@ -190,7 +189,7 @@ def window(config: Config, *, used: bool = True, listed: bool = False) -> dict[s
 
 
 def experts(sizes: Sizes) -> dict[str, Any]:
-    """A mixture of experts whose router takes a softmax over those chosen."""
+    """Return a mixture of experts with a softmax over the chosen experts."""
     sparse = [int(layer in sizes.sparse) for layer in range(sizes.num_layers)]
     return {
         "num_experts": sizes.num_experts,
@@ -209,5 +208,5 @@ def experts(sizes: Sizes) -> dict[str, Any]:
 
 
 def _plain_number(value: Any) -> Any:
-    """Whole numbers as integers, as `--rotary-base` is one."""
+    """Return whole numbers as integers, like `--rotary-base`."""
     return int(value) if isinstance(value, float) and value.is_integer() else value

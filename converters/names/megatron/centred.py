@@ -1,6 +1,6 @@
-"""Norms whose weights Megatron has less one, as `layernorm_zero_centered_gamma` says of all of a model's norms.
+"""Norms that Megatron stores less one, because `layernorm_zero_centered_gamma` applies to all of a model's norms.
 
-A gated delta net's norm of its output is one in transformers' models whose other norms are around zero on both sides.
+An example is a gated delta net's output norm, in models whose other norms are zero-centered in transformers, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ckpt.plan.tensors import Extent, Source, Tensor, Whole, whole
 
 
 def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoint:
-    """`checkpoint` with `by` added to every element of these tensors, and to the masters of these parameters."""
+    """Add `by` to every element of these tensors, and to their masters."""
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
 
     def plus(tensor: Tensor, source: Source, number: int) -> Source:
@@ -31,7 +31,7 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
 
 
 def shifting_notes(fqns: Collection[str]) -> list[str]:
-    """The notes on these tensors; none where there are no such."""
+    """Return notes on these tensors, or none if there are no tensors."""
     if not fqns:
         return []
     return [
@@ -41,8 +41,8 @@ def shifting_notes(fqns: Collection[str]) -> list[str]:
 
 
 def _content(tensor: Tensor, by: int, computed: Mapping[str, Callable[[], memoryview]]) -> memoryview:
-    """The bytes of a tensor's elements plus `by`: rounded once in fp32 (or fp64), then to its dtype, as torch does."""
-    from ckpt.move.casts import cast_bits  # these take numpy, which describing a checkpoint does not
+    """Return a tensor's elements plus `by`, rounded in fp32 (or fp64) and then to its dtype, like torch."""
+    from ckpt.move.casts import cast_bits  # These import numpy, not needed to describe a checkpoint.
     from ckpt.move.reading import read_box
     from ckpt.plan.dtypes import FLOAT32, FLOAT64
 

@@ -1,7 +1,7 @@
-"""A config.json held against the arguments that a run of Megatron recorded: whether both are of one model.
+"""Comparison of a config.json with the arguments recorded by a Megatron run: both must describe one model.
 
-Shapes of tensors tell sizes.  What they do not tell, such as how many heads share them, the base of rotary positions
-or how many experts a token has, is compared here: a model with another one computes something else in silence.
+Tensor shapes show sizes. This compares other facts, such as the number of heads, the rotary base or the experts per
+token. With another value a model silently computes something else.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ _ALWAYS = (
 _OF_ATTENTION = ("kv_channels",)
 _OF_ROTATION = ("rotary_base", "rotary_percent", "use_rope_scaling")
 _OF_EXPERTS = ("num_experts", "moe_router_topk", "moe_router_score_function")
-#: Whether norms are around zero, and what the MLP computes.
+#: Zero-centered norms, and the MLP's function.
 _OF_LAYERS = ("apply_layernorm_1p", "squared_relu", "quick_geglu", "openai_gelu", "glu_linear_offset")
-#: Sizes of layers with a state. Shapes of tensors show products of these only.
+#: Sizes in layers with a state. Tensor shapes only show their products.
 _OF_STATES = (
     *("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads", "linear_conv_kernel_dim"),
     *("linear_key_head_dim", "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads"),
 )
-#: Sizes of latent attention that the shapes of tensors do not decide.
+#: Sizes in latent attention, not determined by tensor shapes.
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
-#: Arguments of latent attention that only mean something if its positions are YaRN's.
+#: Latent attention's arguments, only used with YaRN positions.
 _OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
-#: Arguments of mixtures of experts and of attention, and what None or no such entry means.  An architecture has one
-#: value of these or an entry of its own; if it has neither, no config holds another value.
+#: Arguments for experts and attention, with the meaning of None or a missing entry. Each architecture has one fixed
+#: value or an own entry. If it has neither, no config can express another value.
 _CONSTANT: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -56,13 +56,13 @@ _CONSTANT: Mapping[str, Any] = {
     "experimental_attention_variant": None,
     "multi_latent_attention": False,
 }
-#: GPT-NeoX's names for a parallel residual: in its arguments, and in a config.json.
+#: GPT-NeoX's names for a parallel residual: as an argument, and in a config.json.
 _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
-#: The letters of a hybrid model's layers, under the newer and the older name.
+#: Hybrid models' layer letters, under the newer and the older name.
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
-#: A stand-in for a size that the config does not state.
+#: Placeholder for a size missing from the config.
 _PLACEHOLDER = 1 << 19
-#: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
+#: YaRN's arguments without latent attention, with the meaning of None (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
     "rotary_scaling_factor": 1,
     "yarn_original_max_position_embeddings": 4096,
@@ -72,23 +72,23 @@ _OF_YARN: Mapping[str, Any] = {
     "mscale": 1,
     "mscale_all_dim": 0,
 }
-#: YaRN's numbers in a config.json; Megatron's names begin with `yarn_`.
+#: YaRN's numbers in a config.json. Megatron's names begin with `yarn_`.
 _IN_SCALING = ("original_max_position_embeddings", "beta_fast", "beta_slow")
-#: Kinds of `rope_scaling` that the comparison knows by other arguments, and kinds without scaling.
+#: Kinds of `rope_scaling` compared through other arguments, and kinds without scaling.
 _SCALINGS = ("default", "mrope", "linear", "llama3", "yarn")
-#: For a text the same.
+#: Equal for text.
 _ROTATING = ("rope", "mrope")
-#: Latent attention has its own positions with each of them.
+#: Latent attention has its own positions with each of these.
 _WITHOUT_LEARNED = (*_ROTATING, "yarn", "none")
-#: Arguments that Megatron-LM has as the fields of TransformerConfig since 0.16.
+#: Megatron-LM's arguments named like TransformerConfig's fields since 0.16.
 _SINCE_RENAMED = {"norm_epsilon": "layernorm_epsilon", "apply_layernorm_1p": "layernorm_zero_centered_gamma"}
 
 
 def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> list[str]:
-    """Compare the run's recorded settings with the config, and return notes on what was not compared.
+    """Compare the run's recorded settings with the config, and return notes on uncompared ones.
 
-    Raise CorruptError if the config is another model's, LossError for settings that no config of this architecture
-    holds.
+    Raise CorruptError if the config belongs to another model, LossError for settings that no config of this
+    architecture can express.
     """
     args = checkpoint.state.args or checkpoint.facts_of(MegatronFacts).settings
     accepted = checkpoint.accepted | {new for old, new in _SINCE_RENAMED.items() if old in checkpoint.accepted}
@@ -131,7 +131,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
 
 
 def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> None:
-    """Raise CorruptError if layers of multi-token prediction are missing or unexpected."""
+    """Raise CorruptError if multi-token prediction layers are missing or unexpected."""
     count = recorded.get("mtp_num_layers")
     if not count:
         return
@@ -147,7 +147,7 @@ def _check_predicted(checkpoint: Checkpoint, recorded: Mapping[str, Any]) -> Non
 
 
 def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """Raise CorruptError if either the run or the config has a parallel residual, and the other has none.
+    """Raise CorruptError if only one of run and config has a parallel residual.
 
     Megatron has none, so it records none. Readers of GPT-NeoX's files record None if only the config decides.
     """
@@ -164,7 +164,7 @@ def _check_residual(checkpoint: Checkpoint, recorded: Mapping[str, Any], expecte
 
 
 def _is_default_scale(scale: Any, expected: Mapping[str, Any]) -> bool:
-    """Return True if a recorded scale of attention is the one that megatron-core has by default."""
+    """Return True if a recorded attention scale is megatron-core's default."""
     size = expected.get("kv_channels")
     if expected.get("multi_latent_attention") or type(size) is not int or not isinstance(scale, int | float):
         return False
@@ -172,14 +172,14 @@ def _is_default_scale(scale: Any, expected: Mapping[str, Any]) -> bool:
 
 
 def _is_complete(expected: Mapping[str, Any]) -> bool:
-    """Return True if the arguments follow from the whole config, not from its sizes alone."""
+    """Return True if the arguments follow from the whole config, not only from its sizes."""
     return "normalization" in expected
 
 
 def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
-    """Return the arguments for the config, and notes on entries that are missing or that Megatron cannot hold.
+    """Return the arguments for the config, and notes on entries that are missing or that Megatron can't hold.
 
-    A missing size gets two placeholders in turn.  Arguments that depend on it are left out.
+    A missing size gets two placeholders in turn. Arguments that depend on it are left out.
     """
     notes: list[str] = []
     missing: dict[str, int] = {}
@@ -192,7 +192,7 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
                 return _of_sizes(sizes), [_not_held(error)]
             missing[name] = _PLACEHOLDER
             notes.append(f"the config has no {name}, so it is not compared with the run")
-        except CkptError as error:  # the names and shapes do not need all that the arguments are made of
+        except CkptError as error:  # names and shapes don't need every entry used for the arguments
             return _of_sizes(sizes), [_not_held(error)]
         else:
             return {name: value for name, value in first.items() if second.get(name) == value}, notes
@@ -217,7 +217,7 @@ def _not_held(error: CkptError) -> str:
 
 
 def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[str, Any, Any]]:
-    """The arguments that do not mean the same in both: each with what was recorded, and with what is expected."""
+    """Yield arguments with different meanings in both: name, recorded value, expected value."""
     recorded = _with_scaling(_with_yarn(under_older_names(recorded)))
     for name in compared(recorded, expected):
         theirs, ours = recorded.get(name), expected.get(name)
@@ -229,22 +229,22 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
 
 
 def under_older_names(args: Mapping[str, Any]) -> dict[str, Any]:
-    """A run's arguments, those that Megatron-LM has renamed under both names."""
+    """Return a run's arguments, with both names for arguments renamed by Megatron-LM."""
     if args.get("rotary_base") is None and "rope_theta" in args:  # Megatron-DeepSpeed
         args = {**args, "rotary_base": args["rope_theta"]}
     if args.get("num_experts") is None and "num_moe_experts" in args:  # megatron-core's config
         args = {**args, "num_experts": args["num_moe_experts"]}
     groups = args.get("num_key_value_heads")
-    if args.get("num_query_groups") is None and groups is not None:  # Megatron-DeepSpeed, and configs of the Hub
+    if args.get("num_query_groups") is None and groups is not None:  # Megatron-DeepSpeed, and Hub configs
         is_grouped = groups != args.get("num_attention_heads")
         args = {**args, "num_query_groups": groups, "group_query_attention": is_grouped}
     return {**args, **{old: args[new] for old, new in _SINCE_RENAMED.items() if new in args}}
 
 
 def _with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return YaRN's arguments under the names of Megatron-LM, if they are recorded as fields of the core's config.
+    """Return YaRN's arguments under Megatron-LM's names, if they are recorded as fields of megatron-core's config.
 
-    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py); a run may also record them in one `yarn`.
+    The fields begin with `yarn_` (megatron-core, models/gpt/gpt_model.py). A run may also record them in one `yarn`.
     """
     if isinstance(together := args.get("yarn"), Mapping):
         args = {**args, **{f"yarn_{name}": value for name, value in together.items()}}
@@ -255,9 +255,10 @@ def _with_yarn(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
-    """ms-swift's arguments with Megatron's for the scaled positions that it takes from transformers instead.
+    """Add Megatron's arguments for scaled positions that ms-swift takes from transformers.
 
-    ms-swift 3.12, megatron/model/gpt_model.py: `rope_scaling` is that of config.json; Megatron's keep their defaults.
+    ms-swift 3.12, megatron/model/gpt_model.py: `rope_scaling` is config.json's, and Megatron's arguments keep their
+    defaults.
     """
     if not isinstance(scaling := args.get("rope_scaling"), Mapping):
         return args
@@ -277,7 +278,7 @@ def _with_scaling(args: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _other_scaling(args: Mapping[str, Any]) -> Any:
-    """Return scaled positions that no argument of Megatron-LM stands for, as ms-swift records them, or None."""
+    """Return ms-swift's scaled positions that Megatron-LM has no argument for, or None."""
     scaling = args.get("rope_scaling")
     if not isinstance(scaling, Mapping):
         return None
@@ -286,14 +287,14 @@ def _other_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
-    """Equality; a number with a fraction may have come through float32, as in some config.json."""
+    """Compare values. A fraction may have passed through float32, as in some config.json files."""
     if isinstance(ours, float) and isinstance(theirs, int | float):
         return isclose(ours, theirs, rel_tol=1e-6)
     return bool(ours == theirs)
 
 
 def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[str]:
-    """The arguments that mean something in both."""
+    """Yield the arguments with a meaning in both."""
     yield from (*_ALWAYS, *_OF_LAYERS, *_OF_STATES)
     both = recorded, expected
     is_latent = any(one.get("multi_latent_attention") for one in both)
@@ -318,9 +319,9 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
 
 
 def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
-    """What is recorded and what the config tells, of arguments that are None by default, each put in one way.
+    """Return recorded and expected values, normalized, for arguments with the default None.
 
-    An attention window as wide as the sequences of the run, and groups of experts that are all chosen, are none.
+    An attention window as wide as the run's sequences means none, and so do expert groups if all are chosen.
     """
     length, layers = recorded.get("seq_length"), recorded.get("num_layers") or 0
     both = recorded, expected
@@ -369,10 +370,10 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
 
 
 def _window(args: Mapping[str, Any], length: Any) -> Any:
-    """How many tokens before its own one a token sees, where sequences of this length have more."""
+    """Return how many earlier tokens a token sees. None if sequences of this `length` have no more."""
     size = args.get("window_size")
     if size is not None and not isinstance(size, list | tuple):
-        return size  # no window of megatron-core's, so it is compared as it is
+        return size  # not megatron-core's form, so compare it unchanged
     before = size[0] if size else None
     if type(before) is not int or before < 0 or (type(length) is int and before >= length - 1):
         return None
@@ -380,7 +381,7 @@ def _window(args: Mapping[str, Any], length: Any) -> Any:
 
 
 def _sliding(often: Any, layers: int) -> Any:
-    """Whether each layer has the window, from `window_attn_skip_freq`, as in transformer/utils.py."""
+    """Return True for each layer with the window, from `window_attn_skip_freq` (transformer/utils.py)."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
@@ -389,7 +390,7 @@ def _sliding(often: Any, layers: int) -> Any:
 
 
 def _unrotated(often: Any, layers: int) -> Any:
-    """Whether each layer lacks rotary positions, from `no_rope_freq`, as in transformer/transformer_config.py."""
+    """Return True for each layer without rotary positions, from `no_rope_freq` (transformer/transformer_config.py)."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
@@ -409,15 +410,15 @@ def _sections(args: Mapping[str, Any]) -> Any:
 
 
 def _pattern(name: str, args: Mapping[str, Any]) -> Any:
-    """Return a hybrid model's letters under either name, without the separators of pipeline stages."""
+    """Return a hybrid model's letters under either name, without stage separators."""
     found = args.get(name) or next((args[other] for other in _PATTERNS if args.get(other)), None)
     return found.replace("|", "") if isinstance(found, str) else found
 
 
 def _latent_scaling(args: Mapping[str, Any]) -> Any:
-    """Return the factor and the two scales of YaRN, or None without YaRN, or an unknown `rope_type`.
+    """Return YaRN's factor and both scales, None without YaRN, or an unknown `rope_type`.
 
-    Latent attention has YaRN by default.
+    Latent attention uses YaRN by default.
     """
     kind, factor = args.get("rope_type"), args.get("rotary_scaling_factor")
     if kind not in (None, "rope", "yarn"):
@@ -428,13 +429,13 @@ def _latent_scaling(args: Mapping[str, Any]) -> Any:
 
 
 def _stated(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
-    """An argument, or what None means."""
+    """Return an argument, or the meaning of None."""
     found = args.get(name)
     return usual if found is None else found
 
 
 def _groups(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
-    """Groups of experts, and how many of them a token's experts are in; None where that is no limit."""
+    """Return how many expert groups there are, and how many a token uses. None if it may use all."""
     groups, chosen = args.get("moe_router_num_groups"), args.get("moe_router_group_topk")
     if not isinstance(groups, int | None) or not isinstance(chosen, int | None):
         return groups, chosen
@@ -442,7 +443,7 @@ def _groups(args: Mapping[str, Any]) -> tuple[Any, Any] | None:
 
 
 def _positions(args: Mapping[str, Any]) -> Any:
-    """The kind of positions; older versions have rotary ones by an option of their own."""
+    """Return the kind of positions. Older versions have a separate option for rotary positions."""
     kind = args.get("position_embedding_type")
     return "rope" if kind == "learned_absolute" and args.get("use_rotary_position_embeddings") else kind
 

@@ -1,4 +1,4 @@
-"""The facts about a source that only Megatron's own writers, and the relation to Megatron's names, understand."""
+"""Source facts used only by Megatron's writers and the relation to Megatron's names."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 
 from converters.names.megatron.model.splits import GateBlocks
 
-#: The kind of an adapter that is PEFT's LoRA on Megatron's modules, as ms-swift trains it.
+#: Adapter kind for PEFT's LoRA on Megatron's modules, trained by ms-swift.
 SWIFT = "ms-swift"
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRun:
-    """What the config of a run of Megatron-Bridge or ms-swift, the file at `path`, says of the adapter it trained.
+    """Adapter described by the config at `path`, from a Megatron-Bridge or ms-swift run.
 
-    `kind` is the module of `megatron.bridge.peft` that has the class, or ms-swift's name (`SWIFT`).  `expert_dim` is
-    the rank of adapters of experts, which may be another one than `dim`.  `shares_outer` is whether experts share one
-    factor of each layer, and have the other by themselves.
+    `kind` is the class's module in `megatron.bridge.peft`, or ms-swift's name (`SWIFT`). `expert_dim` is the rank for
+    experts if it differs from `dim`. `shares_outer` is True if experts share one factor of each layer and have their
+    own other factor.
     """
 
     path: str
@@ -45,9 +45,9 @@ class AdapterRun:
 
 @dataclass(frozen=True, slots=True)
 class BridgeRun:
-    """What Megatron-Bridge recorded of a whole run in the folder of an iteration, `folder`.
+    """Megatron-Bridge's records of a whole run, in the iteration's `folder`.
 
-    `config` is the content of its config, `counters` how far the run has come by the names of its file.
+    `config` is the config's content. `counters` has the run's progress by name.
     """
 
     folder: str
@@ -57,15 +57,15 @@ class BridgeRun:
 
 @dataclass(frozen=True, slots=True)
 class MegatronFacts:
-    """What Megatron's readers tell their writers, in `Checkpoint.facts`."""
+    """Facts passed from Megatron's readers to its writers in `Checkpoint.facts`."""
 
-    #: Whether modules are in another order than Megatron's own: its optimizers know parameters by their order.
+    #: True if modules are not in Megatron's order. Its optimizers identify parameters by order.
     own_module_order: bool = False
-    #: Of an adapter under Megatron's names, what its run's config says.
+    #: Adapter under Megatron's names, from its run's config.
     adapter: AdapterRun | None = None
-    #: Of a whole run, what Megatron-Bridge recorded in place of Megatron-LM's arguments.
+    #: Megatron-Bridge's records for a whole run, in place of Megatron-LM's arguments.
     bridge: BridgeRun | None = None
-    #: Settings of the model, if they are not among the run's arguments: NeMo's `model.yaml` or `model_config.yaml`.
+    #: Model settings missing from the run's arguments: NeMo's `model.yaml` or `model_config.yaml`.
     settings: Mapping[str, Any] = field(default_factory=dict)
-    #: Blocks in which the run's ranks keep gate and up rows.  Here all gate rows come first.
+    #: Row blocks for gate and up on the run's ranks. Here all gate rows come first.
     blocks: GateBlocks = field(default_factory=GateBlocks)

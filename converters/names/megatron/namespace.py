@@ -1,4 +1,4 @@
-"""What is registered under the namespace of Megatron's names: how models and adapters get them, and lose them."""
+"""Functions of the Megatron namespace: converting models and adapters to and from Megatron's names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a Megatron target can be asked for, under the names of Megatron-LM's own arguments (August 2026)."""
+"""Options for Megatron targets, named like Megatron-LM's own arguments (August 2026)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import ClassVar
 from ckpt.plan.options import MAX_SIZE, option
 
 TORCH_DIST, TORCH_DCP, FSDP_DTENSOR = "torch_dist", "torch_dcp", "fsdp_dtensor"
-#: A folder of NeMo 2, which is `torch_dist` in another one.
+#: NeMo 2's folder: `torch_dist` inside another folder.
 NEMO = "nemo"
 
 
 @dataclass(frozen=True)
 class DistOptions:
-    """The choice among Megatron's distributed formats."""
+    """Choice of Megatron's distributed format."""
 
     about: ClassVar[str] = "Megatron's distributed formats"
 
@@ -27,10 +27,10 @@ class DistOptions:
 
 @dataclass(frozen=True)
 class MegatronOptions:
-    """Sizes of Megatron's parallel axes, how layers are dealt to pipeline stages, and which layers a model has.
+    """Sizes of Megatron's parallel axes, pipeline stages, and the layer implementation.
 
-    A size that is None is the source's, or 1.  Where nothing is said of the stages the source's way is kept if it still
-    fits, and otherwise stages are even.
+    A size None is the source's, or 1. Without stage options the source's stages are kept if they still fit; otherwise
+    stages are even.
     """
 
     about: ClassVar[str] = "Megatron's parallel axes"

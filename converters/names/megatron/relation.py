@@ -1,6 +1,6 @@
-"""megatron-core's names against those in the Hub's files: one table per architecture, each a module of this package.
+"""megatron-core's names, related to the names in the Hub's files. Each architecture has a table in its own module.
 
-A table is found by the config's `model_type`, which is the name of its module in `architectures`.
+The config's `model_type` is the name of the module in `architectures`.
 """
 
 from __future__ import annotations
@@ -51,40 +51,40 @@ from converters.names.megatron.table import Table
 from converters.names.megatron.unsupported import MISSING
 from converters.names.transformers.relation import relation as in_memory
 
-#: Names in which the Hub's files keep quantized weights and their scales.
+#: Names of quantized weights and their scales in the Hub's files.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
-#: Endings of the names of all experts' matrices in one tensor, as transformers 5 has them in memory.
+#: Name endings of tensors with all experts' matrices, like in transformers 5's memory.
 _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-#: Names of tensors for multi-token prediction, where a table passes them over.
+#: Names of multi-token prediction tensors, for tables without them.
 _PREDICTING = re.compile(r"(^|\.)mtp")
-#: Endings of the names of Megatron's buffers.
+#: Name endings of Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
-#: Endings of the names of an output layer, here and on the Hub.
+#: Name endings for an output layer, in Megatron and on the Hub.
 _OUTPUTS = (OUTPUT, "lm_head.weight")
-#: Model types that are no names of modules, by what these are called.
+#: Model types that are no valid module names, by module.
 _HYPHENATED = {"megatron_bert": "megatron-bert"}
-#: The option that tells Megatron's param groups of experts from others.
+#: Option for experts in Megatron's param groups.
 _EXPERTS = "is_expert_parallel"
 
 
 @cache
 def architectures() -> tuple[str, ...]:
-    """The model types that there are tables for."""
+    """Return the model types with a table."""
     names = (module.name for module in iter_modules(tables.__path__))
     return tuple(sorted(_HYPHENATED.get(name, name) for name in names))
 
 
 def table_of(model_type: str) -> Table:
-    """The table of one of `architectures()`."""
+    """Return the table for one of `architectures()`."""
     return cast(Table, import_module(f"{tables.__name__}.{model_type.replace('-', '_')}").TABLE)
 
 
 def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """`checkpoint`, which has the Hub's names, under Megatron's, and with Megatron-LM's arguments.
+    """Rename `checkpoint` from the Hub's names to Megatron's, and add Megatron-LM's arguments.
 
-    Raises LossError for a tensor or a property of the model that Megatron has no place for, CorruptError where a
-    tensor is missing or not as the config says.
+    Raise LossError for a tensor or property without a place in Megatron, CorruptError if a tensor is missing or
+    contradicts the config.
     """
     table, sizes = table_of_checkpoint(checkpoint)
     args = table.args(sizes)
@@ -123,8 +123,8 @@ def to_megatron(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
     """Rename `checkpoint` from Megatron's names to the Hub's.
 
-    Raises LossError for a tensor that the table does not place, CorruptError where one is missing or not as the
-    config says.
+    Raise LossError for a tensor that the table does not place, CorruptError if one is missing or contradicts the
+    config.
     """
     table, sizes = table_of_checkpoint(checkpoint)
     checkpoint = _with_names_of_tables(checkpoint, table)
@@ -159,7 +159,7 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
         )
     embedding, output = table.hub_name(EMBEDDING), table.hub_name(OUTPUT)
     copies = table.copies(sizes)
-    copies.pop(output, None)  # a file of the Hub has a tied tensor once
+    copies.pop(output, None)  # a Hub file stores a tied tensor once
     relation = table.relation(sizes, padded, copies).inverse()
     check_complete(relation, shapes)
     named = translate(shifted(checkpoint, centred, 1), relation, HUB)
@@ -175,9 +175,9 @@ def to_hub(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
-    """Param groups as other engines have them: experts, which Megatron keeps apart, with parameters of equal options.
+    """Return param groups like other engines' groups, with experts in the group with equal options.
 
-    DeepSpeed loads no other number of groups than its optimizer has.
+    DeepSpeed only loads its optimizer's own number of groups.
     """
     joined: list[ParamGroup] = []
     for group in groups:
@@ -192,14 +192,14 @@ def _with_experts(groups: Iterable[ParamGroup]) -> list[ParamGroup]:
 
 
 def _with_peak(group: ParamGroup) -> ParamGroup:
-    """A param group with the peak of its learning rate under the name that torch's schedules have for it."""
+    """Add the peak of a param group's learning rate under the name used by torch's schedules."""
     if "max_lr" not in group.options or "initial_lr" in group.options:
         return group
     return replace(group, options={**group.options, "initial_lr": group.options["max_lr"]})
 
 
 def _data_position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Where Megatron's schedule is, as a field of the training state, and where its data, as an argument."""
+    """Return the schedule's position as a training state field, and the data's position as an argument."""
     sequences = sequences_seen(checkpoint.state)
     if sequences is None or not checkpoint.optimizer_states:
         return {}, {}
@@ -207,9 +207,9 @@ def _data_position(checkpoint: Checkpoint) -> tuple[dict[str, Any], dict[str, An
 
 
 def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
-    """`checkpoint`, which has Megatron's names, with the vocabulary padded as Megatron pads it for `layout`.
+    """Pad the vocabulary of a `checkpoint` with Megatron's names like Megatron does for `layout`.
 
-    Raises UsageError where the rows do not divide and nothing tells how many of them are the vocabulary.
+    Raise UsageError if the rows do not divide and the vocabulary's size is unknown.
     """
     args = checkpoint.state.args or {}
     old_tp = args.get("tensor_model_parallel_size") or 1
@@ -230,9 +230,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
     if vocabulary is not None and (asked or padded_vocab_size(vocabulary, multiple, old_tp) == stored):
         padded = padded_vocab_size(vocabulary, asked or multiple, new_tp)
     else:
-        padded = (
-            stored  # padded otherwise than by this rule, or a vocabulary of unknown size: what divides stays as it is
-        )
+        padded = stored  # Padded by another rule, or a vocabulary of unknown size: keep it if it divides.
     if padded % new_tp:
         raise UsageError(
             "the vocabulary's rows do not divide among the tensor parallel ranks",
@@ -256,7 +254,7 @@ def repadded(checkpoint: Checkpoint, layout: Layout) -> Checkpoint:
 
 
 def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Both, which have Megatron's names, without padding rows where these differ and the vocabulary's size is known."""
+    """Remove padding rows from two checkpoints with Megatron's names if they differ and the vocabulary is known."""
     shapes = _shapes(a), _shapes(b)
     sizes = [_vocabulary(checkpoint, checkpoint.state.args or {}) for checkpoint in (a, b)]
     vocabulary = next((size for size in sizes if size is not None), None)
@@ -272,9 +270,9 @@ def with_same_padding(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpo
 
 
 def padding(checkpoint: Checkpoint) -> dict[str, Box]:
-    """The padding rows behind the vocabulary of the tensors of `checkpoint` that have any, by fqn.
+    """Return the padding rows after the vocabulary, by fqn of the tensors with any.
 
-    `checkpoint` has Megatron's names; empty where nothing tells the vocabulary's size.
+    `checkpoint` has Megatron's names. Empty if the vocabulary's size is unknown.
     """
     vocabulary = _vocabulary(checkpoint, checkpoint.state.args or {})
     if vocabulary is None:
@@ -288,7 +286,7 @@ def _rows_behind(vocabulary: int, shape: Shape) -> Box:
 
 
 def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Relation:
-    """Every tensor as it is, but those of the vocabulary with `padded` rows: the first rows are kept."""
+    """Return a relation that gives the vocabulary's tensors `padded` rows, keeping the first rows."""
     links, after = [], dict(shapes)
     before_padding: dict[str, tuple[Box, ...]] = {}
     after_padding: dict[str, tuple[Box, ...]] = {}
@@ -306,7 +304,7 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 
 
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
-    """The size of the vocabulary without padding, where the config or the run's arguments tell it."""
+    """Return the vocabulary's size without padding, from the config or the run's arguments, or None."""
     config = checkpoint.config or {}
     config = Config(config).mapping("text_config") or config
     if config.get("vocab_size") is not None:
@@ -316,7 +314,7 @@ def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
 
 
 def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
-    """The table of the architecture that the config names, and the sizes of the model; UsageError without a table."""
+    """Return the table and the sizes for the config's architecture. Raise UsageError without a table."""
     assert checkpoint.config is not None
     model_type = checkpoint.config.get("model_type")
     if str(model_type) in MISSING:
@@ -343,7 +341,7 @@ def table_of_checkpoint(checkpoint: Checkpoint) -> tuple[Table, Sizes]:
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
-    """Shapes by fqn; an optimizer's states may have shapes of their own and have the last word nowhere."""
+    """Return shapes by fqn. Optimizer states only count for names without a model tensor."""
     shapes: dict[str, Shape] = {}
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role in MODEL_ROLES or fqn not in shapes:
@@ -352,7 +350,7 @@ def _shapes(checkpoint: Checkpoint) -> dict[str, Shape]:
 
 
 def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
-    """`checkpoint` with a prefix that the files of a base model leave out."""
+    """Add a prefix omitted in files of a base model."""
     if not prefix or any(fqn.startswith(prefix) for fqn, _ in checkpoint.tensors):
         return checkpoint
     shapes = _shapes(checkpoint)
@@ -361,7 +359,7 @@ def _with_prefix(checkpoint: Checkpoint, prefix: str) -> Checkpoint:
 
 
 def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
-    """`checkpoint`, of the Hub, with each expert by itself where a release has them as transformers does in memory."""
+    """Split stacked experts if a release stores them like transformers in memory. `checkpoint` is from the Hub."""
     own = (name for layer in sizes.layers for name in layer)
     if any(map(_STACKS.search, own)) or not any(_STACKS.search(fqn) for fqn, _ in checkpoint.tensors):
         return checkpoint
@@ -370,9 +368,9 @@ def _with_experts_apart(checkpoint: Checkpoint, sizes: Sizes) -> Checkpoint:
 
 
 def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> Checkpoint:
-    """`checkpoint`, of the Hub, with the names that transformers writes today, and with its dims of stacked experts.
+    """Convert a Hub `checkpoint` to transformers' current names and dims of stacked experts.
 
-    Releases of models with images have others.
+    Releases of models with images have other names.
     """
     family = table.family
     if not isinstance(family, Composite):
@@ -404,9 +402,9 @@ def _with_current_names(checkpoint: Checkpoint, table: Table, sizes: Sizes) -> C
 
 
 def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
-    """`checkpoint`, of Megatron, with the modules that peers call otherwise.
+    """Rename modules that peers name differently, in a `checkpoint` from Megatron.
 
-    mcore-bridge has them inside one more, `visual`; mbridge calls transformers' `visual` `vision_model`.
+    mcore-bridge puts them inside `visual`; mbridge calls transformers' `visual` `vision_model`.
     """
     shapes = _shapes(checkpoint)
     own = {row.hubs[0].split(".")[-2]: row.megatron.removesuffix(EVERY) for row in table.kept}
@@ -422,7 +420,7 @@ def _with_names_of_tables(checkpoint: Checkpoint, table: Table) -> Checkpoint:
 
 
 def _without_derived(checkpoint: Checkpoint, patterns: Iterable[str]) -> tuple[Checkpoint, list[str]]:
-    """`checkpoint` without tensors that Megatron has no use for or ckpt no rows, and a note of each kind."""
+    """Drop tensors that Megatron does not use or ckpt has no rows for, with a note per kind."""
     derived = [re.compile(pattern) for pattern in patterns]
     left = sorted({fqn for fqn, _ in checkpoint.tensors if any(pattern.fullmatch(fqn) for pattern in derived)})
     if not left:
@@ -451,7 +449,7 @@ def _refuse_quantized(shapes: Mapping[str, Shape]) -> None:
 
 
 def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) -> tuple[Sizes, list[str]]:
-    """The sizes without layers of multi-token prediction where only the config has them, as transformers saves it."""
+    """Drop multi-token prediction layers that only the config has: transformers does not save them."""
     if not sizes.predicted:
         return sizes, []
     prefix = table.family.predicted_prefix(0, sizes.num_layers)
@@ -462,7 +460,7 @@ def _with_stored_mtp(table: Table, sizes: Sizes, shapes: Mapping[str, Shape]) ->
 
 
 def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
-    """Every tensor of the relation is there, in its shape, and nothing else."""
+    """Raise an error unless exactly the relation's tensors are present, with their shapes."""
     for name, shape in shapes.items():
         if name not in relation.a_shapes:
             raise LossError(
@@ -475,7 +473,7 @@ def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
 
 
 def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
-    """What is a buffer to Megatron, in that role."""
+    """Give Megatron's buffers their role."""
     found: dict[Key, Tensor] = {}
     for (fqn, role), tensor in tensors.items():
         role = BUFFER if role == WEIGHT and fqn.endswith(BUFFERS) else role
@@ -484,7 +482,7 @@ def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:
 
 
 def _block_notes(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield a note on the settings that order gate and up rows in blocks, and on an engine that ignores them."""
+    """Yield notes on settings that alternate gate and up rows in blocks, and on engines that ignore them."""
     args, blocks = checkpoint.state.args or {}, checkpoint.facts_of(MegatronFacts).blocks
     sizes = ((ROUTED_BLOCK, blocks.routed, GROUPED), (SHARED_BLOCK, blocks.shared, SHARED_GROUPED))
     found = [(name, size, needed) for name, size, needed in sizes if size]

@@ -1,17 +1,17 @@
-"""How a table is read: which tensors of the Hub make up a tensor of Megatron's, and how, as boxes.
+"""Parser for tables: the Hub tensors that form a Megatron tensor, as boxes.
 
     self_attention.linear_qkv.[weight|bias]    self_attn.[q|k|v]_proj.[weight|bias]    qkv
     |                                          |                                       |
     Megatron's name                            the Hub's name, or several              the kind: one of `KINDS`
 
-Brackets with the same words in both names are alternatives: this is one row for weights and one for biases.  Other
-brackets of the Hub's name are several tensors that make up one of Megatron's.  `{e}` is an expert; where only
-Megatron's name has it, the Hub's tensor is a stack of all experts'.  `**` is the rest of any name: a module that both
-sides have as it is.
+Brackets with the same words in both names are alternatives: this is one row for weights and one for biases. Other
+brackets in the Hub's name list several tensors that form one Megatron tensor. `{e}` is an expert. If only Megatron's
+name has it, the Hub's tensor is a stack of all experts. `**` is any rest of a name, for a module that is the same on
+both sides.
 
-Megatron's conventions (megatron-core 0.16.1): `linear_qkv` holds, for each query group, the group's query heads, its
-key head and its value head (transformer/attention.py, `get_query_key_value_tensors`); `linear_fc1` of a gated MLP
-holds all gate rows and then all up rows (transformer/mlp.py); a matrix is [out, in], as torch's Linear has it.
+Megatron's conventions (megatron-core 0.16.1): for each query group, `linear_qkv` has the query heads, the key head and
+the value head (transformer/attention.py, `get_query_key_value_tensors`). A gated MLP's `linear_fc1` has all gate rows,
+then all up rows (transformer/mlp.py). A matrix is [out, in], like in torch's Linear.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from functools import cache
 from ckpt.plan.tensors import Box, Shape, stepped, whole
 from converters.names.families.rows import Sizes, choices
 
-#: Kinds of rows that are `same` otherwise: rows of the vocabulary, which Megatron pads; the Hub's second copy of one.
+#: Kinds like `same`: vocabulary rows, padded by Megatron, and the Hub's second copies.
 PADDED, COPY = "padded", "copy"
-#: A kind that is `same` otherwise: the weights of a norm that Megatron has less one, as those of its other norms.
+#: Kind like `same`: a norm's weights, stored less one in Megatron like its other norms.
 CENTRED = "centred"
-#: What stands for the rest of a name.
+#: Placeholder for a name's rest.
 EVERY = "**"
 
 _CHOICE = re.compile(r"\[[^]]+\]")
@@ -36,7 +36,7 @@ _CHOICE = re.compile(r"\[[^]]+\]")
 
 @dataclass(frozen=True, slots=True)
 class RowPiece:
-    """Box `hub_box` of hub tensor number `part` is `box` of Megatron's; `dims`: see `ckpt.plan.relation.Link`."""
+    """Box `hub_box` of Hub tensor `part`, found at `box` of Megatron's. `dims` as in `ckpt.plan.relation.Link`."""
 
     part: int
     hub_box: Box
@@ -46,7 +46,7 @@ class RowPiece:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """One row's tensors and boxes, which are the same in every layer and expert."""
+    """Tensors and boxes of one row, equal in every layer and expert."""
 
     hub_shapes: tuple[Shape, ...]
     shape: Shape
@@ -55,7 +55,7 @@ class Pattern:
 
 @dataclass(frozen=True, slots=True)
 class MegatronRow:
-    """A line of a table, for one choice of its alternatives."""
+    """Table line, for one choice of its alternatives."""
 
     megatron: str
     hubs: tuple[str, ...]
@@ -66,13 +66,13 @@ class MegatronRow:
         return "{e}" in self.megatron and "{e}" not in self.hubs[0]
 
     def pattern(self, sizes: Sizes, shape: Shape) -> Pattern:
-        """The row's boxes, where the first of the Hub's tensors is of this shape, or a stack of such."""
+        """Return the row's boxes for a first Hub tensor with this shape, or a stack of them."""
         return KINDS[self.kind](sizes, shape[1:] if self.is_stacked else shape)
 
 
 @cache
 def parse(text: str, prefix: str = "") -> tuple[MegatronRow, ...]:
-    """The rows of a table, whose names of Megatron's get a prefix."""
+    """Parse a table's rows, adding a prefix to Megatron's names."""
     return tuple(row for line in filter(None, map(str.strip, text.splitlines())) for row in _parallel(line, prefix))
 
 
@@ -87,7 +87,7 @@ def _parallel(line: str, prefix: str) -> Iterator[MegatronRow]:
 
 
 def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
-    """The pattern where the hub's tensor is a stack of all experts' along a first dim."""
+    """Return the pattern for a Hub tensor that stacks all experts along its first dim."""
     pieces = []
     for piece in pattern.pieces:
         box = piece.hub_box
@@ -97,25 +97,25 @@ def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
 
 
 def same(sizes: Sizes, shape: Shape) -> Pattern:
-    """One tensor, as it is."""
+    """Return the pattern of an unchanged tensor."""
     return Pattern((shape,), shape, (RowPiece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
 
 
 def transposed(sizes: Sizes, shape: Shape) -> Pattern:
-    """A matrix that the hub has as [in, out], and its bias."""
+    """Return the pattern for a matrix stored on the Hub as [in, out], and for its bias."""
     turned = shape[::-1]
     return Pattern((shape,), turned, (RowPiece(0, whole(shape), whole(turned), tuple(range(len(shape)))[::-1]),))
 
 
 def joined(sizes: Sizes, shape: Shape) -> Pattern:
-    """Two tensors, one behind the other: gate and up."""
+    """Return the pattern of two consecutive tensors: gate and up."""
     rows = shape[0]
     pieces = tuple(_rows_piece(number, (0, rows), (number * rows, rows), shape) for number in range(2))
     return Pattern((shape, shape), (2 * rows, *shape[1:]), pieces)
 
 
 def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
-    """Gate and up in turns along the last dim of one tensor: gate 0, up 0, gate 1, ...; a matrix is [in, out]."""
+    """Return the pattern of one tensor with gate and up alternating along the last dim. A matrix is [in, out]."""
     last = len(shape) - 1
     half = shape[last] // 2
     order = (1, 0) if last else (0,)
@@ -128,7 +128,7 @@ def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
-    """A matrix whose two halves of columns have changed places."""
+    """Return the pattern for a matrix with swapped halves of its columns."""
     rows, half = shape[0], shape[1] // 2
     halves = [Box((0, number * half), (rows, half)) for number in range(2)]
     pieces = tuple(RowPiece(0, halves[number], halves[1 - number], (0, 1)) for number in range(2))
@@ -136,7 +136,7 @@ def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Queries, keys and values of the hub, of which `shape` is that of the queries, by query group."""
+    """Return the pattern of queries (with `shape`), keys and values on the Hub, by query group."""
     pieces = tuple(
         _rows_piece(number, (taken, size), (placed, size), shape)
         for number, taken, size, placed in _rows_by_group(sizes)
@@ -146,7 +146,7 @@ def qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """One tensor of all queries, all keys, all values, by query group; a matrix is [out, in]."""
+    """Return the pattern of one tensor with all queries, keys and values, by query group. A matrix is [out, in]."""
     head, heads, groups = (sizes.dims[name] for name in ("d", "heads", "groups"))
     first = (0, heads * head, (heads + groups) * head)
     pieces = tuple(
@@ -157,9 +157,9 @@ def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Queries of the hub, each head with its gate behind it and of `shape` in all, keys and values, by query group.
+    """Return the pattern of queries on the Hub, each head followed by its gate (together `shape`), keys and values.
 
-    Megatron has a group's gates behind its queries.
+    Megatron groups them by query group, and puts a group's gates after its queries.
     """
     head, groups = sizes.dims["d"], sizes.dims["groups"]
     each = sizes.dims["heads"] // groups
@@ -179,7 +179,7 @@ def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta(sizes: Sizes, shape: Shape) -> Pattern:
-    """Queries, keys and values of a gated delta net, of `shape`, its gates, betas and alphas: one behind the other."""
+    """Return the pattern of a gated delta net's queries, keys, values (`shape`), gates, betas and alphas in a row."""
     counts = (shape[0], sizes.dims["lv"], sizes.dims["lh"], sizes.dims["lh"])
     starts = [sum(counts[:number]) for number in range(len(counts))]
     pieces = [
@@ -190,7 +190,7 @@ def delta(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
-    """A gated delta net's queries, keys, values and gates by key head, of `shape`, and its betas and alphas likewise.
+    """Return the pattern of a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
 
     Megatron has all queries, then all keys, and so on.
     """
@@ -208,7 +208,7 @@ def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def _rows_by_group(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
-    """Queries (0), keys (1) and values (2) of each group: their first row among all of the kind, rows, first row."""
+    """Yield each group's queries (0), keys (1), values (2): kind, first row in the kind, rows, first row in all."""
     head, groups = sizes.dims["d"], sizes.dims["groups"]
     queries = sizes.dims["heads"] // groups * head
     for group in range(groups):
@@ -218,7 +218,7 @@ def _rows_by_group(sizes: Sizes) -> Iterator[tuple[int, int, int, int]]:
 
 
 def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """All queries, all keys, all values along the last dim of one tensor; a matrix is [in, out]."""
+    """Return the pattern for all queries, keys and values along one tensor's last dim. A matrix is [in, out]."""
     last, head, heads = len(shape) - 1, sizes.dims["d"], sizes.dims["heads"]
     turned = shape[::-1]
     pieces = []
@@ -231,7 +231,7 @@ def fused_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def _rows_piece(part: int, taken: tuple[int, int], placed: tuple[int, int], shape: Shape) -> RowPiece:
-    """Rows `taken` (offset, size) of a hub tensor are rows `placed` of Megatron's."""
+    """Return the piece with a Hub tensor's rows `taken` (offset, size), placed at Megatron's rows `placed`."""
     tail, zeros = shape[1:], (0,) * (len(shape) - 1)
     return RowPiece(
         part,

@@ -1,13 +1,13 @@
-"""Settings of training programs that say how a run trained, not what its model computes.
+"""Settings of training programs about the training, without effect on the model's output.
 
-Names were collected from the sources' own argument parsers and config classes in August 2026, and each was read for an
-effect on the model's output.  Names with such an effect are in `converters.names.megatron.settings`.  Lines that begin
-with `#` name the reason.
+The names come from the sources' argument parsers and config classes in August 2026. Each was checked for an effect on
+the model's output. Names with an effect are in `converters.names.megatron.settings`. Lines beginning with `#` name the
+reason.
 """
 
 from __future__ import annotations
 
-#: Megatron-LM of 2022 to August 2026 with megatron-core up to 0.19: arguments and fields of config classes.
+#: Megatron-LM from 2022 to August 2026, with megatron-core up to 0.19: arguments and config fields.
 _MEGATRON = """
     # Checkpoints: where and how they are saved and loaded
     async_ckpt_cpu_priority async_ckpt_io_priority async_ckpt_use_cpu_shm async_save auto_detect_ckpt_format
@@ -304,7 +304,7 @@ _MEGATRON_DEEPSPEED = """
     train_shuffle_idx_path use_tutel
 """
 
-#: slime, ms-swift and Pai-Megatron-Patch, which add arguments of their own to Megatron-LM's.
+#: slime, ms-swift and Pai-Megatron-Patch: additions to Megatron-LM's arguments.
 _TRAINERS = """
     # Checkpoints: where and how they are saved and loaded
     allow_missing_vision_projection_checkpoint ci_load_grad_norm ci_save_grad_norm
@@ -422,7 +422,7 @@ _TRAINERS = """
     verbosity vf_coef vision_model_type vit_attn_impl
 """
 
-#: slime and miles, arguments.py: functions that rollouts, rewards, losses and logs call; ms-swift's data sets.
+#: slime and miles, arguments.py: functions called by rollouts, rewards, losses and logs; ms-swift's data sets.
 _HOOKS = """
     custom_advantage_function_path custom_config_path custom_convert_samples_to_train_data_path custom_dataset_info
     custom_delta_pre_push_path custom_eval_rollout_log_function_path custom_generate_function_path
@@ -431,7 +431,7 @@ _HOOKS = """
     custom_rm_path custom_rollout_log_function_path custom_tis_function_path
 """
 
-#: Megatron-Bridge, models: fields of its providers.  Parts of models with images keep transformers' own config.
+#: Megatron-Bridge, models: provider fields. Parts of models with images keep transformers' config.
 _MEGATRON_BRIDGE = """
     # Logs, profiles and tests of the machine
     vision_soft_tokens_per_image
@@ -491,7 +491,7 @@ _NEMO_1 = """
     post_process pre_process
 """
 
-#: Prefixes of settings for other programs that run next to the training.
+#: Prefixes of settings for other programs running beside the training.
 PREFIXES = (
     "sglang_",
     "vllm_",

@@ -1,13 +1,13 @@
-"""Recorded settings of a run that a target's config cannot hold.
+"""Recorded settings of a run that a target's config can't hold.
 
 Each setting is one of these:
 
     a setting of the training program     `run_settings`: ignored
-    compared                              `COMPARED`: held against the config, or read from the shapes of tensors
-    one that changes the model            `CHANGES`: fine with the values listed there, refused with others
-    unknown                               fine if it is off (None, False, 0, empty), and named; refused if not
+    compared                              `COMPARED`: compared with the config, or determined by tensor shapes
+    one that changes the model            `CHANGES`: accepted with the values listed there, refused with others
+    unknown                               accepted and named if it is off (None, False, 0, empty), else refused
 
-A user can accept a refused setting by name (`--accept-setting`).
+Users can accept a refused setting by name (`--accept-setting`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.base.text import counted
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
 from converters.names.megatron.run_settings import PREFIXES, RUN_SETTINGS, names_in
 
-#: Settings that are compared with the config (`config_against_args`), or that the shapes and names of tensors decide.
+#: Settings compared with the config (`config_against_args`), or determined by tensor shapes and names.
 COMPARED = names_in(
     """
     num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups group_query_attention kv_channels
@@ -45,13 +45,13 @@ COMPARED = names_in(
     mtp_num_layers bert_binary_head gpt_j_residual use_parallel_residual
     """
 )
-#: Settings that change what the model computes and that no config of the Hub holds, with values that change nothing
-#: besides None, False, 0 and empty ones.  Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
+#: Settings that change the model's output and that no Hub config can hold, with harmless values. None, False, 0 and
+#: empty values are always harmless. Sources: megatron-core 0.12 to 0.19 (transformer/transformer_config.py),
 #: Megatron-DeepSpeed (megatron/arguments.py), Pai-Megatron-Patch, ms-swift.
 CHANGES: Mapping[str, tuple[Any, ...]] = {
     "softmax_scale": (),
-    "activation_func": (),  # recorded if no argument of Megatron-LM means the same
-    "qk_l2_norm": (),  # norms of queries and keys without weights
+    "activation_func": (),  # recorded if Megatron-LM has no argument for it
+    "qk_l2_norm": (),  # norms without weights, for queries and keys
     "export_qk_l2_norm": (),
     "apply_residual_connection_post_layernorm": (),
     "moe_router_load_balancing_type": ("none", "aux_loss", "seq_aux_loss", "global_aux_loss"),  # not sinkhorn
@@ -62,11 +62,11 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "export_moe_apply_probs_on_input": (),
     "moe_expert_capacity_factor": (-1, -1.0),  # drops tokens
     "moe_expert_rank_capacity_factor": (-1, -1.0),
-    "moe_token_dropping": (True,),  # megatron-core refuses it, and it is Megatron-DeepSpeed's default
+    "moe_token_dropping": (True,),  # refused by megatron-core, and Megatron-DeepSpeed's default
     "moe_latent_size": (),
-    ROUTED_BLOCK: (),  # the readers of Megatron-LM's own runs undo it
+    ROUTED_BLOCK: (),  # undone by the readers of Megatron-LM's own runs
     SHARED_BLOCK: (),
-    "low_freq_factor": (1, 1.0),  # NeMo's Llama31Config, whose other field is compared
+    "low_freq_factor": (1, 1.0),  # NeMo's Llama31Config; its other field is compared
     "high_freq_factor": (4, 4.0),
     "old_context_len": (8192,),
     "use_mup": (),
@@ -80,7 +80,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "hybrid_attention_ratio": (),
     "hybrid_mlp_ratio": (),
     "hybrid_stack_spec": (),
-    "custom_model_provider_path": (),  # of slime and miles: code that builds another model
+    "custom_model_provider_path": (),  # slime and miles: code for another model
     "spec": (),
     "transformer_layer_spec": (),
     "yaml_cfg": (),
@@ -90,7 +90,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "flextron": (),
     "enable_gpt_oss": (),
     "mlp_type": ("standard",),  # Megatron-DeepSpeed's residual experts
-    "moe_eval_capacity_factor": (1.0,),  # its default, for models without experts as well
+    "moe_eval_capacity_factor": (1.0,),  # its default, also for models without experts
     "moe_train_capacity_factor": (1.0,),
     "moe_min_capacity": (4,),
     "expert_interval": (2,),
@@ -100,7 +100,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "router_type": ("topk",),
     "transformer_type": ("megatron",),
     "moe_topk": (1,),
-    "add_bias_linear_fc": (True,),  # tensors tell
+    "add_bias_linear_fc": (True,),  # tensors show it
     "add_bias_attn_fc": (True,),
     "use_alibi_mask": (),
     "num_labels": (),
@@ -108,14 +108,14 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "attention_type": ("multihead",),
     "headscale": (),
     "hyena": (),
-    "megatron_legacy": (),  # another order of the rows of queries, keys and values
+    "megatron_legacy": (),  # orders the rows of queries, keys and values differently
     "normalize_attention_scores": (True,),
     "transformer_block_type": ("pre_ln",),
     "language_model": (),  # the config of a model with images
     "encoder": (),  # encoders and decoders
     "decoder": (),
 }
-#: Settings that name the code of layers; what these packages build is decided by other settings and by tensors.
+#: Settings that name layer code. If these packages build it, other settings and tensors determine the layer.
 _CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")
 _PACKAGES = ("megatron.core.", "megatron.bridge.")
 _OFF: tuple[Any, ...] = (None, False, "", [], (), {})
@@ -123,14 +123,14 @@ _MOST = 6
 
 
 def is_run_setting(name: str) -> bool:
-    """Return True if a setting says how the run trained, not what the model computes."""
+    """Return True if a setting only affects training, not the model's output."""
     return name in RUN_SETTINGS or name.startswith(PREFIXES)
 
 
 def changing(
     recorded: Mapping[str, Any], expected: Mapping[str, Any], accepted: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return recorded settings that change the model and that neither the config nor this version expresses."""
+    """Return recorded settings that change the model, if neither the config nor this version expresses them."""
     found = {}
     for name, value in recorded.items():
         if name in accepted or name in COMPARED or is_run_setting(name):
@@ -155,7 +155,7 @@ def is_off(value: Any) -> bool:
 
 
 def unknown_and_off(recorded: Mapping[str, Any]) -> list[str]:
-    """Return the names of settings that this version does not know and that are off."""
+    """Return the names of unknown settings that are off."""
     return [
         name
         for name, value in recorded.items()
@@ -166,13 +166,13 @@ def unknown_and_off(recorded: Mapping[str, Any]) -> list[str]:
 def check_settings(
     recorded: Mapping[str, Any], expected: Mapping[str, Any], path: str, accepted: Collection[str] = ()
 ) -> None:
-    """Raise LossError for settings that change the model and that the target's config cannot hold."""
+    """Raise LossError for settings that change the model and that the target's config can't hold."""
     if found := changing(recorded, expected, accepted):
         raise unexpressed(found, path)
 
 
 def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
-    """Return the error for recorded settings that the target cannot hold."""
+    """Return the error for recorded settings that the target can't hold."""
     known = [name for name in found if name in CHANGES or name in COMPARED]
     parts = [
         f"{name} {_short(value)}" + ("" if name in known else " (unknown to ckpt)") for name, value in found.items()
@@ -198,7 +198,7 @@ def _short(value: Any) -> str:
 
 
 def notes_on_unknown(recorded: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a note on settings that are unknown and off."""
+    """Yield a note on unknown settings that are off."""
     if names := unknown_and_off(recorded):
         shown = ", ".join(names[:_MOST]) + (", ..." if len(names) > _MOST else "")
         yield f"{counted(len(names), 'recorded setting')} unknown to ckpt are off (None, False, 0 or empty): {shown}"

@@ -1,11 +1,11 @@
-"""The tensors that a run's arguments tell of, and whether a checkpoint has them in these shapes.
+"""Tensors implied by a run's arguments, compared with a checkpoint's tensors.
 
-Told are those that every GPTModel with these arguments has; tensors beside them (sinks, more norms, layers of
-multi-token prediction) are neither asked for nor refused.  Models with layers of other kinds tell of nothing, be it
-that their arguments say so or the names of their tensors: derived trainers have layers that no argument tells of.
+These are the tensors of every GPTModel with these arguments. Further tensors (sinks, more norms, multi-token prediction
+layers) are neither required nor refused. Nothing is implied for models with other kinds of layers, judging by the
+arguments or the tensors' names: derived trainers have layers without any argument.
 
 Facts: megatron-core 0.16.1 (models/gpt/gpt_layer_specs.py, transformer/attention.py, mlp.py, moe/experts.py,
-moe/shared_experts.py), Megatron-LM of August 2026 (training/arguments.py, `core_transformer_config_from_args`).
+moe/shared_experts.py), Megatron-LM, August 2026 (training/arguments.py, `core_transformer_config_from_args`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from ckpt.plan.tensors import Shape
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 from converters.names.megatron.model.splits import GATED_ARGS
 
-#: Sizes without which nothing is told.
+#: Required sizes; without them nothing is implied.
 _SIZES = ("num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "kv_channels")
-#: Sizes that may be left out.
+#: Optional sizes.
 _MAY_LACK = (
     *("num_experts", "num_query_groups", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size"),
     *("padded_vocab_size", "max_position_embeddings"),
 )
-#: Arguments of models whose layers are of other kinds, or not all of one; and of those whose sizes stand elsewhere:
-#: of examples/multimodal, of `--yaml-cfg`, of ModelOpt, of MindSpeed-LLM, and the layers of Megatron-Bridge's models.
+#: Arguments for models with other or mixed kinds of layers, or with their sizes elsewhere: examples/multimodal,
+#: `--yaml-cfg`, ModelOpt, MindSpeed-LLM, and Megatron-Bridge's own layers.
 _OTHERWISE = (
     "attention_output_gate",
     "experimental_attention_variant",
@@ -51,22 +51,22 @@ _OTHERWISE = (
     "transformer_layer_spec",
     "yaml_cfg",
 )
-#: Tensors that other layers have, or quantized ones.
+#: Other layers' tensors, or quantized ones.
 _OTHERS = re.compile(
     r"decoder\.layers\.\d+\.(?:mixer|cross_attention|"
     r"self_attention\.(?!linear_qkv\.|linear_proj\.|[qk]_layernorm\.|core_attention\.))|.*_quantizer\."
 )
-#: What may have another number of rows: the head of a reward model or classifier, and norms of all heads at once.
+#: Tensors that may have another number of rows: a reward model's or classifier's head, and norms over all heads.
 _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*")
 
 
 def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> None:
-    """CorruptError where tensors of `shapes`, by name, contradict the run's arguments, or one of them is missing."""
+    """Raise CorruptError if tensors in `shapes` contradict the run's arguments, or one is missing."""
     check_told(told_of(args, shapes), shapes, "the record of the run's arguments", path)
 
 
 def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: str, path: Path | None = None) -> None:
-    """CorruptError where a tensor of `expected` is missing, or has another shape; `who` is what tells of them."""
+    """Raise CorruptError if an `expected` tensor is missing or has another shape. `who` names the source."""
     for name, shape in expected.items():
         if shapes.get(name, shape) != shape:
             raise CorruptError(
@@ -89,7 +89,7 @@ def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: 
 
 
 def told_of(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
-    """What the arguments tell of the model that has these `shapes`, by name: nothing where its layers are others."""
+    """Return the implied tensors for a model with these `shapes`, by name. Empty for other kinds of layers."""
     expected = told(args)
     if not expected or any(map(_OTHERS.match, shapes)):
         return {}
@@ -99,7 +99,7 @@ def told_of(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, S
 
 
 def told(args: Mapping[str, Any]) -> dict[str, Shape]:
-    """The tensors of the whole model, by name; none where the arguments do not tell of a model of equal layers."""
+    """Return the whole model's tensors, by name. Empty unless the arguments describe equal layers."""
     layers = _sparse(args) if _are_plain(args) else []
     if not layers:
         return {}
@@ -117,7 +117,7 @@ def told(args: Mapping[str, Any]) -> dict[str, Shape]:
 
 
 def _are_plain(args: Mapping[str, Any]) -> bool:
-    """Whether the arguments tell of equal layers, and the sizes are numbers."""
+    """Return True if the arguments describe equal layers, and the sizes are numbers."""
     optional = [args.get(name) for name in _MAY_LACK]
     return (
         all(type(args.get(name)) is int for name in _SIZES)
@@ -129,14 +129,14 @@ def _are_plain(args: Mapping[str, Any]) -> bool:
 
 
 def _positions(args: Mapping[str, Any]) -> int | None:
-    """How many positions are learned; older versions have rotary ones by an option of their own."""
+    """Return the number of learned positions. Older versions have a separate option for rotary positions."""
     if args.get("position_embedding_type") != "learned_absolute" or args.get("use_rotary_position_embeddings"):
         return None
     return args.get("max_position_embeddings") if args.get("add_position_embedding", True) else None
 
 
 def _sparse(args: Mapping[str, Any]) -> list[bool]:
-    """Whether each layer has experts; nothing where that is not said as Megatron-LM has it."""
+    """Return True for each layer with experts. Empty if they are not given in Megatron-LM's form."""
     often, count = args.get("moe_layer_freq", 1), args["num_layers"]
     if not args.get("num_experts"):
         return [False] * count
@@ -147,7 +147,7 @@ def _sparse(args: Mapping[str, Any]) -> list[bool]:
 
 
 def _layer(args: Mapping[str, Any], *, sparse: bool) -> Iterator[tuple[str, Shape]]:
-    """The tensors of a layer, without what begins their names."""
+    """Yield a layer's tensors, without their name prefix."""
     hidden, heads, size = (args[name] for name in ("hidden_size", "num_attention_heads", "kv_channels"))
     groups = args["num_query_groups"] if args.get("group_query_attention") else heads
     biases = bool(args.get("add_bias_linear"))
@@ -155,7 +155,7 @@ def _layer(args: Mapping[str, Any], *, sparse: bool) -> Iterator[tuple[str, Shap
     rows = (heads + 2 * groups) * size
     yield from _linear("self_attention.linear_qkv.", (rows, hidden), biases=biases or bool(args.get("add_qkv_bias")))
     yield from _linear("self_attention.linear_proj.", (hidden, heads * size), biases=biases)
-    if args.get("qk_layernorm") and not args.get("qk_l2_norm"):  # which has no weights
+    if args.get("qk_layernorm") and not args.get("qk_l2_norm"):  # L2 norms have no weights
         yield from _norm(args, "self_attention.q_layernorm.", size)
         yield from _norm(args, "self_attention.k_layernorm.", size)
     if not sparse:

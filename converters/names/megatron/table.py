@@ -1,4 +1,4 @@
-"""A table of one architecture, and the relation that it declares for a model's sizes."""
+"""Table of one architecture, and its relation for a model's sizes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from converters.names.megatron.model.spelling import EMBEDDING, MTP_INNER, OUTPU
 from converters.names.megatron.rows import CENTRED, COPY, EVERY, PADDED, MegatronRow, Pattern, parse, stacked
 
 _LAYER, _INNER = "decoder.layers.{n}.", f"mtp.layers.{{n}}.{MTP_INNER}."
-#: Linear layers that have biases all or none; those of queries, keys and values may have them alone.
+#: Linear layers with biases in all or none. Queries, keys and values may have biases alone.
 _LINEAR = re.compile(r"^(?:decoder|mtp)\..*\.linear_(proj|fc1|fc2)\.(weight|bias)$")
-#: A layer's number, what begins the Hub's names in it, and the rest of these names.
+#: Layer number, and the Hub's names in two parts: prefix, rest.
 _Layer = tuple[int | None, str, Mapping[str, Shape]]
 
 
 @dataclass(frozen=True, slots=True)
 class RowPlace:
-    """A row in one layer, or outside of all (`layer` is None), with the shapes that the Hub's tensors have there.
+    """Row in one layer, or outside all layers (`layer` None), with the shapes of its Hub tensors.
 
     `prefix` begins the Hub's names.
     """
@@ -38,7 +38,7 @@ class RowPlace:
 
     @property
     def megatron(self) -> str:
-        """Megatron's name, in which `{e}` may stand."""
+        """Megatron's name, possibly with `{e}`."""
         return self.row.megatron.replace("{n}", str(self.layer))
 
     @property
@@ -48,11 +48,11 @@ class RowPlace:
 
 @dataclass(frozen=True)
 class Table:
-    """Everything that Megatron's formats need to know of an architecture; each module of `architectures` has one.
+    """Architecture facts needed by Megatron's formats. Each module in `architectures` has one table.
 
-    Which tensors there are, and of which shape, `family` says.  `top` are the rows of what is in no layer, `layer` of
-    what is in every one, `dense` and `sparse` of what is in layers without and with experts.  Rows of layers leave out
-    what all names of a layer begin with; how a row is read, `rows` says.
+    `family` determines tensors and shapes. `top` has the rows outside all layers, `layer` the rows for every layer.
+    `dense` and `sparse` have rows for layers without and with experts. Rows for layers omit the layer's name prefix.
+    `rows` describes how to read a row.
     """
 
     family: Family | Composite
@@ -62,37 +62,37 @@ class Table:
     layer: str
     dense: str = ""
     sparse: str = ""
-    #: Rows of what is in layers which have a tensor that the Hub calls so: layers of several kinds.
+    #: Rows for layers with a given Hub tensor, for models with several kinds of layers.
     beside: Mapping[str, str] = field(default_factory=dict)
-    #: What is in a layer of multi-token prediction beside the tensors of a sparse layer, or of a dense one where no
-    #: layer has experts; Megatron's names are in full.
+    #: Rows for a multi-token prediction layer, added to a sparse layer's, or to a dense layer's without experts.
+    #: Megatron's names are complete.
     prediction: str = ""
-    #: What begins the Hub's names, where files may leave it out.
+    #: Prefix of the Hub's names, which files may omit.
     prefix: str = ""
-    #: What Megatron computes a little otherwise than transformers: sentences for whoever converts.
+    #: Notes for the user on small differences between Megatron's and transformers' computation.
     notes: Callable[[Sizes], Sequence[str]] = lambda sizes: ()
 
     @property
     def rows(self) -> tuple[MegatronRow, ...]:
-        """All rows but those of multi-token prediction."""
+        """All rows, except for multi-token prediction."""
         return parse(self.top) + parse("".join((self.layer, self.dense, self.sparse, *self.beside.values())), _LAYER)
 
     @property
     def kept(self) -> tuple[MegatronRow, ...]:
-        """The rows of modules that are kept as they are."""
+        """Rows of modules that stay unchanged."""
         return tuple(row for row in parse(self.top) if row.hubs[0].endswith(EVERY))
 
     def hub_name(self, megatron: str) -> str:
-        """The Hub's name of a tensor that is one of its own and in no layer."""
+        """Return the Hub's name of a tensor outside all layers."""
         return next(row.hubs[0] for row in parse(self.top) if row.megatron == megatron)
 
     @property
     def second_names(self) -> dict[str, str]:
-        """Names that tensors in no layer have in memory beside those in the Hub's files, mapped to the latter."""
+        """Second names of tensors outside all layers, in memory only, mapped to their names in the Hub's files."""
         return {row.hubs[0]: self.hub_name(row.megatron) for row in parse(self.top) if row.kind == COPY}
 
     def places(self, sizes: Sizes) -> Iterator[RowPlace]:
-        """Every row in every layer in which the Hub's files have its tensors."""
+        """Yield every row for every layer whose Hub files have its tensors."""
 
         @cache
         def pattern(row: MegatronRow, shape: Shape) -> Pattern:
@@ -106,11 +106,11 @@ class Table:
                         yield RowPlace(row, layer, prefix, shapes, pattern(row, shapes[0]))
 
     def centred(self, sizes: Sizes) -> list[str]:
-        """Megatron's names of tensors that are the Hub's less one."""
+        """Return Megatron's names of tensors stored less one."""
         return [place.megatron for place in self.places(sizes) if place.row.kind == CENTRED]
 
     def _sections(self, sizes: Sizes) -> Iterator[tuple[tuple[MegatronRow, ...], Sequence[_Layer]]]:
-        """Rows, and where they may stand."""
+        """Yield rows with the layers that may have them."""
         layers = [(n, self.family.prefix(n), held) for n, held in enumerate(sizes.layers)]
         behind = self.family.predicted_prefix
         predicted = [(n, behind(n, sizes.num_layers), held) for n, held in enumerate(sizes.predicted)]
@@ -124,7 +124,7 @@ class Table:
         yield parse(self.prediction) + self._inside(self.layer + (self.sparse or self.dense)), predicted
 
     def _check_predicted(self, sizes: Sizes) -> None:
-        """Megatron's layers of multi-token prediction are of the kind of the last layer."""
+        """Raise LossError unless multi-token prediction layers are like the last layer: Megatron builds them so."""
         for hub in self.beside:
             if sizes.predicted and (hub in sizes.layers[-1]) != (self._inner + hub in sizes.predicted[0]):
                 raise LossError(
@@ -135,18 +135,18 @@ class Table:
 
     @property
     def _inner(self) -> str:
-        """What the Hub's names of a layer inside one of multi-token prediction begin with."""
+        """Prefix of the Hub's names for a layer inside a multi-token prediction layer."""
         return self.family.inside
 
     def _inside(self, rows: str) -> tuple[MegatronRow, ...]:
-        """Rows of a layer, inside one of multi-token prediction."""
+        """Return a layer's rows inside a multi-token prediction layer."""
         return tuple(replace(row, hubs=tuple(self._inner + hub for hub in row.hubs)) for row in parse(rows, _INNER))
 
     def relation(self, sizes: Sizes, padded: int, copies: Mapping[str, str]) -> Relation:
-        """The relation from the Hub's tensors to Megatron's, whose vocabulary has `padded` rows.
+        """Return the relation from the Hub's tensors to Megatron's, with `padded` vocabulary rows.
 
-        `copies` maps Hub tensors that are second copies to their originals: those of `Table.copies` that are there.
-        Raises LossError for a tensor of the Hub's that Megatron has no place for.
+        `copies` maps existing second copies of Hub tensors to their originals, from `Table.copies`. Raise LossError for
+        a Hub tensor without a place in Megatron.
         """
         places = list(self.places(sizes))
         _check_all_placed(self.family, sizes, places)
@@ -175,7 +175,7 @@ class Table:
         return Relation(tuple(links), hub, megatron, b_padding=padding, a_copies=dict(copies))
 
     def copies(self, sizes: Sizes) -> dict[str, str]:
-        """Hub names that are second copies of a tensor, mapped to the name of the original."""
+        """Return the Hub names of second copies, mapped to the original's name."""
         owners = {name: self.hub_name(name) for name in (EMBEDDING, OUTPUT)}
         found = {}
         if sizes.tied:
@@ -193,7 +193,7 @@ class Table:
 
 
 def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[MegatronRow]:
-    """Rows, those of a module that is kept as it is once for each of its tensors: the first row counts."""
+    """Yield the rows, repeated for each tensor of an unchanged module. The first matching row counts."""
     kept: set[str] = set()
     for row in rows:
         before, is_module, _ = row.hubs[0].partition(EVERY)
@@ -207,7 +207,7 @@ def _spread(rows: Iterable[MegatronRow], names: Iterable[str]) -> Iterator[Megat
 
 
 def _check_all_placed(family: Family | Composite, sizes: Sizes, places: Iterable[RowPlace]) -> None:
-    """Megatron has a place for every tensor of the Hub's."""
+    """Raise LossError for a Hub tensor without a place in Megatron."""
     placed = {name for place in places for name in place.hubs}
     held = [("", sizes.top), *((family.prefix(number), layer) for number, layer in enumerate(sizes.layers))]
     held += [(family.predicted_prefix(n, sizes.num_layers), layer) for n, layer in enumerate(sizes.predicted)]
@@ -220,7 +220,7 @@ def _check_all_placed(family: Family | Composite, sizes: Sizes, places: Iterable
 
 
 def _check_biases(places: Iterable[RowPlace]) -> None:
-    """Megatron has biases in all linear layers or in none, besides those of queries, keys and values alone."""
+    """Raise LossError if only some linear layers have biases. Queries, keys and values may have biases alone."""
     linear = {place.row.megatron: place for place in reversed(list(places)) if _LINEAR.search(place.row.megatron)}
     biases = [place for name, place in linear.items() if name.endswith("bias")]
     bare = [

@@ -1,8 +1,8 @@
-"""Architectures of transformers that megatron-core cannot compute, and what its models lack for each.
+"""transformers' architectures that megatron-core can't compute, and the features missing for each.
 
-Read off megatron-core 0.16.1 (transformer/transformer_config.py, transformer_layer.py, attention.py, mlp.py and
-moe/moe_utils.py, models/common/embeddings) and off the classes of transformers 5.23.  Peers that train some of these
-do so with model classes of their own, which load no checkpoint of Megatron-LM's.
+From megatron-core 0.16.1 (transformer/transformer_config.py, transformer_layer.py, attention.py, mlp.py and
+moe/moe_utils.py, models/common/embeddings) and the classes in transformers 5.23. Peers train some of these with their
+own model classes, which can't load Megatron-LM's checkpoints.
 """
 
 from __future__ import annotations
@@ -51,5 +51,5 @@ _LACKS = {
     "hyper-connections": "deepseek_v4 hy_v4",
 }
 
-#: What megatron-core lacks, by `model_type`.
+#: Missing features in megatron-core, by `model_type`.
 MISSING: Mapping[str, str] = {model_type: what for what, types in _LACKS.items() for model_type in types.split()}

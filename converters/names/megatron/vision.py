@@ -1,8 +1,8 @@
-"""Tables of models with images: the language model's own, and the modules around it as transformers has them.
+"""Tables of models with images: the language model's table, plus transformers' own modules around it.
 
-That is how Megatron-Bridge builds such a model: megatron-core's GPTModel is its `language_model`, whose names here, as
-everywhere, do without that prefix (`model.spelling`), and vision tower and projector are transformers' modules, whole
-on every tensor parallel rank of the first pipeline stage.
+Megatron-Bridge builds such models in this way. megatron-core's GPTModel is its `language_model`, and names here omit
+this prefix, as everywhere (`model.spelling`). Vision tower and projector are transformers' modules, whole on every
+tensor-parallel rank of the first pipeline stage.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from converters.names.families.config import Config
 from converters.names.families.rows import Sizes
 from converters.names.megatron.table import Table
 
-#: What a text model adds to Megatron-LM's arguments.
+#: Additions to Megatron-LM's arguments for a text model.
 More = Callable[[Config], dict[str, Any]]
 
 
 def sighted(
     model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: Any
 ) -> Table:
-    """The table of a model with images, by those of its text models; `kept` are the rows of the modules around.
+    """Return the table of a model with images, from its text models' tables. `kept` are the rows around them.
 
-    All rows are those of the last text model, which serve for the others; `parts` are rows that it has otherwise.
+    All rows come from the last text model, and fit the others. `parts` override its rows.
     """
     composite, (*_, text) = COMPOSITES[model_type], texts.values()
     lines = [line.split() for line in text.top.strip().splitlines()]

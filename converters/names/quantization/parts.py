@@ -194,7 +194,7 @@ class QuantizedWeights:
 
     @cached_property
     def indices(self) -> Mapping[str, int]:
-        """Number of groups by name of each part with group numbers."""
+        """Number of groups, by name of the part with group numbers."""
         found = {}
         for owner, name, _ in self._with_template("g_idx"):
             scales = next((n for t, n in self.owners[owner].items() if t.endswith(("{m}scales", "{w}_scale"))), None)
@@ -204,7 +204,7 @@ class QuantizedWeights:
 
     @cached_property
     def recorded_shapes(self) -> Mapping[str, Shape]:
-        """Shape of the packed values, by name of each part that records a plain shape."""
+        """Shape of the packed values, by name of the part with the plain shape."""
         return {name: self._shape_of(owner, self.owners[owner]) for owner, name, _ in self._with_template("_shape")}
 
     @staticmethod

@@ -98,7 +98,7 @@ def _per_output(plain: Shape) -> list[Shape]:
 
 
 def _per_group(rows: int, columns: int) -> ShapeList:
-    """Return the shapes of one number per block of `rows` by `columns` elements."""
+    """Return the shapes of one number per block, with `rows` by `columns` elements."""
 
     def shapes(plain: Shape) -> list[Shape]:
         return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
@@ -421,7 +421,7 @@ def _auto_round(settings: Settings) -> list[Scheme] | None:
 
 
 def _per_block(plain: Shape) -> list[Shape]:
-    """Return the shape of one scale per block, of 64 elements or any other size supported by bitsandbytes."""
+    """Return the shape of one scale per block, with 64 elements or another size supported by bitsandbytes."""
     return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
 
 

@@ -94,7 +94,7 @@ def model_folder(model_type: str) -> Path | None:
 
 @functools.cache
 def _source(model_type: str, kind: str) -> str:
-    """Return the text of a model's files of this `kind` (`modeling` or `configuration`)."""
+    """Return the text of a model's files, either `modeling` or `configuration`."""
     folder = model_folder(model_type)
     if folder is None:
         return ""

@@ -29,7 +29,7 @@ _SAME = frozenset({"contiguous", "clone", "detach", "requires_grad_"})
 
 @dataclass(frozen=True, slots=True)
 class TracedPiece:
-    """Box `source_box` of the tensor `source`, found at `box` of the traced tensor. `dims` as in `Link`."""
+    """Box `source_box` of tensor `source`, found at the traced tensor's `box`. `dims` as in `Link`."""
 
     source: str
     source_box: Box
@@ -263,7 +263,7 @@ def _reshape(tensor: Traced, *shape: Any) -> Traced:
 
 
 def _dim_groups(old: list[int], new: list[int]) -> list[tuple[list[int], list[int]]]:
-    """Split two shapes into the shortest runs of dims with equal numbers of elements."""
+    """Split two shapes into the shortest runs of dims with as many elements."""
     groups, i, j = [], 0, 0
     while i < len(old) or j < len(new):
         a, b = old[i : i + 1], new[j : j + 1]

@@ -1,4 +1,4 @@
-"""Arcee: Llama's names, and an MLP without a gate, whose activation is the square of ReLU."""
+"""Arcee: Llama's names, and an ungated MLP with squared ReLU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MLP = """
 
 
 def squared(sizes: Sizes, partial: float | None = None) -> dict[str, Any]:
-    """Arguments of an MLP without a gate, whose activation is the square of ReLU; `partial`: see `rotary`."""
+    """Return the arguments for an ungated MLP with squared ReLU. `partial`: see `rotary`."""
     activation = sizes.config.get("hidden_act") or "relu2"
     if activation != "relu2":
         raise LossError("Megatron has no such activation without a gate", expected="relu2", found=activation)

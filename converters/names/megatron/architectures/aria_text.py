@@ -1,4 +1,4 @@
-"""The language model of Aria: Llama's attention, and experts that the hub stacks as [in, out]."""
+"""Aria's language model: Llama's attention, and experts stacked on the Hub as [in, out]."""
 
 from __future__ import annotations
 

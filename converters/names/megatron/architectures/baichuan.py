@@ -1,4 +1,4 @@
-"""Baichuan-7B: Llama with one tensor of queries, keys and values."""
+"""Baichuan-7B: Llama with queries, keys and values in one tensor."""
 
 from __future__ import annotations
 

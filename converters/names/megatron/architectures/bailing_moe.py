@@ -1,4 +1,4 @@
-"""Ling 2 and Ring 2: GLM-4.5's layers, with one tensor of queries, keys and values, and names of its own."""
+"""Ling 2 and Ring 2: GLM-4.5's layers, with queries, keys and values in one tensor, and other names."""
 
 from __future__ import annotations
 

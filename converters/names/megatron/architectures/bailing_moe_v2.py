@@ -1,4 +1,4 @@
-"""Ling 2 under the `model_type` of models that were made from it."""
+"""Ling 2 under the `model_type` of derived models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChatGLM 2 and 3, GLM-4-9B as first released: names that are nearly Megatron's, rotary positions of half a head."""
+"""ChatGLM 2 and 3, and GLM-4-9B as first released: names close to Megatron's, rotary positions in half of each head."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LAYER = """
     mlp.linear_fc1.weight                           mlp.dense_h_to_4h.weight                            same
     mlp.linear_fc2.weight                           mlp.dense_4h_to_h.weight                            same
 """
-#: What a config may ask for that Megatron has not, and what it must be.
+#: Config flags that Megatron does not support, with the required value.
 _PLAIN = {"rmsnorm": True, "apply_residual_connection_post_layernorm": False, "post_layer_norm": True}
 
 

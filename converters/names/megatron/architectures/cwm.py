@@ -1,4 +1,4 @@
-"""Code World Model: Llama's names, with a sliding window in the layers that the config lists."""
+"""Code World Model: Llama's names, with a sliding window in layers listed in the config."""
 
 from __future__ import annotations
 

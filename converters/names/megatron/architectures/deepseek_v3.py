@@ -1,6 +1,6 @@
 """DeepSeek-V3 and R1: latent attention, dense first layers, shared experts, multi-token prediction.
 
-The Hub numbers layers of the last behind the others, and has the embedding and the output layer again in each.
+The Hub numbers the multi-token prediction layers after the others, and repeats embedding and output layer in each.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from converters.names.megatron.architectures import llama, qwen3_moe
 from converters.names.megatron.args import common, experts, silu
 from converters.names.megatron.table import Table
 
-#: The epsilon of transformers' norms of latent queries, keys and values, whatever the config states.
+#: Epsilon of transformers' norms for latent queries, keys and values, whatever the config states.
 _INSIDE = 1e-6
 
 ATTENTION = """
@@ -44,26 +44,26 @@ PREDICTION = """
 
 
 def args(sizes: Sizes, *, scaling: float = 2.5, epsilon: float = 1e-6) -> dict[str, Any]:
-    """`scaling` of the experts' weights and `epsilon` of norms are the class's own where the config states none."""
+    """Return the arguments. `scaling` (experts' weights) and `epsilon` (norms) are the class's defaults."""
     normalised(sizes)
     interleaved(sizes)
     return latent(sizes) | routing(sizes, scaling) | {"norm_epsilon": sizes.config.number("rms_norm_eps", epsilon)}
 
 
 def normalised(sizes: Sizes, *, default: bool = True) -> None:
-    """Refuse sigmoids of the chosen experts whose sum stays what it is; `default` is the class's own."""
+    """Raise LossError if the sigmoids of the chosen experts are not normalized. `default` is the class's."""
     if not sizes.config.flag("norm_topk_prob", default):
         raise LossError("Megatron normalises the scores of the chosen experts", found="norm_topk_prob false")
 
 
 def interleaved(sizes: Sizes) -> None:
-    """Refuse latent attention whose rotary positions are not in turns."""
+    """Raise LossError for latent attention without interleaved rotary positions."""
     if not sizes.config.flag("rope_interleave", True):
         raise LossError("Megatron's latent attention interleaves rotary positions", found="rope_interleave false")
 
 
 def latent(sizes: Sizes) -> dict[str, Any]:
-    """Arguments of latent attention, and of experts whose router takes a softmax."""
+    """Return the arguments for latent attention, and for experts with a softmax router."""
     config = sizes.config
     silu(config)
     routed = experts(sizes) if sizes.num_experts else {}
@@ -80,16 +80,16 @@ def latent(sizes: Sizes) -> dict[str, Any]:
 
 
 def notes(sizes: Sizes, epsilon: float = 1e-6) -> list[str]:
-    """Say where transformers' norms inside the attention have another epsilon than the others; Megatron has one."""
+    """Return a note if transformers' norms inside attention use another epsilon. Megatron has only one."""
     epsilon = sizes.config.number("rms_norm_eps", epsilon)
     ours = f"Megatron's norms of the latent queries, keys and values take the config's rms_norm_eps, {epsilon:g}"
     return [] if epsilon == _INSIDE else [f"{ours}; transformers' class takes {_INSIDE:g} there"]
 
 
 def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
-    """A router that takes sigmoids and a bias for the choice, shared experts, and multi-token prediction.
+    """Return the arguments for a sigmoid router with a bias for the choice, shared experts, multi-token prediction.
 
-    `scaling` is the class's own where the config does not state one.
+    `scaling` is the class's default.
     """
     config = sizes.config
     _check_groups(config)
@@ -106,9 +106,9 @@ def routing(sizes: Sizes, scaling: float = 2.5) -> dict[str, Any]:
 
 
 def _check_groups(config: Config) -> None:
-    """Refuse a choice among groups of experts where Megatron does not score each by its best two, as transformers does.
+    """Raise LossError for expert groups that Megatron does not score by their best two experts, like transformers does.
 
-    It takes as many as are chosen of each group on average (transformer/moe/moe_utils.py, `group_limited_topk`).
+    It takes the average number chosen per group (transformer/moe/moe_utils.py, `group_limited_topk`).
     """
     groups, chosen, used = config.get("n_group"), config.get("topk_group"), config.size("num_experts_per_tok")
     if chosen and groups != chosen and used // config.size("topk_group") != 2:
@@ -120,7 +120,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _positions(config: Config) -> dict[str, Any]:
-    """Rotary positions, as arguments of MLATransformerConfig (megatron-core, transformer/transformer_config.py)."""
+    """Return rotary positions as MLATransformerConfig's fields (megatron-core, transformer/transformer_config.py)."""
     rope = config.rope
     kind = rope["rope_type"]
     if kind not in ("default", "yarn"):

@@ -1,4 +1,4 @@
-"""dots.llm1: GLM-4.5's names with norms of queries and keys, and whole heads that rotate."""
+"""dots.llm1: GLM-4.5's names with norms of queries and keys, and fully rotated heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _with_layer_types(sizes: Sizes) -> Sizes:
-    """The sizes with a list of kinds of layers: without one, the sliding window begins at layer `max_window_layers`."""
+    """Return the sizes with a list of layer kinds. By default a window slides from layer `max_window_layers` on."""
     if sizes.config.get("layer_types") is not None:
         return sizes
     first = sizes.config.number("max_window_layers", 62)

@@ -1,4 +1,4 @@
-"""ERNIE 4.5, dense: Llama's names, and rotary positions in turns."""
+"""ERNIE 4.5, dense: Llama's names, and interleaved rotary positions."""
 
 from __future__ import annotations
 

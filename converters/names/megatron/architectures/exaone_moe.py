@@ -1,4 +1,4 @@
-"""K-EXAONE: Qwen3's attention, without rotary positions where there is no sliding window, and DeepSeek's experts."""
+"""K-EXAONE: Qwen3's attention, with rotary positions only under a sliding window, and DeepSeek's experts."""
 
 from __future__ import annotations
 

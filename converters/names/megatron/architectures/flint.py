@@ -1,4 +1,4 @@
-"""Flint: Qwen3's attention with sinks, rotary positions where a window slides, and a shared expert without a gate."""
+"""Flint: Qwen3's attention with sinks, rotary positions only under a sliding window, and an ungated shared expert."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SINKS = gpt_oss.SINKS.replace("self_attn.sinks", "self_attn.softmax_offset")
 
 def args(sizes: Sizes) -> dict[str, Any]:
     deepseek_v3.normalised(sizes)
-    sizes.config.size("sliding_window")  # layers that list one have no rotary positions without it
+    sizes.config.size("sliding_window")  # without it, layers with a sliding window have no rotary positions
     return (
         gated(sizes)
         | unrotated(sizes)

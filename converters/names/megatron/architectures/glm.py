@@ -1,4 +1,4 @@
-"""GLM-4 as `glm`: Llama's attention with biases, rotary positions in turns, and one tensor of gate and up."""
+"""GLM-4 as `glm`: Llama's attention with biases, interleaved rotary positions, and gate and up in one tensor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GLM-4.7-Flash: DeepSeek-V3's names, and the kinds of layers in a list."""
+"""GLM-4.7-Flash: DeepSeek-V3's names, with a list of layer kinds."""
 
 from __future__ import annotations
 

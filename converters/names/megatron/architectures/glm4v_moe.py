@@ -1,4 +1,4 @@
-"""GLM-4.5V: GLM-4.5's text model without multi-token prediction, and the vision tower as it is."""
+"""GLM-4.5V: GLM-4.5's text model without multi-token prediction, and an unchanged vision tower."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LAYER = """
     mlp.linear_fc2.[weight|bias]                            mlp.c_proj.[weight|bias]            transposed
 """
 
-#: transformers' names of the one function, which Megatron has as `--openai-gelu`.
+#: transformers' names for one function, Megatron's `--openai-gelu`.
 _TANH = ("gelu_new", "gelu_pytorch_tanh")
 
 

@@ -1,4 +1,4 @@
-"""StarCoder and SantaCoder: GPT-2 with matrices as [out, in], and one head of keys and values."""
+"""StarCoder and SantaCoder: GPT-2 with [out, in] matrices, and one head for keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX (Pythia and others): `query_key_value` is Megatron's own, one group per head."""
+"""GPT-NeoX (Pythia and others): `query_key_value` is like Megatron's, with one group per head."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def parallel_residual(config: Config) -> dict[str, Any]:
-    """GPT-NeoX's argument for a parallel residual.  Megatron has no such argument, and its writers refuse this one."""
+    """Return GPT-NeoX's argument for a parallel residual. Megatron has none, and its writers refuse this argument."""
     return {"gpt_j_residual": True} if config.flag("use_parallel_residual", True) else {}
 
 

@@ -1,4 +1,4 @@
-"""gpt-oss: attention sinks, experts with biases that the hub stacks, gate and up columns in turns."""
+"""gpt-oss: attention sinks, and experts with biases, stacked on the Hub with interleaved gate and up columns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Helium: Llama's names, and rotary positions in turns."""
+"""Helium: Llama's names, and interleaved rotary positions."""
 
 from __future__ import annotations
 

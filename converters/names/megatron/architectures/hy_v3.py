@@ -1,4 +1,4 @@
-"""Hy3: Qwen3's attention, dense first layers, and DeepSeek's experts under names of its own."""
+"""Hy3: Qwen3's attention, dense first layers, and DeepSeek's experts with other names."""
 
 from __future__ import annotations
 

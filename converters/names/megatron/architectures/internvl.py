@@ -1,4 +1,4 @@
-"""InternVL 3 and 3.5 as transformers has them: a text model of Qwen's or Llama, and the other modules as they are."""
+"""InternVL 3 and 3.5 in transformers' form: Qwen's or Llama's text model, and all other modules unchanged."""
 
 from __future__ import annotations
 

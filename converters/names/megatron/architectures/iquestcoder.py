@@ -11,7 +11,7 @@ from converters.names.families.tables import FAMILIES
 from converters.names.megatron.architectures import llama
 from converters.names.megatron.args import gated
 
-#: What the release's own class computes and those of Llama do not.
+#: Supported by the release's own class, but not by Llama's.
 _OWN = "clip_qkv"
 
 

@@ -1,4 +1,4 @@
-"""Jais 2: Nemotron's names, with biases everywhere and layer norms as they are."""
+"""Jais 2: Nemotron's names, with biases everywhere and plain layer norms."""
 
 from __future__ import annotations
 

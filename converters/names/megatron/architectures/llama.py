@@ -1,4 +1,4 @@
-"""Llama 2, 3 and 3.1: the names that most decoders have followed."""
+"""Llama 2, 3 and 3.1: the names used by most decoders."""
 
 from __future__ import annotations
 

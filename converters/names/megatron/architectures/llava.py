@@ -1,4 +1,4 @@
-"""LLaVA 1.5: one of several text models, and vision tower and projector as they are."""
+"""LLaVA 1.5: one of several text models, with unchanged vision tower and projector."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ VISION = """
     vision_tower.**             vision_tower.**             same
     multi_modal_projector.**    multi_modal_projector.**    same
 """
-#: Of models that lay out an image in tiles: what stands at the end of a row of them.
+#: End of each row of tiles, for models that tile images.
 NEWLINE = "image_newline    image_newline    same \n"
 
 TABLE = sighted("llava", TEXTS, VISION)

@@ -1,4 +1,4 @@
-"""LLaVA-NeXT: LLaVA with images in tiles."""
+"""LLaVA-NeXT: LLaVA with image tiles."""
 
 from __future__ import annotations
 

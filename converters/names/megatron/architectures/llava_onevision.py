@@ -1,4 +1,4 @@
-"""LLaVA-OneVision: LLaVA with SigLIP's tower and images in tiles."""
+"""LLaVA-OneVision: LLaVA with SigLIP's tower and image tiles."""
 
 from __future__ import annotations
 

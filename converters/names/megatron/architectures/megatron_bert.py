@@ -1,7 +1,7 @@
-"""MegatronBERT, a BERT whose norms stand in front of attention and MLP: megatron-core's BertModel with its binary head.
+"""MegatronBERT, a BERT with norms before attention and MLP: megatron-core's BertModel with its binary head.
 
-megatron/core/models/bert/bert_model.py, bert_lm_head.py and pooler.py.  The layers of its `encoder` are those of a
-decoder under another name (`model.spelling`), and attend to all tokens.
+megatron/core/models/bert/bert_model.py, bert_lm_head.py and pooler.py. Its `encoder` layers are like a decoder's with
+another name (`model.spelling`), and attend to all tokens.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""MiMo: Qwen2's names, and layers of multi-token prediction, which take the hidden state before the embedding.
+"""MiMo: Qwen2's names, and multi-token prediction layers that take the hidden state before the embedding.
 
-Megatron takes the embedding first, so the halves of the matrix that joins the two change places.
+Megatron takes the embedding first, so the two halves of the joining matrix are swapped.
 """
 
 from __future__ import annotations

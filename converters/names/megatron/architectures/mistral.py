@@ -1,4 +1,4 @@
-"""Mistral: Llama's names, with attention to a sliding window in the first releases."""
+"""Mistral: Llama's names, with a sliding window in the first releases."""
 
 from __future__ import annotations
 

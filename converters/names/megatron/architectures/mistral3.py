@@ -1,4 +1,4 @@
-"""Mistral Small 3.1 and later: Mistral's text model, and Pixtral's tower and the projector as they are."""
+"""Mistral Small 3.1 and later: Mistral's text model, with Pixtral's tower and the projector unchanged."""
 
 from __future__ import annotations
 

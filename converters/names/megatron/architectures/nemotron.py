@@ -1,4 +1,4 @@
-"""Nemotron 3 and 4, Minitron: Llama's attention, layer norms stored less one, and Arcee's MLP without a gate."""
+"""Nemotron 3 and 4, Minitron: Llama's attention, layer norms stored less one, and Arcee's ungated MLP."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Nemotron-H and Nemotron 3 Nano: layers of Mamba-2, of attention without positions, and of MLPs or experts.
+"""Nemotron-H and Nemotron 3 Nano: layers with Mamba-2, attention without positions, MLPs or experts.
 
-It is no GPTModel of megatron-core's but its MambaModel, each of whose layers is one of these.
+It is megatron-core's MambaModel, not a GPTModel. Each layer is one of these kinds.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ EXPERTS = """
     mlp.shared_experts.linear_fc1.weight                mixer.shared_experts.up_proj.weight     same
     mlp.shared_experts.linear_fc2.weight                mixer.shared_experts.down_proj.weight   same
 """
-#: The letter of each kind of layer in Megatron's pattern, by a tensor that it has.
+#: Letters in Megatron's pattern, by a tensor in each kind of layer.
 LETTERS = {"mixer.A_log": "M", "mixer.q_proj.weight": "*", "mixer.up_proj.weight": "-", "mixer.gate.weight": "E"}
 
 
@@ -81,7 +81,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def _check(config: Config) -> None:
-    """Refuse what MambaMixer has no argument for, other activations, and ties, which the Hub's class ignores."""
+    """Raise LossError for unsupported settings, other activations, and ties, which the Hub's class ignores."""
     fixed = {"conv_kernel": 4, "use_conv_bias": True, "layer_norm_epsilon": 1e-5, "mamba_hidden_act": "silu"}
     fixed |= {"mlp_hidden_act": "relu2"}
     found = {name: config.get(name) for name, value in fixed.items() if config.get(name) not in (None, value)}

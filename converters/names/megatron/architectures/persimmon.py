@@ -1,4 +1,4 @@
-"""Persimmon: GPT-NeoX's layers with norms of each head's queries and keys, and the square of ReLU."""
+"""Persimmon: GPT-NeoX's layers with norms of each head's queries and keys, and squared ReLU."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Phi-3 and Phi-4: one tensor of queries, keys and values, and one of gate and up."""
+"""Phi-3 and Phi-4: one tensor for queries, keys and values, and one for gate and up."""
 
 from __future__ import annotations
 

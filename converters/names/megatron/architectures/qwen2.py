@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen2.5: Llama's names, and biases of queries, keys and values."""
+"""Qwen2 and Qwen2.5: Llama's names, and biases for queries, keys and values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen2.5-VL: Qwen2's text model, and the vision tower as it is."""
+"""Qwen2.5-VL: Qwen2's text model, and an unchanged vision tower."""
 
 from __future__ import annotations
 

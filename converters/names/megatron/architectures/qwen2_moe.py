@@ -1,4 +1,4 @@
-"""Qwen1.5 MoE and Qwen2 MoE: Qwen2's names, with experts and a gated shared expert in all layers or in some."""
+"""Qwen1.5 MoE and Qwen2 MoE: Qwen2's names, with experts and a gated shared expert in some or all layers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def shared(sizes: Sizes) -> dict[str, Any]:
-    """A shared expert with a gate."""
+    """Return the arguments for a gated shared expert."""
     return {"moe_shared_expert_intermediate_size": sizes.dims["s"], "moe_shared_expert_gate": True}
 
 

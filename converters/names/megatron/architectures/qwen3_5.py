@@ -1,4 +1,4 @@
-"""Qwen3.5: the text model of hybrid layers, and the vision tower as it is."""
+"""Qwen3.5: the text model with hybrid layers, and an unchanged vision tower."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen3.5's text model with experts, and a gated shared one."""
+"""Qwen3.5's text model with experts and a gated shared expert."""
 
 from __future__ import annotations
 

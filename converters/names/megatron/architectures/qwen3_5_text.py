@@ -1,4 +1,4 @@
-"""Qwen3.5's text model: Qwen3-Next's layers, whose queries, keys and values, gates, betas and alphas come apart."""
+"""Qwen3.5's text model: Qwen3-Next's layers, with separate queries, keys and values, gates, betas and alphas."""
 
 from __future__ import annotations
 

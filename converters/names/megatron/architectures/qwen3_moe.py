@@ -1,4 +1,4 @@
-"""Qwen3 MoE: Qwen3's names, with experts in all layers or in some."""
+"""Qwen3 MoE: Qwen3's names, with experts in some or all layers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def softmax(sizes: Sizes) -> dict[str, Any]:
-    """Probabilities that are not normalised are those over all experts, not over the chosen ones."""
+    """Return the softmax's argument. Without normalization, probabilities cover all experts, not only chosen ones."""
     return {"moe_router_pre_softmax": not sizes.config.flag("norm_topk_prob")}
 
 

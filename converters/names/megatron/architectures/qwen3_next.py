@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts, norms around zero."""
+"""Qwen3-Next: gated delta nets in most layers, gated attention in the others, experts, zero-centered norms."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def args(sizes: Sizes) -> dict[str, Any]:
 
 
 def hybrid(sizes: Sizes) -> dict[str, Any]:
-    """Arguments of attention with gates of its output, among gated delta nets."""
+    """Return the arguments for attention with output gates, mixed with gated delta nets."""
     linear = [int("linear_attn.A_log" in layer) for layer in sizes.layers]
     return gated(sizes, partial=0.25, slides=False) | {
         "apply_layernorm_1p": True,

@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen3's text model, and the vision tower as it is."""
+"""Qwen3-VL: Qwen3's text model, and an unchanged vision tower."""
 
 from __future__ import annotations
 

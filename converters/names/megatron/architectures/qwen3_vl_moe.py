@@ -1,4 +1,4 @@
-"""Qwen3-VL with experts, which the Hub's files have in stacks."""
+"""Qwen3-VL with experts, stacked in the Hub's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama's names, and biases of queries, keys and values."""
+"""Seed-OSS: Llama's names, and biases for queries, keys and values."""
 
 from __future__ import annotations
 

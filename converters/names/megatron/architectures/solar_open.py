@@ -1,4 +1,4 @@
-"""Solar Open: GLM-4.5's names, with experts in every layer, and whole heads that rotate."""
+"""Solar Open: GLM-4.5's names, with experts in every layer, and fully rotated heads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""StableLM: Llama's names, layer norms with biases, and rotary positions of a part of each head."""
+"""StableLM: Llama's names, layer norms with biases, and partly rotated heads."""
 
 from __future__ import annotations
 

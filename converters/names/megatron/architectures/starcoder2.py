@@ -1,4 +1,4 @@
-"""StarCoder2: Llama's attention, layer norms with biases, and an MLP without a gate; biases everywhere."""
+"""StarCoder2: Llama's attention, layer norms with biases, and an ungated MLP. It has biases everywhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes of Megatron's parallel axes, which ranks there are, and which layers each pipeline stage holds."""
+"""Sizes of Megatron's parallel axes, its ranks, and each pipeline stage's layers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ckpt.plan.checkpoint import AXES
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """A rank's coordinates.  `number` counts `Grid.ranks`, `in_stage` those of its pipeline stage."""
+    """Coordinates of a rank. `number` counts `Grid.ranks`, `in_stage` its pipeline stage's ranks."""
 
     tp: int
     pp: int
@@ -29,7 +29,7 @@ class Rank:
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Sizes of the parallel axes; `vpp` is the number of model chunks of a pipeline rank, `etp` the experts' `tp`."""
+    """Sizes of the parallel axes. `vpp` is the number of model chunks per pipeline rank, `etp` the experts' `tp`."""
 
     tp: int = 1
     pp: int = 1
@@ -39,13 +39,13 @@ class Grid:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Grid:
-        """The grid that Megatron-LM's arguments record; CorruptError where one is no size."""
+        """Return the grid in Megatron-LM's arguments. Raise CorruptError for an invalid size."""
         sizes = {axis: _size(args, AXES[axis], 1) for axis in ("tp", "pp", "ep", "vpp")}
         return cls(**sizes, etp=_size(args, AXES["etp"], sizes["tp"]))
 
     @classmethod
     def recorded(cls, args: Mapping[str, Any], path: Path) -> Grid:
-        """The grid of a checkpoint at `path`; CorruptError for one that Megatron has no ranks for."""
+        """Return the grid recorded at `path`. Raise CorruptError if Megatron has no ranks for it."""
         grid = cls.of_args(args)
         try:
             grid.check()
@@ -55,12 +55,12 @@ class Grid:
 
     @property
     def args(self) -> dict[str, Any]:
-        """The grid as Megatron-LM's arguments."""
+        """Grid as Megatron-LM's arguments."""
         sizes = asdict(self) | {"vpp": self.vpp if self.vpp > 1 else None}
         return {AXES[axis]: size for axis, size in sizes.items()}
 
     def check(self) -> None:
-        """UsageError for a combination that Megatron has no ranks for."""
+        """Raise UsageError for a combination without ranks in Megatron."""
         if self.vpp > 1 and self.pp == 1:
             raise UsageError(
                 "a virtual pipeline needs a pipeline",
@@ -78,14 +78,14 @@ class Grid:
 
     @property
     def ranks_in_stage(self) -> int:
-        """Ranks of one pipeline stage that among them hold each of its tensors, experts included."""
+        """Number of ranks that together hold a pipeline stage's tensors, including experts."""
         return max(self.tp, self.etp * self.ep)
 
     def ranks(self) -> Iterator[Rank]:
-        """One rank for each part of the model, by pipeline stage.
+        """Yield one rank for each part of the model, by pipeline stage.
 
-        Ranks of a stage are numbered tp first (parallel_state.py, order "tp-cp-ep-dp-pp"); the experts' grid counts
-        the same ranks etp first, then ep.
+        A stage's ranks are numbered tp first (parallel_state.py, order "tp-cp-ep-dp-pp"). The experts' grid numbers the
+        same ranks etp first, then ep.
         """
         for pp in range(self.pp):
             for number in range(self.ranks_in_stage):
@@ -103,7 +103,7 @@ def _size(args: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
-    """The experts of expert parallel rank `ep`, by their numbers in the whole model."""
+    """Return the experts of expert-parallel rank `ep`, by whole-model number."""
     if num_experts % grid.ep:
         what = f"{counted(num_experts, 'expert')} do not divide among {grid.ep} expert parallel ranks"
         raise UsageError(what, hint="another --ep")
@@ -113,11 +113,11 @@ def expert_range(ep: int, grid: Grid, num_experts: int) -> range:
 
 # -- pipeline stages -----------------------------------------------------------------------------------------
 
-#: Elements of a written layout: embedding, decoder layer, multi-token prediction layer, loss.
+#: Layout elements: embedding, decoder layer, multi-token prediction layer, loss.
 _LAYER_TYPES = {"E": "embedding", "t": "decoder", "m": "mtp", "L": "loss"}
 _MAX_LAYERS = 1 << 16
 
-#: Arguments of Megatron-LM that deal layers to stages.  megatron-core's config spells the first two otherwise.
+#: Megatron-LM's arguments for dividing layers into stages. megatron-core's config renames the first two.
 STAGE_ARGS = (
     "decoder_first_pipeline_num_layers",
     "decoder_last_pipeline_num_layers",
@@ -129,11 +129,10 @@ STAGE_ARGS = (
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """How `num_layers` decoder layers (and `num_mtp` layers behind them) are dealt to the chunks of pipeline ranks.
+    """Division of `num_layers` decoder layers, and `num_mtp` layers after them, into pipeline ranks' chunks.
 
-    `first` and `last` are numbers of layers of the first and the last rank where these differ from the others;
-    `embedding` and `loss` count the embedding and the loss as layers; `layout` lists the elements of every chunk, of
-    pp ranks first, then of chunks.
+    `first` and `last` are the layers of the first and the last rank if they differ from the others. `embedding` and
+    `loss` count these as layers. `layout` lists the elements of every chunk, with pipeline ranks first, then chunks.
     """
 
     num_layers: int
@@ -148,7 +147,7 @@ class Stages:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any]) -> Stages:
-        """The stages that Megatron-LM's arguments record; LossError if megatron-core refuses them."""
+        """Return the stages in Megatron-LM's arguments. Raise LossError if megatron-core refuses them."""
         grid = Grid.of_args(args)
         even = cls(_size(args, "num_layers", 0), grid.pp, grid.vpp, num_mtp=args.get("mtp_num_layers") or 0)
         old_names = {
@@ -167,7 +166,7 @@ class Stages:
             ) from None
 
     def with_args(self, args: Mapping[str, Any]) -> Stages:
-        """The same number of stages, with layers dealt out as the `STAGE_ARGS` in `args` say."""
+        """Return as many stages, with layers divided by the `STAGE_ARGS` in `args`."""
         layout = args.get("pipeline_model_parallel_layout")
         return replace(
             self,
@@ -179,7 +178,7 @@ class Stages:
         )
 
     def check(self) -> Stages:
-        """These; UsageError where layers and stages do not fit each other."""
+        """Return the stages. Raise UsageError if layers and stages do not fit."""
         chunks = [(p, v) for v in range(self.vpp) for p in range(self.pp)]
         if self.layout is not None and len(self.layout) != len(chunks):
             raise UsageError(
@@ -211,13 +210,13 @@ class Stages:
         return self
 
     def _as_asked(self) -> str | None:
-        """The options that make the division uneven, for a message."""
+        """Return the options that make the division uneven, for a message."""
         counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
         others = [what for what in ("embedding", "loss") if getattr(self, what)]
         return ", ".join(counts + [f"the {what} counted" for what in others]) or None
 
     def _shares(self) -> bool | None:
-        """None where a division leaves a rest."""
+        """Return None if a division has a remainder, else True."""
         if self.layout is not None or self.pp == 1:
             return True
         if self.first is not None or self.last is not None:
@@ -225,14 +224,14 @@ class Stages:
             rest, ranks = self.num_layers - sum(uneven), self.pp - len(uneven)
             whole_chunks = all(count % self.vpp == 0 for count in uneven)
             if not ranks and self.vpp > 1:
-                return None  # megatron-core divides by the number of ranks between
+                return None  # megatron-core divides by the number of ranks between them
             if rest < 0 or not whole_chunks or (rest % (ranks * self.vpp) if ranks else rest):
                 return None
             return None if self.embedding or self.loss else True
         return None if (self.num_layers + self.embedding + self.loss) % (self.pp * self.vpp) else True
 
     def layers(self, pp: int, vp: int = 0) -> range:
-        """The decoder layers of chunk `vp` of pipeline rank `pp`, by their numbers in the whole model."""
+        """Return the decoder layers in chunk `vp` of pipeline rank `pp`, by whole-model number."""
         if self.layout is not None:
             start = sum(row.count("decoder") for row in self.layout[: vp * self.pp + pp])
             return range(start, start + self.layout[vp * self.pp + pp].count("decoder"))
@@ -243,7 +242,7 @@ class Stages:
         per_chunk = (self.num_layers + self.embedding + self.loss) // (self.pp * self.vpp)
         start = (vp * self.pp + pp) * per_chunk
         stop = start + per_chunk
-        # Numbers count the embedding as layer 0, where it counts, and the loss as the last one.
+        # If counted, the embedding is layer 0 and the loss the last layer.
         start, stop = max(0, start - self.embedding), stop - self.embedding
         return range(start, min(stop, self.num_layers))
 
@@ -261,25 +260,25 @@ class Stages:
         return range(start, start + per_chunk[pp])
 
     def is_first(self, pp: int, vp: int) -> bool:
-        """Whether the chunk begins with the embedding."""
+        """Return True if the chunk begins with the embedding."""
         return pp == vp == 0
 
     def is_last(self, pp: int, vp: int) -> bool:
-        """Whether the chunk ends with the final norm's output layer."""
+        """Return True if the chunk ends with the output layer."""
         return (pp, vp) == (self.pp - 1, self.vpp - 1)
 
     def has_mtp(self, pp: int, vp: int) -> bool:
-        """Whether the layers of multi-token prediction are here; they need a copy of the embedding."""
+        """Return True if the chunk has the multi-token prediction layers. They need a copy of the embedding."""
         if self.layout is not None:
             return "mtp" in self.layout[vp * self.pp + pp]
         return self.num_mtp > 0 and self.is_last(pp, vp)
 
     def has_final_norm(self, pp: int, vp: int) -> bool:
-        """Whether the decoder's last norm is here: at the end, or with MTP layers behind the last decoder layer."""
+        """Return True if the chunk has the decoder's final norm. With MTP layers it follows the last decoder layer."""
         return self.num_layers - 1 in self.layers(pp, vp) if self.num_mtp else self.is_last(pp, vp)
 
     def place(self, layer: int) -> tuple[int, int, int]:
-        """(pipeline rank, chunk, number in the chunk) of a decoder layer."""
+        """Return (pipeline rank, chunk, number in the chunk) for a decoder layer."""
         for vp in range(self.vpp):
             for pp in range(self.pp):
                 layers = self.layers(pp, vp)
@@ -289,17 +288,17 @@ class Stages:
 
 
 def _is_in_order(kinds: Sequence[str]) -> bool:
-    """Whether megatron-core takes these elements in a row (`PipelineParallelLayerLayout.validate_layer_layout`)."""
+    """Return True if megatron-core accepts this order (`PipelineParallelLayerLayout.validate_layer_layout`)."""
     order = list(_LAYER_TYPES.values())
     is_sorted = list(kinds) == sorted(kinds, key=lambda kind: order.index(kind) if kind in order else len(order))
     return is_sorted and kinds.count(order[0]) == kinds.count(order[-1]) == 1
 
 
 def parse_layout(layout: Any) -> tuple[tuple[str, ...], ...]:
-    """`"Et*3|(tt|)*4m|L"`, or the list of stages that it stands for, as names of layer types per stage.
+    """Parse `"Et*3|(tt|)*4m|L"`, or an equivalent list of stages, to layer type names per stage.
 
-    megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are cosmetic.  A record of
-    `PipelineParallelLayerLayout` has what it was made from as `input_data`.
+    megatron-core's grammar: `|` ends a stage, `x*n` and `(...)*n` repeat, commas are ignored. A record of
+    `PipelineParallelLayerLayout` has its input as `input_data`.
     """
     data = getattr(layout, "attributes", {}).get("input_data") if not isinstance(layout, str | list | tuple) else layout
     if isinstance(data, list | tuple):

@@ -1,4 +1,4 @@
-"""What Megatron calls a tensor: in one chunk on one rank, in the whole model; and in which order modules have them."""
+"""Megatron's tensor names: in one chunk on one rank, in the whole model, and in module order."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
-#: Names whose parsed form is kept: those of a large model, which every rank's file has again.
+#: Cache size for parsed names: a large model's, repeated in every rank's file.
 _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
-#: What begins the names of a GPTModel that is part of a model with images.
+#: Name prefix of a GPTModel in a model with images.
 LANGUAGE = "language_model."
-#: What begins the names of a BertModel's layers, which are here called as those of all other models.
+#: Name prefix of a BertModel's layers, renamed here to match all other models.
 ENCODER, _DECODER = "encoder.", "decoder."
-#: Modules that such a model has beside it, which are transformers' own and whole on every tensor parallel rank.
+#: Modules beside the GPTModel in a model with images: transformers' own, whole on every tensor-parallel rank.
 _BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
 
-#: Modules of a BertModel that no other model here has.
+#: Modules only found in a BertModel.
 HEADS = ("lm_head.", "pooler.", "binary_head.")
 
 _EXPERT = re.compile(r"(?P<layer>.*)\.mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<rest>.*)")
@@ -30,10 +30,10 @@ _LOCAL_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(?P<expert>\d+)\.(?P<r
 _EXPERTS = "mlp.experts."
 _GROUPED = re.compile(r"mlp\.experts\.(?P<linear>linear_fc[12])\.(?P<kind>weight|bias)(?P<expert>\d+)")
 
-#: The layer inside a layer of multi-token prediction, here and in megatron-core up to 0.16.
+#: Layer inside a multi-token prediction layer, here and in megatron-core up to 0.16.
 MTP_INNER = "transformer_layer"
 
-#: What megatron-core's own layers call norms that are part of the next linear layer in Transformer Engine's.
+#: megatron-core's names for norms included in the next linear layer by Transformer Engine.
 _OWN_NORMS = (
     ("input_layernorm.", "self_attention.linear_qkv.layer_norm_"),
     ("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_"),
@@ -44,28 +44,28 @@ _OWN_NORMS = (
 
 @dataclass(frozen=True, slots=True)
 class LayerKind:
-    """What decides the names of a layer's norms: routed experts, and latent attention."""
+    """Layer properties that determine its norms' names: routed experts, and latent attention."""
 
     moe: bool
     latent: bool
 
     @classmethod
     def of(cls, names: Collection[str]) -> LayerKind:
-        """From the names of a layer's tensors, in either spelling."""
+        """Return the kind of a layer with these tensor names, in either spelling."""
         return cls(
             any("mlp.router." in name or "mlp.experts." in name for name in names),
             any("self_attention.linear_kv_up_proj." in name for name in names),
         )
 
     def fuses(self, norm: str) -> bool:
-        """Whether Transformer Engine's layers hold this norm inside the next linear layer."""
+        """Return True if Transformer Engine's layers include this norm in the next linear layer."""
         if norm == "pre_mlp_layernorm.":
             return not self.moe
         return self.latent != (norm == "input_layernorm.")
 
 
 def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
-    """The kind of every layer, by the prefix of its tensors."""
+    """Return every layer's kind, by name prefix."""
     members: dict[str, list[str]] = {}
     for name in names:
         prefix, rest = split_layer(name)
@@ -76,28 +76,28 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 
 @lru_cache(_NAMES)
 def is_beside(name: str) -> bool:
-    """Whether a tensor of a model with images is no part of its language model."""
+    """Return True if a tensor of a model with images is outside its language model."""
     return _BESIDE.fullmatch(name) is not None
 
 
 def bare(name: str) -> str:
-    """The name here of what is in a model's files: without the language model's prefix, an encoder's as a decoder's."""
+    """Convert a name in a model's files: without the language model's prefix, an encoder as a decoder."""
     name = name.removeprefix(LANGUAGE)
     return _DECODER + name.removeprefix(ENCODER) if name.startswith(ENCODER) else name
 
 
 def in_encoder(name: str) -> str:
-    """The name that a tensor has in a BertModel's files."""
+    """Return a tensor's name in a BertModel's files."""
     return ENCODER + name.removeprefix(_DECODER) if name.startswith(_DECODER) else name
 
 
 def is_encoders(name: str) -> bool:
-    """Whether a tensor is of a BertModel alone: of its heads."""
+    """Return True for tensors only in a BertModel: its heads."""
     return name.startswith(HEADS)
 
 
 def in_whole_model(name: str) -> str:
-    """The name that a tensor has in a model with images: those of the language model get its prefix."""
+    """Return a tensor's name in a model with images. The language model's names get its prefix."""
     return name if is_beside(name) else LANGUAGE + name
 
 
@@ -111,21 +111,23 @@ def split_layer(name: str) -> tuple[str, str]:
 
 
 def is_expert(name: str) -> bool:
-    """Whether `name` is a tensor of a routed expert, which is split along the experts' axes."""
+    """Return True for a routed expert's tensor, sharded along the experts' axes."""
     return expert_of(name) is not None
 
 
 @lru_cache(_NAMES)
 def expert_of(name: str) -> int | None:
-    """The number of the routed expert that a tensor belongs to."""
+    """Return the number of a tensor's routed expert, or None."""
     match = _EXPERT.fullmatch(name)
     return int(match["expert"]) if match else None
 
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """How one run spells names: `local_spec` for megatron-core's own layers, `grouped` for one module of all experts
-    (`linear_fc1.weight0`), `mtp_inner` for the layer inside an MTP layer.
+    """Spelling of one run's names.
+
+    `local_spec` is for megatron-core's own layers, `grouped` for one module with all experts (`linear_fc1.weight0`).
+    `mtp_inner` is the layer inside an MTP layer.
     """
 
     local_spec: bool = False
@@ -134,7 +136,7 @@ class Spelling:
 
     @classmethod
     def of_names(cls, names: Collection[str]) -> Spelling:
-        """The spelling that a rank's file is in."""
+        """Return the spelling in a rank's file."""
         kinds = layer_kinds(names)
         own = False
         for name in names:
@@ -144,7 +146,7 @@ class Spelling:
         return cls(own, any(_GROUPED.fullmatch(split_layer(name)[1]) for name in names), inner)
 
     def canonical(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
-        """The name in the whole model of what a chunk calls `name`; the chunk's layers begin with `first_layer`."""
+        """Return the whole-model name for a chunk's `name`. The chunk's layers begin with `first_layer`."""
         prefix, rest = split_layer(name)
         if not prefix or kind is None:
             return name
@@ -163,7 +165,7 @@ class Spelling:
         return prefix + rest
 
     def spelled(self, name: str, kind: LayerKind | None, first_layer: int, first_expert: int) -> str:
-        """The inverse of `canonical`."""
+        """Return a chunk's name for a whole-model name: the inverse of `canonical`."""
         prefix, rest = split_layer(name)
         if not prefix or kind is None:
             return name
@@ -240,9 +242,9 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
 
 @lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
-    """A sort key that puts the names of one chunk, as the chunk spells them, into the order of its modules."""
+    """Return a sort key that puts a chunk's own names into module order."""
     if is_beside(name):
-        return (-1,)  # first, in the order in which they come: that of transformers' modules
+        return (-1,)  # first, in the given order: transformers' modules
     place: tuple[Any, ...] = (_position(name, _MODULES),)
     if match := re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(.*)", name):
         place += (int(match[1]),)
@@ -255,7 +257,7 @@ def registered(name: str) -> tuple[Any, ...]:
             place += (int(match["expert"]),)
             rest = match["rest"]
         elif rest.startswith(_EXPERTS):
-            place += (-1,)  # before those of single experts
+            place += (-1,)  # before single experts
         if match := _GROUPED.fullmatch(rest):  # Transformer Engine's GroupedLinear: weight0, bias0, weight1, ...
             return (*place, match["linear"], int(match["expert"]), _position(match["kind"], _PARAMETERS))
         name = rest
@@ -266,5 +268,5 @@ def registered(name: str) -> tuple[Any, ...]:
 
 
 def in_order(names: Iterable[str]) -> list[str]:
-    """The names of one chunk, as the chunk spells them, in the order in which megatron-core 0.16 registers them."""
+    """Sort a chunk's own names in megatron-core 0.16's registration order."""
     return sorted(names, key=registered)

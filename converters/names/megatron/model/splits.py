@@ -1,4 +1,4 @@
-"""The part of a tensor that a tensor parallel rank holds, told by the tensor's name."""
+"""A tensor's part on a tensor-parallel rank, judging by its name."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from converters.names.megatron.model.spelling import is_beside, is_expert
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How tensor parallel ranks share a tensor: along `dim`, or not at all where it is None.
+    """Sharding of a tensor over tensor-parallel ranks: along `dim`, or none if `dim` is None.
 
-    `sections` stand one behind the other along it, in these proportions; each rank has its part of each.  With `block`
+    `sections` follow each other along the dim, in these proportions, and each rank has its part of each. With `block`
     the sections alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
     """
 
@@ -28,10 +28,10 @@ class Split:
 
 
 WHOLE, ROWS, COLUMNS = Split(), Split(0), Split(1)
-#: The sections of an MLP's first layer that has gate and up rows.
+#: Sections in a gated MLP's first layer: gate and up rows.
 GATED = (1, 1)
 
-#: What the rows of packed layers hold, section by section: of a gated delta net, and of Mamba-2's mixer.
+#: Sections in packed layers' rows: a gated delta net's, and a Mamba-2 mixer's.
 SECTIONS: Mapping[tuple[str, str], tuple[str, ...]] = {
     ("self_attention", "in_proj"): ("query", "key", "value", "z", "beta", "alpha"),
     ("self_attention", "conv1d"): ("query", "key", "value"),
@@ -55,17 +55,17 @@ _WHOLE = re.compile(
 _FIRST_LINEAR = re.compile(r"(.*\.)linear_fc1\.(weight|bias)(\d*)")
 
 
-#: Settings that make gate and up rows alternate in blocks, by the experts that they are for.
+#: Settings that alternate gate and up rows in blocks, for routed and for shared experts.
 ROUTED_BLOCK, SHARED_BLOCK = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
-#: Settings without which megatron-core ignores these.
+#: Settings required for these; megatron-core otherwise ignores them.
 GROUPED, SHARED_GROUPED = "moe_grouped_gemm", "use_grouped_gemm_for_shared_expert"
-#: Arguments that give an MLP gate and up rows; Megatron-Bridge records the last one.
+#: Arguments for a gated MLP. Megatron-Bridge records the last one.
 GATED_ARGS = ("swiglu", "quick_geglu", "gated_linear_unit")
 
 
 @dataclass(frozen=True, slots=True)
 class GateBlocks:
-    """Rows per block in which gate and up of a rank's experts alternate; None if all gate rows come first.
+    """Rows per block in which gate and up of a rank's experts alternate. None if all gate rows come first.
 
     megatron-core 0.18.2, transformer/moe/experts.py (`_remove_glu_interleaving`); 0.19.2, moe/shared_experts.py.
     """
@@ -75,9 +75,9 @@ class GateBlocks:
 
     @classmethod
     def of_args(cls, args: Mapping[str, Any], accepted: Collection[str] = ()) -> GateBlocks:
-        """Return the blocks that `args` record, without the settings that the user has `accepted`.
+        """Return the blocks recorded in `args`, ignoring settings that the user `accepted`.
 
-        Raise CorruptError for a block that is no number of rows.
+        Raise CorruptError for an invalid block.
         """
         if not any(args.get(name) for name in GATED_ARGS):
             return cls()
@@ -93,7 +93,7 @@ class GateBlocks:
         return cls(sizes.get(ROUTED_BLOCK), sizes.get(SHARED_BLOCK))
 
     def of(self, name: str) -> int | None:
-        """Return the block size of the first layer of an expert; None for any other tensor."""
+        """Return the block size for an expert's first layer, or None for any other tensor."""
         if not (self.routed or self.shared) or not _FIRST_LINEAR.fullmatch(name):
             return None
         return self.routed if is_expert(name) else self.shared if ".mlp.shared_experts." in name else None
@@ -102,10 +102,10 @@ class GateBlocks:
 def split_of(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None
 ) -> Split | None:
-    """How `name` is shared; None for a name without a rule.
+    """Return the sharding of `name`, or None for a name without a rule.
 
-    `sections` are those of its rows, where it has any, which may alternate in blocks.  `local_spec`: the model is made
-    of megatron-core's own layers, in which the down projections of latent attention are sharded.
+    `sections` are its rows' sections, if any, which may alternate in blocks. With `local_spec` the model has
+    megatron-core's own layers, with sharded down projections in latent attention.
     """
     if is_beside(name):
         return WHOLE
@@ -121,7 +121,7 @@ def split_of(
 def known_split(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None, **where: Any
 ) -> Split:
-    """Same as `split_of`; LossError for a name without a rule, with the place that is known (`where`)."""
+    """Return `split_of`. Raise LossError for a name without a rule, with its known place (`where`)."""
     split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
@@ -130,15 +130,15 @@ def known_split(
 
 
 def packed(name: str) -> tuple[str, ...]:
-    """What the sections of a packed layer's rows are called; empty for any other tensor."""
+    """Return the section names of a packed layer's rows. Empty for any other tensor."""
     match = _PACKED.fullmatch(name)
     return SECTIONS[match["module"], match["layer"]] if match else ()
 
 
 def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bool = False) -> tuple[int, ...]:
-    """The sections of a tensor's rows, by the shapes of the tensors beside it; empty where it has none.
+    """Return the sections of a tensor's rows, judging by nearby tensors' shapes. Empty if it has none.
 
-    `gated` says whether an MLP's first layer has gate and up rows where its second layer is not there.
+    `gated` decides for an MLP whose second layer is missing.
     """
     second = second_linear(name)
     if second is None:
@@ -148,10 +148,10 @@ def sections_of(name: str, shape_of: Callable[[str], Shape | None], *, gated: bo
 
 
 def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tuple[int, ...]:
-    """The rows of each section of a packed layer, by the shapes of the tensors beside it.  LossError without these.
+    """Return the rows of each section in a packed layer, from nearby tensors. Raise LossError without these.
 
-    The layer behind it has a column for each value, the convolution two further sections of equal size, and `A_log` a
-    number for each head.
+    The output layer has a column per value, the convolution two further sections of equal size, and `A_log` a number
+    per head.
     """
     match = _PACKED.fullmatch(name)
     if match is None:
@@ -172,21 +172,21 @@ def _packed_sections(name: str, shape_of: Callable[[str], Shape | None]) -> tupl
 
 
 def second_linear(name: str) -> str | None:
-    """The weight of an MLP's second layer, for a tensor of its first: its shape tells whether the MLP is gated."""
+    """Return the name of the second layer's weight for an MLP's first. Its shape shows if the MLP is gated."""
     match = _FIRST_LINEAR.fullmatch(name)
     return f"{match[1]}linear_fc2.weight{match[3]}" if match else None
 
 
 def is_gated(first: Shape, second: Shape) -> bool:
-    """Whether an MLP has gate and up rows, from the shapes of its first layer and of its second layer's weight."""
+    """Return True if an MLP is gated, from the shapes of its first layer and its second layer's weight."""
     return first[0] == 2 * second[1]
 
 
-@lru_cache(8192)  # the same few shapes for thousands of experts
+@lru_cache(8192)  # thousands of experts share few shapes
 def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, ...]:
-    """The parts of a tensor of `shape` that rank `rank` of `size` holds, one behind the other along the first dim.
+    """Return a tensor's parts on rank `rank` of `size`, laid end to end along the first dim. `shape` is the whole's.
 
-    UsageError where the tensor does not divide.
+    Raise UsageError if the tensor does not divide.
     """
     if split.dim is None or (size == 1 and not split.block):
         return (whole(shape),)
@@ -210,7 +210,7 @@ def rank_boxes(split: Split, shape: Shape, size: int, rank: int) -> tuple[Box, .
 
 
 def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box]:
-    """Yield blocks of rows of each section in turn.  Raise UsageError if the rows do not divide into blocks."""
+    """Yield row blocks of each section in turn. Raise UsageError if the rows do not divide into blocks."""
     rows = sections[0].sizes[0]
     if rows % block:
         raise UsageError(
@@ -227,10 +227,10 @@ def _alternating(sections: Sequence[Box], block: int, size: int) -> Iterator[Box
 
 @lru_cache(64)
 def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
-    """Return the model's first row of each block of `block` rows of a stored tensor.
+    """Return the model's first row for each block of `block` rows in a stored tensor.
 
-    Distributed formats store the first half of each of `size` ranks' rows as gate and the second half as up, also if
-    the ranks keep both in alternating blocks (megatron-core, transformer/mlp.py, `apply_swiglu_sharded_factory`).
+    Distributed formats store the first half of each rank's rows as gate and the second half as up. They do so even if
+    the ranks alternate them in blocks (megatron-core, transformer/mlp.py, `apply_swiglu_sharded_factory`).
     """
     found: dict[int, int] = {}
     for rank in range(size):
@@ -242,7 +242,7 @@ def model_rows(rows: int, size: int, block: int) -> tuple[int, ...]:
 
 
 def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple[Box, Box]]:
-    """Yield the parts of `box` of a stored tensor of `rows` rows: in its own coordinates, and in the model's tensor."""
+    """Yield the parts of `box` in a stored tensor with `rows` rows: in its own coordinates, and in the model's."""
     first, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
     places = model_rows(rows, size, block)
     for number in range(first // block, -(-stop // block)):
@@ -254,27 +254,27 @@ def in_model_order(box: Box, rows: int, size: int, block: int) -> Iterator[tuple
 
 @lru_cache(8192)
 def rank_shape(split: Split, shape: Shape, size: int) -> Shape:
-    """The shape of a rank's part of a tensor of `shape`."""
+    """Return the shape of a rank's part, for a tensor with `shape`."""
     boxes = rank_boxes(split, shape, size, 0)
     return (sum(box.sizes[0] for box in boxes), *boxes[0].sizes[1:]) if shape else shape
 
 
 def full_shape(split: Split, shape: Shape, size: int) -> Shape:
-    """The shape of a whole tensor if each of `size` ranks has a part of `shape`."""
+    """Return the whole tensor's shape if each of `size` ranks has a part with `shape`."""
     return tuple(n * size if d == split.dim else n for d, n in enumerate(shape))
 
 
 def padded_vocab_size(size: int, divisible_by: int, tp: int) -> int:
-    """The rows of the embedding for a vocabulary of `size`: training/tokenizer, `_vocab_size_with_padding`."""
+    """Return the embedding's rows for a vocabulary of `size`: training/tokenizer, `_vocab_size_with_padding`."""
     multiple = divisible_by * tp
     return -(-size // multiple) * multiple
 
 
 def has_qkv_in_blocks(args: Mapping[str, Any]) -> bool:
-    """Whether these arguments are of a Megatron-DeepSpeed that takes a rank's rows of query_key_value as three blocks.
+    """Return True for a Megatron-DeepSpeed version that divides a rank's query_key_value into three blocks.
 
-    Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) cuts them into
-    queries, keys and values of all heads, where it went head by head before.  `checkpoint_version` is 3.0 as ever; what
-    tells is an argument that came with the same commit.
+    Since commit 676a482c (2024-12-04) megatron/model/transformer.py (`ParallelAttention.forward`) divides the rows into
+    queries, keys and values of all heads, instead of head by head. `checkpoint_version` stays 3.0, but an argument from
+    the same commit shows it.
     """
     return "ds_sequence_parallel_fpdt" in args
