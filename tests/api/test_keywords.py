@@ -1,7 +1,4 @@
-"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`, `ckpt/__init__.py`: what editors and mypy know.
-
-`CKPT_GOLDEN=write` writes the types of keywords from the groups of options, and public names from the declarations.
-"""
+"""`ckpt/plan/keywords.py`, `groups.py`, `ckpt/base/flags.py`, `ckpt/__init__.py`: what editors and mypy know."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: commands with the base package alone, and
-without transformers: each works or says what it needs.
-"""
+"""`ckpt/commands/merge_lora/command.py`, `ckpt/views/without_torch.py`: commands with the base package alone."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/cli/parser.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names, read back
-typed, refused where they do not belong.
-"""
+"""`ckpt/cli/parser.py`, `ckpt/plan/options.py`: options that formats declare: in the help under their names."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`: the README shows what `ckpt` prints, and the
-options and formats that README and docs name exist.
-"""
+"""`ckpt/commands/convert/command.py`, `ckpt/commands/inspect/command.py`: the README shows what `ckpt` prints."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/options/completion.py`: completion in bash, zsh and fish themselves: installed as users do, then a line is
-typed on a terminal, and Tab.
-"""
+"""`ckpt/options/completion.py`: completion in bash, zsh and fish themselves: installed as users do."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/compare/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, whatever holds it;
-`ckpt-manifest.json`, which finds every flipped bit.
-"""
+"""`ckpt/compare/digest.py`, `manifest.py`: `ckpt hash`: one digest for one content, whatever holds it."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/estimate/table.py`: `ckpt estimate` beside published runs: what was measured, or on how many GPUs of
-which size it ran.
-"""
+"""`ckpt/commands/estimate/table.py`: `ckpt estimate` beside published runs: what was measured."""
 
 from __future__ import annotations
 

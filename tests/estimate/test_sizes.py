@@ -1,6 +1,4 @@
-"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: sizes as people write them, and numbers read from
-checkpoints.
-"""
+"""`ckpt/base/sizes.py`, `ckpt/containers/torchfile/scalars.py`: sizes as people write them."""
 
 from __future__ import annotations
 

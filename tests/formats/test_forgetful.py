@@ -1,6 +1,4 @@
-"""`ckpt/plan/planner.py`, `ckpt/testing/forgetful.py`: a target from which one tensor is taken, as a bug would, is
-refused.
-"""
+"""`ckpt/plan/planner.py`, `ckpt/testing/forgetful.py`: a target that lacks one tensor is refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/megatron/optimizer.py`, `dist/optimizer.py`: Muon and Lion, plain and layer-wise, on other ranks of
-Megatron-LM.
-"""
+"""`converters/megatron/optimizer.py`, `dist/optimizer.py`: Muon and Lion, plain and layer-wise."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/megatron/dist/write.py`, `optimizer.py`: runs saved as LLM-jp v4's go on on other nodes: Megatron-LM
-fails to load them, loads what ckpt wrote, and holds the same.
-"""
+"""`converters/megatron/dist/write.py`, `optimizer.py`: runs saved as LLM-jp v4's go on on other nodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/megatron/remainders.py`: Transformer Engine's own Adam keeps 16 bits of each master; `adam_double` keeps
-all.
-"""
+"""`converters/megatron/remainders.py`: Transformer Engine's own Adam keeps 16 bits of each master."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name, or
-said.
-
-Nothing that was given is touched.
-"""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`, bit for
-bit.
-"""
+"""`ckpt/commands/merge_lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ckpt/commands/merge_lora/experts.py`: LoRA on single experts of a stacked tensor, as Unsloth's gpt-oss and Tinker
-have it.
-
-Truth is PEFT's merge of one linear layer for each expert.
-"""
+"""`ckpt/commands/merge_lora/experts.py`: LoRA on single experts of a stacked tensor."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""`ckpt/commands/merge_lora/head.py`, `converters/names/hub/classes.py`: adapters of reward models, classifiers and
-encoders.
-
-Their base is another class. Truth is PEFT's merge of the class that was trained.
-"""
+"""`ckpt/commands/merge_lora/head.py`, `converters/names/hub/classes.py`: adapters of reward models and classifiers."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/adapters/config.py`: inits that take part of the base into the adapter: refused, and merged with the
-base that they left.
-"""
+"""`ckpt/adapters/config.py`: inits that take part of the base into the adapter: refused."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters against PEFT's own merge, bit for
-bit.
-"""
+"""`ckpt/commands/merge_lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters against PEFT's own merge."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters, merged with its bits; `make test-peft` names its
-folder in PEFT_TESTS.
-"""
+"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters, merged with its bits."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`, `merge.py`: what is read is never written over, nor into, and is watched while it
-is read.
-"""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`: what is read is never written over, nor into."""
 
 from __future__ import annotations
 

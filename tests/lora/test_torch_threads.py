@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/arithmetic.py`, `ckpt/commands/merge_lora/merge.py`: one thread of torch per tensor, and
-what torch cannot compute.
-"""
+"""`ckpt/commands/merge_lora/arithmetic.py`, `ckpt/commands/merge_lora/merge.py`: one thread of torch per tensor."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`: adapters of a vocabulary that was resized before training, as PEFT merges them
-after `resize_token_embeddings` on the base.
-"""
+"""`ckpt/commands/merge_lora/merge.py`: adapters of a vocabulary that was resized before training."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/whole_model.py`: adapters that PEFT merges in the loaded model, with the bits of PEFT's
-merge.
-"""
+"""`ckpt/commands/merge_lora/whole_model.py`: adapters that PEFT merges in the loaded model."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/move/casts.py`: casts against torch, bit for bit: every half, every float near a tie, and the numbers at the
-edges.
-"""
+"""`ckpt/move/casts.py`: casts against torch, bit for bit: every half, every float near a tie."""
 
 from __future__ import annotations
 

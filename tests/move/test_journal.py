@@ -1,6 +1,4 @@
-"""`ckpt/move/journal.py`: conversions that are killed and go on: what is moved again, what is checked, and what is
-refused.
-"""
+"""`ckpt/move/journal.py`: conversions that are killed and go on: what is moved again, what is checked."""
 
 from __future__ import annotations
 

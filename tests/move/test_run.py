@@ -1,6 +1,4 @@
-"""`ckpt/move/run.py`, `blocks.py`, `workers.py`, `source.py`: the byte mover against numpy, on every path it can take,
-and with every call to the system failing once.
-"""
+"""`ckpt/move/run.py`, `blocks.py`, `workers.py`, `source.py`: the byte mover against numpy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/names/families/composites.py`: tables of models that see, against models that transformers builds and
-saves; and names of earlier releases.
-"""
+"""`converters/names/families/composites.py`: tables of models that see."""
 
 from __future__ import annotations
 

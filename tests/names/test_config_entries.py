@@ -1,7 +1,4 @@
-"""`converters/names/families/config.py`: no entry of a config that transformers' own model reads is unknown here.
-
-The entries are those in the source of the installed transformers, for each architecture that has Megatron rows.
-"""
+"""`converters/names/families/config.py`: no entry of a config that transformers' own model reads is unknown here."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/names/megatron/shapes_from_args.py`: the tensors that Megatron-LM's arguments tell of, against every
-table.
-"""
+"""`converters/names/megatron/shapes_from_args.py`: the tensors that Megatron-LM's arguments tell of."""
 
 from __future__ import annotations
 

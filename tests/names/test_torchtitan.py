@@ -1,6 +1,4 @@
-"""`converters/names/torchtitan.py`: torchtitan's checkpoints, against what its own adapters make of them; see
-`fixtures/make_torchtitan.py`.
-"""
+"""`converters/names/torchtitan.py`: torchtitan's checkpoints, against what its own adapters make of them."""
 
 from __future__ import annotations
 

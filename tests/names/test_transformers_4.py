@@ -1,7 +1,4 @@
-"""`converters/names/transformers/relation.py`: the names that we write are those that transformers 4.51 loads.
-
-`transformers_4.py` says how the table was made.
-"""
+"""`converters/names/transformers/relation.py`: the names that we write are those that transformers 4.51 loads."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/plan/checkpoint.py`: what crosses between formats of a run's state: fields by name, and nothing lost on the
-way.
-"""
+"""`ckpt/plan/checkpoint.py`: what crosses between formats of a run's state: fields by name."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/plan/planner.py`, `precision.py`: what a plan proves before anything is written: cover of the source, of the
-target, of each file; casts.
-"""
+"""`ckpt/plan/planner.py`, `precision.py`: what a plan proves before anything is written."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/plan/registry.py`, `namespace.py`: what other packages register: formats before ours, namespaces over the
-Hub's names, and what is refused.
-"""
+"""`ckpt/plan/registry.py`, `namespace.py`: what other packages register: formats before ours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/plan/relation.py`: relations between namespaces against numpy: whatever the pieces, translating is what the
-array operation says.
-"""
+"""`ckpt/plan/relation.py`: relations between namespaces against numpy."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/plan/tensors.py`, `tiling.py`: boxes and flat ranges against numpy, and the ZeRO rules against a plain model of
-how DeepSpeed cuts.
-"""
+"""`ckpt/plan/tensors.py`, `tiling.py`: boxes and flat ranges against numpy."""
 
 from __future__ import annotations
 

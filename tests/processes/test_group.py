@@ -1,6 +1,4 @@
-"""`ckpt/processes/group.py`, `ckpt/move/parts.py`: several processes write one checkpoint with the same bytes, or all
-end with the same error.
-"""
+"""`ckpt/processes/group.py`, `ckpt/move/parts.py`: several processes write one checkpoint with the same bytes."""
 
 from __future__ import annotations
 

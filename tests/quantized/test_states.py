@@ -1,6 +1,4 @@
-"""`converters/quantized/states.py`: states of 8 and 4 bits by torchao and bitsandbytes; `fixtures/make_quantized.py`
-made them.
-"""
+"""`converters/quantized/states.py`: states of 8 and 4 bits by torchao and bitsandbytes."""
 
 from __future__ import annotations
 

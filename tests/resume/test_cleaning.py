@@ -1,6 +1,4 @@
-"""`ckpt/commands/clean/cleaning.py`, `ckpt/commands/resume/copies.py`: what ckpt left around a run goes, and no
-checkpoint of the run.
-"""
+"""`ckpt/commands/clean/cleaning.py`, `ckpt/commands/resume/copies.py`: what ckpt left around a run goes."""
 
 from __future__ import annotations
 

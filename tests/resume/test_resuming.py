@@ -1,6 +1,4 @@
-"""`ckpt/commands/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again, and the
-same for every process that asks.
-"""
+"""`ckpt/commands/resume/resuming.py`, `caller.py`: the folder to go on from: as it is, converted, found again."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/model_files.py`: pipes, devices, folders and impossible names where a file should be: refused at
-once, never waited for.
-"""
+"""`ckpt/runs/model_files.py`: pipes, devices, folders and impossible names where a file should be: refused at once."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/not_read.py`: files in a checkpoint's folder that no reader opened are named by inspect, check and
-convert.
-"""
+"""`ckpt/runs/not_read.py`: files in a checkpoint's folder that no reader opened are named."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/opening.py`: folders of no format: the message says what is there.  Names are those of deepspeed 0.19.8,
-diffusers and NeMo 1.
-"""
+"""`ckpt/runs/opening.py`: folders of no format: the message says what is there."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/opening.py`, `steps.py`: of a run's checkpoints the newest is taken: an incomplete one is passed
-over aloud, a damaged one never.
-"""
+"""`ckpt/runs/opening.py`, `steps.py`: of a run's checkpoints the newest is taken."""
 
 from __future__ import annotations
 

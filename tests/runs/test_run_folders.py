@@ -1,6 +1,4 @@
-"""`ckpt/runs/trainer_files.py`: a `checkpoint-N` of HF Trainer stays one, whatever it is converted to that holds an
-optimizer.
-"""
+"""`ckpt/runs/trainer_files.py`: a `checkpoint-N` of HF Trainer stays one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/search.py`: `outputs/RUN/checkpoint-N`: the one run is taken and named, several are listed with the
-command for each.
-"""
+"""`ckpt/runs/search.py`: `outputs/RUN/checkpoint-N`: the one run is taken and named."""
 
 from __future__ import annotations
 

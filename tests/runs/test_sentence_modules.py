@@ -1,7 +1,4 @@
-"""`ckpt/runs/sentence_modules.py`: runs of sentence-transformers, and TRL's value head, as Hub folders.
-
-Names and files are those that sentence-transformers 5 writes; its own loader took all 41 tensors of such a folder.
-"""
+"""`ckpt/runs/sentence_modules.py`: runs of sentence-transformers, and TRL's value head, as Hub folders."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/steps.py`, `finding.py`: a tag that names a step means one thing for every command: what the step's
-folder is, given by itself.
-"""
+"""`ckpt/runs/steps.py`, `finding.py`: a tag that names a step means one thing for every command."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/runs/opening.py`: run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py),
-against the live trainers.
-"""
+"""`ckpt/runs/opening.py`: run folders that the released trainers left (fixtures/make_trl.py, make_axolotl.py)."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/state/adam.py`: what an Adam of one framework leaves unrecorded, and an Adam of another cannot be loaded
-without.
-"""
+"""`ckpt/state/adam.py`: what an Adam of one framework leaves unrecorded, and others need."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`ckpt/testing/stores.py`, `ckpt/stores/objects.py`: the stores that ckpt brings, through the
-suite that it ships.
-"""
+"""`ckpt/testing/stores.py`, `ckpt/stores/objects.py`: the stores that ckpt brings."""
 
 from __future__ import annotations
 

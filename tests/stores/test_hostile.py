@@ -1,6 +1,4 @@
-"""`ckpt/stores/objects.py`, `places.py`, `standins.py`: stores and URLs that are not as they
-should be, and what the command line says of them.
-"""
+"""`ckpt/stores/objects.py`, `places.py`, `standins.py`: stores and URLs that are not as they should be."""
 
 from __future__ import annotations
 

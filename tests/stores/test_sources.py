@@ -1,6 +1,4 @@
-"""`ckpt/stores/objects.py`, `ranges.py`, `standins.py`: checkpoints in a store: the same as local ones, only what is
-needed is fetched, and faults leave nothing wrong.
-"""
+"""`ckpt/stores/objects.py`, `ranges.py`, `standins.py`: checkpoints in a store: the same as local ones."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/registered.py`: the suite of commands on our own.
-
-The suite must also find what is wrong.
-"""
+"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/registered.py`: the suite of commands on our own."""
 
 from __future__ import annotations
 

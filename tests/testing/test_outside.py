@@ -1,6 +1,4 @@
-"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside,
-installed by pip.
-"""
+"""`ckpt/plan/registry.py`, `ckpt/testing/conformance.py`: a format, a store and a command from packages outside."""
 
 from __future__ import annotations
 

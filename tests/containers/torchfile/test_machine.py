@@ -1,6 +1,4 @@
-"""`ckpt/containers/torchfile/machine.py`, `unpickle.py`, `table.py`, `calls.py`: the unpickler that imports nothing:
-against Python's own on what it reads, alone on what it must refuse.
-"""
+"""`ckpt/containers/torchfile/machine.py`, `unpickle.py`, `table.py`, `calls.py`: the unpickler that imports nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/deepspeed/state_dict_names.py`: a `state_dict()` with other names than `param_shapes`, which are the
-truth.
-"""
+"""`converters/deepspeed/state_dict_names.py`: a `state_dict()` with other names than `param_shapes`."""
 
 from __future__ import annotations
 

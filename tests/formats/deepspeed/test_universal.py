@@ -1,6 +1,4 @@
-"""`converters/deepspeed/universal.py`: universal checkpoints of ckpt and of DeepSpeed; engines are in
-test_zero_reshard.py.
-"""
+"""`converters/deepspeed/universal.py`: universal checkpoints of ckpt and of DeepSpeed."""
 
 from __future__ import annotations
 

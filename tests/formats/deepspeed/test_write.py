@@ -1,6 +1,4 @@
-"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for other ranks and stages, without an
-engine.
-"""
+"""`converters/deepspeed/write.py`, `layout.py`, `partitions.py`: ZeRO files for other ranks and stages."""
 
 from __future__ import annotations
 

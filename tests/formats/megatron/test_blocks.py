@@ -1,6 +1,4 @@
-"""`converters/names/megatron/model/splits.py` (`GateBlocks`): gate and up rows that alternate, as megatron-core
-reorders them.
-"""
+"""`converters/names/megatron/model/splits.py` (`GateBlocks`): gate and up rows that alternate."""
 
 from __future__ import annotations
 

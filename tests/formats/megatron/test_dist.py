@@ -1,6 +1,4 @@
-"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: forms of `torch_dist` by version, keys
-and faults; test_matrix.py has megatron-core.
-"""
+"""`converters/megatron/dist/read.py`, `keys.py`, `optimizer.py`, `format.py`: forms of `torch_dist` by version."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/megatron/dist/fsdp.py`: `fsdp_dtensor` of Megatron-FSDP, other versions and faults; test_matrix.py has
-more.
-"""
+"""`converters/megatron/dist/fsdp.py`: `fsdp_dtensor` of Megatron-FSDP, other versions and faults."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/megatron/dist/plain_write.py`: `torch_dcp` and `fsdp_dtensor` from other forms;
-tests/frameworks/test_plain.py loads them.
-"""
+"""`converters/megatron/dist/plain_write.py`: `torch_dcp` and `fsdp_dtensor` from other forms."""
 
 from __future__ import annotations
 

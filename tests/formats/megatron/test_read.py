@@ -1,7 +1,4 @@
-"""`converters/megatron/read.py`, `optimizer_read.py`, `optimizer.py`, `chunks.py`: Megatron-LM's `torch` format: layer
-specs, faults and layouts that do not fit.  Files that no CPU can write are made by hand after megatron-core 0.16.1, and
-a test says so.
-"""
+"""`converters/megatron/read.py`, `optimizer_read.py`, `optimizer.py`, `chunks.py`: Megatron-LM's `torch` format."""
 
 from __future__ import annotations
 

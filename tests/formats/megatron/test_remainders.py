@@ -1,6 +1,4 @@
-"""`converters/megatron/remainders.py`: masters from a bf16 parameter and 16 further bits; tests/frameworks has the real
-Adam.
-"""
+"""`converters/megatron/remainders.py`: masters from a bf16 parameter and 16 further bits."""
 
 from __future__ import annotations
 

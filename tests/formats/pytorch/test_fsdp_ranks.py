@@ -1,6 +1,4 @@
-"""`converters/pytorch/fsdp_ranks.py`, `flat_parameters.py`, `dtensors.py`: per-rank files of FSDP1 and FSDP2, as torch
-itself writes them, against what the live model gathered.
-"""
+"""`converters/pytorch/fsdp_ranks.py`, `flat_parameters.py`, `dtensors.py`: per-rank files of FSDP1 and FSDP2."""
 
 from __future__ import annotations
 

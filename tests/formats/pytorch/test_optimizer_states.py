@@ -1,6 +1,4 @@
-"""`converters/optimizers/states.py`, `state_dicts.py`: torch's optimizers other than Adam, through other formats and
-back.
-"""
+"""`converters/optimizers/states.py`, `state_dicts.py`: torch's optimizers other than Adam."""
 
 from __future__ import annotations
 
