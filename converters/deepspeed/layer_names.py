@@ -1,13 +1,13 @@
-"""Names of layers that an engine puts in the place of transformers' own: GPT-NeoX's, and DeepSpeed's AutoEP's.
+"""Names of layers that replace transformers' own: GPT-NeoX's, and those from DeepSpeed's AutoEP.
 
-GPT-NeoX without a pipeline (`pipe_parallel_size` 0) has `sequential.N.` and layer N's own names.  AutoEP has a layer of
-its own in the place of transformers' MoE block:
+GPT-NeoX without a pipeline (`pipe_parallel_size` 0) has `sequential.N.` plus layer N's own names. AutoEP replaces
+transformers' MoE block by its own layer:
 
-    mlp.experts.w1, w3     [experts, intermediate, hidden]: gates and ups, one matrix `gate_up_proj` in transformers 5
+    mlp.experts.w1, w3     [experts, intermediate, hidden]: gate and up, one matrix `gate_up_proj` in transformers 5
     mlp.experts.w2         [experts, hidden, intermediate]: `down_proj`
     mlp.router.gate.weight, again as mlp.gate.gate.weight: `mlp.gate.weight`
 
-Format facts: deepspeed 0.19.8 (module_inject/auto_ep_layer.py, moe/ep_experts.py), tried with qwen3_moe.
+Format facts: deepspeed 0.19.8 (module_inject/auto_ep_layer.py, moe/ep_experts.py), tested with qwen3_moe.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _ROUTER, _AGAIN = ".mlp.router.gate.weight", ".mlp.gate.gate.weight"
 
 
 def with_known_names(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the names of a namespace for such layers: Megatron's for GPT-NeoX's.
+    """Rename such layers to a namespace's names: GPT-NeoX's to Megatron's, AutoEP's to transformers'.
 
-    Raise LossError for a tensor that is in no layer of GPT-NeoX's.
+    Raise LossError for a tensor outside GPT-NeoX's layers.
     """
     model_type = (checkpoint.config or {}).get("model_type")
     if model_type == "gpt_neox" and checkpoint.tensors and all(sequential(fqn) for fqn, _ in checkpoint.tensors):

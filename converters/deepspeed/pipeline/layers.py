@@ -1,13 +1,13 @@
-"""What Megatron-DeepSpeed and GPT-NeoX call the layers of a pipeline and what is in them.
+"""Names of pipeline layers and their entries in Megatron-DeepSpeed and GPT-NeoX.
 
-Without a pipeline GPT-NeoX's model is the same layers one behind the other, `sequential.3.` and the entry's name.
+Without a pipeline, GPT-NeoX's model has the same layers in a row: `sequential.3.` and the entry's name.
 
-Pure.  A layer's kind is told from the names in it, not from its number: how many functions without a file stand before
-the first transformer layer differs between Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX.
+Pure. The names in a layer show its kind, not its number. Megatron-DeepSpeed, BLOOM's version of it and GPT-NeoX have
+different numbers of functions, which have no files, before the first transformer layer.
 
-After deepspeedai/Megatron-DeepSpeed, megatron/model/gpt_model.py (`GPTModelPipe`), language_model.py (`EmbeddingPipe`,
-`LMHeadPipe`), transformer.py; EleutherAI/gpt-neox, megatron/model/gpt2_model.py (`GPT2ModelPipe.init_specs` and
-`to_sequential`), transformer.py, word_embeddings.py.
+Follows deepspeedai/Megatron-DeepSpeed, megatron/model/gpt_model.py (`GPTModelPipe`), language_model.py
+(`EmbeddingPipe`, `LMHeadPipe`), transformer.py; EleutherAI/gpt-neox, megatron/model/gpt2_model.py
+(`GPT2ModelPipe.init_specs` and `to_sequential`), transformer.py, word_embeddings.py.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
 class Kind(Enum):
-    """What a layer of the pipeline is, in the order in which a model has them."""
+    """Kind of a pipeline layer, in model order."""
 
     EMBEDDING = "embedding"
     TRANSFORMER = "transformer"
@@ -47,16 +47,16 @@ _TRANSFORMER = {
     "mlp.dense_4h_to_h": "mlp.linear_fc2.",
 }
 _ATTENTION = re.compile(r"(?:self_)?attention\.")
-#: The frequencies of rotary positions, which every model computes anew.
+#: Frequencies of rotary positions, recomputed by every model.
 _RECOMPUTED = re.compile(r"(?:self_)?attention\.rotary_emb\.inv_freq")
-#: What an entry of a transformer layer is called, in the order of its modules, by the rest of its name in the model.
+#: Entry names in a transformer layer, in module order, by the rest of the whole-model name.
 _ENTRIES = {
     canonical + parameter: f"{module}.{parameter}"
     for module, canonical in _TRANSFORMER.items()
     for parameter in ("weight", "bias")
 }
 _LAYER = re.compile(r"decoder\.layers\.(?P<layer>\d+)\.(?P<rest>.+)")
-#: The key under which both libraries tie the embedding and the output layer.
+#: Key used by both libraries to tie the embedding and the output layer.
 _TIE = "embed"
 _TIED = re.compile(r"tied_modules\.(?P<key>[^.]+)\.(?P<rest>.+)")
 _NUMBERED = re.compile(r"(?P<layer>\d+)\.(?P<rest>.+)")
@@ -64,23 +64,23 @@ _SEQUENTIAL = re.compile(r"sequential\.(\d+)\.(.+)")
 
 
 def is_recomputed(name: str) -> bool:
-    """Whether an entry of a layer is no part of the model."""
+    """Return True if a layer's entry is not part of the model."""
     return _RECOMPUTED.fullmatch(name) is not None
 
 
 def sequential(fqn: str) -> tuple[int, str] | None:
-    """The layer's number and the entry's name in it of one that GPT-NeoX has without a pipeline."""
+    """Return the layer number and the entry's name for GPT-NeoX without a pipeline, or None."""
     match = _SEQUENTIAL.fullmatch(fqn)
     return (int(match[1]), match[2]) if match else None
 
 
 def is_neox(names: Collection[str]) -> bool:
-    """Whether a transformer layer's names are GPT-NeoX's: `attention` for Megatron-DeepSpeed's `self_attention`."""
+    """Return True if a transformer layer uses GPT-NeoX's names: `attention`, not `self_attention`."""
     return any(name.startswith("attention.") for name in names)
 
 
 def kind_of(names: Collection[str]) -> Kind | None:
-    """The kind of the layer that has these entries; None for one that neither library has."""
+    """Return the kind of a layer with these entries. None if neither library has it."""
     if "word_embeddings.weight" in names:
         return Kind.EMBEDDING
     if any(_ATTENTION.match(name) for name in names):
@@ -92,9 +92,9 @@ def kind_of(names: Collection[str]) -> Kind | None:
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers of a pipeline that have parameters: kinds by their number in the pipeline, rising.
+    """Pipeline layers with parameters: kinds by pipeline number, ascending.
 
-    `neox` says that names are GPT-NeoX's.
+    `neox` is True for GPT-NeoX's names.
     """
 
     kinds: Mapping[int, Kind]
@@ -102,22 +102,22 @@ class Layers:
 
     @classmethod
     def of_model(cls, num_layers: int, *, tied: bool) -> Layers:
-        """The layers of a model as Megatron-DeepSpeed numbers them: layer 0 is a function."""
+        """Return a model's layers with Megatron-DeepSpeed's numbers: layer 0 is a function."""
         order = [Kind.EMBEDDING, *[Kind.TRANSFORMER] * num_layers, Kind.NORM, *([] if tied else [Kind.OUTPUT])]
         return cls(dict(enumerate(order, 1)))
 
     @classmethod
     def of_neox(cls, num_layers: int, *, tied: bool) -> Layers:
-        """The layers of a model as GPT-NeoX numbers them: a function before the transformer layers, and one behind."""
+        """Return a model's layers with GPT-NeoX's numbers: a function before the transformer layers, and one after."""
         kinds = {0: Kind.EMBEDDING, **dict.fromkeys(range(2, num_layers + 2), Kind.TRANSFORMER)}
         kinds[num_layers + 3] = Kind.NORM
         return cls(kinds if tied else {**kinds, num_layers + 4: Kind.OUTPUT}, neox=True)
 
     @classmethod
     def of_names(cls, names: Mapping[int, Iterable[str]], path: str) -> Layers:
-        """From the entries of each layer.
+        """Return the layers with these entries.
 
-        LossError for a layer that neither library has, CorruptError where one is missing between others.
+        Raise LossError for a layer that neither library has, CorruptError if a layer is missing between others.
         """
         kinds = {}
         for layer in sorted(names):
@@ -151,16 +151,16 @@ class Layers:
 
     @property
     def transformers(self) -> list[int]:
-        """The numbers of transformer layers in the pipeline."""
+        """Pipeline numbers of the transformer layers."""
         return [layer for layer, kind in self.kinds.items() if kind is Kind.TRANSFORMER]
 
     @property
     def tied(self) -> bool:
-        """Whether the output layer is the embedding."""
+        """True if the output layer is tied to the embedding."""
         return Kind.OUTPUT not in self.kinds.values()
 
     def canonical(self, layer: int, name: str) -> str | None:
-        """The name in the whole model of entry `name` of layer number `layer`; None for one without a rule."""
+        """Return the whole-model name for an entry of a layer, or None without a rule."""
         kind = self.kinds.get(layer)
         if kind is Kind.TRANSFORMER:
             prefix = f"decoder.layers.{layer - self.transformers[0]}."
@@ -174,14 +174,14 @@ class Layers:
         return tables[kind].get(name) if kind else None
 
     def of_parameter(self, name: str) -> str | None:
-        """The whole model's name of a parameter that the pipeline calls `3.mlp...` or `tied_modules.embed...`."""
+        """Return the whole-model name of a pipeline parameter such as `3.mlp...` or `tied_modules.embed...`."""
         if match := _TIED.fullmatch(name):
             return _EMBEDDING.get(match["rest"])
         match = _NUMBERED.fullmatch(name)
         return self.canonical(int(match["layer"]), match["rest"]) if match else None
 
     def place(self, fqn: str) -> tuple[int, str] | None:
-        """The inverse of `canonical`: the layer's number in the pipeline, and the entry's name in it."""
+        """Return a tensor's layer number in the pipeline and its entry's name: the inverse of `canonical`."""
         if match := _LAYER.fullmatch(fqn):
             transformers, layer = self.transformers, int(match["layer"])
             name = _ENTRIES.get(match["rest"])
@@ -196,12 +196,12 @@ class Layers:
         return None
 
     def parameter(self, fqn: str) -> str:
-        """What the pipeline's module calls a tensor that has a place: the inverse of `of_parameter`."""
+        """Return the pipeline module's name for a tensor with a place: the inverse of `of_parameter`."""
         number, name = self._placed(fqn)
         return f"tied_modules.{_TIE}.{name}" if self._is_tied(number) else f"{number}.{name}"
 
     def order(self, fqn: str) -> tuple[int, int, int]:
-        """A sort key that puts the tensors of a stage in the order in which its module lists them.
+        """Return a sort key that puts a stage's tensors in module order.
 
         Tied modules come first (deepspeed, runtime/pipe/module.py, `__init__`).
         """
@@ -222,5 +222,5 @@ class Layers:
 
 
 def is_tied(name: str) -> bool:
-    """Whether a parameter belongs to a module that several stages have a copy of."""
+    """Return True if several stages have copies of the parameter's module."""
     return _TIED.fullmatch(name) is not None

@@ -1,7 +1,7 @@
-"""Names of a model of transformers' inside another module: Lightning's `_forward_module.model.`, or any prefix.
+"""Names of a transformers model inside another module: Lightning's `_forward_module.model.`, or any prefix.
 
-Lightning (2.5, `strategies/deepspeed.py`, `fabric/wrappers.py`) saves a model under the names that its own modules
-give: `_forward_module.` of its wrapper, and the attribute of the LightningModule that the model is.
+Lightning (2.5, `strategies/deepspeed.py`, `fabric/wrappers.py`) saves a model under its modules' names:
+`_forward_module.` for the wrapper, and the LightningModule's attribute with the model.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from converters.names.families import tables as families
 from converters.names.hub import saving as asked
 from converters.names.transformers import relation as transformers
 
-#: The module of TRL's models with a value head that stands next to the model.
+#: Module beside the model in TRL's models with a value head.
 _VALUE_HEAD = "v_head"
 
 
 def to_hub(checkpoint: Checkpoint) -> Checkpoint:
-    """Rename `checkpoint` from transformers' module names, possibly behind a prefix, to the Hub's names."""
+    """Rename `checkpoint` from transformers' module names, with or without a prefix, to the Hub's names."""
     return transformers.to_hub(unwrapped(checkpoint))
 
 
 def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
-    """Remove a prefix that all names of `checkpoint` have and the names of the config's architecture lack."""
+    """Remove a prefix shared by all names of `checkpoint` but missing from the config's architecture."""
     names = {fqn for fqn, role in checkpoint.tensors if role in MODEL_ROLES}
     prefix = _prefix(names, checkpoint.config or {})
     if not prefix:
@@ -41,16 +41,16 @@ def unwrapped(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
-    """Return the prefix of whole modules that all `names` share and no name of the architecture has.
+    """Return the prefix of whole modules that all `names` share, but no name of the architecture has.
 
-    Names of modules next to the model may lack it: of a Sequential's other modules, as in sentence-transformers, and of
-    TRL's value head.
+    Modules beside the model may lack it: a Sequential's other modules, like in sentence-transformers, and TRL's value
+    head.
     """
     parts = {name.partition(".")[0] for name in names}
     inside = {one for one in parts if one == "0"} if parts and all(map(str.isdecimal, parts)) else parts - {_VALUE_HEAD}
     if len(inside) == 1 < len(parts):
         names = [name for name in names if name.partition(".")[0] in inside]
-    # what the first and the last in order have in common, all between them have
+    # a prefix shared by the first and last name in order is shared by all names
     first, last = min(names, default="").split("."), max(names, default="").split(".")
     count = next((n for n, (one, other) in enumerate(zip(first, last, strict=False)) if one != other), 0)
     prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]
@@ -65,12 +65,12 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
 
 
 def _known(config: Mapping[str, Any]) -> Collection[str]:
-    """Names of the architecture: by its table, in which those of memory differ in experts alone, or in memory."""
+    """Return the architecture's names from its table, or else in memory. Only experts' names differ."""
     try:
         table = families.saved(config)
         return asked.names_in_memory(config) if table is None else table.required
     except CkptError:
-        return ()  # whoever needs the config says what is wrong with it
+        return ()  # code that needs the config reports its fault
 
 
 NAMESPACE = replace(transformers.NAMESPACE, to_hub=to_hub)

@@ -103,7 +103,7 @@ def in_whole_model(name: str) -> str:
 
 @lru_cache(_NAMES)
 def split_layer(name: str) -> tuple[str, str]:
-    """`decoder.layers.3.`, or the layer inside an MTP layer, and the rest; `("", name)` for what is in no layer."""
+    """Split off `decoder.layers.3.` or an MTP layer's inner layer. Return `("", name)` for a name outside layers."""
     match = _LAYER.fullmatch(name) or _MTP.fullmatch(name)
     if match is None:
         return "", name
