@@ -57,7 +57,7 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
             error.expected, error.hint = "a file that does not lie in the source", "give another place"
             raise
     if path.is_file() and not _is_of_kind(path, suffix):
-        raise UsageError(f"the file is not {kind}, and --overwrite would replace it", path=path, expected=expected)
+        raise UsageError(f"the file is not {kind}, and it would be replaced", path=path, expected=expected)
 
 
 def write(path: Path, text: str, *, overwrite: bool, quiet: bool) -> None:

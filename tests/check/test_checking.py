@@ -220,3 +220,18 @@ def test_check_and_convert_reject_damaged_files_around_the_tag(
     assert checked.code == 4 and f"{name}: {words}" in checked.out
     converted = run_ckpt("convert", "auto", "dcp", zero3, "-o", dcp)
     assert converted.code == 4 and words in converted.err and not dcp.exists()
+
+
+def test_folders_with_temporary_names_are_named(fixtures: Path, tmp_path: Path) -> None:
+    run = Path(shutil.copytree(fixtures / "trainer-plain", tmp_path / "run"))
+    for harmless in ("tmp", "notes.tmp", "tmp_cache", "temporary-step-4"):
+        (run / harmless).mkdir()
+    assert run_ckpt("check", run).code == 0
+    names = ("checkpoint-3.tmp", ".tmp-step4", "tmp-checkpoint-4", "step-5.orbax-checkpoint-tmp-0", "last.tmp")
+    for name in names:
+        (run / name).mkdir()
+    shutil.copy(run / "checkpoint-2/model.safetensors", run / "last.tmp")
+    result = run_ckpt("check", run)
+    assert result.code == 4
+    for name in names:
+        assert f"- {name}: it was being written: it never got its name" in result.out, result.out

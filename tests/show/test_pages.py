@@ -216,7 +216,7 @@ def test_only_a_page_is_replaced_and_nothing_in_the_checkpoint(tmp_path: Path) -
     other.write_text("<html>my own page</html>")
     for words, said in (
         (("--html", tmp_path / "out.svg"), "a page is an HTML file"),
-        (("--html", other, "--overwrite"), "the file is not a page, and --overwrite would replace it"),
+        (("--html", other, "--overwrite"), "the file is not a page, and it would be replaced"),
         (("--html", run / "global_step2" / "out.html"), "a file that does not lie in the source"),
         (("--overwrite",), "--only and --overwrite go with --picture or --html"),
     ):

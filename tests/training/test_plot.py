@@ -82,3 +82,15 @@ def test_ticks_are_few_and_round(low: float, high: float) -> None:
     found = [*ticks(low, high)]
     assert 2 <= len(found) <= 8 and all(low <= one <= high for one in found)
     assert all(len(f"{one:.6g}") <= 7 for one in found)
+
+
+def test_only_a_picture_is_replaced(tmp_path: Path) -> None:
+    run, place = recorded(tmp_path / "run", (1, {1: 5.0, 2: 4.0})), tmp_path / "loss.svg"
+    place.write_text("my notes")
+    refused = ckpt("plot", run, "-o", place)
+    assert refused.code == 2 and "the file is not a picture, and it would be replaced" in refused.err
+    assert place.read_text() == "my notes"
+    place.unlink()
+    for _ in range(2):  # its own picture is
+        assert ckpt("plot", run, "-o", place).code == 0 and place.read_text().startswith("<svg")
+    assert ckpt("plot", run, "-o", tmp_path / "loss.png").code == 2

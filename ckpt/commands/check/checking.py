@@ -50,7 +50,7 @@ from ckpt.commands.check.files import (
     size_of,
 )
 from ckpt.commands.check.finding import ValueFinding, sentences
-from ckpt.move.files import confined, translate_os_errors
+from ckpt.move.files import confined, is_staged, translate_os_errors
 from ckpt.move.listing import listed_once, names_in
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
@@ -61,11 +61,12 @@ from ckpt.runs.emptiness import empty_parameters, lacking_states
 from ckpt.runs.halves import check_holds_model, formats_of
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
-from ckpt.runs.not_read import STATE, not_read, stray_names
+from ckpt.runs.not_read import STATE, may_hold_tensors, not_read, stray_names
 from ckpt.runs.one_save import different_steps
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint
 from ckpt.runs.search import run_below
 from ckpt.runs.steps import (
+    ANY_STEP,
     LATEST,
     LATEST_UNIVERSAL,
     TRACKER,
@@ -85,8 +86,9 @@ WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
 _MANY_FILES = 1000  # of one checkpoint, in the list of all of a run
 _MAX_SHOWN = 20  # tensors whose parts do not make them up
-#: What a step was called until it was written to its end (transformers before 4.40).
-_STAGING = "tmp-checkpoint-"
+#: Names of folders that are being written, around the name to come: `tmp-checkpoint-3` (transformers before 4.40),
+#: `global_step3.tmp`, `step-3.orbax-checkpoint-tmp-0`.
+_STAGING = re.compile(r"\.?tmp[-_.](?P<to_come>.+)|(?P<before>.+?)[._-](?:[\w-]+-)?tmp(?:[._-].*)?")
 #: What Megatron-LM's tracker says of a model that is given away (megatron/training/checkpointing.py).
 _RELEASE = "release"
 #: DeepSpeed's own name of a step (runtime/engine.py, `save_checkpoint`).
@@ -342,8 +344,16 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
     if step is not None and step.isdecimal() and int(step) not in numbers:
         yield Problem(INCOMPLETE, TRACKER, f"it names step {step}, which is not there")
     for name in names_in(path) if path.is_dir() else ():
-        if name.startswith(_STAGING):
+        if _is_being_written(path / name):
             yield Problem(INCOMPLETE, name, "it was being written: it never got its name")
+
+
+def _is_being_written(place: Path) -> bool:
+    """Return True if a folder has a temporary name, and that of a step or a file that may hold tensors in it."""
+    found = _STAGING.fullmatch(place.name)
+    if found is None or not place.is_dir() or is_staged(place):
+        return False
+    return ANY_STEP.fullmatch(found["to_come"] or found["before"]) is not None or may_hold_tensors(place)
 
 
 @listed_once()

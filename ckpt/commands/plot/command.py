@@ -11,6 +11,7 @@ from ckpt.base.flags import WRITTEN, Flag, Positional
 from ckpt.base.text import counted
 from ckpt.options import groups as opt
 from ckpt.options.command import LOOK, Command
+from ckpt.options.drawings import check_place, write
 
 
 def plot(
@@ -27,13 +28,14 @@ def plot(
     """Draw the losses of runs over each other, and say how far apart they are."""
     from ckpt.commands.plot.curves import draw, furthest, losses_of, starts_of
 
+    check_place(output, ".svg")
     drawn = {}
     for run in runs:
         try:
             drawn[str(run)] = starts_of(run)
         except (ValueError, KeyError) as error:
             raise CorruptError("the record of losses cannot be read", path=run, found=str(error)) from error
-    output.write_text(draw(drawn))
+    write(output, draw(drawn), overwrite=True, quiet=True)
     (first, starts), *others = drawn.items()
     compared: list[dict[str, Any]] = []
     for name, other in others:
