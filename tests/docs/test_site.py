@@ -111,6 +111,13 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
     assert {f"ckpt.{name}" for name in ckpt.__all__ if name != "__version__"} <= named
 
 
+def test_the_reference_shows_each_option_with_its_type_and_default(site: Path) -> None:
+    page = re.sub(r"\s+", " ", text(site, "api.md"))
+    assert "max_memory: str | int = '512MB'" in page
+    assert "qlora: bool = False" in page
+    assert "Unpack[" not in page
+
+
 def test_the_reference_shows_no_constructor_that_only_ckpt_calls(site: Path) -> None:
     returned = text(site, "api.md").partition("What they return")[2]
     assert "OpenCheckpoint" in returned and "LazyTensor" in returned
