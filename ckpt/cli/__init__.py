@@ -4,8 +4,8 @@ Exit codes: 0 done or equal; 1 different, or beyond a tolerance; 2 usage; 3 not 
 incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
 130 interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
 
-A module for each few commands, `options` and `text` for what they share.  May import everything in ckpt, but what is
-slow to import only in the command that needs it: `ckpt --help` imports neither numpy nor torch.
+Each command declares itself in `ckpt.commands`, without typer.  Import slow modules only in the command that needs
+them: `ckpt --help` imports neither numpy nor torch.
 
 May import: `ckpt.base`, `ckpt.commands`, `ckpt.move`, `ckpt.options`, `ckpt.plan`, `ckpt.processes`, `ckpt.stores`.
 """
