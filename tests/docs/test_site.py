@@ -113,7 +113,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 
 def test_the_reference_shows_each_option_with_its_type_and_default(site: Path) -> None:
     page = re.sub(r"\s+", " ", text(site, "api.md"))
-    assert "max_memory: str | int = '512MB'" in page
+    assert 'max_memory: str | int = "512MB"' in page
     assert "qlora: bool = False" in page
     assert "Unpack[" not in page
 
