@@ -202,11 +202,11 @@ class _Stacked:
     by_expert: bool
 
     def rows(self, expert: int) -> Box:
-        """Return the box of an expert's lora_A."""
+        """Return the box for an expert's lora_A."""
         return Box((expert * self.rank, 0), (self.rank, self.num_in))
 
     def columns(self, expert: int, start: int, stop: int) -> Box:
-        """Return the box of rows `start` to `stop` in an expert's lora_B."""
+        """Return the box for rows `start` to `stop` in an expert's lora_B."""
         if self.by_expert:
             return Box((start, expert * self.rank), (stop - start, self.rank))
         return stepped((start, expert), (stop - start, self.rank), (1, self.num_experts))

@@ -22,7 +22,7 @@ from converters.names.families.config import Config
 from converters.names.families.rows import Saved
 from converters.names.megatron.relation import check_complete
 
-#: Model types whose adapters agree with the table. True if the rows of queries and keys are reordered.
+#: Model types whose adapters agree with the table. True if query and key rows are reordered.
 _PERMUTED = {"llama": True, "qwen3": False, "qwen3_moe": False, "deepseek_v3": False}
 
 #: The Hub's names without the layer, with torchtitan's names, newest first. `*` is an expert; torchtitan stacks

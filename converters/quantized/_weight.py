@@ -25,9 +25,9 @@ _CONV1D_MODELS = ("clvp", "decision_transformer", "gpt2", "imagegpt", "openai-gp
 
 @dataclass(frozen=True, slots=True)
 class WeightBlock:
-    """Region of a plain tensor, with a function that computes its elements in row-major order.
+    """Region in a plain tensor, with a function that computes its elements in row-major order.
 
-    If `transposed`, the elements are in the order of the transposed matrix.
+    If `transposed`, the elements are in the transposed matrix's order.
     """
 
     region: Region
@@ -85,7 +85,7 @@ class StoredWeights:
         return values
 
     def check_finite(self, fqn: str, is_finite: NDArray, box: Box | None = None) -> None:
-        """Raise CorruptError for the first scale that is not finite. `box` is the part of the tensor that was read."""
+        """Raise CorruptError for the first scale that is not finite. `box` is the part read from the tensor."""
         if is_finite.all():
             return
         box = whole(self.tensors[fqn].shape) if box is None else box
@@ -102,7 +102,7 @@ class StoredWeights:
 
     @cached_property
     def conv1d(self) -> frozenset[str]:
-        """Names of transformers' Conv1D modules, whose weight is [in, out]."""
+        """Conv1D modules from transformers, whose weight is [in, out]."""
         config = self.checkpoint.config
         known = has_conv1d(config)
         if known is None and (config or {}).get("model_type") not in _CONV1D_MODELS:

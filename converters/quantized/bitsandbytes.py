@@ -68,7 +68,7 @@ def find(stored: StoredWeights) -> Iterator[Weight]:
 
 @dataclass(frozen=True, slots=True)
 class _Nested:
-    """Second quantization, of the factors."""
+    """Second quantization, for the factors."""
 
     block_size: int
     offset: np.float32
@@ -192,7 +192,7 @@ def _rows(stored: StoredWeights, fqn: str, start: int, stop: int) -> Box:
 
 
 def _pairs(kind: str) -> NDArray:
-    """Return the two values of every byte, with shape [256, 2]."""
+    """Return both values for every byte, with shape [256, 2]."""
     byte = np.arange(256)
     return np.stack([_VALUES[kind][byte >> 4], _VALUES[kind][byte & 15]], axis=1)
 

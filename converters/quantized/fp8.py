@@ -110,7 +110,7 @@ def _scales(stored: StoredWeights, name: str, size: int, rows: Box) -> NDArray:
 
 @cache
 def e4m3_values() -> NDArray:
-    """Return the 256 values of e4m3fn: 4 exponent bits with bias 7, no infinities, NaN if all bits are set."""
+    """Return e4m3fn's 256 values: 4 exponent bits with bias 7, no infinities, NaN if all bits are set."""
     byte = np.arange(256)
     exponent, fraction = (byte >> 3) & 15, (byte & 7).astype(np.float64)
     value = np.where(exponent == 0, np.ldexp(fraction, -9), np.ldexp(1 + fraction / 8, exponent - 7))

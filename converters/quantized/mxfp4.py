@@ -1,4 +1,4 @@
-"""MXFP4, used for gpt-oss experts: 4-bit floats (e2m1) in groups of 32 that share a power of two.
+"""MXFP4, used for gpt-oss experts: 4-bit floats (e2m1), with one power of two for each 32.
 
 Source: transformers 5.23 `integrations/mxfp4.py` (`_convert_moe_packed_tensors`). `NAME_blocks`, uint8 [experts, out,
 groups, 16], packs two values per byte, the first in the lower half. `NAME_scales`, uint8 [experts, out, groups], holds
@@ -83,7 +83,7 @@ def _output_groups(stored: StoredWeights, owner: str, expert: int, start: int, s
 
 @cache
 def _tables(dtype: DType) -> tuple[NDArray, NDArray]:
-    """Return the values of a byte's lower and upper half, as bits of `dtype`, indexed by `exponent << 8 | byte`."""
+    """Return values for a byte's lower and upper half, as bits in `dtype`, indexed by `exponent << 8 | byte`."""
     values = np.array((*_E2M1, *(-v for v in _E2M1)))
     with np.errstate(over="ignore"):  # 1.5 * 2 ** 128 overflows; exponent 255, the NaN, was rejected
         table = np.ldexp(values[None, :], (np.arange(256) - _BIAS)[:, None]).astype(np.float32)

@@ -1,4 +1,4 @@
-"""Plain values of quantized optimizer states: see `converters.quantized.states`."""
+"""Plain values for quantized optimizer states: see `converters.quantized.states`."""
 
 from __future__ import annotations
 

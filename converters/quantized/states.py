@@ -47,7 +47,7 @@ Computed = dict[str, Callable[[], memoryview]]
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """State with this `shape` in blocks of `block_size` elements. The last block may be shorter.
+    """State with this `shape`, in blocks with `block_size` elements. The last block may be shorter.
 
     `codes` has one code per element, or two per byte if `num_bits` is 4. `factors` has one factor per block, `values`
     one value per code (None: the codes are numbers themselves). `record` is torchao's object, or None for bitsandbytes.
@@ -73,11 +73,11 @@ class Quantized:
 
     @property
     def extent(self) -> Extent:
-        """Extent of all plain values. Cut it into `blocks` before reading."""
+        """Extent with all plain values. Cut it into `blocks` before reading."""
         return Extent.contiguous(self.path, 0, FLOAT32, self.shape)
 
     def blocks(self) -> Computed:
-        """Return the computations of the plain values, with at most `BLOCK` elements each."""
+        """Return the plain values' computations, with at most `BLOCK` elements each."""
         return {
             f"{self.path}:{number}": partial(self.compute, start, stop)
             for number, (start, stop) in enumerate(spans(self.numel, BLOCK))

@@ -56,7 +56,7 @@ _TowerSizes = Callable[[Config], Mapping[str, int]]
 
 
 def _patches(read: Config) -> dict[str, int]:
-    """Return the sizes of CLIP's and SigLIP's towers. `n` counts patches."""
+    """Return sizes for CLIP's and SigLIP's towers. `n` counts patches."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_layers(read), "p": read.size("patch_size"), "n": patches, "n1": patches + 1}
 
@@ -66,7 +66,7 @@ def _layers(read: Config) -> dict[str, int]:
 
 
 def _internvl(read: Config) -> dict[str, int]:
-    """Return the sizes of InternVL's tower, whose images and patches have a height and a width."""
+    """Return sizes for InternVL's tower, whose images and patches have a height and a width."""
     (height, width), (p, p2) = _sides(read, "image_size"), _sides(read, "patch_size")
     return {**_layers(read), "p": p, "p2": p2, "n1": (height // p) * (width // p2) + 1}
 
@@ -82,7 +82,7 @@ def _pixtral(read: Config) -> dict[str, int]:
 
 
 def _qwen(read: Config) -> dict[str, int]:
-    """Return the sizes of Qwen's towers. `m` is the width of merged neighbouring patches, `o` the output width."""
+    """Return sizes for Qwen's towers. `m` is the width after merging neighbouring patches, `o` the output width."""
     hidden, merged = read.size("hidden_size"), read.size("spatial_merge_size", default=2)
     sizes = {"f": read.size("intermediate_size"), "o": read.size("out_hidden_size")}
     sizes |= {"c": read.size("in_chans", "in_channels")}  # the name in releases, and transformers 5's
@@ -104,7 +104,7 @@ def _qwen3(read: Config) -> dict[str, int]:
 
 
 def _glm(read: Config) -> dict[str, int]:
-    """Return the sizes of GLM's tower. `s` is the number of patches merged per side."""
+    """Return sizes for GLM's tower. `s` patches are merged per side."""
     patches = (read.size("image_size") // read.size("patch_size")) ** 2
     return {**_qwen(read), "n": patches, "s": read.size("spatial_merge_size")}
 
@@ -139,7 +139,7 @@ class Tower:
         return found
 
     def rows(self) -> list[str]:
-        """Return the names of its rows, with `{e}` for the layer number."""
+        """Return its row names, with `{e}` for the layer number."""
         layer = [f"{self.layers}.{{e}}.{row.name}" for row in parse(self.layer)]
         before, behind = (row.name for row in parse(self.before)), (row.name for row in parse(self.behind))
         return [self.inside + name for name in (*before, *layer, *behind)]
@@ -380,7 +380,7 @@ class Composite:
     text_ties: bool = False
 
     def name(self, name: str) -> str:
-        """Return the name of a text model's tensor in the whole model."""
+        """Return the whole-model name for a text model's tensor."""
         return self.model + name.removeprefix("model.") if name.startswith("model.") else self.head + name
 
     def named(self, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -388,17 +388,17 @@ class Composite:
         return {self.name(name): shape for name, shape in shapes.items()}
 
     def prefix(self, layer: int | str) -> str:
-        """Return the name prefix of a text model's layer."""
+        """Return the name prefix for a text model's layer."""
         return f"{self.model}layers.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """Return the name prefix of a multi-token prediction layer."""
+        """Return the name prefix for a multi-token prediction layer."""
         text = next(iter(self.texts.values()))
         return text.predicted_prefix(number, num_layers) if text.predicted else self.prefix(num_layers + number)
 
     @property
     def inside(self) -> str:
-        """Name prefix of a layer inside a multi-token prediction layer."""
+        """Name prefix for a layer inside a multi-token prediction layer."""
         return next(iter(self.texts.values())).inside
 
     def current(self, name: str) -> str:

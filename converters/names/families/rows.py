@@ -24,7 +24,7 @@ from converters.names.families.config import Config
 DENSE, SPARSE = "dense", "sparse"
 
 _CHOICE = re.compile(r"\[([^]]+)\]")
-#: Frequencies of rotary positions, found in older files but not needed.
+#: Rotary position frequencies, found in older files but not needed.
 DERIVED = (r"(.*\.)?rotary_emb\.inv_freq",)
 
 Kinds = Callable[[Config, int], Collection[str]]
@@ -182,11 +182,11 @@ class Family:
         return self._sizes(self._config(config), self.output)
 
     def prefix(self, layer: int | str) -> str:
-        """Return the name prefix of a layer."""
+        """Return the name prefix for a layer."""
         return f"{self.base}.{self.layers}.{layer}."
 
     def predicted_prefix(self, number: int, num_layers: int) -> str:
-        """Return the name prefix of a multi-token prediction layer."""
+        """Return the name prefix for a multi-token prediction layer."""
         if self.inside:
             return self.predicted
         return f"{self.base}.{self.predicted}.{number}." if self.predicted else self.prefix(num_layers + number)
@@ -256,7 +256,7 @@ def _multiple(word: str, dims: Mapping[str, int]) -> int:
 
 
 def _attention_sizes(config: Config) -> dict[str, int]:
-    """Return the sizes of (grouped) attention, from config entries shared by most architectures."""
+    """Return sizes for (grouped) attention, from config entries shared by most architectures."""
     hidden = config.size("hidden_size", "n_embd")
     heads = config.size("num_attention_heads", "n_head")
     groups = config.size("num_key_value_heads", default=heads)

@@ -102,14 +102,14 @@ GPT = """
 
 
 def _experts(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of experts and shared experts."""
+    """Return sizes for experts and shared experts."""
     expert = config.size("moe_intermediate_size", "intermediate_size")
     number = config.natural("n_shared_experts", "moe_num_shared_experts") or 1
     return {"m": expert, "s": config.size("shared_expert_intermediate_size", default=expert * number)}
 
 
 def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of DeepSeek's attention."""
+    """Return sizes for DeepSeek's attention."""
     heads = dims["heads"]
     rope, nope, value = (config.size(f"{part}_head_dim") for part in ("qk_rope", "qk_nope", "v"))
     rank = config.size("kv_lora_rank")
@@ -119,7 +119,7 @@ def _latent(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _linear(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of Qwen3-Next's linear attention."""
+    """Return sizes for Qwen3-Next's linear attention."""
     heads = {part: config.size(f"linear_num_{part}_heads") for part in ("key", "value")}
     keys, values = (heads[part] * config.size(f"linear_{part}_head_dim") for part in ("key", "value"))
     return {
@@ -194,7 +194,7 @@ def _llama4(config: Config, layer: int) -> Collection[str]:
 
 
 def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of Mamba's mixer."""
+    """Return sizes for Mamba's mixer."""
     hidden, state = dims["h"], config.size("state_size")
     rank = config.get("time_step_rank")
     rank = -(-hidden // 16) if rank == "auto" else config.size("time_step_rank")
@@ -203,7 +203,7 @@ def _mamba(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
 
 
 def _mamba2(config: Config, dims: Mapping[str, int]) -> dict[str, int]:
-    """Return the sizes of Nemotron-H's Mamba-2 mixer and experts."""
+    """Return sizes for Nemotron-H's Mamba-2 mixer and experts."""
     heads = config.size("mamba_num_heads")
     inner = heads * config.size("mamba_head_dim")
     groups = config.size("n_groups") * config.size("ssm_state_size")

@@ -15,7 +15,7 @@ from converters.names.families.config import architectures
 from converters.names.hub.saving import belongs, can_be_asked, in_memory
 from converters.names.transformers.relation import build_model
 
-#: Number of labels in a model built to find the tensors with a label dim: a prime, and no real size.
+#: Number of labels in a model built to find the tensors with a label dim: a prime, never a real size.
 _LABELS = 7919
 #: transformers' auto class tables by PEFT's `task_type`. A causal model has its base's head.
 _TABLES = {

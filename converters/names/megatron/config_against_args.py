@@ -46,8 +46,8 @@ _OF_STATES = (
 _OF_LATENT = ("q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim")
 #: Latent attention's arguments, only used with YaRN positions.
 _OF_LATENT_YARN = ("beta_fast", "beta_slow", "original_max_position_embeddings")
-#: Arguments for experts and attention, with the meaning of None or a missing entry. Each architecture has one fixed
-#: value or an own entry. If it has neither, no config can express another value.
+#: Arguments for experts and attention, and what None or a missing entry means. Each architecture has one fixed value or
+#: an own entry. If it has neither, no config can express another value.
 _CONSTANT: Mapping[str, Any] = {
     "moe_router_topk_scaling_factor": 1.0,
     "moe_router_enable_expert_bias": False,
@@ -62,7 +62,7 @@ _PARALLEL = ("gpt_j_residual", "use_parallel_residual")
 _PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
 #: Placeholder for a size missing from the config.
 _PLACEHOLDER = 1 << 19
-#: YaRN's arguments without latent attention, with the meaning of None (training/argument_utils.py since 0.19).
+#: YaRN's arguments without latent attention, and what None means (training/argument_utils.py since 0.19).
 _OF_YARN: Mapping[str, Any] = {
     "rotary_scaling_factor": 1,
     "yarn_original_max_position_embeddings": 4096,

@@ -51,13 +51,13 @@ from converters.names.megatron.table import Table
 from converters.names.megatron.unsupported import MISSING
 from converters.names.transformers.relation import relation as in_memory
 
-#: Names of quantized weights and their scales in the Hub's files.
+#: Names for quantized weights and their scales in the Hub's files.
 _QUANTIZED = re.compile(r".*(_blocks|_scales|_scale_inv|\.weight_scale|\.qweight|\.qzeros|\.g_idx|\.absmax|\.SCB)")
-#: Name endings of tensors with all experts' matrices, like in transformers 5's memory.
+#: Name endings for tensors with all experts' matrices, like in transformers 5's memory.
 _STACKS = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-#: Names of multi-token prediction tensors, for tables without them.
+#: Multi-token prediction tensors, for tables without them.
 _PREDICTING = re.compile(r"(^|\.)mtp")
-#: Name endings of Megatron's buffers.
+#: Name endings for Megatron's buffers.
 BUFFERS = (".mlp.router.expert_bias",)
 _VOCABULARY = (EMBEDDING, OUTPUT, "output_layer.bias")
 #: Name endings for an output layer, in Megatron and on the Hub.

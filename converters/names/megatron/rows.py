@@ -97,7 +97,7 @@ def stacked(pattern: Pattern, expert: int, num_experts: int) -> Pattern:
 
 
 def same(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of an unchanged tensor."""
+    """Return the pattern for an unchanged tensor."""
     return Pattern((shape,), shape, (RowPiece(0, whole(shape), whole(shape), tuple(range(len(shape)))),))
 
 
@@ -108,14 +108,14 @@ def transposed(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def joined(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of two consecutive tensors: gate and up."""
+    """Return the pattern for two consecutive tensors: gate and up."""
     rows = shape[0]
     pieces = tuple(_rows_piece(number, (0, rows), (number * rows, rows), shape) for number in range(2))
     return Pattern((shape, shape), (2 * rows, *shape[1:]), pieces)
 
 
 def interleaved(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of one tensor with gate and up alternating along the last dim. A matrix is [in, out]."""
+    """Return the pattern for one tensor with gate and up alternating along the last dim. A matrix is [in, out]."""
     last = len(shape) - 1
     half = shape[last] // 2
     order = (1, 0) if last else (0,)
@@ -136,7 +136,7 @@ def exchanged(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of queries (with `shape`), keys and values on the Hub, by query group."""
+    """Return the pattern for queries (with `shape`), keys and values on the Hub, by query group."""
     pieces = tuple(
         _rows_piece(number, (taken, size), (placed, size), shape)
         for number, taken, size, placed in _rows_by_group(sizes)
@@ -146,7 +146,7 @@ def qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of one tensor with all queries, keys and values, by query group. A matrix is [out, in]."""
+    """Return the pattern for one tensor with all queries, keys and values, by query group. A matrix is [out, in]."""
     head, heads, groups = (sizes.dims[name] for name in ("d", "heads", "groups"))
     first = (0, heads * head, (heads + groups) * head)
     pieces = tuple(
@@ -157,7 +157,7 @@ def one_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of queries on the Hub, each head followed by its gate (together `shape`), keys and values.
+    """Return the pattern for queries on the Hub, each head followed by its gate (together `shape`), keys and values.
 
     Megatron groups them by query group, and puts a group's gates after its queries.
     """
@@ -179,7 +179,7 @@ def gated_qkv(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of a gated delta net's queries, keys, values (`shape`), gates, betas and alphas in a row."""
+    """Return the pattern for a gated delta net's queries, keys, values (`shape`), gates, betas and alphas in a row."""
     counts = (shape[0], sizes.dims["lv"], sizes.dims["lh"], sizes.dims["lh"])
     starts = [sum(counts[:number]) for number in range(len(counts))]
     pieces = [
@@ -190,7 +190,7 @@ def delta(sizes: Sizes, shape: Shape) -> Pattern:
 
 
 def delta_by_head(sizes: Sizes, shape: Shape) -> Pattern:
-    """Return the pattern of a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
+    """Return the pattern for a gated delta net's rows grouped by key head, with `shape`, and its betas and alphas.
 
     Megatron has all queries, then all keys, and so on.
     """

@@ -491,7 +491,7 @@ _NEMO_1 = """
     post_process pre_process
 """
 
-#: Prefixes of settings for other programs running beside the training.
+#: Prefixes for settings of other programs running beside the training.
 PREFIXES = (
     "sglang_",
     "vllm_",

@@ -108,10 +108,10 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "attention_type": ("multihead",),
     "headscale": (),
     "hyena": (),
-    "megatron_legacy": (),  # orders the rows of queries, keys and values differently
+    "megatron_legacy": (),  # orders query, key and value rows differently
     "normalize_attention_scores": (True,),
     "transformer_block_type": ("pre_ln",),
-    "language_model": (),  # the config of a model with images
+    "language_model": (),  # config for a model with images
     "encoder": (),  # encoders and decoders
     "decoder": (),
 }

@@ -67,7 +67,7 @@ class Table:
     #: Rows for a multi-token prediction layer, added to a sparse layer's, or to a dense layer's without experts.
     #: Megatron's names are complete.
     prediction: str = ""
-    #: Prefix of the Hub's names, which files may omit.
+    #: Prefix in the Hub's names, which files may omit.
     prefix: str = ""
     #: Notes for the user on small differences between Megatron's and transformers' computation.
     notes: Callable[[Sizes], Sequence[str]] = lambda sizes: ()
@@ -135,7 +135,7 @@ class Table:
 
     @property
     def _inner(self) -> str:
-        """Prefix of the Hub's names for a layer inside a multi-token prediction layer."""
+        """Prefix in the Hub's names for a layer inside a multi-token prediction layer."""
         return self.family.inside
 
     def _inside(self, rows: str) -> tuple[MegatronRow, ...]:

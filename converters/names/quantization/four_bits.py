@@ -1,4 +1,4 @@
-"""Reader for bitsandbytes' recorded state of a 4-bit weight: its shape and block sizes.
+"""Reader for bitsandbytes' recorded state for a 4-bit weight: its shape and block sizes.
 
 Source: bitsandbytes 0.50.2 `functional.py` (`QuantState.as_dict`, `from_dict`).
 """
@@ -14,9 +14,9 @@ from typing import Any
 
 from ckpt.plan.tensors import Shape
 
-#: Recorded state's name. Its suffix names the weight's set of 16 values.
+#: Recorded state's name. Its suffix names the weight's 16 values.
 STATE = re.compile(r"(?P<owner>.+)\.quant_state\.bitsandbytes__(?P<kind>nf4|fp4)")
-#: Maximum bytes of a state's JSON.
+#: Maximum size for a state's JSON, in bytes.
 MAX_STATE = 1 << 16
 NUM_VALUES, NUM_NESTED_VALUES = 16, 256
 _BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -41,7 +41,7 @@ class NestedState:
 
 @dataclass(frozen=True, slots=True)
 class FourBitState:
-    """Recorded state of a weight. `dtype` and `shape` are the plain weight's."""
+    """A weight's recorded state. `dtype` and `shape` are the plain weight's."""
 
     shape: Shape
     dtype: str

@@ -34,7 +34,7 @@ _IGNORED = (
 )
 #: Methods whose loaders quantize a plain weight, or take it unchanged.
 _TAKE_PLAIN_WEIGHTS = ("bitsandbytes", "mlx", "auto-round", "intel/auto-round", "torchao")
-#: Part names in any method, and names of attention's scales.
+#: Part names in any method, and attention's scales.
 _WORDS = re.compile(
     r"([._]|^)(\w*(scale|scales|scale_inv|scale_2|zero_point|zeros|absmax|quant_map|g_idx|blocks|packed|qweight|qdata)|"
     r"biases|SCB|weight_shape)$"
@@ -48,7 +48,7 @@ _OF_QUANTIZED = re.compile(
 _ATTENTION = re.compile(r"\.([qkv]|kv|prob|output)_(scale|zero_point)$")
 
 
-#: Shape of a plain weight if its parts don't show it.
+#: Shape for a plain weight if its parts don't show it.
 UNKNOWN_SHAPE: Shape = (-1,)
 
 
@@ -93,7 +93,7 @@ class QuantizedWeights:
 
     @cached_property
     def owners(self) -> Mapping[str, Mapping[str, str]]:
-        """Part names of each quantized weight, by the weight's plain name and the part's template."""
+        """Part names by the quantized weight's plain name and the part's template."""
         if self._method is None and not any(tensor.dtype.name in PACKED for tensor in self.tensors.values()):
             return {}
         schemes = schemes_of(None, {}) if self._schemes is None else self._schemes
@@ -138,7 +138,7 @@ class QuantizedWeights:
 
     @cached_property
     def attention_scales(self) -> frozenset[str]:
-        """Names of scales for a quantized KV cache and for attention's inputs; no weight needs them.
+        """Scale names for a quantized KV cache and for attention's inputs; no weight needs them.
 
         vLLM and compressed-tensors name them `self_attn.k_scale`, and modelopt `k_proj.k_scale`.
         """
@@ -176,13 +176,13 @@ class QuantizedWeights:
 
     @cached_property
     def packed(self) -> frozenset[str]:
-        """Names of the weights' packed values."""
+        """Names under which the weights' packed values are stored."""
         schemes = ((parts, self._fitted[owner][0]) for owner, parts in self.owners.items())
         return frozenset(parts[one.packed] for parts, one in schemes if one is not None and one.packed in parts)
 
     @cached_property
     def exponents(self) -> frozenset[str]:
-        """Names of scales in bytes: exponents of two. 255 is NaN."""
+        """Names of scales stored in bytes, as exponents. 255 is NaN."""
         names = (name for _, name, _ in self._with_template("scale", "scales"))
         return frozenset(name for name in names if self.tensors[name].dtype.name == "uint8")
 
@@ -301,7 +301,7 @@ class QuantizedWeights:
 
     @cached_property
     def _states(self) -> Mapping[str, FourBitState | StateError]:
-        """Recorded states of 4-bit weights, from bitsandbytes."""
+        """4-bit weights' recorded states, from bitsandbytes."""
         found: dict[str, FourBitState | StateError] = {}
         if self.read is None:
             return found
@@ -321,7 +321,7 @@ class QuantizedWeights:
         return {owner: name for owner, parts in self.owners.items() for name in parts.values() if STATE.fullmatch(name)}
 
     def _state_faults(self, owner: str, parts: Mapping[str, str]) -> Iterator[Fault]:
-        """Yield the parts of a 4-bit weight that contradict its recorded state."""
+        """Yield a 4-bit weight's parts that contradict its recorded state."""
         state, name = self._states.get(owner), self._recorded_states.get(owner, owner)
         if state is None:
             return

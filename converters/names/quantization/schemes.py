@@ -40,7 +40,7 @@ BYTES = ("uint8",)
 FOUR_BITS = ("uint8", "int8", "float4_e2m1fn_x2")
 INT8, INT32, UINT32, INT64 = ("int8",), ("int32",), ("uint32",), ("int64",)
 INTEGERS = ("int8", "uint8", "int32", "int64", *F8)
-#: Dtypes of packed values, never used by plain weights.
+#: Dtypes for packed values, never used by plain weights.
 PACKED = frozenset({*F8, *E8M0, *FOUR_BITS, *INT8, *INT32, *UINT32, "int16", "uint16"})
 
 _WEIGHT = "{w}"
@@ -87,18 +87,18 @@ def schemes_of(method: str | None, settings: Settings) -> Sequence[Scheme] | Non
 
 
 def _scalar(plain: Shape) -> list[Shape]:
-    """Return the shapes of one number per tensor, or per matrix in a stack."""
+    """Return the shapes for one number per tensor, or per matrix in a stack."""
     lead = plain[:-2]
     return [(), (1,), (1, 1), *([lead, (*lead, 1), (*lead, 1, 1)] if lead else [])]
 
 
 def _per_output(plain: Shape) -> list[Shape]:
-    """Return the shapes of one number per output."""
+    """Return the shapes for one number per output."""
     return [(*plain[:-2], plain[-2], 1), (*plain[:-2], plain[-2])]
 
 
 def _per_group(rows: int, columns: int) -> ShapeList:
-    """Return the shapes of one number per block, with `rows` by `columns` elements."""
+    """Return the shapes for one number per block, with `rows` by `columns` elements."""
 
     def shapes(plain: Shape) -> list[Shape]:
         return [(*plain[:-2], -(-plain[-2] // max(1, rows)), -(-plain[-1] // max(1, columns)))]
@@ -107,7 +107,7 @@ def _per_group(rows: int, columns: int) -> ShapeList:
 
 
 class _AnyBlocks:
-    """Legal scale shapes for blocks of any size that tile the weight."""
+    """Legal scale shapes for blocks that tile the weight, in any size."""
 
     def __init__(self, plain: Shape) -> None:
         self._plain = plain
@@ -330,7 +330,7 @@ def _taller(packed: Shape) -> Shape:
 
 
 def _pages(plain: Shape) -> list[Shape]:
-    """Return the shapes of 128 by 128 blocks. ModelOpt also writes them as [rows, 1, columns, 1]."""
+    """Return the shapes for 128 by 128 blocks. ModelOpt also writes them as [rows, 1, columns, 1]."""
     ((*lead, rows, columns),) = _per_group(128, 128)(plain)
     return [(*lead, rows, columns), (*lead, rows, 1, columns, 1)]
 
@@ -367,7 +367,7 @@ def _number(settings: Settings, *names: str) -> int | None:
 
 
 def _gptq(settings: Settings) -> list[Scheme] | None:
-    """Return the scheme of qweight [in * bits / 32, out]. Modules with own bits (`dynamic`) have other shapes."""
+    """Return the scheme for qweight [in * bits / 32, out]. Modules with own bits (`dynamic`) have other shapes."""
     if settings.get("checkpoint_format", "gptq") not in ("gptq", "gptq_v2", "", None):
         return None
     bits, group = _number(settings, "bits"), _number(settings, "group_size")
@@ -389,7 +389,7 @@ def _gptq(settings: Settings) -> list[Scheme] | None:
 
 
 def _awq(settings: Settings) -> list[Scheme] | None:
-    """Return the scheme of `gemm`'s qweight [in, out * bits / 32]. Other versions have other shapes."""
+    """Return the scheme for `gemm`'s qweight [in, out * bits / 32]. Other versions have other shapes."""
     version = str(settings.get("version", "gemm")).lower()
     bits, group = _number(settings, "bits", "w_bit") or 4, _number(settings, "group_size", "q_group_size")
     if version not in ("gemm", "gemv"):
@@ -410,7 +410,7 @@ def _awq(settings: Settings) -> list[Scheme] | None:
 
 
 def _auto_round(settings: Settings) -> list[Scheme] | None:
-    """Return the schemes of GPTQ and AWQ. Other packing formats are other methods' layouts."""
+    """Return the schemes for GPTQ and AWQ. Other packing formats are other methods' layouts."""
     packing = str(settings.get("packing_format", "auto_round:auto_gptq"))
     if "gptq" not in packing and "awq" not in packing:
         return None
@@ -421,7 +421,7 @@ def _auto_round(settings: Settings) -> list[Scheme] | None:
 
 
 def _per_block(plain: Shape) -> list[Shape]:
-    """Return the shape of one scale per block, with 64 elements or another size supported by bitsandbytes."""
+    """Return the shape for one scale per block, with 64 elements or another size supported by bitsandbytes."""
     return [(-(-prod(plain) // size),) for size in (64, 32, *(2**power for power in range(7, 13)))]
 
 
@@ -438,7 +438,7 @@ def _bitsandbytes(_: Settings) -> list[Scheme]:
 
 
 def _torchao(_: Settings) -> list[Scheme]:
-    """Return schemes for a subclass's tensors, by the dtype of its values."""
+    """Return schemes for a subclass's tensors, by their values' dtype."""
     data, scale = "{m}_weight_qdata", "{m}_weight_scale"
     more = {"{m}_weight_act_quant_scale": _optional(), "{m}_weight_act_pre_scale": _optional()}
     zero = {"{m}_weight_zero_point": _optional((*INTEGERS, *FLOATS))}
@@ -464,7 +464,7 @@ def _mlx(settings: Settings) -> list[Scheme]:
 
 
 def _eetq(_: Settings) -> list[Scheme]:
-    """Return the scheme of int8 [in, out]."""
+    """Return the scheme for int8 [in, out]."""
     scales = Part(FLOATS, lambda plain: [(plain[0],)])
     return [Scheme(_WEIGHT, {_WEIGHT: Part(INT8), "{w}_scales": scales}, lambda packed: packed[::-1])]
 

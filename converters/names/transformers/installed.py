@@ -64,7 +64,7 @@ def converted_identifiers() -> frozenset[str] | None:
 
 
 def model_types(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the `model_type` of a config and of all inner configs."""
+    """Yield the `model_type` from a config and from all inner configs."""
     own = config.get("model_type")
     if isinstance(own, str) and own:  # empty in inner configs for other parts, for example MPT's attention
         yield own

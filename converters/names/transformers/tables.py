@@ -309,6 +309,6 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
 
 
 def _stated(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:
-    """Return the values of these keys in a config and its inner configs."""
+    """Return these keys' values in a config and its inner configs."""
     own = {value for key in keys if isinstance(value := config.get(key), int)}
     return own.union(*(_stated(inner, keys) for inner in config.values() if isinstance(inner, Mapping)))

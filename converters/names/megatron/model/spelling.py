@@ -13,9 +13,9 @@ _NAMES = 1 << 17
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
-#: Name prefix of a GPTModel in a model with images.
+#: Name prefix for a GPTModel in a model with images.
 LANGUAGE = "language_model."
-#: Name prefix of a BertModel's layers, renamed here to match all other models.
+#: Name prefix for a BertModel's layers, renamed here to match all other models.
 ENCODER, _DECODER = "encoder.", "decoder."
 #: Modules beside the GPTModel in a model with images: transformers' own, whole on every tensor-parallel rank.
 _BESIDE = re.compile(r"(?:visual|vision_model(?!\.decoder)|vision_tower|multi_modal_projector)\..+|image_newline")
