@@ -14,6 +14,7 @@ from typing import Any
 from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
+from ckpt.plan.model_config import config_parts
 from ckpt.runs.model_files import CONFIG, QUANTIZATION_FILES
 
 #: mlx-lm's key in config.json.
@@ -51,8 +52,7 @@ def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = (
 
 
 def _of_config(config: Mapping[str, Any]) -> Quantization | None:
-    inner = config.get("text_config")
-    for part in (config, inner if isinstance(inner, Mapping) else {}):
+    for part in config_parts(config):
         recorded, mlx = part.get(_ENTRY) or part.get("compression_config"), part.get(_MLX)
         if isinstance(recorded, Mapping) and recorded.get("quant_method"):
             return Quantization(str(recorded["quant_method"]).lower(), recorded, CONFIG)

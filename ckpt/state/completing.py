@@ -12,6 +12,7 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Key
+from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.state.naming import as_hub
 from ckpt.state.same_model import difference, stated_otherwise
@@ -76,10 +77,7 @@ def _check_same(run: Checkpoint, base: Checkpoint, has: Mapping[str, Shape], giv
 
 
 def _vocabularies(config: Mapping[str, Any] | None) -> Iterable[int]:
-    for source in (config or {}, (config or {}).get("text_config")):
-        size = source.get("vocab_size") if isinstance(source, Mapping) else None
-        if isinstance(size, int):
-            yield size
+    return [size for part in config_parts(config) if isinstance(size := part.get("vocab_size"), int)]
 
 
 def _notes_of_configs(run: Checkpoint, base: Checkpoint) -> Iterator[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ckpt.plan.model_config import config_parts
+
 #: Config keys for the layer count.
 _DEPTHS = ("num_hidden_layers", "n_layer", "num_layers")
 #: Config keys without effect on the model's results, or visible in its tensors.
@@ -48,7 +50,4 @@ def _kind(config: Mapping[str, Any] | None) -> Any:
 
 def _depth(config: Mapping[str, Any] | None) -> Any:
     """Return the number of layers. A vision-language model has it in its text config."""
-    config = config or {}
-    inner = config.get("text_config")
-    sources = (config, inner if isinstance(inner, Mapping) else {})
-    return next((of[name] for of in sources for name in _DEPTHS if of.get(name) is not None), None)
+    return next((of[name] for of in config_parts(config) for name in _DEPTHS if of.get(name) is not None), None)

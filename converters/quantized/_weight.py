@@ -16,6 +16,7 @@ from ckpt.move.casts import cast_bits
 from ckpt.move.reading import read_box
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.dtypes import BFLOAT16, CASTABLE, FLOAT32, DType
+from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Box, Region, Shape, Tensor, whole
 from converters.names.transformers.modules import describe, has_conv1d
 
@@ -130,9 +131,7 @@ class StoredWeights:
 
 def model_dtype(config: Mapping[str, Any] | None) -> DType:
     """Return the dtype in the model's config, or bfloat16, the usual dtype for loading quantized models."""
-    config = config or {}
-    text = config.get("text_config")
-    for part in (config, text if isinstance(text, Mapping) else {}):
+    for part in config_parts(config):
         name = str(part.get("dtype") or part.get("torch_dtype")).removeprefix("torch.")
         for dtype in CASTABLE.values():
             if dtype.name == name:

@@ -43,6 +43,7 @@ from ckpt.move.workers import Resources
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, WEIGHT, Checkpoint, Key, Layout, Target, TargetFile
 from ckpt.plan.dtypes import DType
+from ckpt.plan.model_config import config_parts
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
@@ -248,9 +249,7 @@ class _Merge:
 
     @property
     def _vocabulary(self) -> object:
-        config = self.base.config or {}
-        text = config.get("text_config")
-        return config.get(_ROWS) or (text.get(_ROWS) if isinstance(text, Mapping) else None)
+        return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""

@@ -14,6 +14,7 @@ from typing import Any
 from ckpt.base.errors import CkptError
 from ckpt.base.text import counted
 from ckpt.plan.checkpoint import HUB, OWN, TRANSFORMERS, Checkpoint
+from ckpt.plan.model_config import config_parts
 from ckpt.plan.tensors import Shape
 from ckpt.state.naming import as_hub
 from converters.names.hub.proof import PEFT, extra, missing
@@ -96,8 +97,7 @@ def _sentence(what: str) -> str:
 
 
 def _predictions(config: Mapping[str, Any], names: Iterable[str]) -> Iterator[str]:
-    inner = config.get("text_config")
-    for source in (config, inner if isinstance(inner, Mapping) else {}):
+    for source in config_parts(config):
         for key in _PREDICTION:
             count, behind = source.get(key), source.get("num_hidden_layers")
             if type(count) is int and count > 0 and not any(_is_predicted(name, behind) for name in names):

@@ -26,6 +26,7 @@ from ckpt.plan.checkpoint import (
     Layout,
     ParamGroup,
 )
+from ckpt.plan.model_config import config_parts
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Box, Shape, Tensor, whole
 from ckpt.state.positions import megatron_schedule, sequences_seen
@@ -306,7 +307,7 @@ def _repadding(shapes: Mapping[str, Shape], vocabulary: int, padded: int) -> Rel
 def _vocabulary(checkpoint: Checkpoint, args: Mapping[str, Any]) -> int | None:
     """Return the vocabulary's size without padding, from the config or the run's arguments, or None."""
     config = checkpoint.config or {}
-    config = Config(config).mapping("text_config") or config
+    config = config_parts(config)[-1] or config
     if config.get("vocab_size") is not None:
         return Config(config).size("vocab_size")
     recorded = args.get("vocab_size")

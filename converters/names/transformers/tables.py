@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from ckpt.plan.model_config import config_parts
 from converters.names.transformers.installed import is_base_model, model_types
 from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
 
@@ -295,8 +296,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
         if inner is None:
             return None
         rules += inner
-    text = config.get("text_config")
-    hidden = (text if isinstance(text, Mapping) else config).get("hidden_size")
+    hidden = config_parts(config)[-1].get("hidden_size")
     layers, experts = _stated(config, ("num_hidden_layers",)), _stated(config, _NUM_EXPERTS)
     if _stated(config, ("zero_expert_num",)):
         experts = set()  # LongCat: some matrices have more experts than others

@@ -1,0 +1,12 @@
+"""Parts of a model's config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def config_parts(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return a model's config, and then the config of its language model if it is a part of the model."""
+    text = (config or {}).get("text_config")
+    return [config or {}, *([text] if isinstance(text, Mapping) else [])]
