@@ -74,7 +74,6 @@ class Run:
         }
 
     def layers_of(self, pp: int, vp: int) -> range:
-        """Return a chunk's layers."""
         counted = int(self.counts)
         size, chunk = (self.layers + 2 * counted) // (self.pp * self.vpp), vp * self.pp + pp
         return range(max(0, chunk * size - counted), min(self.layers, (chunk + 1) * size - counted))

@@ -22,7 +22,6 @@ from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe one iteration's checkpoint."""
     reading = MegatronReading(path, accepted=request.accepted)
     files = read_ranks(reading)
     optimizers = read_optimizers(reading, files)

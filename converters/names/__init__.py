@@ -1,4 +1,4 @@
-"""Relations between the tensor names, and layouts, that frameworks use for one model.
+"""Relations between the tensor names and layouts that frameworks use for one model.
 
 The installed transformers provides them for models without a table.
 

@@ -32,7 +32,6 @@ class Record:
 
 
 def file_of(output: Path, step: int) -> Path:
-    """Return the record's path."""
     return output / FOLDER / f"step-{step}.json"
 
 

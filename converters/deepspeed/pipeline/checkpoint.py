@@ -25,7 +25,6 @@ from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT
 
 
 def read_step(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe one step's checkpoint."""
     reading = PipelineReading(list_folder(path))
     with known_structure(path):
         return _read(reading, path, request)

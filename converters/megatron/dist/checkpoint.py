@@ -47,7 +47,6 @@ from converters.names.megatron.shapes_from_args import check_args
 
 
 def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
-    """Describe one iteration's checkpoint."""
     is_adapter, bridge = False, None
     if is_iteration(path):
         reading = read_folder(path, request.accepted)

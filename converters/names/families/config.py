@@ -22,7 +22,7 @@ class Config:
     values: Mapping[str, Any]
 
     def size(self, *names: str, default: int | None = None) -> int:
-        """Return the first existing entry, a positive integer. Raise CorruptError without an entry and a default."""
+        """Return the first existing entry, a positive integer, or the default. Raise CorruptError without either."""
         for name in names:
             value = self.values.get(name)
             if value is None:
@@ -35,7 +35,7 @@ class Config:
         return default
 
     def count(self, *names: str, default: int | None = None) -> int:
-        """Return `size` with a limit, for layers and experts, which are listed singly. Raise CorruptError above it."""
+        """Return `size` for layers and experts, which are listed one by one. Raise CorruptError above a limit."""
         found = self.size(*names, default=default)
         if found > _MAX_COUNT:
             raise CorruptError("the config has too many of something", found=f"{names[0]} {found}")

@@ -81,8 +81,8 @@ def choices(name: str) -> Iterator[str]:
 class Sizes:
     """Sizes read from a config by short names, and the tensors in each layer.
 
-    `top` has the tensors outside all layers. `layers` have each layer's tensors by the rest of the name, with `{e}` for
-    the expert. `predicted` are multi-token prediction layers, numbered after the others.
+    `top` has the tensors outside all layers. `layers` has each layer's tensors by name without the layer's prefix, with
+    `{e}` for the expert. `predicted` are multi-token prediction layers, numbered after the others.
     """
 
     config: Config
@@ -106,7 +106,7 @@ class Sizes:
         return self.config.flag("tie_word_embeddings")
 
     def has(self, name: str) -> bool:
-        """Return True if a layer has a tensor with this rest of the name."""
+        """Return True if a layer has a tensor with this name, without the layer's prefix."""
         return any(name in layer for layer in self.layers)
 
 

@@ -119,7 +119,7 @@ ROPE_TYPES: Mapping[str, tuple[str, ...]] = {
 }
 _ACTIVATION = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act", "projector_hidden_act")
 _DTYPES = ("float32", "bfloat16", "float16")
-#: Entries that may be null, with the exceptional architectures.
+#: Entries that may be null, and the architectures that forbid it.
 NULL_EXCEPT: Mapping[str, tuple[str, ...]] = {
     "bos_token_id": ("cwm",),
     "sliding_window": ("cwm", "exaone_moe", "flint"),

@@ -1,4 +1,4 @@
-"""Proof that transformers, diffusers or sentence-transformers can load a written folder, or can't.
+"""Proof whether transformers, diffusers or sentence-transformers can load a written folder.
 
 Facts: transformers 5.23 (`modeling_utils.py`, `from_pretrained`), diffusers 0.35 (`utils/constants.py`),
 sentence-transformers 5 (`SentenceTransformer.py`, `_load_sbert_model`).

@@ -72,7 +72,7 @@ class ModuleName:
         return _SHARED.fullmatch(self.module) is not None
 
     def of_expert(self, expert: int) -> ModuleName:
-        """Return one expert's module, for a module shared by experts."""
+        """Return one expert's module."""
         match = _SHARED.fullmatch(self.module)
         assert match is not None
         return ModuleName(f"{match['before']}local_experts.{expert}.{match['linear']}", self.part)
@@ -104,7 +104,7 @@ class HubModule:
 
 @dataclass(frozen=True)
 class Modules:
-    """Modules of a model with a matrix, as Megatron modules and their Hub modules."""
+    """A model's modules with a matrix: Megatron's, with the Hub's for each."""
 
     path: str
     sizes: Sizes

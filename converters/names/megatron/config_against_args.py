@@ -381,7 +381,7 @@ def _window(args: Mapping[str, Any], length: Any) -> Any:
 
 
 def _sliding(often: Any, layers: int) -> Any:
-    """Return True for each layer with the window, from `window_attn_skip_freq` (transformer/utils.py)."""
+    """Return a flag per layer, True if it has the window, from `window_attn_skip_freq` (transformer/utils.py)."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):

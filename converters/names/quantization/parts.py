@@ -441,7 +441,7 @@ class QuantizedWeights:
                     yield Fault(name, f"unexpected: {plain.fqn} is {plain.dtype}, not quantized")
 
     def _misplaced(self) -> Iterator[Fault]:
-        """Yield weights that are plain or quantized against the config."""
+        """Yield plain weights that the config quantizes, and quantized weights that it does not."""
         entries = [entry for key in _IGNORED for entry in _strings(self._settings.get(key))]
         exact = set(entries)
         for owner, parts in self.owners.items():

@@ -31,7 +31,7 @@ class NameRule:
     `#` is any number, equal on both sides. Several `hub` are joined along `dim` of the in-memory tensor. `*` in them is
     an expert's number, an index in dim 0. If `read`, files may have the name, but `save_pretrained` does not write it.
     `inside` limits the rule to names with this word. If `exchanges`, files may also have the last two of three dims
-    exchanged; `dim` is then the hidden size.
+    exchanged; `dim` is then the hidden dim.
     """
 
     memory: str
@@ -111,7 +111,7 @@ class _Renamed:
 class Rules:
     """Rules for one config: the whole model's before the inner models'.
 
-    Experts are only the model's own in the first `num_layers` layers. `num_experts` is the config's number of them,
+    Only the first `num_layers` layers have the model's own experts. `num_experts` is their number in the config,
     `hidden_size` the language model's. Each is None if the config does not have it.
     """
 

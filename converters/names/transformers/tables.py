@@ -65,7 +65,7 @@ def _beside(**others: str) -> tuple[NameRule, ...]:
 _LLAVA = _around("vision_tower", "multi_modal_projector")
 _LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
 _OMNI = _beside(visual="visual", audio_tower="audio_tower")
-#: Text model from a model with images. Files name it as a part.
+#: Text model of a model with images. Its files may name it as a part.
 _WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
     rename(f"self_attn.{memory}", f"self_attn.{hub}")

@@ -18,8 +18,8 @@ from converters.names.megatron.model.spelling import is_beside, is_expert
 class Split:
     """Sharding of a tensor over tensor-parallel ranks: along `dim`, or none if `dim` is None.
 
-    `sections` follow each other along the dim, in these proportions, and each rank has its part of each. With `block`
-    the sections alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
+    `sections` follow each other along the dim, in these proportions, and each rank has a part of every section. With
+    `block` the sections alternate within a rank's part, in blocks of that many rows: gate, up, gate, up.
     """
 
     dim: int | None = None
@@ -121,7 +121,7 @@ def split_of(
 def known_split(
     name: str, *, sections: tuple[int, ...] = (), local_spec: bool = False, block: int | None = None, **where: Any
 ) -> Split:
-    """Return `split_of`. Raise LossError for a name without a rule, with its known place (`where`)."""
+    """Return the sharding like `split_of`. Raise LossError for a name without a rule; `where` is its known place."""
     split = split_of(name, sections=sections, local_spec=local_spec, block=block)
     if split is None:
         what = "nothing is known of how tensor parallel ranks share this tensor"
