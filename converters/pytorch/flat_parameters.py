@@ -64,7 +64,7 @@ def slice_pieces(unit: Sequence[str], shapes: Mapping[str, Shape], num_ranks: in
 
 
 def find_units(shapes: Mapping[str, Shape], lengths: Sequence[int], num_ranks: int) -> Units | None:
-    """Return the parameters in each flat parameter. None unless exactly one combination fits the slice `lengths`.
+    """Return each flat parameter's members. None unless exactly one combination fits the slice `lengths`.
 
     `shapes` are all parameters' shapes in registration order.
     """

@@ -245,7 +245,7 @@ def _is_torch_file(path: Path, *, or_large: bool = False) -> bool:
 
 
 def _weights_in(folder: Path) -> str | list[str] | None:
-    """Return the name of the torch file with weights or of its index, or the shards' names if there is no index."""
+    """Return the name of the torch file with weights, or of its index, or without an index the shards' names."""
     entries = {name: is_folder(entry) for name, entry in entries_in(folder).items()}
     names = {name for name, is_one in entries.items() if not is_one}
     if ".metadata" in names:
@@ -530,7 +530,7 @@ def _read_beside(reading: _Reading, number: int | None) -> None:
 
 
 def optimizer_name(reading: Reading, number: int | None) -> str | None:
-    """Return the file name of the folder's optimizer, or of model `number`'s optimizer in a save with several."""
+    """Return the file name of the folder's optimizer. A save with several models has one per model `number`."""
     found = first(reading.folder, tuple(numbered(name, number or 0) for name in OPTIMIZERS))
     if number is None or optimizers_fit(reading.folder):
         return found

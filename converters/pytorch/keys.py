@@ -59,7 +59,7 @@ class Leaf:
         return Tensor(fqn, role, self.dtype, self.shape, self.source, None, self.replicas)
 
     def alone(self) -> StoredTensor | None:
-        """Return the tensor as a training state value, or None if it is stored in several pieces."""
+        """Return the tensor as a training state value. None if it is stored in several pieces."""
         if isinstance(self.source, Whole):
             return StoredTensor(self.source.extent)
         if 0 in self.shape:
@@ -72,7 +72,7 @@ class Understood:
     """Sorted state dict, with the model's own parameter names, without wrappers' prefixes.
 
     `states` has the optimizer's states by fqn and name: tensors or plain values. `others` are models in `rest`.
-    `model_at` and `optimizer_at` are the paths of the model and of the only optimizer.
+    `model_at` and `optimizer_at` are the paths of the model and the only optimizer.
     """
 
     weights: dict[str, Leaf] = field(default_factory=dict)

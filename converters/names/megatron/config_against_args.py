@@ -390,7 +390,7 @@ def _sliding(often: Any, layers: int) -> Any:
 
 
 def _unrotated(often: Any, layers: int) -> Any:
-    """Return True for each layer without rotary positions, from `no_rope_freq` (transformer/transformer_config.py)."""
+    """Return a flag per layer, True if it lacks rotary positions: transformer/transformer_config.py, `no_rope_freq`."""
     if isinstance(often, list | tuple):
         return [bool(one) for one in often]
     if not isinstance(often, int | None):
