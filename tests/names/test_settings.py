@@ -23,7 +23,17 @@ from ckpt.plan.tensors import Extent, Tensor, Whole
 from converters.names.families.rows import Sizes
 from converters.names.megatron.config_against_args import refuse_another_models
 from converters.names.megatron.run_settings import names_in
-from converters.names.megatron.settings import CHANGES, COMPARED, changing, is_off, is_run_setting, unknown_and_off
+from converters.names.megatron.settings import (
+    ALIASES,
+    CHANGES,
+    COMPARED,
+    OPPOSITES,
+    changing,
+    check_aliases,
+    is_off,
+    is_run_setting,
+    unknown_and_off,
+)
 from converters.names.megatron.shapes_from_args import told
 from converters.names.megatron.table import Table
 from tests.names.test_megatron import config_of, table_of
@@ -301,6 +311,48 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
 def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, Any], refused: str | None) -> None:
     said = refusal(architecture, **recorded)
     assert (said is None) if refused is None else (said is not None and refused in said), said
+
+
+@pytest.mark.parametrize(
+    ("model", "recorded", "wrong"),
+    [
+        ("qwen3_moe", {"num_experts": 5, "num_moe_experts": 5}, {"num_moe_experts": 99}),
+        ("llama", {"rotary_base": 10000, "rope_theta": 10000}, {"rope_theta": 5000}),
+        ("llama", {"num_query_groups": 1, "num_key_value_heads": 1}, {"num_key_value_heads": 7}),
+        ("gpt_neox in parallel", {"gpt_j_residual": True, "use_parallel_residual": True}, {"gpt_j_residual": False}),
+        ("llama", {"apply_layernorm_1p": False}, {"layernorm_zero_centered_gamma": True}),
+        ("llama", {}, {"layernorm_epsilon": 0.5}),
+        ("nemotron_h", {"hybrid_layer_pattern": "M*|-E"}, {"hybrid_layer_pattern": "M*EM"}),
+    ],
+)
+def test_two_names_of_a_setting_have_one_value(model: str, recorded: dict[str, Any], wrong: dict[str, Any]) -> None:
+    """The second name was ignored in silence if the first agreed with the config."""
+    grouped = {"group_query_attention": True} if "num_query_groups" in recorded else {}
+    assert refusal(model, **grouped, **recorded) is None
+    assert refusal(model, **grouped, **{**recorded, **wrong})
+
+
+def test_every_pair_of_names_is_refused_by_name() -> None:
+    for first, second in ALIASES:
+        with pytest.raises(LossError, match=f"{first} 1, {second} 2") as caught:
+            check_aliases({first: 1, second: 2}, "run")
+        assert f"--accept-setting {second}" in (caught.value.hint or "")
+        for fine in ({first: 1, second: 1}, {first: 1}, {second: 2}, {first: None, second: 2}):
+            check_aliases(fine, "run")
+    ((tied, untied),) = OPPOSITES
+    check_aliases({tied: True, untied: False}, "run")
+    with pytest.raises(LossError, match="two different values"):
+        check_aliases({tied: True, untied: True}, "run")
+
+
+def test_the_pattern_of_predicted_layers_is_refused_if_there_are_any() -> None:
+    pattern = {"mtp_hybrid_override_pattern": "M*"}
+    assert refusal("nemotron_h", **pattern) is None
+    checkpoint, table, sizes = run_of("nemotron_h", **pattern, mtp_num_layers=1)
+    source = Whole(Extent.contiguous("model.bin", 0, BFLOAT16, (1,)))
+    layer = Tensor("mtp.layers.0.norm", WEIGHT, BFLOAT16, (1,), source)
+    with pytest.raises(LossError, match="mtp_hybrid_override_pattern"):
+        refuse_another_models(replace(checkpoint, tensors={layer.key: layer}), table, sizes)
 
 
 def test_a_run_of_megatron_is_not_taken_for_a_parallel_residual() -> None:

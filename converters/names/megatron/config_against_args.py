@@ -19,7 +19,7 @@ from converters.names.families.config import NO_SIZE
 from converters.names.families.rows import Sizes
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.splits import ROUTED_BLOCK, SHARED_BLOCK
-from converters.names.megatron.settings import changing, notes_on_unknown
+from converters.names.megatron.settings import changing, check_aliases, notes_on_unknown
 from converters.names.megatron.settings import unexpressed as unexpressed_settings
 from converters.names.megatron.table import Table
 
@@ -102,6 +102,7 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
             unexpressed[name] = theirs
         else:
             raise _another(checkpoint, f"{name} {theirs}", f"{name} {ours}")
+    check_aliases(recorded, checkpoint.path)
     _check_predicted(checkpoint, recorded)
     if not accepted.intersection(_PARALLEL):
         _check_residual(checkpoint, recorded, expected)
@@ -109,6 +110,8 @@ def refuse_another_models(checkpoint: Checkpoint, table: Table, sizes: Sizes) ->
     undone = {name for name, size in ((ROUTED_BLOCK, blocks.routed), (SHARED_BLOCK, blocks.shared)) if size}
     if _is_default_scale(recorded.get("softmax_scale"), expected):
         undone.add("softmax_scale")
+    if not recorded.get("mtp_num_layers"):
+        undone.add("mtp_hybrid_override_pattern")
     unexpressed |= changing(recorded, expected, undone)
     if unexpressed:
         raise unexpressed_settings(unexpressed, checkpoint.path)

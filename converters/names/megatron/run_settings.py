@@ -191,7 +191,7 @@ _MEGATRON = """
     moe_hybridep_num_blocks_unpermute moe_hybridep_num_sms moe_hybridep_num_sms_preprocessing
     moe_hybridep_pad_uneven_dispatch_inputs moe_ncclep_static_shape moe_ncclep_zero_copy
     moe_permute_fusion_into_hybridep moe_shared_expert_overlap moe_token_dispatcher_type mtp_detach_heads
-    mtp_hybrid_override_pattern mtp_standalone nccl_communicator_config_path nccl_ub
+    mtp_standalone nccl_communicator_config_path nccl_ub
     num_layers_in_first_pipeline_stage num_layers_in_last_pipeline_stage num_layers_per_virtual_pipeline_stage
     num_microbatches_with_partial_activation_checkpoints num_virtual_stages_per_pipeline_rank
     offset_sampling_seed_by_dp_rank outer_dp_sharding_strategy overlap_moe_expert_parallel_comm overlap_p2p_comm

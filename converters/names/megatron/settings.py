@@ -74,6 +74,7 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "enable_hyper_connections": (),
     "mtp_use_repeated_layer": (),
     "mtp_hsm": (),
+    "mtp_hybrid_override_pattern": (),
     "heterogeneous_block_specs": (),
     "heterogeneous_layers_config_path": (),
     "heterogeneous_layers_config_encoded_json": (),
@@ -115,6 +116,20 @@ CHANGES: Mapping[str, tuple[Any, ...]] = {
     "encoder": (),  # encoders and decoders
     "decoder": (),
 }
+#: Two names of one setting: of Megatron-LM, its core, Megatron-DeepSpeed, GPT-NeoX and configs of the Hub.
+ALIASES = (
+    ("num_experts", "num_moe_experts"),
+    ("rotary_base", "rope_theta"),
+    ("num_query_groups", "num_key_value_heads"),
+    ("norm_epsilon", "layernorm_epsilon"),
+    ("apply_layernorm_1p", "layernorm_zero_centered_gamma"),
+    ("gpt_j_residual", "use_parallel_residual"),
+    ("hybrid_layer_pattern", "hybrid_override_pattern"),
+)
+#: Two settings, and each means the opposite of the other.
+OPPOSITES = (("share_embeddings_and_output_weights", "untie_embeddings_and_output_weights"),)
+#: Settings that only mean something if another one is on.
+_IF_ON = {"num_query_groups": "group_query_attention"}
 #: Settings that name layer code. If these packages build it, other settings and tensors determine the layer.
 _CODE = ("spec", "transformer_layer_spec", "hybrid_stack_spec")
 _PACKAGES = ("megatron.core.", "megatron.bridge.")
@@ -190,6 +205,27 @@ def unexpressed(found: Mapping[str, Any], path: str) -> LossError:
         hint=f"{options} ignores {'it' if len(found) == 1 else 'them'}, in ckpt convert, verify, diff, hash and mount"
         + ("; Megatron-Bridge saves rows in blocks or in order, and does not record which" if order else ""),
     )
+
+
+def check_aliases(recorded: Mapping[str, Any], path: str) -> None:
+    """Raise LossError if a run recorded different values under two names of one setting."""
+    for names in (*ALIASES, *OPPOSITES):
+        one, other = (_without_stages(recorded.get(name)) for name in names)
+        if None in (one, other) or not recorded.get(_IF_ON.get(names[0], ""), True):
+            continue
+        if (one == other) == (names in OPPOSITES):
+            raise LossError(
+                "the run recorded two different values of one setting",
+                path=path,
+                expected=f"one value of {' and '.join(names)}",
+                found=", ".join(f"{name} {_short(recorded[name])}" for name in names),
+                hint=" or ".join(f"--accept-setting {name}" for name in names) + " ignores the wrong one",
+            )
+
+
+def _without_stages(value: Any) -> Any:
+    """Return a value without the separators of pipeline stages in a hybrid model's letters."""
+    return value.replace("|", "") if isinstance(value, str) else value
 
 
 def _short(value: Any) -> str:
