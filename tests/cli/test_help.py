@@ -129,54 +129,6 @@ complete -p ckpt
 
 
 # -- what was meant ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize(
-    ("typed", "words"),
-    [
-        (("convert", "zreo3", "hf", "outputs"), "did you mean zero3"),
-        (("convert", "auto", "Hf", "outputs"), "did you mean hf"),
-        (("convert", "fdsp", "hf", "outputs"), "did you mean fsdp"),
-        (("inspect", "output"), "did you mean outputs"),
-        (("inspect", "outputs", "--tensor", "model.norm.weights"), "did you mean model.norm.weight"),
-        (("convert", "auto", "hf", "outputs", "--max-memory", "4"), "4GB or 4MB or 4B"),
-        (("convert", "auto", "hf", "outputs", "--max-shard-size", "1000000"), "a size needs a unit"),
-        (("convert", "hf", "outputs"), "hint: ckpt convert auto hf outputs"),
-        (("convert", "auto", "outputs"), "hint: ckpt convert auto TO outputs"),
-        (("convert", "outputs", "hff"), "hint: did you mean hf?"),
-        (("convert", "zero3", "hf"), "hint: ckpt convert zero3 hf PATH"),
-        (("convert", "outputs", "hf", "zero3"), "hint: ckpt convert zero3 hf outputs"),
-        (("convert", "outputs", "zero3", "hf"), "hint: ckpt convert zero3 hf outputs"),
-        (("convert", "auto", "outputs", "hf"), "hint: ckpt convert auto hf outputs"),
-        (("convert", "outputs", "hf", "ds"), "hint: ckpt convert ds hf outputs"),
-        (("convert", "auto", "outputs-hf", "hf"), "hint: ckpt convert auto hf outputs-hf"),
-        (("convert", "auto", "hf", "outputs", "--to", "dcp"), "there are two formats to write"),
-        (("convert", "auto", "deepspeed", "outputs"), "expected: one of megatron-deepspeed, zero1, zero2, zero3"),
-        (("convert",), "there is nothing to convert"),
-        (("inspcet", "outputs"), "hint: did you mean inspect?"),
-        (("convert", "auto", "hf", "outputs", "--bf16"), "hint: --dtype bf16"),
-        (("inspect", "outputs", "--bf16"), "hint: see `ckpt inspect --help`"),
-        (("convert", "--from", "zero3", "outputs"), "hint: the format that is read is the first argument"),
-        (("convert", "auto", "hf", "outputs", "--output_dir", "x"), "hint: -o\n"),
-        (("inspect", "outputs", "--jsn"), "hint: did you mean --csv or --json?"),
-        (("inspect", "outputs", "--tag"), "takes a value, and none is given\n\nhint: see `ckpt inspect --help`"),
-        (("inspect",), "error: PATH is missing\n  expected: ckpt inspect [OPTIONS] PATH\n"),
-        (("inspect", "outputs", "more"), "expected: ckpt inspect [OPTIONS] PATH\n  found: more\n"),
-        (
-            ("convert", "auto", "megatron-dist", "outputs", "--ckpt-format", "zarr"),
-            "one of torch_dist, torch_dcp, fsdp_dtensor, nemo\n  found: zarr\n",
-        ),
-        (("convert", "auto", "hf", "outputs", "--dtype", "half"), "one of keep, fp32, bf16, fp16\n  found: half\n"),
-        (("convert", "auto", "hf", "outputs", "--world-size", "two"), "cannot be taken\n  expected: a valid integer\n"),
-        (("convert", "auto", "hf", "outputs", "--workers", "-1"), "expected: greater than or equal to 0\n"),
-    ],
-)
-def test_what_was_meant_is_said(
-    runs: Path, monkeypatch: pytest.MonkeyPatch, typed: tuple[str, ...], words: str
-) -> None:
-    monkeypatch.chdir(runs)
-    result = run_ckpt(*typed)
-    assert (result.code, result.out) == (3 if typed == ("inspect", "output") else 2, "")
-    assert words in result.err
-    assert result.err.startswith("error: ") and "Usage:" not in result.err
 
 
 @pytest.mark.parametrize(("words", "same"), [(("help",), ("--help",)), (("help", "hash"), ("hash", "--help"))])
