@@ -1,4 +1,4 @@
-"""Modules of `converters` that know settings and names of adapters (see `ckpt.plan.services`)."""
+"""Modules in `converters` that know adapters' settings and names (see `ckpt.plan.services`)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ckpt.plan.checkpoint import Checkpoint
 
 
 class SettingsProtocol(Protocol):
-    """The settings of an adapter, checked entry by entry: those next to it, or given ones."""
+    """Adapter settings, each entry checked: recorded next to the adapter, or given."""
 
     def adapter_settings(self, checkpoint: Checkpoint) -> AdapterConfig: ...
     def checked_settings(
@@ -28,7 +28,7 @@ class SettingsProtocol(Protocol):
 
 
 class NamesProtocol(Protocol):
-    """Proof that an adapter's names are ones that PEFT loads."""
+    """Proof that PEFT loads an adapter's tensor names."""
 
     def prove_names(self, folder: Path) -> None: ...
 

@@ -15,7 +15,7 @@ from ckpt.base.errors import UsageError
 
 @cache
 def entries(group: str) -> dict[str, str]:
-    """Return the entry points of `group`: `module:object` by name.
+    """Return the entry points in `group`: `module:object` by name.
 
     Raise UsageError if two packages register different objects under one name.
     """
@@ -66,7 +66,7 @@ def load(where: str) -> Any:
 
 
 class Late:
-    """A module that is imported when one of its attributes is first used."""
+    """A module imported on first use of an attribute."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,5 +76,5 @@ class Late:
 
 
 def late(name: str) -> Any:
-    """Return the module `name`, imported late. The caller declares the protocol that it keeps."""
+    """Return the module `name`, imported on first use. The caller annotates the result with the module's protocol."""
     return Late(name)

@@ -1,12 +1,12 @@
-"""Options as functions and the command line share them: declared once, without the library of the command line.
+"""Options shared by functions and the command line, declared without the command-line library.
 
-A group is a frozen dataclass that derives from `OptionGroup`.  Its fields are keywords of functions.  A field with
-a `Flag` in its annotation is an option of commands, too.
+A group is a frozen dataclass derived from `OptionGroup`. Its fields are keyword arguments of functions. A field with a
+`Flag` in its annotation is also a command-line option.
 
     @dataclass(frozen=True)
     class Work(OptionGroup):
         workers: Annotated[int, Flag(help="Threads that copy.", min=0)] = 0
-        progress: Callable[[int], None] | None = None  # of functions only
+        progress: Callable[[int], None] | None = None  # only for functions
 
     def copy(path: str, **keywords: Unpack[WorkKeywords]) -> None:
         work = Work.of(keywords)
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-#: Sections of the help texts, in this order.  Options without one come last, under Options.
+#: Sections of the help texts, in order. Options without a section come last, under Options.
 READ, WRITTEN, HOW, SHOWN, HUB = SECTIONS = (
     "What is read",
     "What is written",
@@ -35,19 +35,19 @@ READ, WRITTEN, HOW, SHOWN, HUB = SECTIONS = (
 
 @dataclass(frozen=True)
 class Flag:
-    """An option of a command, in the annotation of a parameter or of a field.
+    """A command-line option, in the annotation of a parameter or a field.
 
     Attributes:
-        names: Words on the command line; none for the parameter's own name.
-        help: Its line in the help.
-        section: Its section in the help.
-        metavar: Its value in the help.
-        min: Smallest number.
-        max: Largest number.
-        complete: Function of `ckpt.options.completion` that completes its value.
-        type: Type on the command line, if the annotation allows several.
-        parse: Function that makes the value of what was typed.
-        hidden: True if the help leaves it out.
+        names: Command-line names. Empty: the parameter's own name.
+        help: Help text.
+        section: Help section.
+        metavar: Placeholder for the value in the help.
+        min: Minimum number.
+        max: Maximum number.
+        complete: Name of the function in `ckpt.options.completion` for completing the value.
+        type: Command-line type, if the annotation allows several.
+        parse: Function from the typed text to the value.
+        hidden: True if the help omits the option.
     """
 
     names: tuple[str, ...] = ()
@@ -64,28 +64,28 @@ class Flag:
 
 @dataclass(frozen=True)
 class Positional(Flag):
-    """An argument of a command, in the annotation of a parameter or of a field."""
+    """A command-line argument, in the annotation of a parameter or a field."""
 
 
 class OptionGroup:
-    """Base of groups of options."""
+    """Base class for option groups."""
 
     @classmethod
     def of(cls, keywords: Mapping[str, Any]) -> Self:
-        """Return the group with its values from the keywords of a function."""
+        """Return the group with values from a function's keyword arguments. Ignore keywords without a field."""
         names = {one.name for one in fields(cls)}  # type: ignore[arg-type]
         return cls(**{name: value for name, value in keywords.items() if name in names})
 
 
 def flag_of(parameter: Parameter) -> Flag | None:
-    """Return the declaration of an option or argument; None for any other parameter."""
+    """Return the `Flag` in a parameter's annotation, or None without one."""
     return next((one for one in getattr(parameter.annotation, "__metadata__", ()) if isinstance(one, Flag)), None)
 
 
 def type_of(hint: Any) -> Any:
-    """Return the type of an option on the command line from its annotation in Python, without None.
+    """Return an option's command-line type for its Python annotation, ignoring None.
 
-    Of a union it is the first type; a sequence is a list of strings.
+    The first type in a union counts. A sequence becomes a list of strings.
     """
     if get_origin(hint) in (Union, UnionType):
         return type_of(next(one for one in get_args(hint) if one is not NoneType))
@@ -93,6 +93,6 @@ def type_of(hint: Any) -> Any:
 
 
 def others(keywords: Mapping[str, Any], *groups: type[OptionGroup]) -> dict[str, Any]:
-    """Return the keywords that belong to none of `groups`."""
+    """Return the keywords without a field in any of `groups`."""
     known = {one.name for group in groups for one in fields(group)}  # type: ignore[arg-type]
     return {name: value for name, value in keywords.items() if name not in known}

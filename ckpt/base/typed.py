@@ -1,4 +1,4 @@
-"""Type checks for the arguments of public functions, so that a mistake fails at the call."""
+"""Type checks for the arguments of public functions, so a mistake fails at the call."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ R = TypeVar("R")
 def typed(function: Callable[P, R]) -> Callable[P, R]:
     """Make `function` raise UsageError for an unknown argument or a value its annotation forbids.
 
-    If its `**options` are `Annotated` with a function, only the names that this function returns are known.
+    If its `**options` are `Annotated` with a function, only the names returned by this function are known.
     """
     return takes()(function)
 
 
 def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Same as `typed` for a function whose `**keywords` are the fields of `groups`.
+    """Return a decorator like `typed` for a function with the fields of `groups` as `**keywords`.
 
-    Its signature for `help()` has all of them. `others` annotates further keywords, if any are allowed.
+    The signature in `help()` lists them all. `others` annotates further keywords, if any are allowed.
     """
 
     def decorated(function: Callable[P, R]) -> Callable[P, R]:
@@ -50,7 +50,7 @@ def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[
         hints = functools.cache(lambda: _hints(function, *groups))
 
         def declared() -> Sequence[Callable[[], Iterable[str]]]:
-            """Return the functions that name further keywords; none if all are allowed."""
+            """Return the functions that name further keywords. Empty if all are allowed."""
             of_rest = others if groups or rest is None else _hints(function, include_extras=True)[rest]
             return getattr(of_rest, "__metadata__", ())
 
@@ -87,7 +87,7 @@ def takes(*groups: type[OptionGroup], others: Any = None) -> Callable[[Callable[
 
 
 def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]], others: Any) -> inspect.Signature:
-    """Return the signature of `function` with a keyword for each field of `groups` in place of its `**keywords`."""
+    """Return the signature of `function`, with a keyword for each field of `groups` instead of `**keywords`."""
     signature = inspect.signature(function)
     if not groups:
         return signature
@@ -102,7 +102,7 @@ def _signature(function: Callable[..., Any], groups: Sequence[type[OptionGroup]]
 
 
 def _hints(*owners: Any, include_extras: bool = False) -> dict[str, Any]:
-    """Return the annotations of a function and of groups. Names imported only for type checking stand for Any."""
+    """Return the annotations of functions and groups. Names imported only for type checking become Any."""
     found: dict[str, Any] = {}
     for owner in owners:
         module = vars(sys.modules[owner.__module__])

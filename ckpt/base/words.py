@@ -1,4 +1,4 @@
-"""Messages name options as the command line has them; this module turns them into Python's keywords."""
+"""Translation of command-line options in messages into Python keywords."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 
-#: Words after an option that are not its value, if it takes any word.
+#: Words after an option that are never its value, if it accepts any word.
 _WORDS = frozenset({"and", "is", "leaves", "lists", "merges", "names", "of", "or", "says", "which"})
 _VERBS = re.compile("ignores?|takes?")
 _TO_FILL_IN = re.compile(r"[A-Z][A-Z_/]+|N")
@@ -19,19 +19,19 @@ _NAMED = re.compile(
     r"|--(?P<option>[a-z][a-z0-9-]*)(?![\w-])(?: (?P<value>'[^']*'|[^\s`;,'-][^\s`;,]*))?)"
 )
 _TWO_LISTS = re.compile(r"(\w+)=\[([^]]*)\] \1=\[")
-#: Marks of another program's options in the words before an option.
+#: Words before an option that show that it is another program's.
 _OTHER_PROGRAM = re.compile(r"(?:\bMegatron-(?:LM|Bridge)\b|\bcontainer: |\bmegatron-core\b)[^;]*$")
 
 
 @dataclass(frozen=True)
 class Keyword:
-    """The keyword of a function for an option.
+    """A function's keyword for an option.
 
     Attributes:
-        name: The keyword.
+        name: Keyword.
         type: bool, int, float, str, or list for a list of strings.
         choices: All values, if the option has choices.
-        is_free: True if the value may be any word.
+        is_free: True if any word may be the value.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Keyword:
         return not self.choices and any(character.isdecimal() or character == "/" for character in value)
 
     def given(self, value: str) -> str:
-        """Return the keyword with a value."""
+        """Return the Python text for the keyword with a value."""
         plain = value.strip("'")
         bare = plain == "N" or (self.type in (int, float) and not _TO_FILL_IN.fullmatch(plain))
         said = plain if bare else repr(plain)
@@ -57,14 +57,14 @@ class Keyword:
 
 @cache
 def keywords() -> Mapping[str, Keyword]:
-    """Return the keyword for each option of the commands that are functions, by the option's name."""
-    # declared far above this module, which every error needs
+    """Return the keywords of all commands with a Python function, by option name."""
+    # Imported late: it is far above this module, and every error needs this module.
     found: Mapping[str, Keyword] = import_module("ckpt.options.keywords").keywords()
     return found
 
 
 def in_python(text: str) -> str:
-    """Return `text` with options as keywords: `--dequantize` is `dequantize=True`, and `--tp 2` is `tp=2`."""
+    """Return `text` with options as Python keywords: `--tp 2` becomes `tp=2`, and `--dequantize` `dequantize=True`."""
     said = _NAMED.sub(_keyword, text)
     while (joined := _TWO_LISTS.sub(r"\1=[\2, ", said)) != said:
         said = joined
@@ -82,7 +82,7 @@ def _keyword(found: re.Match[str]) -> str:
         return "output"
     keyword = keywords().get(found["option"] or "")
     if keyword is None:
-        return found[0]  # a command in backticks, or an option of the command line alone
+        return found[0]  # a command in backticks, or an option only for the command line
     value = found["value"] or ""
     word = value.rstrip(".:)")
     rest = f" {value}" if value else ""

@@ -38,7 +38,7 @@ MAX_INDEX = 128 << 20
 
 @dataclass(frozen=True)
 class Index:
-    """`model.safetensors.index.json`: the file of each tensor, and their recorded total size."""
+    """`model.safetensors.index.json`: each tensor's file, and the recorded total size."""
 
     name: str
     weight_map: Mapping[str, str]
@@ -74,19 +74,19 @@ def parse_index(
 
 
 def is_shard_set(names: Iterable[str]) -> bool:
-    """Return True if all names are shards of one model.  Missing shards are an error later on, not another format."""
+    """Return True if all names are shards of one model. Missing shards are reported later."""
     found = [SHARD.fullmatch(name) for name in names]
     return None not in found and len({(one["stem"], one["count"], one["suffix"]) for one in found if one}) == 1
 
 
 def index_of(shard: str) -> str | None:
-    """Return the name of the index that lists `shard`, or None if the name is no shard's."""
+    """Return the name of the index for `shard`, or None if `shard` is not named like a shard."""
     found = SHARD.fullmatch(shard)
     return f"{found['stem']}{found['suffix']}.index.json" if found else None
 
 
 def check_shard_set(names: Iterable[str], folder: Path) -> None:
-    """Raise IncompleteError if shards without an index are not all there, by the numbers in their names."""
+    """Raise IncompleteError if shards without an index have gaps in their numbers."""
     found = [match for name in names if (match := SHARD.fullmatch(name))]
     if not found:
         return
@@ -102,7 +102,7 @@ def check_shard_set(names: Iterable[str], folder: Path) -> None:
 
 
 def index_is_missing(shard: str) -> str:
-    """Return a note about complete shards without an index."""
+    """Return a note about a complete set of shards without an index."""
     return f"{index_of(shard)} is missing; every shard is here, and transformers loads none without it"
 
 

@@ -64,7 +64,7 @@ def names_in(folder: Path) -> list[str]:
 
 
 def files_in(folder: Path) -> list[str]:
-    """Return the names of all files in a folder, sorted. A broken link counts, so that reading it reports it."""
+    """Return the names of all files in a folder, sorted, including broken links: reading reports those."""
     return [name for name, entry in entries_in(folder).items() if not is_folder(entry)]
 
 

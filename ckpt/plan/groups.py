@@ -1,6 +1,6 @@
-"""Groups of options that functions and the command line share, by what they are about.
+"""Option groups shared by functions and the command line.
 
-`keywords.py` has their types for editors and mypy; `tests/api/test_keywords.py` writes it.
+`keywords.py` has their types for editors and mypy; `tests/api/test_keywords.py` generates it.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Cast = Literal["keep", "fp32", "bf16", "fp16"]
 Only = Literal["weights", "optimizer", "all"]
 Names = Literal["hub", "own"]
 ExpertLayout = Literal["peft", "unsloth"]
-Progress = Callable[[int], None]  # it is told of bytes that were read or written since the last call
-OptionValue = str | int | float | None  # of an option that a format declares; a bool is an int
+Progress = Callable[[int], None]  # gets the number of bytes read or written since the last call
+OptionValue = str | int | float | None  # for an option declared by a format; a bool is an int
 
 FormatOption = Annotated[str, Flag(metavar="FORMAT", help="The format to read.", complete="sources", section=READ)]
 TagOption = Annotated[
@@ -87,7 +87,7 @@ NamesOption = Annotated[
 
 @dataclass(frozen=True)
 class Selection(OptionGroup):
-    """The checkpoint that is read."""
+    """Choice of the checkpoint to read."""
 
     format: FormatOption = "auto"
     tag: TagOption = None
@@ -97,7 +97,7 @@ class Selection(OptionGroup):
 
 @dataclass(frozen=True)
 class ReadOptions(OptionGroup):
-    """What is read of a run, of a format that is given elsewhere."""
+    """Options for reading a run whose format is given elsewhere."""
 
     tag: TagOption = None
     config: ConfigOption = None
@@ -110,7 +110,7 @@ class ReadOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class Completion(OptionGroup):
-    """The model that a run is completed from."""
+    """Model to complete a run from."""
 
     complete_from: Annotated[
         str | PathLike[str] | Checkpoint | None,
@@ -124,7 +124,7 @@ class Completion(OptionGroup):
 
 @dataclass(frozen=True)
 class Sides(OptionGroup):
-    """The two checkpoints of a comparison."""
+    """The two checkpoints in a comparison."""
 
     from_a: Annotated[str, Flag(metavar="FORMAT", help="The format of A.", complete="sources", section=READ)] = "auto"
     from_b: Annotated[str, Flag(metavar="FORMAT", help="The format of B.", complete="sources", section=READ)] = "auto"
@@ -142,7 +142,7 @@ class Sides(OptionGroup):
 
 @dataclass(frozen=True)
 class Comparison(OptionGroup):
-    """How two checkpoints are compared."""
+    """Options for a comparison."""
 
     only: Annotated[Only, Flag(help="Compare only these tensors.", section=SHOWN)] = "all"
     cast: Annotated[
@@ -155,7 +155,7 @@ class Comparison(OptionGroup):
 
 @dataclass(frozen=True)
 class Measuring(OptionGroup):
-    """How far a comparison is."""
+    """Progress callbacks for a comparison."""
 
     progress: Progress | None = None
     expected: Progress | None = None
@@ -163,7 +163,7 @@ class Measuring(OptionGroup):
 
 @dataclass(frozen=True)
 class Precision(OptionGroup):
-    """The precision in which weights are written."""
+    """Precision of written weights."""
 
     dtype: Annotated[
         Cast,
@@ -177,7 +177,7 @@ class Precision(OptionGroup):
 
 @dataclass(frozen=True)
 class StatePrecision(OptionGroup):
-    """The precision in which optimizer states are written."""
+    """Precision of written optimizer states."""
 
     optimizer_dtype: Annotated[
         Literal["keep", "fp32"],
@@ -190,7 +190,7 @@ class StatePrecision(OptionGroup):
 
 @dataclass(frozen=True)
 class Sharding(OptionGroup):
-    """The files into which a target is cut."""
+    """Division of a target into files."""
 
     max_shard_size: ShardSizeOption = "5GB"
     world_size: Annotated[
@@ -215,12 +215,12 @@ class Work(OptionGroup):
 
 @dataclass(frozen=True)
 class Planning(Work, Sharding, StatePrecision, Precision, Completion, ReadOptions):
-    """All of a conversion but where it is written; fields of the last base come first."""
+    """Everything about a conversion except its destination. Fields of the last base come first."""
 
 
 @dataclass(frozen=True)
 class Check(OptionGroup):
-    """What is compared before anything is written."""
+    """Comparison before anything is written."""
 
     check: Annotated[
         bool, Flag(help="First compare all fp32 masters with the weights stored beside them.", section=HOW)
@@ -229,7 +229,7 @@ class Check(OptionGroup):
 
 @dataclass(frozen=True)
 class WriteOptions(OptionGroup):
-    """How the output is written."""
+    """Options for writing the output."""
 
     manifest: Annotated[
         bool,
@@ -256,14 +256,14 @@ class WriteOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class Processes(OptionGroup):
-    """The processes that do it together."""
+    """Processes that share the work."""
 
     group: Any = None  # a `ckpt.processes.group.Alone`
 
 
 @dataclass(frozen=True)
 class Watching(OptionGroup):
-    """Functions that are told how far a conversion is."""
+    """Callbacks for a conversion's progress."""
 
     progress: Progress | None = None
     phase: Callable[[str, int], None] | None = None
@@ -271,7 +271,7 @@ class Watching(OptionGroup):
     planned: Callable[[Any], None] | None = None
 
     def told(self, conversion: Any) -> dict[str, Any]:
-        """Tell what was planned, and return the keywords for writing it."""
+        """Call `planned`, and return the other callbacks as keywords for writing."""
         if self.planned is not None:
             self.planned(conversion)
         return {name: one for name, one in vars(self).items() if one is not None and name != "planned"}
@@ -279,7 +279,7 @@ class Watching(OptionGroup):
 
 @dataclass(frozen=True)
 class HubTarget(OptionGroup):
-    """Where on the Hub a folder is pushed to."""
+    """Destination for a push to the Hub."""
 
     repo_id: Annotated[
         str | None,

@@ -7,6 +7,6 @@ from typing import Any
 
 
 def config_parts(config: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
-    """Return a model's config, and then the config of its language model if it is a part of the model."""
+    """Return a model's config, followed by its `text_config` if it has one."""
     text = (config or {}).get("text_config")
     return [config or {}, *([text] if isinstance(text, Mapping) else [])]

@@ -1,4 +1,4 @@
-"""Protocols of the modules in `ckpt.plan.services`, for mypy alone."""
+"""Protocols for the modules in `ckpt.plan.services`, only for mypy."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Config = Mapping[str, Any]
 
 
 class TiesProtocol(Protocol):
-    """Tied tensors: their names in the Hub's files and in memory, and a config without given ties."""
+    """Tied tensors: names in Hub files and in memory, and configs with ties removed."""
 
     def kept_names(self, checkpoint: Checkpoint) -> dict[str, str]: ...
     def tied_names(self, config: Config, stored: Collection[str]) -> dict[str, str]: ...
@@ -22,35 +22,35 @@ class TiesProtocol(Protocol):
 
 
 class TorchtitanProtocol(Protocol):
-    """The namespace of a run whose own names are torchtitan's; None for others."""
+    """Namespace of a run with torchtitan's own names, None for other runs."""
 
     def namespace_of(self, checkpoint: Checkpoint) -> str | None: ...
 
 
 class LayerNamesProtocol(Protocol):
-    """Names of layers that an engine puts in the place of the model's own."""
+    """Layer names, where an engine has replaced the model's own."""
 
     def with_known_names(self, checkpoint: Checkpoint) -> Checkpoint: ...
 
 
 class ProofProtocol(Protocol):
-    """Comparison of a model's files with those that its architecture saves."""
+    """Comparison of a model's files with the files its architecture saves."""
 
     def differences(self, config: Config, shapes: Mapping[str, Shape]) -> str | None: ...
     def prove(self, config: Config, shapes: Mapping[str, Shape], path: str) -> object: ...
 
 
 class ExpectedProtocol(Protocol):
-    """Parts and tensors that the config describes and a checkpoint lacks."""
+    """Parts and tensors described by the config but missing in a checkpoint."""
 
     def lacking_of(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]: ...
 
 
 class ModuleProtocol(Protocol):
-    """A module's class, and what else shapes do not tell.
+    """A module's class, and facts that shapes do not show.
 
-    `layer` is the nearest known layer that it derives from.  `is_transposed`: its stacked experts are [experts, in,
-    out].  `parameters` are its own, in the order in which it registers them.
+    `layer` is the nearest known base class. `is_transposed`: its stacked experts are [experts, in, out]. `parameters`
+    are its own, in registration order.
     """
 
     @property
@@ -75,7 +75,7 @@ class ModulesProtocol(Protocol):
 
 
 class ModelClassProtocol(Protocol):
-    """A class of transformers: tensors that it saves, tensors that it ties, and the path of its inner model."""
+    """A transformers class: saved tensors, tied tensors, and the path of its inner model."""
 
     @property
     def name(self) -> str: ...
@@ -88,7 +88,7 @@ class ModelClassProtocol(Protocol):
 
 
 class ClassesProtocol(Protocol):
-    """The class of transformers that an adapter was trained on, by its task or the class's name."""
+    """Transformers class that an adapter was trained on, by task or class name."""
 
     def trained_class(self, config: Config | None, task: object, name: object) -> ModelClassProtocol | None: ...
 
@@ -97,7 +97,7 @@ Leaves = Sequence[tuple[tuple[Any, ...], Any]]
 
 
 class StateDictProtocol(Protocol):
-    """The leaves of a nested state dict by path."""
+    """Leaves of a nested state dict, by path."""
 
     @property
     def model(self) -> Leaves: ...
@@ -108,13 +108,13 @@ class StateDictProtocol(Protocol):
 
 
 class StateDictsProtocol(Protocol):
-    """The nested state dict that torch's functions save and load."""
+    """Nested state dict for torch's save and load functions."""
 
     def state_dict(self, checkpoint: Checkpoint, dtype: DType | None) -> StateDictProtocol: ...
 
 
 class FaultProtocol(Protocol):
-    """A part of a quantized weight that is missing, unexpected, or has another shape or dtype."""
+    """A missing, unexpected or mismatched part of a quantized weight. A mismatch is in shape or dtype."""
 
     @property
     def fqn(self) -> str: ...
@@ -125,7 +125,7 @@ class FaultProtocol(Protocol):
 
 
 class QuantizedWeightsProtocol(Protocol):
-    """The quantized weights of a checkpoint, with the names and faults of their parts."""
+    """A checkpoint's quantized weights, with their parts' names and faults."""
 
     @property
     def title(self) -> str: ...
@@ -154,19 +154,19 @@ class QuantizedWeightsProtocol(Protocol):
 
 
 class QuantizationProtocol(Protocol):
-    """The quantized weights of a checkpoint."""
+    """Lookup of a checkpoint's quantized weights."""
 
     def quantized_weights(self, checkpoint: Checkpoint) -> QuantizedWeightsProtocol: ...
 
 
 class DequantizingProtocol(Protocol):
-    """Plain weights in the place of quantized ones."""
+    """Replacement of quantized weights by plain ones."""
 
     def dequantized(self, checkpoint: Checkpoint, dtype: DType | None) -> Checkpoint: ...
     def can_dequantize(self, checkpoint: Checkpoint) -> bool: ...
 
 
 class StoredStatesProtocol(Protocol):
-    """Tensors that store quantized optimizer states, in the place of their values."""
+    """Replacement of optimizer states by the tensors that store them quantized."""
 
     def as_stored(self, checkpoint: Checkpoint) -> Checkpoint: ...

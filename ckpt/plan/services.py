@@ -1,6 +1,6 @@
-"""Modules of `converters` with functions that the core calls; `ckpt.plan.protocols` says which.
+"""Modules in `converters` called by the core, with the protocols in `ckpt.plan.protocols`.
 
-They know models by their config.  A module is imported when one of its functions is first used.
+They know models by their config. A module is imported on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Files of two saves in one folder: a model and its optimizer that count different steps.
+"""Files from two saves in one folder: a model and an optimizer with different step counts.
 
-A save into a reused folder that was cut off leaves these.  An optimizer of a later step than the model proves it.  One
-that has taken fewer steps may have begun anew, if only weights were loaded: then the fp32 masters still round to the
-model's weights.  HF Trainer counts steps that an overflow made void, so its optimizer may have taken fewer.
+They are left by an interrupted save into a reused folder. An optimizer ahead of the model proves it. An optimizer
+behind the model may have been restarted, if only weights were loaded. Then the fp32 masters still round to the model's
+weights. HF Trainer also counts steps skipped after an overflow, so its optimizer may be behind.
 """
 
 from __future__ import annotations
@@ -15,19 +15,22 @@ from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import whole
 from ckpt.runs.steps import trainer_step
 
-#: Parameters compared, the largest of at most this many elements.
+#: Number of compared parameters, and their maximum number of elements. The largest are compared.
 _COMPARED, _MAX_ELEMENTS = 2, 1 << 22
 
 
 def check_one_save(checkpoint: Checkpoint) -> None:
-    """Raise IncompleteError if the optimizer is of another save than the model."""
+    """Raise IncompleteError if the optimizer and the model come from different saves."""
     what = different_steps(checkpoint)
     if what and (_taken(checkpoint) > (checkpoint.state.step or 0) or _weights_differ(checkpoint)):
         raise IncompleteError(what, path=checkpoint.path)
 
 
 def different_steps(checkpoint: Checkpoint) -> str:
-    """Return a sentence if a model and its optimizer count different steps, or "".  ZeRO's stage 0 counts otherwise."""
+    """Return a sentence about different step counts of a model and its optimizer, or "".
+
+    Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's record counts.
+    """
     state = checkpoint.state
     taken = _taken(checkpoint)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
@@ -40,12 +43,12 @@ def different_steps(checkpoint: Checkpoint) -> str:
 
 
 def _taken(checkpoint: Checkpoint) -> float:
-    """Return the number of steps taken by the optimizer, or -1 if it does not count."""
+    """Return the number of optimizer steps, or -1 if it is not recorded."""
     return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 
 
 def _weights_differ(checkpoint: Checkpoint) -> bool:
-    """Return True if a parameter's fp32 master does not round to its weight, as it does after every step."""
+    """Return True if a parameter's fp32 master does not round to its weight. After every step it does."""
     from ckpt.move.casts import cast_bits
     from ckpt.move.reading import read_box
 
