@@ -61,7 +61,7 @@ class Batch(Protocol):
         ...
 
     def written(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the target offset and the number of bytes of each copy."""
+        """Return each copy's target offset and number of bytes."""
         ...
 
     def carry_out(self, sources: OpenFiles, output: OpenTarget, buffer_size: int) -> Iterator[int]:
@@ -179,7 +179,7 @@ def _itemsize(spans: Spans) -> int:
 
 
 def gather(spans: Spans, sources: OpenFiles) -> NDArray:
-    """Return the elements of all rows as one array of raw bits in the target dtype.
+    """Return all rows' elements as one array of raw bits in the target dtype.
 
     The rows are adjacent in the target.
     """
@@ -284,7 +284,7 @@ class CopyBatch:
 
 @dataclass(frozen=True, slots=True)
 class ComputedBatch(CopyBatch):
-    """Copies of the bytes computed by `content`. `room` reserves memory in the meantime."""
+    """Copies of bytes from `content`. `room` reserves memory in the meantime."""
 
     content: Callable[[], memoryview]
     room: Turn
@@ -315,7 +315,7 @@ def _grouped(copies: Iterable[Copy]) -> Iterator[CopyBatch]:
 
 
 def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, None, list[Copy]]:
-    """Yield batches of copies that fill whole rows of a slot together. Return the other copies.
+    """Yield batches of copies that together fill whole rows in a slot. Return the other copies.
 
     An example is a row-parallel weight: each rank has some columns.
     """
@@ -342,7 +342,7 @@ def _row_batches(slot: Extent, copies: Sequence[Copy]) -> Generator[CopyBatch, N
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A buffer for a range of the target file from `start` on, filled by several copies before it is written."""
+    """A buffer for the target range from `start` on. Several copies fill it before it is written."""
 
     start: int
     content: NDArray

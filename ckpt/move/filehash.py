@@ -39,7 +39,7 @@ def max_pieces(num_files: int) -> int:
 def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
     """Return a target file's pieces: one per slot, merged if slots interleave.
 
-    If there are more than `at_most` slots, neighbours are joined into pieces of about equal size.
+    More than `at_most` slots are joined into pieces of about equal size.
     """
     spans = sorted((slot.extent.offset, slot.extent.end) for slot in file.slots if slot.extent.numel)
     least = file.size // at_most if len(spans) > at_most else 0
@@ -56,12 +56,11 @@ def pieces_of(file: TargetFile, at_most: int) -> list[Piece]:
 
 
 def digest_of_bytes(content: bytes) -> FileDigest:
-    """Return the digest of a file without pieces."""
     return FileDigest(len(content), {}, xxh3_128(content).hexdigest())
 
 
 def jobs(pieces: Iterable[Piece]) -> Iterator[list[Piece] | None]:
-    """Yield hashing jobs for several threads: lists of pieces, and None for the rest of the file."""
+    """Yield hashing jobs for several threads: lists of pieces, or None for the file's other bytes."""
     job: list[Piece] = []
     size = 0
     for piece in pieces:

@@ -87,7 +87,7 @@ class OpenFiles(contextlib.AbstractContextManager["OpenFiles"]):
         self.close()
 
     def close(self) -> None:
-        """Close all files. Errors are ignored: nothing was written."""
+        """Close all files, ignoring errors: nothing was written."""
         while self._open:
             with contextlib.suppress(OSError):
                 os.close(self._open.popitem()[1])
@@ -155,7 +155,7 @@ def _what_lies_in(folder: Path) -> str:
 
 
 def lies_in(inner: Path, outer: Path) -> bool:
-    """Return True if `inner` is `outer` or lies in it, even under a second name from a bind mount."""
+    """Return True if `inner` is or lies in `outer`, even under a second name from a bind mount."""
     real, container = Path(os.path.realpath(inner)), Path(os.path.realpath(outer))
     if real.is_relative_to(container):
         return True
@@ -236,7 +236,6 @@ class Staging:
         self._is_kept, self._may_be_there = False, True
 
     def keep(self) -> None:
-        """Keep the folder on exit."""
         self._is_kept = True
 
     def share(self, files: Iterable[tuple[str, int]]) -> None:
@@ -266,7 +265,7 @@ class Staging:
             return file
 
     def commit(self) -> None:
-        """Make everything durable and move it to the destination in one step."""
+        """Make everything durable, then move it to the destination in one step."""
         assert not self._is_kept, "nobody has looked at what was left in the folder"
         try:
             with _writing(self.destination):
@@ -415,7 +414,6 @@ class SharedStaging:
 
 
 def staging_folder(destination: Path) -> Path:
-    """Return the staging folder for `destination`, in the same parent folder."""
     destination = Path(os.path.abspath(destination))
     return destination.with_name(f".{destination.name}{_STAGED}")
 
@@ -471,7 +469,6 @@ def sync_folder(path: Path) -> None:
 
 
 def _same_file(descriptor: int, path: Path) -> bool:
-    """Return True if `path` is still the file opened as `descriptor`."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -489,7 +486,6 @@ def is_filled(folder: Path) -> bool:
 
 
 def disk_bytes(folder: Path) -> int:
-    """Return the disk usage of a folder's files in bytes."""
     return sum(path.lstat().st_blocks * 512 for path in folder.rglob("*"))
 
 

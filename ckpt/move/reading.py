@@ -21,7 +21,7 @@ Computed = Mapping[str, Callable[[], memoryview]]
 def read_box(tensor: Tensor, box: Box, computed: Computed, sources: OpenFiles | None = None) -> NDArray:
     """Return the elements in `box` as a contiguous array of raw bits in the box's shape.
 
-    `computed` is `Checkpoint.computed`: contents of extents that are in no file. `sources` caches open files.
+    `computed` is `Checkpoint.computed`: contents without a file. `sources` caches open files.
     """
     bits = np.empty(box.numel, storage_dtype(tensor.dtype))
     if bits.size:
@@ -96,7 +96,7 @@ def read_bits(descriptor: int, extent: Extent) -> NDArray:
 
 
 def in_shape(raw: NDArray, extent: Extent) -> NDArray:
-    """Return the elements in `raw`, the extent's bytes, as a contiguous array of raw bits in the extent's shape."""
+    """Return `raw`, an extent's bytes, as a contiguous array of raw bits in the extent's shape."""
     elements = raw.view(storage_dtype(extent.dtype))
     if extent.is_contiguous:
         return elements.reshape(extent.shape)

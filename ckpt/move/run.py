@@ -35,7 +35,7 @@ from ckpt.plan.checkpoint import SourceFile, TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.processes.group import Alone
 
-#: Leftovers to clear: none, all, or only ones that can't be continued.
+#: Leftovers to clear: nothing, everything, or only leftovers that can't be continued.
 Restart = bool | Literal["stale"]
 
 #: Error codes after which finished work can be kept.
@@ -224,7 +224,7 @@ def _check_same_plan(begin: Mapping[str, Any], group: Alone) -> None:
 
 
 def _file_digests(found: Iterable[tuple[Digests, Mapping[str, tuple[int, str]]]], done: Digests) -> FileDigests:
-    """Return the digests of all filled files, from what each process `found` and what was already `done`."""
+    """Return all filled files' digests, from each process's `found` and the earlier `done`."""
     together = {name: dict(digests) for name, digests in done.items()}
     rests: dict[str, tuple[int, str]] = {}
     for pieces, of_rests in found:

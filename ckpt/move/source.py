@@ -99,7 +99,6 @@ def open_file(path: str) -> int:
 
 @contextlib.contextmanager
 def opened(path: str) -> Iterator[int]:
-    """Open a file like `open_file`, and close it at the end."""
     descriptor = open_file(path)
     try:
         yield descriptor
@@ -127,7 +126,7 @@ def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
 
 
 class Seekable(io.RawIOBase):
-    """A seekable stream of `size` bytes. Subclasses read at `_at`."""
+    """A seekable stream with `size` bytes. Subclasses read at `_at`."""
 
     def __init__(self, size: int) -> None:
         self._size, self._at = size, 0

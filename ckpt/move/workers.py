@@ -222,7 +222,7 @@ class Workers:
                     thread.join()
 
     def _leave(self) -> None:
-        """Leave as one of the threads or the caller. The last one closes all unfinished files."""
+        """Leave as a thread or as the caller. The last one closes all unfinished files."""
         with self._present:
             self._num_present -= 1
             while not self._num_present and self._outputs:
@@ -256,7 +256,7 @@ class Workers:
         self._put((output, batch), is_heavy=is_heavy)
 
     def compute(self, output: Output, copies: list[Copy], content: Callable[[], memoryview]) -> None:
-        """Compute `content` in a thread and write it. It is as long as the copies' sources reach."""
+        """Compute `content` in a thread and write it. The copies' sources give its length."""
         room = self._room.taken(_COMPUTING * max(copy.source.end for copy in copies))
         output.add()
         # stores need many parallel requests
@@ -382,7 +382,7 @@ _sync_file_range = getattr(ctypes.CDLL(None), "sync_file_range", None)
 
 
 class _Room:
-    """Memory for computed tensors: as many at once as fit, and always at least one."""
+    """Memory for computed tensors: as many at once as fit, but at least one."""
 
     def __init__(self, size: int) -> None:
         self._size = size

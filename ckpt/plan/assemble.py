@@ -37,7 +37,7 @@ def assemble(fqn: str, role: str, parts: Sequence[tuple[Shape, Fragment]], nativ
 
 
 def whole_copies(held: Iterable[tuple[_Region, _Held]]) -> list[list[_Held]]:
-    """Group what is held for each region into complete copies. A region with fewer holders reuses its last one."""
+    """Group each region's holders into complete copies. A region with fewer holders reuses its last one."""
     holders: dict[_Region, list[_Held]] = {}
     for region, one in held:
         holders.setdefault(region, []).append(one)

@@ -205,7 +205,7 @@ class Given:
 
 
 class ComputesIn(NamedTuple):
-    """A run's 16-bit compute dtype, if its weights are stored only in float32, and the record that says so.
+    """A run's 16-bit compute dtype, if only float32 weights are stored, and the record with this dtype.
 
     `dtype` is None if such a run may compute in 16 bits but no record exists.
     """
@@ -287,7 +287,7 @@ class Checkpoint:
         return self.facts if isinstance(self.facts, family) else family()
 
     def holds(self, names: Iterable[str]) -> bool:
-        """Return True if there are tensors for all `names`, possibly behind path prefixes."""
+        """Return True if there are tensors for all `names`, possibly with path prefixes."""
         known = [fqn.split(".") for fqn in {fqn for fqn, _ in self.tensors} | self.ties.keys()]
         return {".".join(parts[start:]) for parts in known for start in range(len(parts))}.issuperset(names)
 
@@ -325,12 +325,12 @@ class Checkpoint:
 
     @property
     def optimizer_states(self) -> tuple[str, ...]:
-        """Names of the optimizer's states, sorted: `exp_avg`, `momentum_buffer`, ..."""
+        """Names of the optimizer states, sorted: `exp_avg`, `momentum_buffer`, ..."""
         roles = {role for _, role in self.tensors}.difference(MODEL_ROLES)
         return tuple(sorted(roles | set(self.state.scalars)))
 
     def with_plain_states(self) -> Checkpoint:
-        """Return this checkpoint with fp32 values in place of quantized optimizer states (torchao, bitsandbytes).
+        """Return this checkpoint with dequantized optimizer states (torchao, bitsandbytes) in fp32.
 
         The values have the same bits as the library's.
         """
@@ -453,7 +453,7 @@ class Target:
 
     @property
     def not_written(self) -> tuple[str, ...]:
-        """Source content that is not in the target, one line each."""
+        """Source content missing in the target, one line each."""
         return (*self.dropped, *dict.fromkeys(self.left_out.values()))
 
 
@@ -465,7 +465,7 @@ class Format(Protocol):
 
     name: str
     title: str
-    #: Other names that users may type. Formats in one family may share an alias; it then means all readable ones.
+    #: Other names for users to type. Formats in one family may share an alias; it then means all readable ones.
     aliases: tuple[str, ...] = ()
     #: Namespace required for writing. None accepts any.
     namespace: str | None
@@ -486,7 +486,7 @@ class Format(Protocol):
     #: True if an engine loads it on more or fewer ranks, or with other Megatron axis sizes.
     fits_other_ranks: bool = True
     fits_other_axes: bool = False
-    #: True if files record how many ranks they are for, although they fit others.
+    #: True if files record their number of ranks, although they fit others.
     records_ranks: bool = False
     #: Options from `ckpt.plan.options.OF_FILES` that affect its files. Others are refused.
     takes: tuple[str, ...] = ()
@@ -504,4 +504,4 @@ class Format(Protocol):
         """Describe the checkpoint that `find` returned, without reading tensor data."""
 
     def lay_out(self, checkpoint: Checkpoint, layout: Layout) -> Target:
-        """Return the files that this format needs for `checkpoint`, and the content of each byte."""
+        """Return the files to write for `checkpoint`, and the content of each byte."""

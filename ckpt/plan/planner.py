@@ -104,11 +104,11 @@ class Plan:
         return self._spans.get(file.name, ())
 
     def slots(self, file: TargetFile) -> Sequence[Slot]:
-        """Return the slots in `file` with copies that are not in `spans`."""
+        """Return the slots in `file` with copies outside `spans`."""
         return self._others.get(file.name, ())
 
     def slot_copies(self, slot: Slot) -> Iterator[Copy]:
-        """Yield a slot's copies that are not in `spans`: computed ones, and ones with gaps."""
+        """Yield a slot's copies outside `spans`: computed ones, and ones with gaps."""
         tensor = self.checkpoint.tensors[slot.key]
         for copy in _slot_copies(tensor.fragments(), tensor.shape, slot):
             if copy.source.path in self.checkpoint.computed or not copy.is_flat:
@@ -117,7 +117,7 @@ class Plan:
     def copies(
         self, file: TargetFile, wanted: Callable[[Slot], bool] = lambda _: True
     ) -> Iterator[tuple[Slot, list[Copy]]]:
-        """Yield the `wanted` slots in `file` with copies from files that are not in `spans`, and these copies."""
+        """Yield the `wanted` slots in `file` with file copies outside `spans`, and these copies."""
         computed = self.checkpoint.computed
         for slot in filter(wanted, self.slots(file)):
             yield slot, [copy for copy in self.slot_copies(slot) if copy.source.path not in computed]
@@ -176,7 +176,7 @@ def make_plan(checkpoint: Checkpoint, target: Target, *, carries_optimizer: bool
 
 @dataclass
 class _Found:
-    """Copies found so far, by target file: contiguous ones as rows, and the slots of all others."""
+    """Copies found so far, by target file: contiguous ones as rows, others by slot."""
 
     checkpoint: Checkpoint
     rows: dict[str, Rows] = field(default_factory=dict)
@@ -330,7 +330,7 @@ def _slot_copies(fragments: Iterable[Fragment], shape: Shape, slot: Slot) -> Ite
 
 
 def _lies_in_one(fragments: list[Fragment], shape: Shape, region: Region) -> bool:
-    """Return True for a box without gaps in a single-box tensor: it needs only a part of that box."""
+    """Return True for a box without gaps in a single-box tensor: only a part of the tensor's box is needed."""
     if len(fragments) != 1 or not isinstance(region, Box) or region.steps or not region.numel:
         return False
     first = fragments[0].region
@@ -369,7 +369,7 @@ def _prove_nothing_is_lost(
     for key, tensor in checkpoint.tensors.items():
         fqn, role = key
         if key in regions:
-            # A target may hold an element more than once: as a master and, rounded, as a weight.
+            # A target may hold an element twice: as a master, and rounded as a weight.
             fault = check_tiling(list(regions[key]), tensor.shape, overlaps=True)
             if fault is not None:
                 found = f"{fault.kind} at {fault.region}"

@@ -86,13 +86,13 @@ def _registered(own: Mapping[str, str], group: str) -> dict[str, str]:
 def names() -> list[str]:
     """Return all format names in detection order.
 
-    Other packages come first. Otherwise, a special kind of one of our formats would be detected as ours.
+    Other packages come first: their format may be a special kind of ours.
     """
     return sorted(_registered(FORMATS, "ckpt.formats"), key=lambda name: name in FORMATS)
 
 
 def words() -> list[str]:
-    """Return all names and aliases that a user may type for a format."""
+    """Return all names and aliases that users may type for a format."""
     return sorted({word for one in all_formats() for word in (one.name, *one.aliases)})
 
 

@@ -41,8 +41,8 @@ from ckpt.plan.tiling import TilingFault, check_tiling
 class Link:
     """Box `a_box` in tensor `a` equals box `b_box` in tensor `b`.
 
-    `dims[d]` is the dim of `b` for dim `d` of `a`, or None for a dim of size 1 that `b` lacks. Dims of `b` without a
-    counterpart have size 1 in `b_box`.
+    `dims[d]` is the dim of `b` for dim `d` of `a`. It is None for a dim with size 1 missing in `b`. Dims of `b` without
+    a counterpart have size 1 in `b_box`.
     """
 
     a: str

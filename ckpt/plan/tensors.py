@@ -330,7 +330,7 @@ class Source(Protocol):
 
 
 class Rule(Source, Protocol):
-    """A source that can locate a part of a tensor without listing all of it.
+    """A source that can locate a part of a tensor without listing every fragment.
 
     It must agree with its own `fragments`: a plan uses one or the other.
     """
@@ -459,7 +459,7 @@ class Overlap:
 
 
 def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
-    """Return the fragment with a `FlatRange` and a 1-d extent, or None if that is impossible."""
+    """Return the fragment with a `FlatRange` and a 1-d extent, or None if it can't be flat."""
     if isinstance(fragment.region, FlatRange):
         return fragment
     if not fragment.extent.is_contiguous:
@@ -471,7 +471,7 @@ def _as_flat(fragment: Fragment, shape: Shape) -> Fragment | None:
 
 
 def _all_flat(fragments: list[Fragment], shape: Shape) -> list[Fragment] | None:
-    """Return all fragments as flat ones, or None if that is impossible."""
+    """Return all fragments as flat ones, or None if one can't be flat."""
     found = []
     for fragment in fragments:
         flat = _as_flat(fragment, shape)
