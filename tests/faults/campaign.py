@@ -48,6 +48,7 @@ PARTS: dict[str, tuple[Stream, float]] = {
     "a store in which requests fail": (stores, 0.01),
 }
 _FEWEST_KINDS = 5  # of changes that a claim has to disappear for
+_PER_TURN = _FEWEST_KINDS  # cases of a sample in turn, so that each sample has enough kinds
 _ENOUGH = 10_000  # cases: a campaign of so many has them all
 
 
@@ -241,11 +242,12 @@ def campaign(folder: Path, seed: int | str, num_cases: int) -> Report:
         }
         for kind, (add_some, part) in streams_of.items():
             left = round(part * num_cases)
+            turns = itertools.cycle(random.sample(samples, k=len(samples)))
             while left > 0:
-                sample = random.choice(samples)
+                sample = next(turns)
                 signal.alarm(_PATIENCE)
                 try:
-                    for _ in itertools.islice(add_some(sample, place, random), min(10, left)):
+                    for _ in itertools.islice(add_some(sample, place, random), min(_PER_TURN, left)):
                         signal.alarm(_PATIENCE)
                         left -= 1
                 except (Exception, _Over) as error:
