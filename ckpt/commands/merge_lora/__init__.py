@@ -1,4 +1,4 @@
-"""LoRA adapters: found, combined and merged with the bits of PEFT's own arithmetic.
+"""LoRA adapters: find, combine and merge them, with the same bits as PEFT.
 
-torch is imported where the arithmetic is.
+torch is imported only when a merge computes.
 """

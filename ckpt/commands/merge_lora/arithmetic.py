@@ -1,19 +1,20 @@
-"""The arithmetic of a LoRA merge, in the order and the dtypes of `merge_and_unload` of peft 0.21.2 on a CPU.
+"""Arithmetic of a LoRA merge, with the order and dtypes of `merge_and_unload` of peft 0.21.2 on a CPU.
 
-Sources: peft `tuners/lora/layer.py` (`Linear`, `Embedding`, `_ConvNd`, `ParamWrapper`: `merge` with
-`safe_merge=False`, `get_delta_weight`), `tuners/lora/variants.py` and `dora.py` (DoRA), `tuners/trainable_tokens`.
+Sources: peft `tuners/lora/layer.py` (`Linear`, `Embedding`, `_ConvNd`, `ParamWrapper`: `merge` with `safe_merge=False`,
+`get_delta_weight`), `tuners/lora/variants.py` and `dora.py` (DoRA), `tuners/trainable_tokens`.
 
-What decides the bits:
+These choices decide the bits:
 
-- PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`), whatever the file's dtype; over an fp64 base in fp64.
-  One that it made itself (`cat`) may be in the base's dtype, and then so is the delta, computed in fp32.
-- The product is one call, `B @ A` on [out, r] and [r, in] as they lie in memory, scaled afterwards: BLAS adds in an
-  order that depends on shapes and strides.  Stacked experts are one `einsum`; a product per expert has other bits.
-- A linear layer adds the fp32 delta to the weight in place: one rounding, to the weight's dtype.  Embeddings,
-  targeted parameters and attention round the delta to the weight's dtype first, and then the sum: two.
-- DoRA divides in fp32 and rounds once; its norm is taken over the views that PEFT takes it over.
+- PEFT loads an adapter in fp32 (`autocast_adapter_dtype=True`) whatever the file's dtype, or in fp64 over an fp64 base.
+  An adapter made by PEFT (`cat`) may have the base's dtype. Then the delta has this dtype too, computed in fp32.
+- The product is one call, `B @ A`, on [out, r] and [r, in] with their strides in memory, and scaled afterwards. BLAS
+  adds in an order that depends on shapes and strides. Stacked experts use one `einsum`, because a product per expert
+  gives other bits.
+- A linear layer adds the fp32 delta to the weight in place and rounds once, to the weight's dtype. Embeddings, targeted
+  parameters and attention round twice: the delta to the weight's dtype, then the sum.
+- DoRA divides in fp32 and rounds once. Its norm uses the same views as in PEFT.
 
-Every function takes a weight whose memory it may reuse, and returns the merged weight in the same dtype.
+Every function may reuse the memory of its weight, and returns the merged weight in the same dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import torch
 
 @dataclass
 class _Threads:
-    """Torch's number of threads `before` the first of `num_running` computations began."""
+    """Number of torch threads `before` the first of `num_running` computations began."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_running: int = 0
@@ -41,9 +42,9 @@ _THREADS = _Threads()
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Let torch compute in the calling thread alone, and restore the number for it and for new threads."""
+    """Run torch in the calling thread alone, then restore the number of threads."""
     with _THREADS.lock:
-        number = torch.get_num_threads()  # a new thread takes the process's number at this first call
+        number = torch.get_num_threads()  # a new thread takes over the process's number at this first call
         if not _THREADS.num_running:
             _THREADS.before = number
         _THREADS.num_running += 1
@@ -53,11 +54,11 @@ def one_thread() -> Iterator[None]:
     finally:
         with _THREADS.lock:
             _THREADS.num_running -= 1
-            torch.set_num_threads(_THREADS.before)  # each thread has a number of its own, too
+            torch.set_num_threads(_THREADS.before)  # every thread has its own number
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
-    """The dtype in which PEFT holds an adapter over a weight of this dtype."""
+    """Return the dtype that PEFT uses for an adapter over a weight of dtype `weight`."""
     return torch.float64 if weight == torch.float64 else torch.float32
 
 
@@ -70,9 +71,9 @@ def merge_linear(
     scaling: float,
     transposed: bool,
 ) -> torch.Tensor:
-    """`weight` [out, in], or [in, out] where `transposed` (Conv1D); `a` [r, in], `b` [out, r].
+    """Merge `a` [r, in] and `b` [out, r] into `weight` [out, in], or [in, out] if `transposed` (Conv1D).
 
-    With DoRA each output's row is then brought to its `magnitude` [out].
+    With DoRA, scale each output's row to its `magnitude` [out].
     """
     if magnitude is None:
         return _add(weight, _product(a, b, transposed), scaling, b.dtype)
@@ -92,7 +93,8 @@ def merge_experts(
 ) -> torch.Tensor:
     """Merge linear layers into experts stacked in `weight`, [experts, in, out] if `transposed`.
 
-    `factors` are an `a` and a `b` for each of the `parts`: an expert, or None for all, and half of the rows, or None.
+    `factors` holds an `a` and a `b` for each of the `parts`. A part is an expert (None for all) and a half of the rows
+    (None for all).
     """
     merged = weight.clone()
     for number, (expert, half) in enumerate(parts):
@@ -109,10 +111,10 @@ def merge_experts(
 def merge_attention(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, is_output: bool
 ) -> torch.Tensor:
-    """A projection of `nn.MultiheadAttention`, `weight` [out, in]; `a` [r, in], `b` [out, r].
+    """Merge into a projection of `nn.MultiheadAttention`: `weight` [out, in], `a` [r, in], `b` [out, r].
 
-    PEFT adds the delta to the output projection twice, and so does the forward pass that the adapter was trained by:
-    the layer itself does it, and then the `Linear` around that projection.
+    PEFT adds the delta to the output projection twice: once in the attention layer, once in the `Linear` around the
+    projection. The forward pass in training does the same.
     """
     weight += _linear_delta(a, b, scaling, False).to(weight.dtype)
     return merge_linear(weight, a, b, None, scaling=scaling, transposed=False) if is_output else weight
@@ -121,7 +123,10 @@ def merge_attention(
 def merge_embedding(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, *, scaling: float
 ) -> torch.Tensor:
-    """`weight` [num, dim]; `a` [r, num], `b` [dim, r].  With DoRA each column is brought to its `magnitude` [dim]."""
+    """Merge `a` [r, num] and `b` [dim, r] into `weight` [num, dim].
+
+    With DoRA, scale each column to its `magnitude` [dim].
+    """
     delta = _linear_delta(a, b, scaling, True)
     if magnitude is None:
         weight += delta.to(weight.dtype)
@@ -133,9 +138,9 @@ def merge_embedding(
 def merge_conv(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, magnitude: torch.Tensor | None, *, scaling: float
 ) -> torch.Tensor:
-    """`weight` [out, in, *kernel]; `a` [r, in, *kernel], `b` [out, r, 1, ...].
+    """Merge `a` [r, in, *kernel] and `b` [out, r, 1, ...] into `weight` [out, in, *kernel].
 
-    With DoRA each output's kernel is brought to its `magnitude` [1, out, 1, ...].
+    With DoRA, scale each output's kernel to its `magnitude` [1, out, 1, ...].
     """
     delta = _conv_delta(weight, a, b, scaling)
     if magnitude is None:
@@ -150,17 +155,17 @@ def merge_conv(
 def merge_parameter(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, input_last: bool, by_expert: bool
 ) -> torch.Tensor:
-    """A parameter that `target_parameters` names: `weight` [experts, out, in], or [experts, in, out], or [out, in].
+    """Merge into a parameter of `target_parameters`: `weight` [experts, out, in], [experts, in, out] or [out, in].
 
-    `a` [experts * r, in] has an expert's rows together, `b` [out, r * experts] a rank's columns, or an
-    expert's where `by_expert`.
+    `a` [experts * r, in] keeps the rows of an expert together. `b` [out, r * experts] keeps the columns of a rank
+    together, or of an expert if `by_expert`.
     """
     num_experts = weight.shape[0] if weight.dim() == 3 else 1
     if num_experts == 1:
         delta = _linear_delta(a, b, scaling, False)
     else:
         stacked_a = a.reshape(num_experts, -1, a.shape[-1])
-        if by_expert:  # into PEFT's order first, in memory too: BLAS adds in an order that depends on strides
+        if by_expert:  # change to PEFT's order in memory too: BLAS adds in an order that depends on strides
             b = b.reshape(b.shape[0], num_experts, -1).transpose(1, 2).reshape(b.shape)
         stacked_b = b.reshape(b.shape[0], -1, num_experts)
         order = "e o i" if input_last else "e i o"
@@ -170,13 +175,13 @@ def merge_parameter(
 
 
 def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """A bias, with that of `lora_B` (`lora_bias=True`)."""
+    """Merge the bias of `lora_B` (`lora_bias=True`) into `bias`."""
     bias += b_bias * scaling
     return bias
 
 
 def replace_rows(weight: torch.Tensor, rows: torch.Tensor, *, index: list[int]) -> torch.Tensor:
-    """`weight` with the trained tokens' rows (`trainable_token_indices`)."""
+    """Return `weight` with the rows of trained tokens (`trainable_token_indices`)."""
     return weight.index_copy(0, torch.tensor(index), rows.to(weight))
 
 
@@ -195,9 +200,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, transposed: bool) -> torch.Tensor
 
 
 def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:
-    """`weight += (product * scaling).to(dtype)`, as torch does it: in the wider dtype, and rounded once.
+    """Compute `weight += (product * scaling).to(dtype)` as torch does: add in the wider dtype, round once.
 
-    Some rows at a time, which stay in the processor's cache from scaling to rounding.
+    Work on a few rows at a time, so they stay in the processor's cache from scaling to rounding.
     """
     wider = torch.promote_types(weight.dtype, dtype)
     for part, rows in zip(weight.split(_rows_at_once(weight)), product.split(_rows_at_once(weight)), strict=True):
@@ -211,18 +216,18 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
-    """Rows that stay in the processor's cache while they are scaled, widened, added and rounded."""
+    """Return the number of rows that fit in the processor's cache while they are scaled, widened, added and rounded."""
     columns: int = weight.shape[1]
     return max(1, (1 << 17) // max(1, columns))
 
 
 def _wide(factor: torch.Tensor) -> torch.Tensor:
-    """A factor that is held in 16 bits is multiplied in fp32; the delta is then rounded to the factor's dtype."""
+    """Return a 16-bit factor in fp32 for the product. The delta is rounded to the factor's dtype later."""
     return factor.float() if factor.dtype in (torch.float16, torch.bfloat16) else factor
 
 
 class _Scratch(threading.local):
-    """A thread's memory for products and sums: fresh pages for each of them would cost as much as computing it."""
+    """Memory of one thread for products and sums, as allocating fresh pages takes as long as the arithmetic."""
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}
@@ -249,5 +254,5 @@ def _conv_delta(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling:
 
 
 def _row_norms(weight: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-    total = weight + 1 * delta  # DoRA's own code scales by 1, which is no addition to the bits but one to its order
+    total = weight + 1 * delta  # DoRA's code scales by 1: the same bits, but it fixes the order
     return torch.linalg.norm(total, dim=1).to(total.dtype)

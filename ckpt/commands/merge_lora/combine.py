@@ -1,8 +1,8 @@
-"""What PEFT itself does to adapters: several made one (`add_weighted_adapter`), and those of transformers 4 converted.
+"""Operations that PEFT runs: combine adapters (`add_weighted_adapter`), convert adapters of transformers 4.
 
-PEFT needs a model to hold the adapters and gets one without weights (`ckpt.commands.merge_lora.empty_model`). The
-combinations read the adapters' factors only, so the bits are the real model's, and with the same seed so are the draws
-of `dare_*`.
+PEFT needs a model to hold the adapters and gets one without weights (`ckpt.commands.merge_lora.empty_model`). Combining
+reads only the adapters' factors. So the bits are the same as in the real model, and the random draws of `dare_*` are
+too for the same seed.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def combine(
     density: float | None = None,
     seed: int | None = None,
 ) -> Adapter:
-    """One adapter of several: `weights` are theirs, `combination` is PEFT's `combination_type`.
+    """Combine several adapters into one, with one weight each, by PEFT's `combination_type`.
 
-    `density` is the part that ties, dare and magnitude_prune keep; `seed` that of dare's draws.  Raises UsageError for
-    what PEFT does not combine.
+    `density` is the fraction kept by ties, dare and magnitude_prune. `seed` is for dare's random draws. Raise
+    UsageError if PEFT can't combine the adapters.
     """
     _check(adapters, weights, combination, density, seed)
     require_peft("combining adapters")
@@ -50,10 +50,10 @@ def combine(
 
     model = empty_model(to_namespace(base, TRANSFORMERS))
     configs = [LoraConfig.from_peft_type(**one.config.raw) for one in adapters]
-    every = [f"adapter{number}" for number in range(len(adapters))]  # a bare number would be taken for a layer's
+    every = [f"adapter{number}" for number in range(len(adapters))]  # PEFT would take a bare number for a layer number
     options = {} if density is None else {"density": density}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT misses the name of the model that holds them
+        warnings.simplefilter("ignore")  # PEFT warns about the missing name of the holding model
         wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
         for name, one, config in zip(every, adapters, configs, strict=True):
             if name != every[0]:
@@ -72,8 +72,8 @@ def combine(
     factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
     raw = _plain_config(wrapped.peft_config[_NAME].to_dict())
-    # The factors are scaled already, and so alpha is the rank.  Under the first adapter's rsLoRA, which PEFT leaves on,
-    # they would be scaled once more, by the root of the rank (peft#3473, in 0.21.2).
+    # The factors are already scaled, so alpha equals the rank. PEFT keeps the first adapter's rsLoRA on, which would
+    # scale them again by the root of the rank (peft#3473, in 0.21.2).
     settings = parse_config(raw | {"use_rslora": False}, Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")
@@ -85,9 +85,9 @@ def combine(
 
 
 def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """An adapter of single experts, as transformers 4 has them, as PEFT loads it onto transformers 5's stacked ones.
+    """Return an adapter of single experts (transformers 4) as PEFT loads it onto stacked experts (transformers 5).
 
-    LossError where PEFT has no place for a tensor of it.
+    Raise LossError if PEFT can't load one of its tensors.
     """
     require_peft("this adapter is of a model with single experts; stacking it")
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
@@ -114,7 +114,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
     kept = {key: adapter.config.raw.get(key) for key in whole}
     settings = parse_config(_plain_config(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
-    settings = replace(settings, given_layout="rank_major")  # as PEFT has stacked them just now
+    settings = replace(settings, given_layout="rank_major")  # PEFT has just stacked them
     note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"
     return replace(adapter, config=settings, factors=factors, notes=(*adapter.notes, note))
 
@@ -162,5 +162,5 @@ def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A LoraConfig's dict as its file has it."""
+    """Return a LoraConfig's dict in the form of `adapter_config.json`."""
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

@@ -75,14 +75,14 @@ def merge_lora(
         facts["base"] = shown(str(source.base or trained_on or merge.source.path))
         facts["adapters"] = shown(", ".join(one.source for one in merge.opened))
         if push:
-            # the run's own repository is the adapter's: HF Trainer pushes it there, at the latest at the end
+            # HF Trainer pushes the adapter to the run's own repository, at the end at the latest
             to = push_target(at_hub, merged.names, [merge.opened[0].folder, Path(wanted[0])], "-merged")
             if not outcome.dry_run:
                 check_room(set(merge.files), to)
         for one in merge.opened if quiet else merge.combined:
             say_notes(one.checkpoint.passed_over if quiet else one.notes, verbose=outcome.verbose or quiet)
         path = Path(merge.source.path)
-        others = [one.source for one in merge.opened if not path.is_relative_to(one.path)]  # a run has its base in it
+        others = [one.source for one in merge.opened if not path.is_relative_to(one.path)]  # a run contains its base
         what = f"merging {', '.join(others)} into " if others else "merging into "
         say_source(merge.source, what, quiet=quiet, verbose=outcome.verbose)
 
@@ -99,7 +99,7 @@ def merge_lora(
     )
     if written is None:
         return
-    if quiet:  # what is wrong with the result is said even then
+    if quiet:  # print problems of the result even with --quiet
         say_notes(list(written.effects.warnings()))
     report = written.to_json()
     if to is not None:

@@ -1,7 +1,7 @@
-"""What a merge did to each layer that its adapters target: changed it, had nothing to add, or was rounded away.
+"""Effect of a merge on each targeted layer: changed, nothing to add, or rounded away.
 
-It is noted while the weights are computed.  Some values of each one, spread over all of it, are compared before and
-behind every update; only where these are the same is the weight computed once more, and compared as a whole.
+Effects are recorded while the weights are computed. Each update compares a sample of the weight before and after. If
+the sample is equal, the weight is computed again and compared in full.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
     import torch
     from numpy.typing import NDArray
 
-_SHOWN = 20  # targets that are named which were rounded away
-_COMPARED = 1 << 14  # values of a weight
+_SHOWN = 20  # rounded-away targets shown by name
+_COMPARED = 1 << 14  # sampled values per weight
 
 
 @dataclass(frozen=True)
 class Update:
-    """A change of one weight by what an adapter has for `target`, a layer or a parameter of `adapter`.
+    """A change of one weight by the tensors of `adapter` for `target`, a layer or a parameter.
 
-    `is_nothing` is asked where the weights of the target are the same afterwards: whether there was nothing to add.
+    `is_nothing` is called if the target's weights did not change. It returns True if there was nothing to add.
     """
 
     adapter: str
@@ -42,7 +42,7 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What became of the weight of a target: `is_changed`, or `is_nothing` was to be added; in `dtype`."""
+    """Effect on a target's weight in `dtype`: `is_changed`, or unchanged because there `is_nothing` to add."""
 
     adapter: str
     target: str
@@ -52,13 +52,13 @@ class Effect:
 
     @property
     def is_lost(self) -> bool:
-        """Whether something was to be added, and the weight is what it was."""
+        """True if there was something to add, but the weight did not change."""
         return not self.is_changed and not self.is_nothing
 
 
 @dataclass(frozen=True)
 class Effects:
-    """The effects of a merge on all of its targets; `num_adapters` is how many were merged."""
+    """Effects of merging `num_adapters` adapters on all targets."""
 
     targets: tuple[Effect, ...]
     num_adapters: int = 1
@@ -69,12 +69,12 @@ class Effects:
 
     @property
     def num_zero(self) -> int:
-        """Targets that have nothing to add: a factor is zero, or trained rows are those that were there."""
+        """Number of targets with nothing to add: a factor is zero, or the trained rows equal the old ones."""
         return sum(one.is_nothing for one in self.targets)
 
     @property
     def lost(self) -> tuple[Effect, ...]:
-        """Targets that have something to add, and whose weight is what it was."""
+        """Targets that should have changed but did not."""
         return tuple(one for one in self.targets if one.is_lost)
 
     @property
@@ -87,7 +87,7 @@ class Effects:
         return {"changed": self.num_changed, "zero": self.num_zero, "unchanged": named}
 
     def lines(self) -> Iterator[str]:
-        """The counts, and what should not be so."""
+        """Yield the counts, then the warnings."""
         if self.targets:
             why = "nothing was to be added: a factor is zero, or trained rows are those that were there"
             zero = f"; to {self.num_zero} {why}" if self.num_zero else ""
@@ -95,7 +95,7 @@ class Effects:
         yield from self.warnings()
 
     def warnings(self) -> Iterator[str]:
-        """What should not be so: targets that lost all that was to be added, a merge that did nothing."""
+        """Yield a warning for each target whose change was rounded away, and for a merge without any effect."""
         for one in self.lost[:_SHOWN]:
             of = f" of {printable(one.adapter)}" if self.num_adapters > 1 else ""
             yield (
@@ -111,7 +111,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """An update of a weight in `dtype`, and whether some byte of it is another one now."""
+    """An update that was applied to a weight in `dtype`. `is_changed` if any byte differs."""
 
     update: Update
     dtype: str
@@ -120,10 +120,10 @@ class _Done:
 
 @dataclass
 class Noted:
-    """What has been noted of the weights that were computed, by name, and how those that were not are computed.
+    """Record of the computed weights by name, with the functions to `compute` the others.
 
-    `made_anew` says what the adapters' files lack and was made of the base, and when that is not what training had.
-    `divided` has the layers by adapter whose tied weights other layers keep as they were; `untied` are aliases that
+    `made_anew` describes tensors that PEFT computed from the base because the adapter's file lacks them. `divided` maps
+    each adapter to the layers it changes while layers with tied weights stay unchanged. `untied` holds the aliases that
     the result no longer ties.
     """
 
@@ -136,7 +136,7 @@ class Noted:
 
     @cached_property
     def effects(self) -> Effects:
-        """The effects on all targets; weights that an earlier, stopped merge has written are computed again."""
+        """Effects on all targets. Weights written by an earlier, interrupted merge are computed again."""
         for fqn in self.compute.keys() - self.found.keys():
             self.compute[fqn]()
         by_target: dict[tuple[str, str], list[_Done]] = {}
@@ -148,7 +148,7 @@ class Noted:
     def updated(
         self, fqn: str, dtype: str, load: Callable[[], torch.Tensor], updates: Sequence[Update]
     ) -> torch.Tensor:
-        """Return the weight in `dtype` that `load` gives, with every update in turn."""
+        """Load the weight, apply every update in turn, and record the effects."""
         changes, weight = [], load()
         for number, update in enumerate(updates):
             before = _some(weight)
@@ -167,7 +167,7 @@ def _effect(adapter: str, target: str, changes: list[_Done]) -> Effect:
 
 @dataclass(frozen=True, repr=False)
 class MergedModel(api.Converted):
-    """A merge that has been written, and its `effects` on the layers that are targeted."""
+    """A written merge and its `effects` on the targeted layers."""
 
     effects: Effects = Effects(())
 
@@ -183,9 +183,9 @@ class MergedModel(api.Converted):
 
 @dataclass(frozen=True, repr=False)
 class Merge(api.Conversion):
-    """A conversion that merges `adapters`; `noted` has what it did to the weights that it has computed.
+    """A conversion that merges `adapters`. `noted` records the effect on each computed weight.
 
-    `opened` are the adapters (`find.Adapter`) as they were opened, `combined` those that are merged.
+    `opened` holds the adapters (`find.Adapter`) before combining, `combined` the merged ones.
     """
 
     noted: Noted = field(default_factory=lambda: Noted(0))
@@ -195,13 +195,13 @@ class Merge(api.Conversion):
 
     @cached_property
     def _report(self) -> dict[str, Any]:
-        """The report of the conversion, with the unread files of the adapters' folders."""
+        """Report of the conversion, with the unread files of the adapters' folders."""
         report = super()._report
         found = [one.to_json() for adapter in self.adapters for one in unread(adapter)]
         return {**report, "not_read": [*report["not_read"], *found]}
 
     def write(self, output: Any, **options: Any) -> MergedModel:
-        """Run it, as any conversion, and say what it did."""
+        """Run the conversion and return its effects."""
         written = super().write(output, **options)
         return MergedModel(**{**vars(written), "effects": self.noted.effects})
 
@@ -214,13 +214,13 @@ def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
 
 
 def _some(weight: torch.Tensor) -> bytes:
-    """Return the bytes of some values, spread over the whole weight."""
+    """Return the bytes of a sample of values, spread over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
 
 
 def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: Sequence[Update]) -> bool:
-    """Return True if the weight has the bytes of the loaded one with these updates."""
+    """Return True if `weight` has the same bytes as the loaded weight after `updates`."""
     before = load()
     for update in updates:
         before = update.apply(before)

@@ -1,9 +1,9 @@
 """Models without weights, for PEFT to work on adapters whose merge reads one layer's weight at a time.
 
-Every parameter is one zero, expanded to the parameter's shape: it takes no memory. Adapters are combined and converted
-in such a model, and kinds whose layers share tensors by their shapes alone (VeRA, PVeRA, RandLoRA) are merged in it.
+Every parameter is a single zero expanded to the parameter's shape, so it takes no memory. PEFT combines and converts
+adapters in an empty model. It also merges kinds whose layers share tensors by shape (VeRA, PVeRA, RandLoRA) there.
 
-A model that transformers does not know has its matrices alone.
+If transformers does not know a model, the empty model holds its matrices only.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 MODEL_BUILDER: BuilderProtocol = late("converters.names.transformers.relation")
-_LOCK = threading.Lock()  # weights are put into one model in turn
+_LOCK = threading.Lock()  # one model takes weights in turn
 
 
 def empty_model(
@@ -41,9 +41,9 @@ def empty_model(
     chosen: Mapping[str, Choice] | None = None,
     of_shapes: Callable[[Mapping[str, Shape]], Any] | None = None,
 ) -> Any:
-    """Return the model of `base` without weights, with its shapes and dtypes or those of `chosen`.
+    """Return the model of `base` without weights. Shapes and dtypes come from `base` or from `chosen`.
 
-    If transformers does not know the model, `of_shapes` makes one; UsageError without it.
+    If transformers does not know the model, call `of_shapes`, or raise UsageError without it.
     """
     import torch
     from torch import nn
@@ -56,7 +56,7 @@ def empty_model(
     if model is None:
         raise UsageError("this takes a model that transformers knows, and the base is none", path=base.path)
     dtypes = {fqn: getattr(torch, choice.dtype.name) for fqn, choice in chosen.items()}
-    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # by the parameter that it stands for: tied ones stay one
+    stand_ins: dict[nn.Parameter, nn.Parameter] = {}  # keyed by the original parameter: tied parameters stay tied
     for path, module in model.named_modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
             dtype = dtypes.get(f"{path}.{name}".lstrip("."), parameter.dtype)
@@ -67,10 +67,10 @@ def empty_model(
 
 @dataclass(frozen=True, eq=False)
 class EmptyModel:
-    """The model of a base without weights, with the `factors` of an adapter in it as PEFT loads them.
+    """A base model without weights, with an adapter's `factors` loaded by PEFT.
 
-    `adapted` are the layers that the adapter has tensors for. `stored` returns a parameter before any update: the
-    base's, or a copy in an adapter.
+    `adapted` names the layers with adapter tensors. `stored` returns a parameter before any update, from the base or
+    from a copy in an adapter.
     """
 
     adapter: Adapter
@@ -82,20 +82,20 @@ class EmptyModel:
 
     @cached_property
     def made(self) -> Any:
-        """PEFT's config of the adapter, for its layers alone: those that are saved as a whole are none of them."""
+        """PEFT's config of the adapter, without the modules that are saved as a whole."""
         from peft import PeftConfig
 
         raw = self.adapter.config.raw
         settings = {**raw, "modules_to_save": None, "bias": "none", "task_type": None}
         settings = {key: value for key, value in settings.items() if key != "bias" or "bias" in raw}
         made = PeftConfig.from_peft_type(**settings)
-        if self.adapter.config.saved:  # which PEFT excludes itself, whether the kind has this entry or not
+        if self.adapter.config.saved:  # PEFT excludes saved modules itself, even for kinds without this entry
             made.exclude_modules = _excluded(self.adapter.config.saved, getattr(made, "exclude_modules", None))
         return made
 
     @cached_property
     def wrapped(self) -> Any:
-        """PEFT's model; CorruptError if PEFT does not load the adapter."""
+        """PEFT's model. Raise CorruptError if PEFT does not load the adapter."""
         import torch
 
         path = self.adapter.config.path
@@ -109,15 +109,15 @@ class EmptyModel:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=path) from error
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's model of the empty `model`, with the adapter in it."""
+        """Return PEFT's model of the empty `model`, with the adapter loaded."""
         state = {fqn: one.load() for fqn, one in self.factors.items()}
         return with_adapter(model, self.made, state, self.adapter.config.path)
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
         """Return a model of the matrices among `shapes`: PEFT needs the class and shape of each adapted layer.
 
-        transformers' Conv1D always has a bias. If the size of the bias does not tell the class, the adapter's config
-        does. PEFT corrects that entry at each layer, so the other layers have to be of one class.
+        transformers' Conv1D always has a bias. If the bias size does not show the class, the adapter's config does.
+        PEFT corrects that entry at each layer, so the other layers must have one class.
         """
         shapes = {**{alias: shapes[owner] for alias, owner in self.base.ties.items()}, **shapes}
         matrices = {fqn.removesuffix(".weight"): shape for fqn, shape in shapes.items() if fqn.endswith(".weight")}
@@ -143,14 +143,14 @@ class EmptyModel:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """The layers that the adapter changes."""
+        """Layers that the adapter changes."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         modules = self.wrapped.base_model.model.named_modules()
         return tuple(name for name, module in modules if isinstance(module, BaseTunerLayer))
 
     def merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """The weight of `module` with what the adapter adds."""
+        """Return the `weight` of `module` with the adapter's change."""
         from torch import nn
 
         with _LOCK:
@@ -164,7 +164,7 @@ class EmptyModel:
         return merged
 
     def update(self, module: str) -> Update:
-        """What PEFT does to the weight of `module`."""
+        """Return PEFT's update of the weight of `module`."""
 
         def is_nothing() -> bool:
             fqn = f"{module}.weight"
@@ -175,8 +175,8 @@ class EmptyModel:
 
 
 def _excluded(saved: Sequence[str], others: str | Iterable[str] | None) -> str:
-    """A pattern of the modules that are not adapted: those `saved` as a whole, whatever is below them, and `others`."""
-    wholly = [rf"(.*\.)?{one}(\..*)?" for one in saved]  # patterns, as PEFT reads them
+    """Return a pattern of modules to exclude: `others`, and `saved` modules with everything below them."""
+    wholly = [rf"(.*\.)?{one}(\..*)?" for one in saved]  # regular expressions in PEFT
     if isinstance(others, str):
         return "|".join(f"(?:{one})" for one in (*wholly, others))
     return "|".join([*wholly, *(rf"(.*\.)?{re.escape(one)}" for one in others or ())])

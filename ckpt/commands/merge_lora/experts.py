@@ -1,7 +1,7 @@
-"""LoRA on the experts of a layer, in forms that are neither PEFT's nor of single experts in the base's files.
+"""LoRA on the experts of a layer, in layouts other than PEFT's and single experts in the base's files.
 
-Unsloth's gpt-oss in bitsandbytes has a linear layer for each expert (`experts.gate_up_projs.3`).  Tinker has factors of
-all experts in one tensor (`experts.w1`, [experts, rank, in]); one expert stands for all if they share a factor.
+Unsloth's gpt-oss in bitsandbytes has a linear layer for each expert (`experts.gate_up_projs.3`). Tinker stores the
+factors of all experts in one tensor (`experts.w1`, [experts, rank, in]), with size 1 if the experts share a factor.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ckpt.commands.merge_lora.find import Factor
 
 _UNSLOTH = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up|down)_projs\.(?P<number>\d+)")
 _TINKER = re.compile(r"(?P<experts>.+\.experts)\.w(?P<number>[123])")
-#: Parameter and half of it for Tinker's names: gate, down and up.
+#: Parameter and its half for each of Tinker's names: gate, down and up.
 _OF_TINKER = {"1": ("gate_up_proj", 0), "2": ("down_proj", None), "3": ("gate_up_proj", 1)}
 
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The part of a stacked parameter that a layer of an adapter is for: one expert or all, gate or up or all rows."""
+    """The part of a stacked parameter that an adapter's layer changes: one expert or all, gate or up or all rows."""
 
     module: str
     parameter: str
@@ -28,7 +28,7 @@ class ExpertPart:
     half: int | None = None
 
     def fits(self, a: Factor, b: Factor, rank: int, sizes: tuple[int, int, int]) -> bool:
-        """Return True if the factors fit `sizes`: the number of experts, rows and columns of one."""
+        """Return True if the factors fit `sizes`: number of experts, rows and columns of one expert."""
         num, rows, columns = sizes
         rows = rows if self.half is None else rows // 2
         if self.expert is not None:
@@ -39,7 +39,7 @@ class ExpertPart:
 
 
 def part_of(module: str, parameters: Collection[str]) -> ExpertPart | None:
-    """Return the part of one of the `parameters` that `module` is for, or None for any other layer."""
+    """Return the part that `module` changes in one of the `parameters`, or None for any other layer."""
     if found := _UNSLOTH.fullmatch(module):
         part = ExpertPart(module, f"{found['experts']}.{found['name']}_proj", int(found["number"]))
     elif found := _TINKER.fullmatch(module):

@@ -1,4 +1,4 @@
-"""Finding an adapter, the base that it was trained on, and whether the two belong together."""
+"""Search for an adapter and its base, with checks that the two belong together."""
 
 from __future__ import annotations
 
@@ -37,23 +37,22 @@ if TYPE_CHECKING:
     import torch
 
 PEFT = "peft"
-#: Who packed an adapter of stacked experts, as users say it.
+#: Library that packed an adapter of stacked experts.
 ExpertLayout = Literal["peft", "unsloth"]
 _COLUMNS: Mapping[ExpertLayout, Columns] = {"peft": "rank_major", "unsloth": "grouped_by_expert"}
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-#: What names of quantized copies of a model end with.
+#: Suffix of quantized copies of a model.
 _QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
-#: And of copies in another floating dtype.
+#: Suffix of copies in another floating-point dtype.
 _FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of the checkpoint `of`, an adapter's for one: its shape, and how to have it.
+    """A tensor of the checkpoint `of`, usually an adapter's: its shape and a function to load it.
 
-    `choice` is the stored tensor that it is.  `is_held` says that it is not from a file but as PEFT holds it, in the
-    dtype in which it is merged.
+    `choice` is the stored tensor. `is_held` is True if PEFT computed the tensor: it already has the dtype of the merge.
     """
 
     fqn: str
@@ -75,7 +74,7 @@ class Factor:
         return next((one.extent.path for one in fragments), None)
 
     def rounded(self, dtype: DType) -> Factor:
-        """The same in another dtype."""
+        """Return the same tensor in another dtype."""
 
         def load() -> torch.Tensor:
             import torch
@@ -86,7 +85,7 @@ class Factor:
 
 
 def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
-    """Return the tensor of a choice of the checkpoint `of`, in the choice's dtype."""
+    """Return the chosen tensor of the checkpoint `of`, in the choice's dtype."""
     import torch
 
     tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
@@ -94,23 +93,23 @@ def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> to
 
 
 class AdapterFiles:
-    """An adapter's files, opened once for all factors and all threads."""
+    """Files of an adapter, opened once for all factors and threads."""
 
     def __init__(self) -> None:
         self._sources, self._lock = OpenFiles(), threading.RLock()
         weakref.finalize(self, self._sources.close)
 
     def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
-        """Return the tensor of a choice of the checkpoint `of`, in the choice's dtype."""
-        with self._lock:  # a file must not be closed to open another one while a thread reads it
+        """Return the chosen tensor of the checkpoint `of`, in the choice's dtype."""
+        with self._lock:  # opening a file must not close one that another thread reads
             return load(choice, of, self._sources)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been found: its config, its tensors by the names of PEFT's files, and where they are from.
+    """An adapter: its config, its source, and its tensors under the names of PEFT's files.
 
-    `others` are the further checkpoints that an adapter combined of several was read from.
+    `others` holds the other checkpoints of a combined adapter.
     """
 
     path: str
@@ -123,7 +122,7 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """The folder or file of the adapter, chosen in a run if a run was given; a URL or Hub id as it was given."""
+        """Folder or file of the adapter: chosen within a run, or the URL or Hub id from the user."""
         return self.checkpoint.path if Path(self.path).exists() else self.path
 
 
@@ -142,14 +141,18 @@ def open_adapter(
     peft_version: str | None = None,
     accept_settings: Sequence[str] | None = None,
 ) -> Adapter:
-    """The adapter at `where`: a PEFT folder, a run folder (the newest in it), a sharded checkpoint, a URL, or a Hub id.
+    """Return the adapter at `where`: a PEFT folder, run (newest adapter), sharded checkpoint, URL or cached Hub id.
 
-    `config` is the folder that has `adapter_config.json`, where the checkpoint's own do not; `tag` names a step;
-    `expert_layout` says how adapters of stacked experts are packed, where that is not recorded; `options` are for
-    `ckpt.open`.  Hub ids are looked up in the local cache only.  An
-    adapter under names that a model's config gives those of PEFT takes it from `base`, where it has none of its own,
-    and `base_config` is where the base has none.  `peft_version` is the release of PEFT that trained the adapter, if
-    its config records none; `accept_settings` names unknown entries of the config that are ignored.
+    Args:
+        where: Path, URL or Hub id.
+        config: Folder with `adapter_config.json`, if the checkpoint has none.
+        tag: Step to open.
+        expert_layout: Packing of stacked experts, if it is not recorded.
+        options: Options for `ckpt.open`.
+        base: Model whose config maps the adapter's names to PEFT's, if the adapter has no config.
+        base_config: Config for a `base` without one.
+        peft_version: PEFT release that trained the adapter, if its config records none.
+        accept_settings: Unknown config entries to ignore.
     """
     path = local(where)
     if is_repository(where):
@@ -169,7 +172,7 @@ def open_adapter(
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
-        folder = found.parent  # of a sharded checkpoint: the run's files stand beside the config
+        folder = found.parent  # the run's files are next to the config of a sharded checkpoint
     with translate_os_errors(found):
         files = (*checkpoint.files, *([SourceFile.stat(str(found))] if found.is_file() else []))
     given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))
@@ -180,18 +183,18 @@ def open_adapter(
 
 
 def _of_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
-    """Return `raw` with the `given` release of PEFT, unless another one is recorded, and notes."""
+    """Return `raw` with the `given` PEFT release unless another one is recorded, and notes."""
     if given is None:
         return raw, ()
     if peft_rules.release_of({"peft_version": given}) is None:
         raise UsageError("--peft-version takes a release of PEFT", expected="0.13, 0.18.1 or another one", found=given)
-    if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may be one or the other
+    if re.fullmatch(r"\d+\.\d+\.\d+", str(raw.get("peft_version"))):  # a development version may match either release
         return raw, (f"the adapter records PEFT {raw['peft_version']}: --peft-version {given} is not used for it",)
     return {**raw, "peft_version": given if given.count(".") > 1 else f"{given}.0"}, ()
 
 
 def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None) -> Checkpoint:
-    """An adapter with the config of its base, where its names take one and it has none."""
+    """Return an adapter without a config with its base's config, if its names need one."""
     if checkpoint.config is not None or checkpoint.namespace == OWN or not checkpoint.is_adapter:
         return checkpoint
     if base is None:
@@ -206,10 +209,10 @@ def _with_config_of(checkpoint: Checkpoint, base: str | None, config: str | None
 
 
 def _model(path: Path, config: str | None) -> Checkpoint:
-    """The model at `path`; where it has no config, as Megatron's files have none, with that of the folder `config`."""
+    """Return the model at `path`. If it has no config, like Megatron's files, use the config in the folder `config`."""
     model = api.open(path)
     if model.config is None and config is not None:
-        with suppress(NotFoundError):  # a folder with an adapter's config alone
+        with suppress(NotFoundError):  # the folder may have an adapter's config only
             return api.open(path, config=config)
     return model
 
@@ -230,9 +233,9 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
     except CorruptError:
         if not empty:
             raise
-        checkpoint = None  # the sharded checkpoint beside the empty adapter is damaged
+        checkpoint = None  # the sharded checkpoint next to the empty adapter is damaged
     if checkpoint is None and tag is None and not empty:
-        # a file without its config, whose absence is reported later; PEFT prefers safetensors to a torch file
+        # An adapter file without its config: the missing config is reported later. PEFT prefers safetensors.
         alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
         path = alone[0] if alone else path
         checkpoint = open_wanted(path, want, tag=tag, config=config, options=options) if alone else None
@@ -267,7 +270,7 @@ def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def own_base(adapter: Adapter) -> Checkpoint | None:
-    """The base model in the checkpoint that the adapter was trained in, where it is stored there whole."""
+    """Return the base model stored with the adapter in its checkpoint, or None if it is missing or incomplete."""
     checkpoint = adapter.checkpoint
     if checkpoint.is_adapter:
         return None
@@ -287,10 +290,10 @@ def own_base(adapter: Adapter) -> Checkpoint | None:
 
 
 def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, config: str | None = None) -> Checkpoint:
-    """The base to merge into: `where`, or the checkpoint's own, or the one that the adapter's config records.
+    """Return the base to merge into: `where`, the checkpoint's own base, or the base that the adapter's config records.
 
-    `config` is the folder of a config.json, for a base without one.
-    Raises UsageError where `where` is known to be another model than the recorded one, unless `accept`.
+    `config` is the folder of a config.json for a base without one. Raise UsageError if `where` is known to differ from
+    the recorded model, unless `accept`.
     """
     if where is None and (own := own_base(adapter)) is not None:
         return own
@@ -330,7 +333,7 @@ def open_base(adapter: Adapter, where: str | None, *, accept: bool = False, conf
 
 
 def check_one_base(adapters: Sequence[Adapter]) -> None:
-    """UsageError where adapters that are merged into one base name different ones that they were trained on."""
+    """Raise UsageError if the adapters record different bases."""
     named = [(one.config.base, one.config.path) for one in adapters if one.config.base]
     for base, path in named[1:]:
         first, where = named[0]
@@ -345,7 +348,7 @@ def check_one_base(adapters: Sequence[Adapter]) -> None:
 
 
 def _check_architecture(adapter: Checkpoint, base: Checkpoint) -> None:
-    """UsageError where the config beside the adapter is that of another model: names and shapes alone may still fit."""
+    """Raise UsageError if the config next to the adapter describes another model. Names and shapes could still fit."""
     if (differing := difference(adapter.config, base.config)) is not None:
         key, trained, given = differing
         raise _other_base(base.path, f"{key} {trained}, as the config beside the adapter has it", f"{key} {given}")
@@ -357,7 +360,7 @@ def _other_base(path: str | Path, expected: str, found: str) -> UsageError:
 
 
 def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None:
-    """A note where `path` may be another model than the recorded one; UsageError where it is."""
+    """Return a note if `path` may not be the recorded model. Raise UsageError if it certainly is not."""
     if config.base is None:
         return f"the adapter names no base; that {given} is the one it was trained on is taken on trust"
     is_same = given == config.base or (Path(config.base).exists() and Path(config.base).resolve() == path.resolve())
@@ -382,7 +385,7 @@ def _check_identity(config: AdapterConfig, path: Path, given: str) -> str | None
 
 
 def _model_name(repo_id: str) -> str:
-    """The name without what tells a copy's precision."""
+    """Return the repository's name without the suffix for a copy's precision."""
     return _FLOATING.sub("", _QUANTIZED.sub("", repo_id.rpartition("/")[2])).lower()
 
 
@@ -399,12 +402,12 @@ def _hub_id(path: Path) -> str | None:
 
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path:
-    """The folder of a Hub repository in the local cache; nothing is fetched."""
+    """Return the folder of a Hub repository in the local cache, without fetching anything."""
     from huggingface_hub import snapshot_download
 
     try:
         return Path(snapshot_download(repo_id, revision=revision, local_files_only=True))
-    except Exception as error:  # the library raises its own, and OS errors
+    except Exception as error:  # huggingface_hub raises its own errors and OS errors
         at = f" --revision {revision}" if revision else ""
         raise NotFoundError(
             f"{repo_id!r} is not in the local Hugging Face cache", hint=f"fetch it first: hf download {repo_id}{at}"

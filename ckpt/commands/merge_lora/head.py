@@ -1,6 +1,6 @@
-"""The base of an adapter under the class that it was trained on, whose head the base may lack.
+"""Bases of adapters that were trained with a head that the base may lack.
 
-A reward model or a classifier is trained on a base without its head. PEFT saves the head as a whole with the adapter.
+A reward model or a classifier is trained on a base without its head. PEFT saves the whole head with the adapter.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from ckpt.state.quantized_weights import quantized_parts
 if TYPE_CHECKING:
     from ckpt.plan.protocols import ModelClassProtocol
 
-#: Tasks whose model never is a base as it was pretrained.
+#: Tasks that a pretrained base never has the head for.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-#: Entries of a model's config that belong to its head, and those that a trainer sets for it.
+#: Config entries that belong to a model's head, and entries that a trainer sets for it.
 _LABELS, _OF_TRAINER = ("id2label", "label2id"), ("problem_type", "pad_token_id")
-#: Path prefix of a head's tensors, whose bytes come from the adapter.
+#: Path prefix of a head's tensors, with bytes from the adapter.
 _HEAD = "head:"
 _SHOWN = 4
 
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """A base under the class that an adapter was trained on, and the entries of its config that differ."""
+    """A base in the model class of the adapter's training, and the changed config entries."""
 
     base: Checkpoint
     entries: Mapping[str, Any] = field(default_factory=dict)
@@ -43,7 +43,7 @@ class TrainedBase:
 
 
 def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
-    """Return `base`, which has transformers' names, as the class that the adapter records.
+    """Return `base` in the model class that the adapter records. `base` uses transformers' names.
 
     Raise LossError if that class has a tensor that neither the base nor the adapter holds.
     """
@@ -73,7 +73,7 @@ def _has_other_names(base: Checkpoint, adapter: Adapter) -> bool:
 
 
 def _parameter(fqn: str) -> str:
-    """Return the model's parameter that a tensor of an adapter is for."""
+    """Return the model's parameter for a tensor of an adapter."""
     name = parse_name(fqn)
     if name.kind == names.SAVED:
         return f"{name.module}.{name.rest}"
@@ -133,14 +133,14 @@ def _first_of(fqns: Sequence[str]) -> str:
 
 
 def _spellings(fqn: str, prefix: str) -> Iterator[str]:
-    """Yield names of a tensor of a class in files of its base: with and without the path of the inner model."""
+    """Yield names of a class's tensor in files of its base: with and without the path of the inner model."""
     yield fqn
     if prefix:
         yield fqn.removeprefix(f"{prefix}.") if fqn.startswith(f"{prefix}.") else f"{prefix}.{fqn}"
 
 
 def _label_entries(base: Checkpoint, adapter: Adapter, num_labels: int | None) -> dict[str, Any]:
-    """Return the config entries of the head: from the config beside the adapter, or as transformers names labels."""
+    """Return the config entries of the head: from the config next to the adapter, or transformers' default labels."""
     recorded = adapter.checkpoint.config or {}
     entries = {key: recorded[key] for key in _OF_TRAINER if recorded.get(key) is not None}
     if num_labels is None or len((base.config or {}).get("id2label") or (0, 1)) == num_labels:

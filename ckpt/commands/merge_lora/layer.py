@@ -1,9 +1,11 @@
-"""Merging by PEFT itself, one layer at a time: kinds of adapters whose merge is not W + BA of the base as it is.
+"""Merges by PEFT itself, one layer at a time, for adapters that are not simply W + BA of the base.
 
-Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`), inits that are made of
-the base weight and taken out of it when an adapter is loaded (PiSSA, OLoRA) or rounded otherwise (MiCA), and PEFT's
-other methods (LoHa, LoKr, IA3, OFT, ...).  Each layer is put into a model that has nothing else, under its own name, as
-patterns of ranks and blocks go by it.
+- Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`).
+- Inits that are computed from the base weight and subtracted from it on loading (PiSSA, OLoRA), or rounded differently
+  (MiCA).
+- PEFT's other methods (LoHa, LoKr, IA3, OFT, ...).
+
+Each layer is merged in a model that holds nothing else, under its own name: patterns of ranks and blocks match names.
 """
 
 from __future__ import annotations
@@ -26,19 +28,19 @@ from ckpt.commands.merge_lora.find import Adapter, Factor
 if TYPE_CHECKING:
     import torch
 
-#: Of the config, what is about other layers than the one at hand.
+#: Config entries about other layers than the current one.
 _ELSEWHERE = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "ensure_weight_tying"),
 )
-#: Names of classes of layers.
+#: Class names of layers.
 LINEAR, CONV1D = "Linear", "Conv1D"
-#: Suffix of AdaMSS's frozen projection, which PEFT makes of the base.
+#: Suffix of AdaMSS's frozen projection, which PEFT computes from the base.
 _PROJECTION = ".adamss_newB"
-#: Largest distance of a projection's row, relative to its length. Rounding differs by processor and bf16 rounds;
-#: another base or other random numbers change everything.
+#: Largest relative distance of a projection's row. Rounding differs by processor, and bf16 rounds more. Another base or
+#: other random numbers change everything.
 _TOLERANCE = 0.02
-_LOCK = threading.Lock()  # PEFT draws numbers, and changes torch's own settings meanwhile
+_LOCK = threading.Lock()  # PEFT draws random numbers and changes torch's settings
 
 
 def merge_layer(
@@ -48,9 +50,10 @@ def merge_layer(
     parameters: Mapping[str, torch.Tensor],
     state: Mapping[str, torch.Tensor],
 ) -> dict[str, torch.Tensor]:
-    """The `parameters` of `module`, of class `layer`, with its adapter's `state`, by PEFT's names, merged into them.
+    """Merge an adapter's `state`, under PEFT's names, into the `parameters` of `module`, and return the parameters.
 
-    CorruptError where PEFT does not load the adapter, UsageError where its version does not know the kind.
+    `layer` is the class of `module`. Raise CorruptError if PEFT can't load the adapter, UsageError if the installed
+    PEFT does not know its kind.
     """
     import torch
     from peft import PeftConfig
@@ -72,7 +75,7 @@ def merge_layer(
 
 
 def check_installed(config: AdapterConfig) -> None:
-    """Raise UsageError if the installed PEFT does not merge the kind, or would ignore an entry that changes it."""
+    """Raise UsageError if the installed PEFT does not merge this kind, or ignores an entry that changes it."""
     import dataclasses
 
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING
@@ -100,9 +103,9 @@ def check_installed(config: AdapterConfig) -> None:
 
 
 def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:
-    """PEFT's model of `model` with the adapter of config `made`, whose tensors are `state`.
+    """Return PEFT's model of `model` with an adapter of config `made` and tensors `state`.
 
-    CorruptError where PEFT has no place for one of them, or the adapter lacks one.
+    Raise CorruptError if a tensor of `state` is unexpected or missing.
     """
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -118,11 +121,11 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
 
 
 def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
-    """Raise LossError if the tensors that PEFT has `made` of the base belong to other rows than the saved `state`.
+    """Raise LossError if the factors in `state` belong to other rows than the tensors that PEFT `made` from the base.
 
-    AdaMSS's factors are for groups of rows that PEFT finds again with scikit-learn when it loads an adapter, and no
-    file records them. PEFT continues if the groups differ from those in training. The saved projection shows it, as
-    it comes from the same decomposition of the base, and so do the sizes of the groups.
+    AdaMSS's factors belong to groups of rows. No file records the groups: PEFT finds them again with scikit-learn when
+    it loads an adapter, and continues if they differ from training. The saved projection comes from the same
+    decomposition of the base, so it shows a difference. So do the sizes of the groups.
     """
     for fqn, tensor in made.items():
         saved = state.get(fqn)
@@ -154,7 +157,7 @@ def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
-    """What PEFT does to each of a layer's `parameters`; `state` is what the adapter's file has of the layer."""
+    """Yield PEFT's update for each of a layer's `parameters`. `state` holds the adapter's tensors of the layer."""
     one = _LayerOfPeft(adapter, module, layer, parameters, state)
     for name in parameters:
         yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
@@ -162,7 +165,7 @@ def updates(
 
 @dataclass(eq=False)
 class _LayerOfPeft:
-    """A layer that PEFT merges once for all of its parameters; `kept` are those that nobody has asked for yet."""
+    """A layer that PEFT merges once for all of its parameters. `kept` holds merged parameters until they are used."""
 
     adapter: Adapter
     module: str
@@ -173,7 +176,7 @@ class _LayerOfPeft:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def merged(self, name: str, one: torch.Tensor) -> torch.Tensor:
-        """The parameter `name`, which is `one` before."""
+        """Return the merged parameter `name`. `one` is its value before the merge."""
         with self.lock:
             if name not in self.kept:
                 self.kept = self._merge({**self._loaded(besides=name), name: one})
@@ -181,7 +184,7 @@ class _LayerOfPeft:
 
     @cached_property
     def is_nothing(self) -> bool:
-        """Whether nothing is added to any parameter, in fp32 either."""
+        """True if the merge adds nothing to any parameter, even in fp32."""
         before = {name: tensor.float() for name, tensor in self._loaded().items()}
         after = self._merge({name: tensor.clone() for name, tensor in before.items()})
         return all(bool((after[name] == tensor).all()) for name, tensor in before.items())
@@ -195,22 +198,22 @@ class _LayerOfPeft:
 
 
 def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
-    """The adapter's config for this layer alone."""
+    """Return the adapter's config for this layer alone."""
     found = {key: value for key, value in config.raw.items() if key not in _ELSEWHERE}
     found |= {"target_modules": [module], "task_type": None} | ({"bias": "none"} if "bias" in found else {})
     if config.kind == LORA:
         return found | {"lora_dropout": 0.0}
     given = found.get("feedforward_modules")
-    if given is not None:  # of IA3: layers whose inputs are scaled, and not their outputs
+    if given is not None:  # IA3 scales the inputs of these layers instead of their outputs
         named = re.fullmatch(given, module) if isinstance(given, str) else module.endswith(tuple(given))
         found["feedforward_modules"] = [module] if named else []
-    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # of all layers' factors
+    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # of all layers
         found["rank_pattern"] = {key: kept for key, kept in ranks.items() if key.startswith(f"{module}.lora_")} or None
     return found
 
 
 def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> torch.nn.Module:
-    """A model that has this layer and nothing else."""
+    """Return a model with this layer only."""
     from torch import nn
 
     made = made_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
@@ -220,9 +223,9 @@ def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> t
 
 
 def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-    """A model that has these layers, each under its name, and nothing else, in their order.
+    """Return a model with only these `layers`, under their names and in their order.
 
-    A layer stands before those that its own name begins the names of.
+    A layer must come before the layers below it.
     """
     from torch import nn
 
@@ -239,7 +242,7 @@ def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 def made_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
-    """A layer of this class without data, whose weight has this shape."""
+    """Return a layer of class `layer` without data, for a weight of this shape."""
     import torch
     from torch import nn
 

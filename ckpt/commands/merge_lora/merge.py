@@ -1,12 +1,11 @@
-"""Merging LoRA adapters into a base model, tensor by tensor.
+"""Merge of LoRA adapters into a base model, tensor by tensor.
 
-A merge is a conversion of the base in which some tensors are computed: each adapted one is read, merged and written by
-itself, everything else is copied as in any other conversion. So memory is bounded by the largest adapted tensor (its
-base, and its delta in fp32). `ckpt.commands.merge_lora.arithmetic` has the arithmetic; this module applies it to
-tensors.
+A merge is a conversion of the base that computes some tensors. Each adapted tensor is read, merged and written by
+itself, and all other tensors are copied. So the largest adapted tensor bounds the memory: its base and its fp32 delta.
+`ckpt.commands.merge_lora.arithmetic` has the arithmetic.
 
-Names are transformers' in memory, which is what an adapter's are; a base with the Hub's names is taken through the
-relation of the two, and the result back.
+Names in memory are transformers' names, as in adapters. A base with the Hub's names is renamed first, and the result
+renamed back.
 """
 
 from __future__ import annotations
@@ -58,25 +57,25 @@ if TYPE_CHECKING:
 
     from ckpt.plan.protocols import ModuleProtocol
 
-#: How the places of tensors begin that are computed here.
+#: Path prefix of tensors computed during the merge.
 _MERGED = "merged:"
-#: The config's entry that says how many rows the embeddings have.
+#: Config key of the vocabulary size.
 _ROWS = "vocab_size"
 #: Config key of tied embeddings.
 _TIE = "tie_word_embeddings"
-#: Further names under which PEFT saves a module's copies, where the vocabulary was resized.
+#: Path parts of the copies that PEFT saves of a module if the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
-#: Checkpoints of a run that are tried where the adapter in the run folder does not fit.
+#: Number of steps to try if the adapter in the run folder does not fit.
 _MAX_STEPS = 8
-#: A layer of a single expert.
+#: Part of a path with a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-#: Files of a tokenizer, among those that stand beside a model's weights.
+#: Patterns of tokenizer files among the files next to a model's weights.
 _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "processor" not in p)
 
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the merged model: `source`, which is in `dtype`, with every update in turn."""
+    """A tensor of the merged model: `source`, in `dtype`, with every update in turn."""
 
     fqn: str
     source: Factor
@@ -111,11 +110,11 @@ def plan(
     *,
     as_peft: bool = False,
 ) -> Merge:
-    """The conversion of `base` with `adapters` merged into it, one after the other, to a Hugging Face folder.
+    """Plan the conversion of `base`, with `adapters` merged into it one after the other, to a Hugging Face folder.
 
-    `base` may be of any format, with the names of the Hub or of transformers.  `as_peft` keeps tied weights tied, as
-    PEFT's merge does.  Raises LossError where an adapter does not fit the base, and UsageError for what is not merged,
-    or where torch is not installed.
+    `base` may have any format, with the Hub's or transformers' names. `as_peft` keeps tied weights tied, as PEFT's
+    merge does. Raise LossError if an adapter does not fit the base, UsageError if a merge is unsupported or torch is
+    missing.
     """
     if find_spec("torch") is None:
         raise UsageError("merging needs torch, which does the arithmetic", hint="pip install torch")
@@ -129,7 +128,7 @@ def plan(
 
 
 def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, as_peft: bool) -> Path | None:
-    """The newest checkpoint whose adapter can be merged, in the run folder that the one adapter was saved in."""
+    """Return the newest step of the adapter's run folder with an adapter that fits, or None."""
     for step in run_at(adapters[0].folder).steps[:_MAX_STEPS] if len(adapters) == 1 else ():
         with suppress(CkptError):
             _plan([open_adapter(str(step.path))], base, layout, Resources(), (), as_peft)
@@ -174,21 +173,21 @@ def _plan(
 
 
 def is_merged(tensor: Tensor) -> bool:
-    """Whether a tensor of a merge is computed, and not the base's as it is."""
+    """Return True if the merge computes the tensor, instead of copying it from the base."""
     return any(fragment.extent.path.startswith(_MERGED) for fragment in tensor.fragments())
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """Add the adapters' files and folders to `merged`: changes are noticed, and they cannot be chosen as output."""
+    """Add the adapters' files and folders to `merged`, to detect changes and to refuse them as output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
 
 
 def _identity(adapters: Sequence[Adapter]) -> str:
-    """A digest of what the bits of a merge depend on beside its source files, which a journal has.
+    """Return a digest of everything besides the source files that decides a merge's bits.
 
-    A merge that was stopped is gone on with only where it is the same.
+    The journal keeps the digest, and an interrupted merge continues only if the digest is the same.
     """
     from xxhash import xxh3_128
 
@@ -212,7 +211,7 @@ def _installed(package: str) -> str | None:
 
 
 def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
-    """The adapter, stacked if it adapts single experts and the base has only stacked ones."""
+    """Return the adapter, stacked if it adapts single experts and the base has only stacked experts."""
     modules = {parse_name(fqn).module for fqn in adapter.factors} if adapter.config.kind == LORA else set()
     if not any(_EXPERT.search(module) and f"{module}.weight" not in merge.shapes for module in modules):
         return adapter
@@ -221,7 +220,7 @@ def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
 
 @dataclass
 class _Merge:
-    """What becomes of the tensors of `base`, which has transformers' names."""
+    """Plan of a merge into the tensors of `base`, which uses transformers' names."""
 
     base: Checkpoint
     layout: Layout
@@ -252,7 +251,7 @@ class _Merge:
         return next((rows for part in config_parts(self.base.config) if (rows := part.get(_ROWS))), None)
 
     def config(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """The base's `config` with what the merge changes of it: whether embeddings are tied, and their rows."""
+        """Return the base's `config` with the merge's changes: tied embeddings and vocabulary size."""
         changed = {**config, **self.entries}
         if self.untied:
             changed = services.ties.untied_config(changed, self.untied) or {**changed, _TIE: False}
@@ -268,7 +267,7 @@ class _Merge:
     # -- what an adapter changes -----------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Place every tensor of `adapter`, but for what PEFT saves of a resized embedding beside the copy it loads."""
+        """Plan the merge of all tensors of `adapter`. Skip a second copy that PEFT saves of a resized embedding."""
         of = adapter.factors
         loaded = {fqn: factor for fqn, factor in of.items() if not (_COPY.search(fqn) and _COPY.sub("", fqn) in of)}
         adapter = replace(adapter, factors=loaded)
@@ -292,12 +291,12 @@ class _Merge:
         for module in modules:
             _check_complete(adapter, module, modules[module])
         rows = {module: parts[names.TOKENS] for module, parts in modules.items() if names.TOKENS in parts}
-        for module, factor in rows.items():  # before the factors of a tied head, whose layer has these rows
+        for module, factor in rows.items():  # before the factors of a tied head: its layer has these rows
             for owner in self._weights_of_rows(adapter, module, rows.keys()):
                 self._place_tokens(adapter, module, owner, factor)
         for module in self._in_order(modules):
             parts = modules[module]
-            if not self.as_peft and self._is_again(module, modules):  # PEFT adds what the layers share once for each
+            if not self.as_peft and self._is_again(module, modules):  # PEFT adds shared tensors once for each layer
                 continue
             if names.EMBEDDING_A in parts:
                 self._place_embedding(adapter, module, parts)
@@ -311,12 +310,12 @@ class _Merge:
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
 
     def _check_targets(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Note where the layers that the config names are others than the adapter's."""
+        """Note differences between the layers that the config names and the adapter's layers."""
         weights = [*(fqn for fqn, shape in self.shapes.items() if len(shape) > 1), *self.base.ties]
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
         adapted = {module for module in adapted if not adapter.config.targets_parameter(f"{module}.weight")}
-        if adapter.config.raw.get("ensure_weight_tying"):  # a name means all tied weights
+        if adapter.config.raw.get("ensure_weight_tying"):  # one name means all tied weights
             ties = self.base.ties
             layers -= {fqn.removesuffix(".weight") for fqn in (*ties, *ties.values())}
         former = adapter.config.former
@@ -324,7 +323,7 @@ class _Merge:
         self.targets.extend(targets.notes(adapter.config, layers, adapted))
 
     def _check_saved(self, adapter: Adapter) -> None:
-        """CorruptError where the adapter lacks a module that was trained as a whole, of one layer or of all."""
+        """Raise CorruptError if the adapter lacks a fully trained module, in one layer or in all."""
         if not (adapter.config.saved and adapter.checkpoint.is_adapter) or _ties_copies(adapter.config):
             return
         parsed = [parse_name(fqn) for fqn in adapter.factors]
@@ -334,7 +333,7 @@ class _Merge:
             one = replace(adapter.config, saved=(name,))
             known = {fqn.rpartition(".")[0]: fqn for fqn in self.shapes if _is_saved_module(one, fqn)}
             missing = sorted(known.keys() - modules)
-            if len(missing) < len(known) and self._modules:  # files may have layers that the model does not
+            if len(missing) < len(known) and self._modules:  # files may have layers that the model lacks
                 missing = [module for module in missing if module in self._modules]
             if missing:
                 raise CorruptError(
@@ -346,7 +345,7 @@ class _Merge:
                 )
 
     def _add_by_layer(self, adapter: Adapter) -> None:
-        """Place the tensors of an adapter of another kind than LoRA, which PEFT itself merges layer by layer."""
+        """Plan the merge of an adapter of another kind than LoRA. PEFT merges it layer by layer."""
         require_peft("merging this kind of adapter")
         check_installed(adapter.config)
         layers: dict[str, dict[str, Factor]] = {}
@@ -384,7 +383,7 @@ class _Merge:
             self._place_layer(adapter, module, state | shared)
 
     def _merge_whole(self, adapter: Adapter, model: LoadedModel, placed: Mapping[str, str]) -> None:
-        """Let PEFT merge the adapter into the loaded model, and place the parameters that it changed."""
+        """Let PEFT merge the adapter into the loaded model, and plan the changed parameters."""
         model.untie(self.untied)
         model.merge_all(placed, {fqn: self._owner(fqn) for fqn in (*self.chosen, *self.base.ties)})
         self.noted.made_anew.extend(model.notes)
@@ -396,7 +395,7 @@ class _Merge:
             self._update(owner, update)
 
     def _layer_of(self, adapter: Adapter, fqn: str) -> str:
-        """The layer of the base that a tensor of an adapter is for."""
+        """Return the layer of the base for a tensor of an adapter."""
         module = fqn.removeprefix(names.PREFIX)
         while module := module.rpartition(".")[0]:
             if self.base.ties.get(f"{module}.weight", f"{module}.weight") in self.shapes:
@@ -404,7 +403,7 @@ class _Merge:
         raise _misfit(adapter, fqn, "a tensor of a layer of the base", "no layer of this name")
 
     def _place_alone(self, adapter: Adapter, module: str) -> str:
-        """The weight of a layer that nothing else changes, and no other layer has."""
+        """Return the weight of a layer. Raise UsageError if the weight is shared or adapted twice."""
         owner = self._weight(adapter, module)
         is_rows = adapter.config.kind == TRAINABLE_TOKENS and owner == f"{module}.weight"
         if self._shared(owner) and not is_rows:
@@ -427,7 +426,7 @@ class _Merge:
             self._update(f"{module}.{name}", update)
 
     def _layer(self, adapter: Adapter, module: str, state: Iterable[str]) -> str:
-        """The class of a layer, by the model's or else by shapes and names of the adapter that only one has."""
+        """Return the class of a layer, from the model or from shapes and names that only one class has."""
         known = self._modules.get(module)
         if known is not None and known.layer is not None:
             return known.layer
@@ -438,7 +437,7 @@ class _Merge:
             return "Embedding"
         if bias is not None and (bias[0] == weight[0]) != (bias[0] == weight[1]):
             return "Linear" if bias[0] == weight[0] else "Conv1D"
-        is_linear = bias is not None or adapter.config.kind != "OFT"  # that adapts embeddings under the same names
+        is_linear = bias is not None or adapter.config.kind != "OFT"  # OFT adapts embeddings under the same names
         if is_linear:
             return "Conv1D" if adapter.config.raw.get("fan_in_fan_out") else "Linear"
         raise self._unknown_layer(adapter, module)
@@ -446,7 +445,7 @@ class _Merge:
     def _replace_all(
         self, adapter: Adapter, whole: Mapping[str, Factor], modules: Mapping[str, Mapping[str, Factor]]
     ) -> None:
-        """Place the parameters that an adapter brings `whole`; its own copies decide first which weights stay tied."""
+        """Replace parameters by the adapter's `whole` ones. The adapter's own copies decide which weights stay tied."""
         targets = {self._target(parse_name(fqn)) for fqn in whole}
         self._tie_copies(targets.union(f"{_without_wrappers(module)}.weight" for module in modules))
         for fqn in whole:
@@ -465,7 +464,7 @@ class _Merge:
         return f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
 
     def _part_copy(self, adapter: Adapter, target: str) -> None:
-        """Untie a module that the adapter has its own copy of, unless PEFT ties the copies as well."""
+        """Untie a module if the adapter has its own copy, unless PEFT ties the copies as well."""
         owner = self.base.ties.get(target, target)
         is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
         if is_copied and not _ties_copies(adapter.config):
@@ -473,7 +472,7 @@ class _Merge:
                 self._untie(alias)
 
     def _divide(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Untie the weights that the adapter changes in some of their layers only."""
+        """Untie weights that the adapter changes in some of their layers only."""
         changes = {_without_wrappers(module): parts for module, parts in modules.items()}
         kept = services.ties.kept_names(self.base)
         for owner in dict.fromkeys(self.base.ties.values()):
@@ -496,7 +495,7 @@ class _Merge:
                     )
 
     def _tie_copies(self, wanted: Set[str]) -> None:
-        """Tie what the config ties and the base stores twice, if one of the copies is `wanted` and they are equal."""
+        """Tie equal copies in the base if the config ties them and one of them is `wanted`."""
         declared = services.ties.declared_ties(self.base.config) if self.base.config else {}
         for alias, owner in declared.items():
             both = {alias, owner}
@@ -512,15 +511,15 @@ class _Merge:
                 del self.chosen[alias], self.shapes[alias]
 
     def _owner(self, fqn: str) -> str:
-        """The tensor that holds the parameter `fqn`."""
+        """Return the name of the tensor that holds the parameter `fqn`."""
         return fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
 
     def _shared(self, owner: str) -> list[str]:
-        """The other names of a tensor."""
+        """Return the aliases of a tensor."""
         return [alias for alias, of in self.base.ties.items() if of == owner and alias not in self.untied]
 
     def _untie(self, alias: str) -> None:
-        """Give `alias` a tensor of its own, with all that changed the tensor so far."""
+        """Give `alias` its own tensor, with all changes so far."""
         if alias in self.untied:
             return
         owner = self.base.ties[alias]
@@ -537,7 +536,7 @@ class _Merge:
             self.normed.add(alias)
 
     def _in_order(self, modules: Mapping[str, Mapping[str, Factor]]) -> list[str]:
-        """The order in which PEFT merges: embeddings come before their tied output head."""
+        """Return `modules` in PEFT's merge order: embeddings come before their tied output head."""
         found = sorted(modules, key=lambda module: names.EMBEDDING_A not in modules[module])
         if not self.as_peft or not self.noted.divided:
             return found
@@ -546,16 +545,16 @@ class _Merge:
         return sorted(found, key=lambda module: order.get(module, len(order)))
 
     def _has_own_base(self, adapter: Adapter, owner: str) -> bool:
-        """Return True if the adapter brings the base weight `owner` as its init left it."""
+        """Return True if the adapter brings the base weight `owner` as changed by its init."""
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
     def _is_again(self, module: str, modules: Iterable[str]) -> bool:
-        """Return True if another of `modules` brings the change of this one, as the two are tied and stay so."""
+        """Return True if another of `modules` is tied to this one and makes the same change."""
         owner = self._owner(f"{module}.weight")
         return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
 
     def check_ties(self) -> None:
-        """Untie what the config of the result cannot tie; LossError if no config has the model that was trained."""
+        """Untie weights that the result's config can't tie. Raise LossError if no config can describe the result."""
         config = self.base.config
         if config is not None and self.untied:
             untied = services.ties.untied_config(config, self.untied)
@@ -577,7 +576,7 @@ class _Merge:
         self.noted.untied |= self.untied
 
     def _replace(self, adapter: Adapter, fqn: str, target: str, factor: Factor) -> None:
-        """A parameter that was trained as a whole (`modules_to_save`, biases), or saved beside its adapter."""
+        """Replace a parameter that was trained as a whole (`modules_to_save`, biases) or saved with the adapter."""
         owner = self._owner(target)
         if owner not in self.chosen:
             raise _misfit(
@@ -592,7 +591,7 @@ class _Merge:
             self.shapes[owner], self.resized[owner] = factor.shape, factor.shape[0]
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
-        if owner in self.updates:  # by an adapter before this one, whose own come behind all that it replaces
+        if owner in self.updates:  # an earlier adapter made them: an adapter's own updates follow its replacements
             if _is_beside(fqn) and tied.is_equal(factor, self._stored(owner)):
                 return
             raise UsageError(
@@ -601,13 +600,13 @@ class _Merge:
                 fqn=target,
                 hint="that change would be lost: give this one first, if the other was trained on the copy",
             )
-        if owner not in self.replaced or target != owner:  # of a tied weight's two copies PEFT loads the alias's last
+        if owner not in self.replaced or target != owner:  # PEFT loads the alias's copy of a tied weight last
             self.replaced[owner] = factor
 
     def check_vocabulary(self, adapter: Adapter) -> None:
-        """LossError where an adapter brings some of the embeddings with another number of rows, and not all of them.
+        """Raise LossError if an adapter resizes some embeddings but not all of them.
 
-        What `resize_token_embeddings` puts into new rows that were not saved is drawn at random.
+        `resize_token_embeddings` fills new rows with random values, so rows that were not saved are lost.
         """
         rows = next(iter(self.resized.values()), None)
         for fqn, shape in self.shapes.items() if rows is not None else ():
@@ -621,7 +620,7 @@ class _Merge:
                 )
 
     def _weights_of_rows(self, adapter: Adapter, module: str, modules: Collection[str]) -> list[str]:
-        """The tensors that get the trained rows of `module`: PEFT ties those of the input embedding."""
+        """Return the tensors that get the trained rows of `module`. PEFT ties the rows of the input embedding."""
         owner = self._weight(adapter, module)
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
         if self._is_again(module, modules):
@@ -640,7 +639,7 @@ class _Merge:
             raise _misfit(adapter, rows.fqn, f"{counted(len(index), 'row')} of {dim}", f"shape {list(rows.shape)}")
         if outside := [i for i in index if not 0 <= i < num]:
             raise _misfit(adapter, rows.fqn, f"tokens below {num}, as {owner} has rows", f"token {outside[0]}")
-        # rounded once, from whatever dtype they are stored in
+        # rounded once, from the stored dtype
         apply = _arithmetic("replace_rows", replace(rows, is_held=True), index=index)
         earlier = tuple(self.token_rows.setdefault(owner, []))
         again = {i for of_others, _ in earlier for i in of_others}.intersection(index)
@@ -666,7 +665,7 @@ class _Merge:
         self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """Add the update of a linear layer's or a convolution's weight."""
+        """Add the update of a linear or convolution weight."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
         has_base = adapter.config.init_changes_base and self._has_own_base(adapter, self._weight(adapter, module))
         if adapter.config.is_of_peft and not has_base:
@@ -708,7 +707,7 @@ class _Merge:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
     def _place_by_peft(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """A linear layer that PEFT itself merges."""
+        """Add the update of a linear layer that PEFT itself merges."""
         require_peft("merging this kind of adapter")
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
@@ -742,7 +741,7 @@ class _Merge:
         self._update(fqn, Update(adapter.path, module, apply, _is_zero(scaling, factor)))
 
     def _place_experts(self, adapter: Adapter, modules: dict[str, dict[str, Factor]]) -> None:
-        """Add the updates of stacked experts by layers of single ones, and take these layers out of `modules`."""
+        """Add the updates of stacked experts by layers of single experts, and remove these layers from `modules`."""
         found: dict[str, list[ExpertPart]] = {}
         for module in modules:
             if (part := part_of(module, self.shapes)) is not None:
@@ -771,7 +770,7 @@ class _Merge:
             self._update(fqn, Update(adapter.path, fqn, apply, partial(_are_true, is_zero)))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
-        """Parameters that `target_parameters` names: wrappers of one module, the innermost first."""
+        """Add the updates of `target_parameters`. `wrappers` are the nested wrappers of `module`, innermost first."""
         targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
         if len(targeted) != len(wrappers):
             raise _misfit(
@@ -816,7 +815,7 @@ class _Merge:
         self._update(self._owner(fqn), update)
 
     def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
-        """Whether square experts lie as [out, in], which PEFT has seen in three ways; shapes do not tell."""
+        """Return True if square experts are stored as [out, in]. Shapes can't show it, and PEFT has changed it twice."""
         is_transposed = self._module(adapter, module).is_transposed
         trained = adapter.config.has_input_last(is_transposed)
         if trained is None:
@@ -833,7 +832,7 @@ class _Merge:
         return trained
 
     def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
-        """Whether all columns of an expert stand together in `lora_B`, and not all of a rank; of one, both do."""
+        """Return True if `lora_B` keeps the columns of an expert together, False for the columns of a rank."""
         if len(shape) < 3 or shape[0] == 1 or adapter.config.rank_of(fqn) == 1:
             return False
         layout = adapter.config.expert_layout(fqn)
@@ -857,7 +856,7 @@ class _Merge:
     # -- what the base is ------------------------------------------------------------------------------------
 
     def _weight(self, adapter: Adapter, module: str) -> str:
-        """The tensor that holds the weight of `module`."""
+        """Return the tensor that holds the weight of `module`."""
         fqn = f"{module}.weight"
         owner = self._owner(fqn)
         inner = _without_wrappers(module)
@@ -876,18 +875,18 @@ class _Merge:
         return owner
 
     def _nearest(self, fqn: str) -> str:
-        """Say that the base lacks `fqn`, and name the parameter with the same end that is most like it."""
+        """Say that the base lacks `fqn`, and name the most similar parameter with the same ending."""
         end = fqn.split(".")[-2:]
         near = get_close_matches(fqn, [name for name in self.shapes if name.split(".")[-2:] == end], 1)
         return "none of this name" + (f"; {near[0]} is the nearest" if near else "")
 
     def _attention(self, module: str) -> str | None:
-        """The `nn.MultiheadAttention` that `module` is, or whose output projection it is."""
+        """Return the `nn.MultiheadAttention` at `module` or around this output projection, or None."""
         attention = _without_wrappers(module.removesuffix(".out_proj"))
         return attention if f"{attention}.in_proj_weight" in self.shapes else None
 
     def _stored(self, fqn: str) -> Factor:
-        """A parameter before any update: the base's, or what an adapter brings in its place, in the same dtype."""
+        """Return a parameter before any update, from the base or from an adapter's replacement, in the base's dtype."""
         found, choice = self.replaced.get(fqn), self.chosen[fqn]
         return found.rounded(choice.dtype) if found else Factor.stored(fqn, choice, self.base)
 
@@ -895,13 +894,13 @@ class _Merge:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
 
     def _is_transposed(self, adapter: Adapter, module: str, shape: Shape, a: Factor, b: Factor) -> bool:
-        """Whether the weight is [in, out], as in transformers' Conv1D.  PEFT tells by the class, so do we."""
+        """Return True if the weight is [in, out], as in transformers' Conv1D. Like PEFT, decide by the class."""
         wanted = (b.shape[0], a.shape[-1])
         if wanted[0] != wanted[1] or shape != wanted:
             return shape == wanted[::-1] and shape != wanted
         conv1d = services.modules.has_conv1d(self.base.config)
         if conv1d is None:
-            return adapter.config.fan_in_fan_out  # a model of the user's own: what PEFT recorded
+            return adapter.config.fan_in_fan_out  # custom model: use PEFT's record
         return conv1d and self._module(adapter, module).is_conv1d
 
     def _module(self, adapter: Adapter, module: str) -> ModuleProtocol:
@@ -951,7 +950,7 @@ class _Merge:
         )
 
     def checkpoint(self, identity: str) -> Checkpoint:
-        """The base with the merged tensors in place of its own; `identity` tells one merge from another."""
+        """Return the base with the merged tensors. `identity` distinguishes one merge from another."""
         changed = {*self.updates, *self.replaced}
         tensors: dict[Key, Tensor] = {key: t for key, t in self.base.tensors.items() if key[0] not in changed}
         for alias in self.untied - changed:
@@ -999,7 +998,7 @@ def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
-    """Whether nothing is added, by a scaling or a factor that is zero; no weight is looked at."""
+    """Return a function that returns True if the scaling or a factor is zero. It reads no weight."""
     return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
@@ -1007,7 +1006,7 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
     """Return a function of `arithmetic` on a weight, an adapter's `factors` as PEFT holds them, and `options`."""
 
     def update(weight: torch.Tensor) -> torch.Tensor:
-        from ckpt.commands.merge_lora import arithmetic  # it imports torch, which a plan does not take
+        from ckpt.commands.merge_lora import arithmetic  # imports torch, which planning doesn't need
 
         def held(factor: Factor) -> torch.Tensor:
             tensor = factor.load()
@@ -1020,12 +1019,12 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
 
 
 def _is_beside(fqn: str) -> bool:
-    """Return True for a base weight that is saved beside its adapter, as PEFT does for embeddings."""
+    """Return True for a base weight saved with its adapter, as PEFT does for embeddings."""
     return ".base_layer." in fqn
 
 
 def _without_wrappers(module: str) -> str:
-    """The module that nested wrappers of its parameters wrap."""
+    """Return the module inside the nested wrappers of its parameters."""
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
     return module
@@ -1063,7 +1062,7 @@ def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
 
 
 def _ties_copies(config: AdapterConfig) -> bool:
-    """Whether modules tied to a copied embedding share the copy (peft `_check_tied_modules`)."""
+    """Return True if modules tied to a copied embedding share the copy (peft `_check_tied_modules`)."""
     names = {name.rpartition(".")[2] for name in config.saved}
     return bool(config.raw.get("ensure_weight_tying")) and not names.isdisjoint(("embed_tokens", "lm_head"))
 
@@ -1081,7 +1080,7 @@ def _token_index(config: AdapterConfig, module: str) -> list[int]:
 
 
 def _with_config(target: Target, changed: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Target:
-    """`target` with what the merge has changed of its config."""
+    """Return `target` with the merge's changes to the config."""
 
     def written(file: TargetFile) -> TargetFile:
         if file.name != CONFIG:
@@ -1096,7 +1095,7 @@ def _is_tokenizer(name: str) -> bool:
 
 
 def _with_tokenizer(target: Target, adapter: Adapter) -> Target:
-    """`target` with the tokenizer that was saved with the adapter, if one was: it is the one trained with."""
+    """Return `target` with the tokenizer saved with the adapter, if any: the model was trained with it."""
     found = {name: content for name, content in companions([adapter.folder]).items() if _is_tokenizer(name)}
     if "tokenizer_config.json" not in found:
         return target

@@ -1,4 +1,4 @@
-"""`ckpt merge-lora`: adapters and a base by their paths, and the merged model as a folder."""
+"""API of `ckpt merge-lora`: plan and write a merge from the paths of adapters and a base."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _GROUPS = (MergeSource, Combining, Merged, Threads, WriteOptions, Watching)
 
 @listed_once()
 def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any]) -> Merge:
-    """Plan the merge of `adapters` into their base; with `adapter_weights` they become one first."""
+    """Plan the merge of `adapters` into their base. With `adapter_weights`, combine them into one first."""
     source, combining, merged = MergeSource.of(options), Combining.of(options), Merged.of(options)
     workers = Threads.of(options).workers
     api.WORKERS.check(workers)
@@ -73,7 +73,7 @@ def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any])
     layout = Layout(cast, parse_size(merged.max_shard_size), names=merged.names)
     made = plan(found, model, layout, Resources(workers=workers), as_peft=merged.as_peft)
     made = replace(made, opened=tuple(opened), combined=tuple(found))
-    made.to_json()  # it lists the folders that were listed to open the base
+    made.to_json()  # also lists the folders that were listed to open the base
     return made
 
 
@@ -87,50 +87,45 @@ def merge_lora(
 ) -> MergedModel:
     """Merge a LoRA adapter into its base model without loading the model, and write it to `output`.
 
-    An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache; of
-    several one is merged after the other, or with `adapter_weights` they become one by PEFT's `combination`.  `base` is
-    the model to merge into, in any format, failing that the one that was trained on; `accept_base` merges though it is
-    not the one that the adapter names.  `expert_layout` says who packed an adapter of stacked experts, PEFT or
-    Unsloth before 2026.9.6, where nothing records it.  `options` are for `ckpt.open`.  `peft_version` is the
-    release of PEFT that trained an adapter, if its config records none; `accept_settings` names unknown entries of
-    `adapter_config.json` that are ignored.
+    An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache.
+    Several adapters are merged one after the other. With `adapter_weights`, PEFT's `combination` makes them one first.
 
-    Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head;
+    The bits are PEFT's, except for a change of one of two tied weights. By default, the result is the trained model,
+    with both weights. `as_peft` adds the change to both, like PEFT's `merge_and_unload`.
+
+    Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head.
     `ignore_files` names files to leave out.
-
-    The bits are PEFT's.  A change of one of two tied weights is the exception: the default writes the model that was
-    trained, with both weights, and `as_peft` adds the change to both, as PEFT's `merge_and_unload` does.
 
     Args:
         adapters: Adapters: folders, checkpoints or Hub ids in the cache.
         output: The folder or URL to write to.
-        describe: Returns further files of the filled folder: their content by name.
-        base: The model to merge into; None for the recorded one.
+        describe: Returns more files for the written folder: their content by name.
+        base: The model to merge into, in any format; None for the recorded one.
         config: The folder with the adapter's config, or the config of a base without one.
         tag: The step's folder or number; None for the latest.
         accept_base: Merge into a base that the adapter does not name.
-        expert_layout: Who packed stacked experts: `peft` or `unsloth`.
-        peft_version: PEFT release that trained the adapter, if none is recorded.
-        accept_settings: Recorded settings to ignore, by name.
+        expert_layout: Who packed stacked experts, if it is not recorded: `peft`, or `unsloth` before 2026.9.6.
+        peft_version: PEFT release that trained the adapter, if its config records none.
+        accept_settings: Unknown entries of `adapter_config.json` to ignore.
         ignore_files: Files next to the adapter to leave out.
-        adapter_weights: Weights of adapters that are combined into one.
+        adapter_weights: Weights for combining the adapters into one.
         combination: PEFT's `combination_type` for several adapters.
         density: Fraction of weights kept by ties, dare and magnitude_prune.
         seed: Random seed for dare.
-        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
-        dequantize: Take the plain values of quantized weights.
+        dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Merge into the plain values of quantized weights.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
         names: `hub`, or `own` to write other names as they are.
         as_peft: Add a change of tied weights to both, as PEFT does.
-        workers: Threads that copy; 0 chooses.
+        workers: Number of copying threads; 0 chooses.
         manifest: Write digests of the output to ckpt-manifest.json.
         overwrite: Replace a model at `output`.
-        restart: Clear what a stopped run has kept, and begin anew.
-        verify: Read back and compare every bit that was written.
+        restart: Delete the files of an interrupted run, and start again.
+        verify: Read back and compare every written bit.
         progress: Called with the number of bytes since the last call.
         phase: Called with the name and the bytes of each phase.
         say: Called with each note about the output.
-        planned: Called with the proved `Merge`, before anything is written.
+        planned: Called with the checked `Merge`, before anything is written.
         **options: Options for reading, such as `adapter_slot="1:8:16"`.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters

@@ -1,7 +1,7 @@
 """Files in an adapter's folder that hold trained weights and are not merged.
 
-PEFT saves its own tensors in one file. Trainers save everything else that they trained in files next to it: a value
-head (TRL, LLaMA-Factory), a projector, new embeddings. A merge without such a file is not the trained model.
+PEFT saves its own tensors in one file. Trainers save other trained weights in files next to it: a value head (TRL,
+LLaMA-Factory), a projector, new embeddings. A merge without such a file is not the trained model.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def unread(checkpoint: Checkpoint) -> Iterator[NotRead]:
-    """Yield the unread files of an adapter by their paths, except optimizers, which a merge has no use for."""
+    """Yield the unread files of an adapter by path, except optimizers, which a merge does not use."""
     folder = Path(checkpoint.path)
     folder = folder if folder.is_dir() else folder.parent
     for one in not_read(checkpoint):
@@ -38,10 +38,10 @@ def unread(checkpoint: Checkpoint) -> Iterator[NotRead]:
 
 
 def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Collection[str] = ()) -> list[Adapter]:
-    """Return `adapters` without the tensors of the files that `ignored` names.
+    """Return `adapters` without the tensors of the files in `ignored`.
 
-    Raise LossError if another file in an adapter's folder holds trained weights, UsageError if `ignored` names a file
-    that is not there.
+    Raise LossError if another file in an adapter's folder holds trained weights, UsageError if an ignored file is
+    missing.
     """
     found = [(adapter, list(unread(adapter.checkpoint))) for adapter in adapters]
     names = {Path(one.name).name for _, files in found for one in files}
@@ -62,7 +62,7 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
 
 
 def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
-    """Raise LossError if the file holds trained weights that are in neither the adapter nor `ignored`."""
+    """Raise LossError if the file holds trained weights that are neither in the adapter nor in `ignored`."""
     if path.name in (*ignored, _OWN_COPY) or not path.is_file():
         return
     try:
@@ -87,7 +87,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
 
 
 def _is_whole_model(names: Collection[str], base: Checkpoint) -> bool:
-    """Return True if most of the base's tensors are among `names`, as in a model saved into the same folder."""
+    """Return True if `names` has most of the base's tensors: a model was saved into the same folder."""
     plain = {name.removeprefix(PREFIX) for name in names}
     for namespace in (HUB, TRANSFORMERS):
         known = to_namespace(base, namespace).shapes.keys()

@@ -1,4 +1,4 @@
-"""Options of `ckpt merge-lora`, of the function and of the command."""
+"""Options of `ckpt merge-lora`, for the function and the command."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt.plan.groups import (
 
 
 def parse_weights(text: str) -> list[float]:
-    """Return `0.7,0.3` as numbers; UsageError if they are none."""
+    """Parse numbers such as `0.7,0.3`, or raise UsageError."""
     try:
         weights = [float(part) for part in text.split(",")]
     except ValueError:
@@ -36,7 +36,7 @@ def parse_weights(text: str) -> list[float]:
 
 @dataclass(frozen=True)
 class MergeSource(OptionGroup):
-    """What is merged into what."""
+    """Adapter and base to merge."""
 
     base: Annotated[
         str | PathLike[str] | None,
@@ -74,7 +74,7 @@ class MergeSource(OptionGroup):
 
 @dataclass(frozen=True)
 class Combining(OptionGroup):
-    """How several adapters become one."""
+    """Options for combining several adapters into one."""
 
     adapter_weights: Annotated[
         Sequence[float] | None,
@@ -102,7 +102,7 @@ class Combining(OptionGroup):
 
 @dataclass(frozen=True)
 class Merged(OptionGroup):
-    """What the merged model is written as."""
+    """Options for the merged model."""
 
     dtype: Annotated[Cast, Flag(help="Precision of the base that is merged into.", section=WRITTEN)] = "keep"
     dequantize: DequantizeOption = False
@@ -115,6 +115,6 @@ class Merged(OptionGroup):
 
 @dataclass(frozen=True)
 class Threads(OptionGroup):
-    """How many threads copy."""
+    """Number of copying threads."""
 
     workers: WorkersOption = 0

@@ -1,8 +1,8 @@
-"""`ckpt verify BASE MERGED --adapter A`: whether a merged model is its base with what the adapter adds, and no more.
+"""Comparison of a merged model with its base and adapters: `ckpt verify BASE MERGED --adapter A`.
 
-Every tensor of the merged model is computed again from the base and the adapter, and compared bit by bit.  One that
-differs is held against the base too: a tool that merged nothing left the base's bits, and one that added in another
-order is off by a small part of what the adapter adds.
+Every tensor is computed again from the base and the adapter, and compared bit by bit. A differing tensor is compared
+with the base too. If nothing was merged, it has the base's bits. If additions ran in another order, the difference is a
+small part of the adapter's change.
 """
 
 from __future__ import annotations
@@ -34,17 +34,17 @@ from ckpt.state.naming import as_hub
 from ckpt.state.quantized_weights import quantized_parts
 from ckpt.state.same_model import stated_otherwise
 
-#: Off by less than this part of what the adapter adds, a tensor was rounded otherwise, and not merged otherwise.
+#: Largest difference due to rounding, relative to the adapter's change.
 _ROUNDING = 0.05
-_SHOWN = 20  # tensors of a kind that are named without `verbose`
+_SHOWN = 20  # tensors per kind shown without `verbose`
 
 
 @dataclass(frozen=True, slots=True)
 class Deviation:
-    """A tensor of the merged model that is not what the base and the adapters make it.
+    """A tensor of the merged model that differs from the expected merge.
 
-    `is_target` says that an adapter changes it; `is_base` that it has the bits of the base all the same.  `off` is how
-    far it is from what it should be, by how far that is from the base.
+    `is_target` is True if an adapter changes the tensor, `is_base` if the tensor still has the base's bits. `off` is
+    its distance from the expected tensor, relative to the adapter's change.
     """
 
     fqn: str
@@ -55,7 +55,7 @@ class Deviation:
 
     @property
     def is_rounded(self) -> bool:
-        """Whether it differs by so little as another order of adding does."""
+        """True if the difference is small enough for another order of additions."""
         return self.is_target and self.off is not None and self.off < _ROUNDING
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Deviation:
 
 @dataclass(frozen=True, repr=False)
 class MergeReport(Returned):
-    """Whether `merged` is `base` with the adapters merged into it, to the last bit."""
+    """Result of comparing `merged` with `base` plus adapters, bit by bit."""
 
     verdict: ClassVar[str] = ".equal"
 
@@ -90,16 +90,16 @@ class MergeReport(Returned):
 
     @property
     def equal(self) -> bool:
-        """Whether every tensor has the bits that the base and the adapters make."""
+        """True if every tensor has the expected bits."""
         return not self.code
 
     @property
     def exit_code(self) -> int:
-        """0: equal, 1: different; where something could not be read, the code of the first error instead."""
+        """0 if equal, 1 if different, or the code of the first error if something could not be read."""
         return self.code
 
     def to_json(self) -> dict[str, Any]:
-        """The report as plain values."""
+        """Return the report as plain values."""
         return {
             "equal": self.equal,
             "base": shown(self.base),
@@ -121,7 +121,7 @@ class MergeReport(Returned):
         }
 
     def lines(self, verbose: bool = False) -> Iterator[str]:
-        """What is not as it should be, line by line, then the counts and the outcome."""
+        """Yield the differences, the counts and the outcome, line by line."""
         named = self.deviations if verbose else self.deviations[:_SHOWN]
         yield from (f"* {one}" for one in named)
         if len(named) < len(self.deviations):
@@ -165,13 +165,10 @@ def verify_merge(
     progress: Progress | None = None,
     expected: Progress | None = None,
 ) -> MergeReport:
-    """Compare `merged` with what the adapters make of `base`, bit by bit: what they change, and all else.
+    """Compare `merged` with the merge of `adapters` into `base`, bit by bit, unchanged tensors included.
 
-    Both models may be of any format; `format`, `tag` and `config` are for the merged one, and `config` for a base that
-    has none too.  Adapters are given as for `ckpt.merge_lora`.  Where `base` is not the model that an adapter names, a
-    note says so, and where the configs of the two models differ.  `expected` is told first of how many bytes `progress`
-    will be told.  Raises LossError where an adapter does not fit the base, or if a file in its folder holds trained
-    weights that are not merged; `ignore_files` names files to leave out.
+    Notes report a base that an adapter does not name, and differing configs. Raises LossError if an adapter does not
+    fit the base, or if a file in its folder holds trained weights that are not merged.
 
     Args:
         base: The base model, in any format.
@@ -183,9 +180,9 @@ def verify_merge(
         ignore_files: Files next to the adapter to leave out.
         format: The format of `merged`.
         tag: The step of `merged`.
-        config: The model's config: a folder, a config.json or a Hub id.
+        config: Config for `merged`, and for a `base` without one: a folder, a config.json or a Hub id.
         progress: Called with the number of bytes since the last call.
-        expected: Called first with the number of bytes that `progress` will add up to.
+        expected: Called first with the total number of bytes.
     """
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     place = None if config is None else fspath(config)
@@ -211,7 +208,7 @@ def verify_merge(
     made = merge.as_written()
     report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)
     if report.exit_code == 1 and not as_peft and (model.ties or merge.noted.divided):
-        # it may be what PEFT itself makes of tied weights
+        # perhaps PEFT's own merge of tied weights
         second = plan(found, model, layout, as_peft=True)
         peft = api.verify(second.as_written(), other, only="weights", measured=True) if second.noted.divided else report
         if not peft.exit_code:
@@ -249,7 +246,7 @@ def verify_merge(
 
 
 def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> tuple[Merge, bool]:
-    """The merge as it was trained, or PEFT's, if no model has tied weights as they were trained; True for PEFT's."""
+    """Plan the merge as trained, or PEFT's merge if no model can tie the weights as trained. True for PEFT's."""
     try:
         return plan(adapters, base, layout), False
     except LossError:
@@ -261,7 +258,7 @@ def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> t
 
 
 def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str]) -> Iterator[Deviation]:
-    """Yield weights that the config of `merged` ties and the merge does not, or the other way round."""
+    """Yield weights with different ties in the config of `merged` and in the merge."""
     if merged.config is None:
         return
     declared = services.ties.declared_ties(merged.config)
@@ -275,7 +272,7 @@ def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str
 
 
 def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint, list[str]]:
-    """The model at `where`, and notes on whether it is the base that the adapter names."""
+    """Return the model at `where`, and notes if it may not be the adapter's base."""
     try:
         model = open_base(adapter, where, config=config)
     except UsageError as error:
@@ -285,7 +282,7 @@ def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint,
 
 
 def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
-    """The dtype in which the merged model is, where its weights have one, and it is not the base's; None otherwise."""
+    """Return the dtype of the merged weights if they have one and it is not the base's, else None."""
     plain = set(CASTABLE.values())
     one, other = (
         {tensor.dtype for (_, role), tensor in of.tensors.items() if role in MODEL_ROLES} & plain
@@ -295,7 +292,7 @@ def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
 
 
 def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
-    """The squared distance of each tensor of the merged model from that of the base; 0.0 where the bits are equal."""
+    """Return the squared distance of each merged tensor from the base's tensor. Equal bits give 0.0."""
     a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
     wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
     if not wanted:
@@ -313,7 +310,7 @@ def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dic
 
 
 def _difference_words(result: Any) -> str:
-    """How a tensor differs, in words."""
+    """Describe a tensor's difference in words."""
     if result.difference is not None:
         return str(result.difference)
     if result.kind in ("shape", "dtype"):

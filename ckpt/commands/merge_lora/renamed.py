@@ -1,6 +1,6 @@
-"""Adapters under names that their base has in its files or had in transformers 4, instead of transformers' names today.
+"""Adapters with old names of modules: from the base's files, from transformers 4, or from their trainer.
 
-transformers 5 renames modules when it loads a model. An adapter that was saved before keeps the old names.
+transformers 5 renames modules when it loads a model. Older adapters keep the old names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.state.naming import to_namespace
 
-#: Path prefix of tensors that stand for a name. They have no bytes.
+#: Path prefix of tensors that only stand for a name. They have no bytes.
 _NAME = "name:"
 _NUMBER = re.compile(r"\d+")
 
 
 def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """Return the adapter with the names of `base`, which has transformers' names, as far as its names are known."""
+    """Return the adapter with the names of `base`, as far as they are known. `base` uses transformers' names."""
     known = base.shapes.keys() | base.ties.keys()
     modules = {fqn: list(_modules(fqn)) for fqn in adapter.factors}
     unknown = {fqn: found for fqn, found in modules.items() if not any(f"{one}.weight" in known for one in found)}
@@ -55,9 +55,9 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
 
 
 def _of_trainers(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[str]:
-    """Yield transformers' names for names of Tinker's and of Unsloth's gpt-oss in bitsandbytes.
+    """Yield transformers' names for the names in Tinker's and in Unsloth's gpt-oss in bitsandbytes.
 
-    No adapter of PEFT's records `all-linear`, as Tinker's do: PEFT lists the layers.
+    Only Tinker's adapters record `all-linear`: PEFT lists the layers instead.
     """
     is_of_tinker = adapter.config.raw.get("target_modules") == "all-linear"
     if weight == "model.unembed_tokens.weight":
@@ -70,7 +70,7 @@ def _of_trainers(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[st
 
 
 def _modules(fqn: str) -> Iterator[str]:
-    """Yield the modules of the base that a tensor of an adapter may be for, the innermost first."""
+    """Yield the base modules that an adapter's tensor may belong to, innermost first."""
     name = parse_name(fqn)
     module = name.module
     if name.kind != names.BASE:
@@ -86,10 +86,10 @@ def _with_module(fqn: str, old: str, new: str) -> str:
 
 
 def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]:
-    """Return the names that the model of `base` gives to `weights` if it loads them as they are.
+    """Return the names in memory after the model of `base` loads `weights`.
 
-    A name may be one of a file, or mix both forms: transformers 4.52 had `model.vision_tower.vision_model` in memory.
-    The second pass has the real shapes: a conversion that permutes rows is no renaming.
+    A name may come from a file, or mix file and memory names: transformers 4.52 had `model.vision_tower.vision_model`
+    in memory. The second pass uses the real shapes, because a conversion that permutes rows is no renaming.
     """
     shapes = base.shapes
     found: dict[str, str] = {}
@@ -102,10 +102,10 @@ def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]
 
 
 def _loaded(base: Checkpoint, weights: Mapping[str, Shape], namespace: str) -> dict[str, str]:
-    """Return the names in memory of tensors of these shapes, without tensors that are rearranged."""
+    """Return the names in memory of tensors with these shapes, without rearranged tensors."""
     try:
         return _translated(base, weights, namespace)
-    except CkptError:  # a name stands for a part of a tensor: try names that differ in numbers alone together
+    except CkptError:  # a name stands for a part of a tensor: try names together if they differ only in numbers
         groups: dict[str, dict[str, Shape]] = {}
         for name, shape in weights.items():
             groups.setdefault(_NUMBER.sub("#", name), {})[name] = shape

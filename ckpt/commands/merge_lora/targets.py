@@ -1,7 +1,7 @@
-"""Whether an adapter's tensors are those of the layers that its config names, as PEFT finds them in the base.
+"""Comparison of an adapter's tensors with the layers that its config names, as PEFT finds them in the base.
 
-Facts from peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`).  PEFT warns of layers that it has to
-leave as they are, and passes over tensors of layers that it has not adapted.
+Source: peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`). PEFT warns about layers that it can't
+adapt, and ignores tensors of layers that it has not adapted.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from ckpt.adapters.config import LORA, AdapterConfig
 from ckpt.base.errors import CorruptError
 from ckpt.base.text import counted
 
-#: An entry that PEFT's own files have; configs that were made of another trainer's name layers by their last names.
+#: Entry that only PEFT's own files have. Configs from other trainers name layers by their last names.
 _OF_PEFTS_FILES = "layers_to_transform"
 _ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
-#: The first number in a layer's name, behind a list of layers, where the config names no list.
+#: Any list of layers before the first number in a name, if the config names no list.
 _ANY_LIST = r"[^.]*"
 
 
 def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
-    """Notes on `layers` of the base that the config names and that are not `adapted`, and on those that it does not.
+    """Yield notes on `layers` of the base that the config names but that are not `adapted`, and the reverse.
 
-    CorruptError where PEFT could not find a layer by what the config says.
+    Raise CorruptError if PEFT could not read the config's layer names.
     """
     if config.kind != LORA or _OF_PEFTS_FILES not in config.raw:
         return
@@ -36,7 +36,7 @@ def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[st
             path=config.path,
             found=", ".join(f"{entry}: {config.raw[entry]!r}" for entry in _ENTRIES if config.raw.get(entry)),
         ) from error
-    if not named:  # its names are those of another release of the model
+    if not named:  # the names come from another release of the model
         return
     if missing := sorted(named.difference(adapted)):
         words = _layers_in_words(missing)
@@ -69,7 +69,7 @@ def is_named(raw: Mapping[str, Any], layer: str) -> bool:
 
 
 def _matches(given: object, layer: str) -> bool:
-    """Whether a regular expression for all of the name, or a list of how names end, has the layer."""
+    """Return True if `layer` matches a regular expression in full, or ends with a name in a list."""
     if isinstance(given, str):
         return re.fullmatch(given, layer) is not None
     return isinstance(given, list) and any(f".{layer}".endswith(f".{name}") for name in given)

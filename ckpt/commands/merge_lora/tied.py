@@ -1,7 +1,7 @@
-"""Adapters on tied weights.
+"""Adapters on tied weights, and the ties that they break.
 
-PEFT's `merge_and_unload` adds the change of one layer to a tensor that other layers share, so its result is not the
-model that was trained (peft#2018).  Here is which ties an adapter breaks.
+PEFT's `merge_and_unload` adds the change of one layer to a tensor that other layers share, so the result is not the
+trained model (peft#2018).
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ckpt.plan import services
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.state.naming import to_namespace
 
-#: The factors of a layer, by what they are.
+#: Factors of a layer by kind.
 Parts = Mapping[str, Factor]
 
 
 def in_memory(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` under transformers' names, its aliases too: no file has a tensor of these."""
+    """Return `checkpoint` under transformers' names, aliases included, although files have no tensors for aliases."""
     named = to_namespace(checkpoint, TRANSFORMERS)
     if named.config is None or not named.ties:
         return named
@@ -33,8 +33,8 @@ def in_memory(checkpoint: Checkpoint) -> Checkpoint:
 def is_divided(members: Sequence[str], changes: Mapping[str, Parts]) -> bool:
     """Return True if `changes` leave the layers `members` with different weights.
 
-    `members` share one weight, and the input embedding comes first: PEFT writes its trained rows into all of them.
-    With `ensure_weight_tying` PEFT gives all of them the same factors.
+    `members` share one weight. The input embedding comes first, as PEFT writes its trained rows into all members. With
+    `ensure_weight_tying`, PEFT gives all members the same factors.
     """
     parts = [_of_linear(part) for part in changes.values()]
     if are_rows(changes):
@@ -50,7 +50,7 @@ def are_rows(changes: Mapping[str, Parts]) -> bool:
 
 
 def notes(divided: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
-    """Yield a note for each adapter that changes tied weights in some of their layers, `divided`, by its path."""
+    """Yield a note for each adapter that changes only some tied layers. `divided` maps adapter paths to layers."""
     for path, modules in divided.items():
         changed = " and ".join(sorted(set(modules)))
         if as_peft:
@@ -66,7 +66,7 @@ def notes(divided: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[st
 
 
 def _of_linear(parts: Parts) -> Parts:
-    """Return an embedding's factors as those of a linear layer with the same change."""
+    """Return an embedding's factors as a linear layer's factors for the same change."""
     turned = {names.EMBEDDING_A: names.B, names.EMBEDDING_B: names.A}
     return {turned.get(kind, kind): _turned(one) if kind in turned else one for kind, one in parts.items()}
 

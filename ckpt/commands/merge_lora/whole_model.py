@@ -1,8 +1,8 @@
 """Adapters that PEFT merges in the loaded model, because their merge needs more than one layer's weight.
 
-FRoD makes a basis of all layers of a category, TinyLoRA and UniLoRA share vectors by the order of layers, AdaMSS
-clusters rows again, and nothing is known about kinds of a newer PEFT. The base is loaded as transformers builds it,
-PEFT puts the adapter in and merges, and the parameters that changed are written like any other merged tensor.
+FRoD computes a basis from all layers of a category. TinyLoRA and UniLoRA share vectors by the order of layers. AdaMSS
+clusters rows again. Kinds of a newer PEFT are unknown. transformers loads the base, PEFT loads and merges the adapter,
+and the changed parameters are written like other merged tensors.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ckpt.commands.merge_lora.targets import is_named
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 
-#: Config key, and its default, of kinds whose file then has everything that PEFT makes by the order of layers.
+#: Config key, and its default, of kinds that can save everything PEFT derives from the order of layers.
 _RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
-#: Bytes of the libraries that PEFT imports for a kind, such as scikit-learn.
+#: Bytes of libraries that PEFT imports, such as scikit-learn.
 _LIBRARIES = 128_000_000
-#: Bytes per element of a matrix while PEFT decomposes it: the matrix and its factors, some in fp64.
+#: Bytes per element of a matrix while PEFT decomposes it: the matrix and its factors, partly in fp64.
 _DECOMPOSED = 40
-#: Bytes per element of the matrices of FRoD's largest category, while PEFT decomposes them together.
+#: Bytes per element of FRoD's largest category of matrices, which PEFT decomposes together.
 _TOGETHER = 16
-#: Bytes per element of FRoD's largest basis, while PEFT draws places in it.
+#: Bytes per element of FRoD's largest basis, while PEFT draws positions in it.
 _DRAWN = 64
 
 
 def needs_order(config: AdapterConfig) -> bool:
-    """Return True unless the merge is known to be the same in any order of the model's layers."""
+    """Return True if the merge may depend on the order of the model's layers."""
     key, default = _RECORDED.get(config.kind, ("", False))
     return config.kind != ADAMSS and not config.raw.get(key, default)
 
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel(EmptyModel):
-    """The model of a base with its weights, and the `factors` of an adapter in it as PEFT loads them.
+    """A base model with its weights, with an adapter's `factors` loaded by PEFT.
 
-    `parameters` are the names in the model. `merge_all` fills `merged` and `unchanged`: the changed parameters by
-    name, and the layers that are the same afterwards, with True if nothing was to be added.
+    `parameters` holds the names in the model. `merge_all` fills `merged` with the changed parameters. It fills
+    `unchanged` with the unchanged layers: True if there was nothing to add.
     """
 
     parameters: set[str] = field(default_factory=set)
@@ -60,10 +60,10 @@ class LoadedModel(EmptyModel):
 
     @property
     def needed_memory(self) -> int:
-        """Estimate of the bytes that loading and merging take."""
+        """Estimated bytes for loading and merging."""
         sizes = {fqn: prod(one.tensor.shape) * one.dtype.itemsize for fqn, one in self.chosen.items()}
         matrices = {fqn: one.tensor.shape for fqn, one in self.chosen.items() if len(one.tensor.shape) == 2}
-        with suppress(re.error, TypeError):  # PEFT refuses such a config
+        with suppress(re.error, TypeError):  # PEFT refuses this config
             named = {fqn for fqn in matrices if is_named(self.adapter.config.raw, fqn.removesuffix(".weight"))}
             matrices = {fqn: matrices[fqn] for fqn in named} or matrices
         adapter = sum(prod(one.shape) * 4 for one in self.factors.values())
@@ -80,7 +80,7 @@ class LoadedModel(EmptyModel):
         return needed + kept + _TOGETHER * max(categories.values(), default=0) + _DRAWN * widest**2
 
     def check_memory(self) -> None:
-        """Raise StorageError if there is less memory available than the merge needs."""
+        """Raise StorageError if the merge needs more memory than is available."""
         available = available_memory()
         if available is not None and available < self.needed_memory:
             raise StorageError(
@@ -92,7 +92,7 @@ class LoadedModel(EmptyModel):
             )
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
-        """Return a model of the matrices; UsageError if the merge goes by the order of a model's layers."""
+        """Return a model of the matrices, or raise UsageError if the merge depends on the order of layers."""
         if needs_order(self.adapter.config):
             key, _ = _RECORDED.get(self.adapter.config.kind, ("", False))
             raise UsageError(
@@ -107,7 +107,7 @@ class LoadedModel(EmptyModel):
         return super().of_shapes(shapes)
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's model of `model`, after its parameters got the base's values."""
+        """Return PEFT's model of `model`, after loading the base's values."""
         from torch import nn
 
         loaded: dict[str, Any] = {}  # tied parameters stay one
@@ -125,7 +125,7 @@ class LoadedModel(EmptyModel):
         return wrapped
 
     def untie(self, fqns: Collection[str]) -> None:
-        """Give the parameters `fqns` values of their own in the model."""
+        """Give the parameters `fqns` their own values in the model."""
         from torch import nn
 
         for fqn in fqns:
@@ -135,9 +135,9 @@ class LoadedModel(EmptyModel):
             setattr(layer, leaf, nn.Parameter(self.stored(fqn).load(), requires_grad=False))
 
     def merge_all(self, owners: Mapping[str, str], known: Mapping[str, str]) -> None:
-        """Merge the adapter into the model. `owners` has the weight of each layer, `known` every parameter's tensor.
+        """Merge the adapter into the model. `owners` maps layers to their weights, `known` parameters to their tensors.
 
-        UsageError if PEFT does not merge the kind, or changes more than values.
+        Raise UsageError if PEFT does not merge the kind, or changes more than values.
         """
         import torch
 
@@ -175,11 +175,11 @@ class LoadedModel(EmptyModel):
                     self.unchanged[module] = _adds_nothing(layers[module])
 
     def is_plain(self, owner: str) -> bool:
-        """Return True if the tensor is in a dtype that can be loaded as it is."""
+        """Return True if the tensor's dtype can be loaded directly."""
         return self.chosen[owner].dtype in CAST_SOURCES
 
     def updates(self, owners: Mapping[str, str]) -> Iterator[tuple[str, Update]]:
-        """Yield each changed or adapted tensor with PEFT's result for it."""
+        """Yield each changed or adapted tensor with PEFT's result."""
         layers = {owner: module for module, owner in owners.items()}
         for owner in dict.fromkeys([*owners.values(), *self.merged]):
             module = owner.rpartition(".")[0]
@@ -189,7 +189,7 @@ class LoadedModel(EmptyModel):
 
     @property
     def notes(self) -> Iterator[str]:
-        """Memory, and what PEFT made again of the base because the adapter's file lacks it."""
+        """Needed memory, and tensors that PEFT computed again because the adapter's file lacks them."""
         config = self.adapter.config
         size = show_size(self.needed_memory)
         yield f"PEFT merged this adapter in the loaded model, which takes about {size} of memory"
@@ -212,7 +212,7 @@ def _update(adapter: str, target: str, result: Any, is_nothing: bool) -> Update:
 
 
 def _adds_nothing(layer: Any) -> bool:
-    """Return True if the parameters of a merged layer that did not change would not change in fp32 either."""
+    """Return True if a merged layer's unchanged parameters would not change in fp32 either."""
     from torch import nn
 
     inner = layer.get_base_layer()
@@ -227,8 +227,8 @@ def _adds_nothing(layer: Any) -> bool:
 def _decompose_by_saved_basis(wrapped: Any) -> None:
     """Decompose FRoD's weights by the loaded basis.
 
-    PEFT decomposes them by a basis that it makes of the base, and then loads the saved one. The two differ if training
-    ran on another kind of processor.
+    PEFT computes a basis from the base, decomposes the weights by it, and then loads the saved basis. The two differ if
+    training ran on another kind of processor.
     """
     from peft.tuners.frod.layer import FrodLayer
 
