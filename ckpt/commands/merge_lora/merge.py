@@ -815,7 +815,7 @@ class _Merge:
         self._update(self._owner(fqn), update)
 
     def _has_input_last(self, adapter: Adapter, module: str, fqn: str) -> bool:
-        """Return True if square experts are stored as [out, in]. Shapes can't show it, and PEFT has changed it twice."""
+        """Return True if square experts are stored as [out, in]: PEFT changed this twice, and shapes are equal."""
         is_transposed = self._module(adapter, module).is_transposed
         trained = adapter.config.has_input_last(is_transposed)
         if trained is None:
