@@ -1,4 +1,4 @@
-"""`action.yml`, the pre-commit hook and the workflow: what they say is run, except for the download of ckpt."""
+"""`action.yml`, the pre-commit hook and the workflow: run each script, except the download of ckpt."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.support.places import REPOSITORY
 
 ACTION: dict[str, Any] = yaml.safe_load((REPOSITORY / "action.yml").read_text())
 HOOKS: list[dict[str, Any]] = yaml.safe_load((REPOSITORY / ".pre-commit-hooks.yaml").read_text())
-#: `ckpt` as both find it: a command that an installation made.
+#: An installed `ckpt` command for both to find.
 COMMAND = f'#!/bin/sh\nexec "{sys.executable}" -m ckpt "$@"\n'
 
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A run, a model that was made of it, and `bin/ckpt`."""
+    """Create a run, a model converted from it, and `bin/ckpt`."""
     shutil.copytree(REPOSITORY / "fixtures/trl-zero3/outputs/qwen3-sft", tmp_path / "a run")
     ckpt.plan(ckpt.open(tmp_path / "a run"), "hf").run(tmp_path / "model")
     (tmp_path / "temp/ckpt/bin").mkdir(parents=True)
@@ -38,7 +38,7 @@ def here(tmp_path: Path) -> Path:
 def shell(script: str, folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(folder / "temp/ckpt/bin"), os.environ["PATH"]])
     env = os.environ | {"PYTHONPATH": str(REPOSITORY), "PATH": path, "RUNNER_TEMP": str(folder / "temp"), **variables}
-    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]  # as GitHub runs `shell: bash`
+    command = ["bash", "--noprofile", "--norc", "-eo", "pipefail", "-c", script]  # GitHub's command for `shell: bash`
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
 
 
@@ -48,14 +48,14 @@ def flip_a_bit(file: Path) -> None:
 
 
 def step(name: str, **inputs: str) -> tuple[str, dict[str, str]]:
-    """The script of a step of the action, and its variables for these inputs."""
+    """Return a step's script and its environment variables for `inputs`."""
     given = {key: str(one.get("default", "")) for key, one in ACTION["inputs"].items()} | inputs
     found = next(one for one in ACTION["runs"]["steps"] if one["name"] == name)
     env = {
         key: re.sub(r"\$\{\{ inputs\.(\w+) \}\}", lambda match: given[match[1]], value)
         for key, value in found.get("env", {}).items()
     }
-    assert "${{" not in found["run"] + "".join(env.values())  # an input in a script would be run as one
+    assert "${{" not in found["run"] + "".join(env.values())  # an input pasted into a script could run code
     assert found["shell"] == "bash"
     return found["run"], env
 
@@ -88,8 +88,8 @@ def test_the_hook_verifies_every_folder_with_a_manifest(here: Path) -> None:
     shutil.copytree(here / "model", here / "other model")
     git = ["git", "-c", "init.defaultBranch=main"]
     subprocess.run([*git, "init", "-q"], cwd=here, check=True)
-    entry = shlex.split(hook["entry"])  # pre-commit takes it apart like this, and starts no shell of its own
-    assert shell(shlex.join(entry), here).stdout == ""  # nothing is in the index yet
+    entry = shlex.split(hook["entry"])  # pre-commit splits the entry like this and starts no shell
+    assert shell(shlex.join(entry), here).stdout == ""  # the index is still empty
     subprocess.run([*git, "add", "model", "other model"], cwd=here, check=True)
     done = shell(shlex.join(entry), here)
     assert (done.returncode, done.stdout.count("as the manifest says: 6 files")) == (0, 2), done.stderr

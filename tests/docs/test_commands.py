@@ -1,4 +1,4 @@
-"""Every `ckpt` command in docs/ is run, on what the tools really wrote, and prints what the page says."""
+"""Commands in docs/: each runs on files written by the real tools and prints what the page shows."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from tests.support.run_folders import in_the_order_of_steps
 DOCS = REPOSITORY / "docs"
 
 RUN = {"trl-zero3/outputs/qwen3-sft": "outputs"}
-#: What stands in the folder that a page is read in, by the heading from which on it is another: fixtures, and the names
-#: that the page has for them.
+#: Fixtures and their names in a page's working folder, by page and by the heading where a new folder starts.
 PLACES: dict[str, dict[str, dict[str, str]]] = {
     "check": {"": {"trainer-zero2": "outputs"}},
     "clean": {"": {"trainer-zero2": "outputs"}},
@@ -61,9 +60,9 @@ PLACES: dict[str, dict[str, dict[str, str]]] = {
     },
     "verify": {"": RUN},
 }
-#: Sections whose commands tests/train/test_demo.py and tests/training/test_watch.py run.
+#: Sections whose commands run in tests/train/test_demo.py and tests/training/test_watch.py.
 ELSEWHERE = {("resume", "From 2 ranks to 3"), ("operations", "")}
-#: Blocks that show what is printed and are not compared here, by page and heading: the test that compares them.
+#: Blocks with output that another test compares, by page and heading.
 COMPARED = {
     ("README", "See it in a second"): "tests/cli/test_readme.py",
     ("README", "Demo"): "tests/train/test_demo.py",
@@ -81,20 +80,20 @@ COMPARED = {
     ("training", "What the preflight finds"): "tests/train/test_training_page.py",
     ("versions", "Install a release"): "tests/docs/test_release.py",
 }
-#: And those that nobody can print again, which the page says, and blocks that are no terminal.
+#: Blocks without a terminal, or with output that can't be reproduced.
 NOT_COMPARED = {
     ("CONTRIBUTING", "The house"),
-    ("estimate", "If training ran out of memory"),  # an error of torch's
+    ("estimate", "If training ran out of memory"),  # torch's error
     ("journeys/trl-qwen3-moe", "Under Slurm"),  # a variable and a command
     ("new-architecture", "Megatron's table"),
-    ("journeys/llm-jp-v4", "On another number of nodes"),  # lines of a job's script
+    ("journeys/llm-jp-v4", "On another number of nodes"),  # lines from a job script
     ("new-architecture", "Models with images"),
-    ("command-line", "Defaults of your own"),  # what a user writes
+    ("command-line", "Defaults of your own"),  # the user's own file
 }
-#: What a line of a terminal begins with, where a block has no `$`.
+#: First words of a terminal line if the block has no `$`.
 PROGRAMS = r"(make|pip|ckpt|python|torchrun|srun|sbatch|qsub|accelerate|axolotl) |  "
 
-#: What the table of docs/resume.md starts from, by format.
+#: Sources for the table in docs/resume.md, by format.
 STARTS = {
     "zero3": "trl-zero3/outputs/qwen3-sft",
     "dcp": "dcp-fsdp2/step-2",
@@ -106,7 +105,7 @@ STARTS = {
 
 
 def pages() -> list[str]:
-    """Names of the pages of docs/; those in Japanese have the commands of the English ones (`test_site.py`)."""
+    """Return all pages in docs/. `test_site.py` compares commands in Japanese and English pages."""
     found = (path.relative_to(DOCS).with_suffix("").as_posix() for path in sorted(DOCS.rglob("*.md")))
     return [name for name in found if not name.startswith("ja/")]
 
@@ -129,7 +128,7 @@ def furnished(here: Path, places: dict[str, str]) -> Path:
 
 
 def make_a_hole(file: Path) -> None:
-    """Take a chunk of a tensor out of what DCP's metadata says."""
+    """Remove one chunk of a tensor from DCP's metadata."""
     metadata = pickle.loads(file.read_bytes())
     metadata.state_dict_metadata["model.down.weight"].chunks.pop()
     file.write_bytes(pickle.dumps(metadata))
@@ -145,10 +144,10 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert known
     here = furnished(tmp_path / "here", PLACES[name][""])
-    if name == "journeys/megatron-to-hf":  # as Megatron leaves it, and the Hub's model elsewhere
+    if name == "journeys/megatron-to-hf":  # Megatron's output, and the Hub's model next to it
         (here / "Llama-3.1-8B").mkdir()
         for path in (FIXTURES / "trl-zero3/outputs/qwen3-sft/checkpoint-2").glob("tokenizer*.json"):
-            shutil.copy(path, here / "Llama-3.1-8B")  # its tokenizer
+            shutil.copy(path, here / "Llama-3.1-8B")  # the tokenizer
         for file in (here / "run").glob("*.json"):
             file.unlink() if "token" in file.name else file.rename(here / "Llama-3.1-8B" / file.name)
     if name == "estimate":
@@ -171,11 +170,11 @@ def test_a_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_table_of_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each command in the table of docs/resume.md, for M = 2."""
+    """Each command in the table of docs/resume.md runs for M = 2."""
     section = (DOCS / "resume.md").read_text().partition("## Each conversion by itself\n")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")]
     known = [words for row in rows for words in re.findall(r"`ckpt (convert [^`]+)`", row)]
-    assert len(known) == len(rows) - 2 >= 11  # a command for each row below the head
+    assert len(known) == len(rows) - 2 >= 11  # one command per row below the header
     for number, command in enumerate(known):
         words = [word.replace("M", "2") for word in shlex.split(command)]
         form, place = words[1], tmp_path / str(number) / words[3]
@@ -190,7 +189,7 @@ def test_the_table_of_conversions(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def test_the_commands_of_every_page_are_run() -> None:
-    """Here, or by another test, which then reads the page by its name."""
+    """Each page's commands run here, or in a test that names the page's file."""
     tests = [path.read_text() for path in (REPOSITORY / "tests").rglob("test_*.py") if path.name != Path(__file__).name]
     for name in pages():
         if name not in PLACES and commands((DOCS / f"{name}.md").read_text()):
@@ -210,7 +209,7 @@ def test_every_block_that_shows_what_is_printed_is_compared() -> None:
                 shown = [one for one in block.commands() if one.printed]
             else:
                 shown = [line for line in block.lines if line.strip() and not re.match(PROGRAMS, line)]
-            if shown and name != "api":  # its blocks are mkdocstrings' options
+            if shown and name != "api":  # the page contains only mkdocstrings' options
                 found.add((name, block.heading))
     assert found == COMPARED.keys() | NOT_COMPARED
     for (name, _), test in COMPARED.items():
@@ -218,7 +217,7 @@ def test_every_block_that_shows_what_is_printed_is_compared() -> None:
 
 
 def test_what_other_commands_name_is_there() -> None:
-    """Targets of make, sections and options of the benchmarks, files of tests, extras of the package; none is run."""
+    """Check names of make targets, benchmark sections and options, test files and extras, without running them."""
     text = "\n".join(path.read_text() for path in DOCS.rglob("*.md"))
     targets = re.findall(r"^([a-z-]+):", (REPOSITORY / "Makefile").read_text(), re.MULTILINE)
     assert {"bench"} <= set(re.findall(r"^    make ([a-z-]+)", text, re.MULTILINE)) <= set(targets)

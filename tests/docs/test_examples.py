@@ -1,4 +1,4 @@
-"""Each script of examples/ is run on what TRL wrote, and what it says or makes is held against what TRL knew."""
+"""Scripts in examples/: each runs on TRL's files, and its result must match TRL's own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 @pytest.fixture
 def here(tmp_path: Path) -> Path:
-    """A run of TRL, `run`, beside one with an adapter, `lora`."""
+    """Create `run`, a TRL run, and `lora`, a TRL run with an adapter."""
     shutil.copytree(FIXTURES / "trl-zero3/outputs/qwen3-sft", tmp_path / "run")
     shutil.copytree(FIXTURES / "trl-lora-zero3/outputs/qwen3-lora", tmp_path / "lora")
     shutil.copytree(FIXTURES / "trl-lora-zero3/Qwen", tmp_path / "Qwen")
@@ -27,7 +27,7 @@ def here(tmp_path: Path) -> Path:
 
 
 def example(name: str, *words: str, folder: Path, code: int = 0) -> list[str]:
-    """The lines that a script prints."""
+    """Return the lines printed by an example script."""
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
     command = [sys.executable, str(REPOSITORY / "examples" / f"{name}.py"), *words]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -72,7 +72,7 @@ def test_verify_two_runs(here: Path) -> None:
 
 
 def test_merge_lora(here: Path) -> None:
-    """The result is what PEFT itself makes and transformers saves."""
+    """The result matches PEFT's merge saved by transformers."""
     from peft import PeftModel
 
     lines = example("merge_lora", "lora", "merged", folder=here)
@@ -87,7 +87,7 @@ def test_merge_lora(here: Path) -> None:
 
 
 def test_the_batch_script_of_trl_says_how_it_is_used() -> None:
-    """What it does is in tests/train/test_slurm.py, on a real cluster."""
+    """tests/train/test_slurm.py runs the script on a real cluster."""
     script = REPOSITORY / "examples/trl/sft.sbatch"
     assert subprocess.run(["bash", "-n", script]).returncode == 0
     done = subprocess.run(["bash", script, "run"], capture_output=True, text=True)

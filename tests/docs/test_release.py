@@ -1,4 +1,4 @@
-"""`CHANGELOG.md`, `docs/versions.md`, `Dockerfile`, `pyproject.toml`: what a release says of itself."""
+"""`CHANGELOG.md`, `docs/versions.md`, `Dockerfile`, `pyproject.toml`: facts about a release agree."""
 
 from __future__ import annotations
 

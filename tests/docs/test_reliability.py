@@ -1,4 +1,4 @@
-"""docs/reliability.md on links: which folders may be one."""
+"""docs/reliability.md: which folders may be symbolic links."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.commands import ckpt
 
-#: A folder of a fixture, and what a conversion ends with where a link to elsewhere stands in its place.
+#: A fixture's folder to replace with a symbolic link, and the exit code of a conversion.
 LINKED = {
     "the folder of a step, Trainer's": ("trl-fsdp2/outputs/llama-sft", "checkpoint-2", 0),
     "the folder of a step, DCP's": ("dcp-fsdp2", "step-2", 0),

@@ -1,4 +1,4 @@
-"""The site of docs/: it is built without network and without a warning, and says what the code says."""
+"""The docs site: it builds offline without warnings and agrees with the code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.support.places import REPOSITORY
 
 DOCS = REPOSITORY / "docs"
 
-#: Runs mkdocs where nothing is reached but what is here.
+#: Runs mkdocs without network access.
 BUILD = """
 import socket, sys
 def refuse(*_): raise OSError("the site is built without network")
@@ -53,7 +53,7 @@ def html(site: Path, page: str) -> str:
 
 
 def text(site: Path, page: str) -> str:
-    """What is read on a page: its article without the markup."""
+    """Return the text of a page's article without markup."""
     article = re.search(r"<article.*?</article>", html(site, page), re.DOTALL)
     assert article is not None
     return unescape(re.sub(r"<[^>]+>", "", article[0]))
@@ -76,7 +76,7 @@ def test_an_old_address_leads_to_the_new_page(site: Path) -> None:
 
 
 def test_the_losses_on_the_page_are_recorded() -> None:
-    """Rows on docs/testing.md are rows in docs/losses.txt."""
+    """Every row in docs/testing.md is also in docs/losses.txt."""
     page = (DOCS / "testing.md").read_text().partition("## Losses after a resume")[2].partition("\n## ")[0]
     recorded = {tuple(line.split()) for line in (DOCS / "losses.txt").read_text().splitlines()}
     rows = [tuple(line.split()) for line in page.splitlines() if " -> " in line]
@@ -145,7 +145,7 @@ def test_the_table_of_architectures_is_the_code(site: Path) -> None:
 
 
 def test_the_numbers_of_architectures_are_the_codes() -> None:
-    """The pages of limits, in two languages, and that of errors."""
+    """Check the limits pages in both languages and the errors page."""
     known, lacking = len(architectures()), len(MISSING)
     assert f"the list](architectures.md), {known} of them" in (DOCS / "limits.md").read_text()
     assert f"for {lacking} [the refusal says]" in (DOCS / "limits.md").read_text()
@@ -172,7 +172,7 @@ def test_the_table_of_exit_codes_is_the_code() -> None:
 
 
 def test_a_page_in_japanese_has_the_blocks_of_the_english_one(site: Path) -> None:
-    """Commands, what they print and configurations, word by word; and no other page than those."""
+    """Commands, output and configurations are identical. No other Japanese pages exist."""
     pages = {path.relative_to(DOCS / "ja") for path in (DOCS / "ja").rglob("*.md")}
     journeys = {path.relative_to(DOCS) for path in DOCS.glob("journeys/*.md")}
     assert pages == journeys | set(map(Path, ("index.md", "resume.md", "command-line.md", "limits.md")))
@@ -203,7 +203,7 @@ class Prose(NamedTuple):
 
 
 def prose(page: str) -> Prose:
-    """Pieces of code and numbers outside of a page's blocks: what is the same in every language."""
+    """Return the code and numbers outside a page's blocks. They are the same in every language."""
     text = re.sub(r"\]\([^)]*\)", "]", page)
     for block in blocks(page):
         text = text.replace(block, "")
@@ -212,7 +212,7 @@ def prose(page: str) -> Prose:
 
 
 def test_what_was_never_run_is_said() -> None:
-    """A journey says what its commands were run on; one that shows a server or a launcher, that this was not run."""
+    """Each journey names its test runs. If it shows a server or launcher, it says that nobody ran the command."""
     for path in DOCS.glob("journeys/*.md"):
         said = path.read_text().partition("## What was run")[2]
         assert "test suite" in said, path.name
@@ -288,9 +288,9 @@ def test_the_groups_of_the_page_of_errors_are_the_exit_codes() -> None:
 
 
 def test_every_reason_to_skip_a_test_is_one_that_is_given() -> None:
-    """A reason that was reworded since would fail a run of CI on a machine that lacks what is missed."""
+    """A stale reason would fail CI on a machine without the optional dependency."""
     code = "".join(path.read_text() for room in ("ckpt", "tests") for path in (REPOSITORY / room).rglob("*.py"))
-    code += "zsh is not installed, fish is not installed"  # test_shells.py puts the shell's name in
+    code += "zsh is not installed, fish is not installed"  # test_shells.py inserts the shell's name
     lines = (REPOSITORY / "tests" / "skips.txt").read_text().splitlines()
     reasons = [line for line in lines if line and not line.startswith("#")]
     assert reasons and [reason for reason in reasons if reason not in code] == []

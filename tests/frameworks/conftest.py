@@ -1,4 +1,4 @@
-"""Tests of newer frameworks than the suite's own environment has: `make test-frameworks` runs them in theirs."""
+"""Tests of newer frameworks. `make test-frameworks` runs them in their own environments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from importlib import metadata
 
 from packaging.version import Version
 
-#: The first one whose Megatron-LM starts as `tests.frameworks.worker` starts it.
+#: First version supported by `tests.frameworks.worker`.
 _FIRST = "0.18"
-#: And whose specs `tests.frameworks.engine_worker` builds over Transformer Engine's modules.
+#: First version supported by `tests.frameworks.engine_worker` with Transformer Engine's modules.
 _WITH_ENGINE = "0.19"
 
 

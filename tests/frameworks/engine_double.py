@@ -1,4 +1,4 @@
-"""Transformer Engine's own Python modules, over an empty double of its compiled extension: nothing can be computed."""
+"""Transformer Engine's Python modules over an empty stand-in for its compiled extension. They compute nothing."""
 
 import enum
 import importlib
@@ -12,7 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-#: Enumerations whose members Transformer Engine compares with its own, and the file that names them all.
+#: Enumerations that Transformer Engine compares with its own, and the source file with all member names.
 _ENUMS = {
     "DType": ("pytorch/constants.py", r"int\(tex\.DType\.(k\w+)\)"),
     "NVTE_Fused_Attn_Backend": ("pytorch/cpp_extensions/fused_attn.py", r"NVTE_Fused_Attn_Backend\.(NVTE_\w+)"),
@@ -21,7 +21,7 @@ _VERSIONS = {"get_cudnn_version": 91200, "get_cublasLt_version": 130000}
 
 
 class _Names(type):
-    """Numbers its attributes as they are asked for, as an enumeration does."""
+    """Metaclass that numbers attributes on first access, like an enumeration."""
 
     def __getattr__(cls, name: str) -> int:
         if name.startswith("__"):
@@ -41,9 +41,9 @@ class _Extension(types.ModuleType):
 
 
 def install(folder: Path) -> None:
-    """Make `transformer_engine`, as its wheel was unpacked into `folder`, importable."""
+    """Make `transformer_engine` importable from `folder`, the contents of its wheel."""
     sys.path.insert(0, str(folder))
-    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its libraries are not asked for
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # skip loading its libraries
     extension: Any = _Extension("transformer_engine_torch")
     for name, (file, pattern) in _ENUMS.items():
         names = dict.fromkeys(re.findall(pattern, (folder / "transformer_engine" / file).read_text()))
@@ -51,7 +51,7 @@ def install(folder: Path) -> None:
     for name, number in _VERSIONS.items():
         setattr(extension, name, lambda *args, number=number: number)
     sys.modules["transformer_engine_torch"] = extension
-    package: Any = types.ModuleType("transformer_engine")  # whose own first lines import all frameworks
+    package: Any = types.ModuleType("transformer_engine")  # the real `__init__` imports every framework
     package.__path__ = [str(folder / "transformer_engine")]
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     package.__version__ = metadata.version("transformer_engine")

@@ -1,5 +1,7 @@
-"""Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`, with
-jobs of `tests.frameworks.worker`.  They compute nothing without a GPU: gradients are drawn, and an Adam steps.
+"""Runs of Megatron-LM with Transformer Engine's modules: `python -m tests.frameworks.engine_worker jobs.jsonl`.
+
+Jobs have the form of `tests.frameworks.worker`. Without a GPU the modules can't compute: gradients are random, and Adam
+steps.
 """
 
 import os
@@ -14,15 +16,15 @@ from tests.frameworks import worker
 from tests.frameworks.engine_double import install
 from tests.frameworks.runs import ENGINE
 
-#: Whether this rank is to load a run.
+#: True if this rank loads a run.
 _loads = False
 
 
 def main() -> None:
     import torch
 
-    torch.cuda.is_available = lambda: True  # which Transformer Engine asks as it is made, and megatron-core as well
-    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # its own FP8 state, which is a pickle
+    torch.cuda.is_available = lambda: True  # Transformer Engine and megatron-core check this during construction
+    os.environ["NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"] = "1"  # allows loading its pickled FP8 state
     install(ENGINE)
     torch.cuda.is_available = lambda: False
     from megatron.core import optimizer, utils
@@ -45,7 +47,7 @@ def main() -> None:
 
 
 def _keep_whole() -> None:
-    """Have Transformer Engine's Adam step on this machine, and the truth tell the masters that it then had."""
+    """Run Transformer Engine's Adam on the CPU and record its fp32 masters as the truth."""
     import transformer_engine_torch
 
     from tests.frameworks import adam_double
@@ -77,7 +79,7 @@ def _run(run: Callable[[dict[str, Any]], Any], job: dict[str, Any]) -> Any:
 def _build_model(
     pre_process: bool = True, post_process: bool = True, vp_stage: int | None = None, config: Any = None, **more: Any
 ) -> Any:
-    """megatron-core's model over Transformer Engine's modules, with weights that depend on their names alone."""
+    """Build megatron-core's model over Transformer Engine's modules. Weights depend only on their names."""
     import torch
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -114,9 +116,9 @@ def _build_model(
 
 
 def _scale(chunk: Any) -> None:
-    """What the first forward pass in fp8 makes: scales and their history, with numbers that tell modules apart.
+    """Create the FP8 scales and their history as the first forward pass does, with different numbers in each module.
 
-    A run that is to load others begins with zeros.
+    A run that loads a checkpoint starts with zeros.
     """
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
@@ -132,7 +134,7 @@ def _scale(chunk: Any) -> None:
 
 
 def _step(model: list[Any], optimizer: Any, scheduler: Any, step: int) -> float:
-    """One step with gradients that depend on a parameter's name and the step alone."""
+    """Take one step. Gradients depend only on parameter name and step."""
     import torch
     from megatron.training.global_vars import get_args
 

@@ -1,4 +1,4 @@
-"""Tiny runs of Megatron-LM, as LLM-jp v4 is trained, and what they leave."""
+"""Tiny Megatron-LM runs with the training setup of LLM-jp v4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from tests.support.engines import raw
 from tests.support.places import REPOSITORY
 
-#: A qwen3_moe whose heads x head_dim are not its hidden size, untied, with the arguments of LLM-jp v4.
+#: A qwen3_moe model with LLM-jp v4's arguments: untied, and heads x head_dim differs from the hidden size.
 MODEL = """
     --num-layers 10 --hidden-size 32 --num-attention-heads 8 --group-query-attention --num-query-groups 2
     --kv-channels 8 --ffn-hidden-size 64 --num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 16 --qk-layernorm
@@ -29,15 +29,15 @@ TRAINING = """
     --lr-wsd-decay-style linear --lr-wsd-decay-iters 2 --lr-warmup-iters 1 --weight-decay 0.1 --adam-beta1 0.9
     --adam-beta2 0.95 --clip-grad 1.0 --ckpt-format torch_dist --eval-iters 0 --save-interval 1000
 """
-#: What Megatron-LM is told where there is neither a GPU nor Transformer Engine.
+#: Megatron-LM options for a machine without GPU and Transformer Engine.
 MACHINE = """
     --distributed-backend gloo --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
     --no-masked-softmax-fusion --no-bias-swiglu-fusion --no-rope-fusion --no-bias-dropout-fusion
     --cross-entropy-fusion-impl native --distributed-timeout-minutes 5
 """
-#: Where `make test-frameworks` has Transformer Engine's Python sources.
+#: Transformer Engine's Python sources, installed by `make test-frameworks`.
 ENGINE = Path(sys.prefix) / "transformer-engine"
-#: The other words of a machine that has it, with grouped GEMM and what else a layer of experts may have.
+#: Options with Transformer Engine: grouped GEMM and optional parts of an expert layer.
 WITH_ENGINE = """
     --transformer-impl transformer_engine --moe-grouped-gemm --moe-shared-expert-intermediate-size 16
     --moe-shared-expert-gate --moe-router-score-function sigmoid --moe-router-enable-expert-bias
@@ -48,7 +48,7 @@ COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipel
 
 @dataclass(frozen=True)
 class Job:
-    """A run of `tests.frameworks.worker`."""
+    """One run of `tests.frameworks.worker`."""
 
     name: str
     ranks: int
@@ -67,7 +67,7 @@ class Job:
     def line(self, folder: Path) -> dict[str, Any]:
         sizes = f"--tensor-model-parallel-size {self.tp} --pipeline-model-parallel-size {self.pp} "
         sizes += f"--expert-model-parallel-size {self.ep} --expert-tensor-parallel-size 1"
-        # Megatron-LM's own rule in small: a million elements for each data parallel rank, and at least 40 million.
+        # Megatron-LM's rule, scaled down: at least 40 million elements, and a million for each data parallel rank.
         sizes += f" --ddp-bucket-size {1000 * (self.ranks // (self.tp * self.pp))}"
         if self.tp > 1:
             sizes += " --sequence-parallel"
@@ -82,14 +82,14 @@ class Job:
 
 @dataclass(frozen=True)
 class Held:
-    """What the ranks of a run held at its end: raw bytes by role and fqn, and what it goes on with beside them."""
+    """Final state on all ranks: raw tensor bytes by role and fqn, and other facts needed to resume."""
 
     tensors: Mapping[tuple[str, str], tuple[str, tuple[int, ...], bytes]] = field(repr=False)
     facts: Mapping[str, Any]
 
 
 def run(jobs: Sequence[Job], folder: Path) -> dict[str, Held]:
-    """Return what the jobs held, by their names; all of them have Transformer Engine's layers, or none."""
+    """Run `jobs` and return their final states by name. Either all jobs use Transformer Engine's layers or none do."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "jobs.jsonl"
     file.write_text("".join(json.dumps(job.line(folder)) + "\n" for job in jobs))

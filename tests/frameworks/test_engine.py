@@ -1,5 +1,6 @@
-"""`converters/megatron/chunks.py`, `read.py`, `dist/read.py`, `dist/write.py`: Megatron-LM builds, saves and loads
-layers of Transformer Engine: grouped experts, a shared one, a router with bias.
+"""`converters/megatron/chunks.py`, `read.py`, `dist/read.py`, `dist/write.py`: layers of Transformer Engine.
+
+Megatron-LM builds, saves and loads grouped experts, a shared expert and a router with bias.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ SOURCES = [
     Job("fp8", 2, FP8, ep=2, steps=2, engine=True),
     Job("torch", 2, f"{DISTRIBUTED} --ckpt-format torch", ep=2, steps=2, engine=True),
 ]
-#: (the run's name, the job that loads it, the target's format, what ckpt is told)
+#: (run, job that loads it, target format, ckpt options)
 MOVES = [
     ("dist", Job("dist-ep4", 4, ep=4, engine=True), "megatron-dist", "--world-size 4 --pp 1 --ep 4"),
     ("dist", Job("dist-tp2", 2, tp=2, engine=True), "megatron-dist", "--world-size 2 --tp 2 --pp 1 --ep 1 --etp 1"),
@@ -48,7 +49,7 @@ def saved(home: Path) -> dict[str, Held]:
 
 @pytest.fixture(scope="module")
 def loaded(home: Path, saved: dict[str, Held]) -> dict[str, Held]:
-    """What Megatron-LM's ranks hold once they have loaded what ckpt wrote, and saved again."""
+    """Return what Megatron-LM's ranks hold after they load ckpt's output and save it again."""
     jobs = []
     for source, target, format, options in MOVES:
         output = home / target.name
@@ -82,15 +83,15 @@ def test_megatron_lm_loads_every_bit(name: str, saved: dict[str, Held], loaded: 
 
 
 def test_scales_of_fp8_go_where_their_modules_go(home: Path, loaded: dict[str, Held]) -> None:
-    """Experts in grouped GEMM save none again before their next step in fp8, which only a GPU takes."""
+    """Grouped experts save no scales until their next FP8 step, and that step needs a GPU."""
     known, written, again = (_scales(home / folder) for folder in ("fp8 run", "fp8-ep4", "fp8-ep4 again"))
     assert len(known) == 10 * (4 + 2 * 8) and known == written
-    assert len({tuple(scales) for scales in known.values()}) > 10  # which tell modules apart
+    assert len({tuple(scales) for scales in known.values()}) > 10  # scales differ between modules
     assert again == {name: scales for name, scales in known.items() if ".local_experts." not in name}
 
 
 def _scales(run: Path) -> dict[str, list[float]]:
-    """The first scales of every module, out of the pickle that Transformer Engine makes of its state."""
+    """Return each module's first scales from Transformer Engine's pickled state."""
     found = {}
     for name, stored in api.open(run).state.entries()["fp8_state"].items():
         with open(stored.extent.path, "rb") as file:
@@ -101,7 +102,7 @@ def _scales(run: Path) -> dict[str, list[float]]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads tensors; recipes, whose classes are Transformer Engine's, have no content."""
+    """Unpickler for tensors. It skips the content of recipes, a class of Transformer Engine."""
 
     def find_class(self, module: str, name: str) -> Any:
         if not module.startswith("transformer_engine"):

@@ -1,5 +1,6 @@
-"""`converters/megatron/dist/`: a run laid out as LLM-jp v4's on 48 ranks goes on on 24, which Megatron-LM alone cannot
-load, and reaches the Hub; every bit is held.
+"""`converters/megatron/dist/`: LLM-jp v4's layout moves from 48 ranks to 24 and to the Hub, bit for bit.
+
+Megatron-LM alone can't load the run on 24 ranks.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def test_every_bit_is_there_on_half_of_the_ranks(trained: dict[str, Held], moved
 
 
 def test_it_is_a_model_of_the_hub(home: Path, trained: dict[str, Held]) -> None:
-    """With config.json and tokenizer alone."""
+    """The model needs only config.json and the tokenizer."""
     hub = FIXTURES / "megatron-llm-jp" / "llm-jp" / "llm-jp-4-moe"
     config = home / "hub"
     config.mkdir()

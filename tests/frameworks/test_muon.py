@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 
 MUON = "--optimizer muon --muon-momentum 0.9"
 LAYER_WISE = "--use-distributed-optimizer --overlap-grad-reduce"
-#: Of these gloo gathers no parts of unequal lengths, so that there is one rank.
+#: Runs on one rank, as gloo can't gather their parts of unequal lengths.
 NO_LAYOUT = f"{MUON} {LAYER_WISE} --no-use-layer-wise-param-layout"
 GATHERED = "--moe-token-dispatcher-type allgather"
 COUNTED = "--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split"
@@ -26,7 +26,7 @@ PLAIN, WISE = Job("plain", 2, MUON), Job("wise", 4, f"{MUON} {LAYER_WISE}", ep=2
 
 @dataclass(frozen=True)
 class Move:
-    """A run, the ranks that it is to go on with, and what ckpt is told of them."""
+    """A run, the job to resume it on, and ckpt's options."""
 
     source: Job
     target: Job
@@ -44,8 +44,8 @@ MOVES = [
     Move(Job("no-layout", 1, NO_LAYOUT), Job("no-layout-again", 1, NO_LAYOUT), ""),
     Move(Job("lion", 2, "--optimizer lion", ep=2), Job("lion-dp4", 4, "--optimizer lion", ep=2), "--world-size 4"),
 ]
-#: Without EP, 0.18 sums the gradients of an expert over the ranks that share dense weights: those that hold the same
-#: expert come apart in the first step, whatever the optimizer, as its layers' `allreduce` asks for EP alone.
+#: megatron-core 0.18 without EP: each layer's `allreduce` covers EP only, but expert gradients are summed over ranks
+#: that share dense weights. Copies of an expert diverge in the first step, with any optimizer.
 LACKING = MOVES[2:3] if Version(metadata.version("megatron-core")) < Version("0.19") else []
 PARAMETERS = [
     pytest.param(

@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/write.py`, `optimizer.py`: runs saved as LLM-jp v4's go on on other nodes."""
+"""`converters/megatron/dist/write.py`, `optimizer.py`: runs with LLM-jp v4's layout resume on other nodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PP2 = Job("pp2", 4, pp=2, ep=2, vpp=2, steps=2)
 
 @dataclass(frozen=True)
 class Move:
-    """A run, the ranks that it is to go on with, what ckpt is told of them, and what Megatron-LM says without it."""
+    """A run, the job to resume it on, ckpt's options, and Megatron-LM's error without ckpt."""
 
     source: Job
     target: Job
@@ -41,7 +41,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def trained(home: Path) -> dict[str, Held]:
-    """Both runs, what they do when they are not stopped, and what Megatron-LM says of other ranks."""
+    """Return both runs, their uninterrupted continuations, and Megatron-LM's errors on other ranks."""
     jobs = [replace(source, save=home / f"{source.name} run") for source in (DP4, PP2)]
     jobs += [replace(source, name=f"{source.name} goes on", load=home / f"{source.name} run") for source in (DP4, PP2)]
     jobs += [
@@ -53,7 +53,7 @@ def trained(home: Path) -> dict[str, Held]:
 
 @pytest.fixture(scope="session")
 def moved(home: Path, trained: dict[str, Held]) -> dict[str, Held]:
-    """What Megatron-LM's ranks hold once they have loaded what ckpt wrote, and two steps later."""
+    """Return what Megatron-LM's ranks hold after they load ckpt's output, and two steps later."""
     jobs = []
     for move in MOVES:
         output = home / move.target.name

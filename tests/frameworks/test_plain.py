@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/plain_write.py`, `fsdp.py`: what Megatron-LM loads under FSDP2 and Megatron-FSDP."""
+"""`converters/megatron/dist/plain_write.py`, `fsdp.py`: Megatron-LM loads the output under FSDP2 and Megatron-FSDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORMS = {
     "fsdp_dtensor": f"{SMALL} --use-megatron-fsdp --ckpt-format fsdp_dtensor --use-distributed-optimizer "
     "--data-parallel-sharding-strategy optim_grads_params --no-load-rng",
 }
-#: The distributed optimizer of 4 ranks with experts apart, and FSDP2's of 2, which stored no random states.
+#: Distributed optimizer on 4 ranks with separate experts, and FSDP2 on 2 ranks without random states.
 CASES = [("megatron-lm", "torch_dcp"), ("megatron-lm", "fsdp_dtensor"), ("megatron-torch-dcp", "fsdp_dtensor")]
 
 
@@ -54,7 +54,7 @@ def test_every_weight_master_and_moment_is_the_ranks_own(
 
 
 def test_frozen_parameters_are_read_and_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Megatron-FSDP saves the weights of frozen parameters, and of the others masters and moments."""
+    """Megatron-FSDP saves only weights for frozen parameters, and masters and moments for the others."""
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
     frozen = r"word_embeddings|layers\.0\.self_attention\.linear_proj|router"
     arguments = FORMS["fsdp_dtensor"].replace("--no-load-rng", "")

@@ -1,4 +1,4 @@
-"""`converters/megatron/remainders.py`: Transformer Engine's own Adam keeps 16 bits of each master."""
+"""`converters/megatron/remainders.py`: Transformer Engine's Adam stores 16 bits of each master."""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""Runs of Megatron-LM itself on the CPU: `python -m tests.frameworks.worker jobs.jsonl`.  A line is a job on `ranks`
-processes: `arguments` of Megatron-LM; `load`: a run to go on from; `frozen`: a pattern of names; `steps`; `output`: a
-folder for `truth.safetensors` and `facts.json`; `fails`: `output` gets `error-RANK.txt`.  Nothing is imported at the
-top, as processes that megatron-core spawns would import it again.
+"""Runs of Megatron-LM on the CPU: `python -m tests.frameworks.worker jobs.jsonl`.
+
+Each line is a job on `ranks` processes with Megatron-LM's `arguments`. `load` is a run to resume, `frozen` a pattern of
+parameter names, `steps` the number of steps. The folder `output` gets `truth.safetensors` and `facts.json`. If `fails`
+is set, it gets `error-RANK.txt` instead. The module imports nothing at the top, because processes spawned by
+megatron-core would import it again.
 """
 
 import json
@@ -17,7 +19,7 @@ def main() -> None:
     with open(sys.argv[1], encoding="utf-8") as file:
         jobs = [json.loads(line) for line in file]
     os.environ |= {"TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
-    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # torch's FSDP asks for more
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # torch's FSDP would request more
     import gc
 
     import megatron.training.training  # noqa: F401
@@ -26,7 +28,7 @@ def main() -> None:
     import train.truth.megatron  # noqa: F401
     from train.megatron.cpu import on_this_machine
 
-    with on_this_machine():  # what this imports is there for all ranks
+    with on_this_machine():  # imports inside this block exist on every rank
         pass
     gc.collect()
     gc.freeze()
@@ -61,18 +63,18 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
         on_this_machine(),
         mock.patch.multiple(torch.cuda, **cuda),
         numbered_device() if "--use-megatron-fsdp" in sys.argv else nullcontext(),
-        mock.patch.object(initialize, "_compile_dependencies"),  # of datasets, in C++
+        mock.patch.object(initialize, "_compile_dependencies"),  # builds the C++ code for datasets
         mock.patch.object(ChainedOptimizer, "state_dict", _state_of_the_only_one),
     ):
         try:
             tensors, facts = _run(job)
-        except BaseException as error:  # torch's CheckpointException is no Exception
+        except BaseException as error:  # torch's CheckpointException is not an Exception
             if not job["fails"]:
                 raise
             folder = Path(job["output"])
             folder.mkdir(parents=True, exist_ok=True)
             (folder / f"error-{rank}.txt").write_text(f"{type(error).__name__}: {error}")
-            os._exit(0)  # the other ranks wait for this one, and end with an error of their own when it is gone
+            os._exit(0)  # the other ranks wait for this rank and fail with their own error once it exits
         if rank == 0:
             _write(Path(job["output"]), tensors, facts)
         dist.barrier()
@@ -80,9 +82,10 @@ def _rank(rank: int, job: dict[str, Any], port: int) -> None:
 
 
 def _state_of_the_only_one(chain: Any, is_loading: bool = False) -> Any:
-    """What `ChainedOptimizer.state_dict` returns, also while loading.
+    """Return the state of a single optimizer, even during loading.
 
-    0.19.2's takes no such argument, which `load_checkpoint` gives it for torch_dcp: as released, it loads none.
+    Stands in for `ChainedOptimizer.state_dict`. In 0.19.2 it doesn't accept the argument that `load_checkpoint` passes
+    for torch_dcp, so the release can't load that format.
     """
     states = [one.state_dict(**({"is_loading": True} if is_loading else {})) for one in chain.chained_optimizers]
     return states[0] if len(states) == 1 else states
@@ -111,24 +114,24 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
     parsed = parse_args()
     validate_args(parsed)
-    parsed.padded_vocab_size = parsed.vocab_size  # a tokenizer's, padded, which is not built
+    parsed.padded_vocab_size = parsed.vocab_size  # no tokenizer is built to pad the vocabulary
     set_global_variables(parsed, build_tokenizer=False)
     initialize_megatron(allow_no_cuda=True)
     args = get_args()
     args.load = None
     provider = partial(_build_model, frozen=job.get("frozen"))
-    how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": provider}  # in either order
+    how = {"model_type": ModelType.encoder_or_decoder, "model_provider_func": provider}  # called in either order
     model, optimizer, scheduler = setup_model_and_optimizer(**how)
     is_fsdp = args.use_megatron_fsdp
     if is_fsdp:
         optimizer.optimizer.register_step_pre_hook(fsdp.give_empty_gradients)
     if load := job.get("load"):
-        # torch's Adam has no states before its first step, of which megatron-core asks each for its number.
+        # omits the step, but Transformer Engine needs it
         for one in truth.leaves(optimizer):
             if hasattr(one, "gbuf_ranges"):
                 one._init_optimizer_states_with_dummy_values()
             elif args.ckpt_format == "torch_dcp":
-                one.init_state_fn(one.optimizer, one.config)  # without the step, which Transformer Engine's groups have
+                one.init_state_fn(one.optimizer, one.config)  # omits the step, but Transformer Engine's groups need it
                 for state in one.optimizer.state.values():
                     state["step"] = torch.tensor(0.0)
         args.load = load
@@ -158,7 +161,7 @@ def _build_model(
     frozen: str | None = None,
     **more: Any,
 ) -> Any:
-    """megatron-core's model of the arguments, with weights that depend on their names alone."""
+    """Build megatron-core's model from the arguments. Weights depend only on their names."""
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
     from megatron.training.arguments import core_transformer_config_from_args
@@ -191,7 +194,7 @@ def _build_model(
 
 
 def _step(model: list[Any], optimizer: Any, scheduler: Any, step: int) -> float:
-    """One step on sequences that depend on its number alone."""
+    """Take one step on sequences that depend only on the step number."""
     import torch
     import torch.distributed as dist
     from megatron.core import parallel_state as mpu
@@ -236,7 +239,7 @@ def _step(model: list[Any], optimizer: Any, scheduler: Any, step: int) -> float:
 
 
 def _prepare(config: Any, model: list[Any], optimizer: Any) -> None:
-    """What Megatron-LM's `train` tells the schedule before the first step."""
+    """Give the schedule the facts that Megatron-LM's `train` sets before the first step."""
     from megatron.core.distributed import finalize_model_grads
     from megatron.training.global_vars import get_args
 
@@ -271,7 +274,7 @@ def _forward(batches: Any, chunk: Any) -> tuple[Any, Any]:
 
 
 def _facts(args: Any, named: list[Any], optimizer: Any, scheduler: Any, losses: list[float]) -> dict[str, Any]:
-    """What a resumed run goes on with beside its tensors; the same on all ranks but for the names of a group."""
+    """Return the facts a resumed run needs besides tensors. Only a group's names differ between ranks."""
     import hashlib
     import random
 

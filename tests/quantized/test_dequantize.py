@@ -1,5 +1,6 @@
-"""`converters/quantized/dequantize.py`, `carry.py`, `bitsandbytes.py`, `mxfp4.py`, `fp8.py`: quantized weights: carried
-bit for bit, and dequantized to the bits of transformers and bitsandbytes themselves.
+"""`converters/quantized/dequantize.py`, `carry.py`, `bitsandbytes.py`, `mxfp4.py`, `fp8.py`: quantized weights.
+
+They are copied bit for bit, and dequantized to the same bits as transformers and bitsandbytes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from tests.support.adapters import same, save_adapter, weights
 from tests.support.commands import ckpt
 
 BF16 = torch.bfloat16
-#: Sizes of gpt_oss in groups of 32, unequal ones.
+#: Sizes of gpt_oss with unequal groups of 32.
 GPT_OSS = {
     "vocab_size": 131,
     "hidden_size": 96,
@@ -44,7 +45,7 @@ def quiet() -> Iterator[None]:
 
 
 def edit(folder: Path, change: Callable[[dict[str, torch.Tensor]], None], **config: Any) -> Path:
-    """`folder`, which has one file, with its tensors and its config changed."""
+    """Edit the tensors and config of `folder`, a model in one file."""
     tensors = weights(folder)
     change(tensors)
     save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", metadata={"format": "pt"})
@@ -64,13 +65,13 @@ def load(folder: Path, **options: Any) -> Any:
 
 
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """The same tensors, bit for bit."""
+    """Check that both have the same tensors, bit for bit."""
     assert found.keys() == expected.keys()
     assert [name for name in found if not same(found[name], expected[name])] == []
 
 
 def assert_carried(source: Path, tmp_path: Path) -> None:
-    """`hf` to `hf`, in shards of another size, keeps every tensor's bits and the config; verify and hash agree."""
+    """Check that `hf` to `hf` with another shard size keeps all bits and the config, and that verify and hash agree."""
     out = tmp_path / "carried"
     result = ckpt("convert", "hf", "hf", source, "-o", out, "--max-shard-size", "20KB")
     assert result.code == 0, result.err
@@ -92,7 +93,7 @@ def dequantize(source: Path, out: Path, *more: str) -> Path:
 
 # -- MXFP4 ---------------------------------------------------------------------------------------------------
 def packed_experts(tensors: dict[str, torch.Tensor]) -> None:
-    """Experts as blocks and scales of any bits, in the shapes of openai/gpt-oss-20b's files."""
+    """Replace experts by random blocks and scales in the shapes of openai/gpt-oss-20b's files."""
     generator = torch.Generator().manual_seed(3)
     for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
         num_experts, num_in, num_out = tensors.pop(name).shape
@@ -123,7 +124,7 @@ def test_mxfp4_is_carried(gpt_oss: Path, tmp_path: Path) -> None:
 def test_mxfp4_is_dequantized_as_transformers_does(dtype: str, gpt_oss: Path, tmp_path: Path) -> None:
     out = dequantize(gpt_oss, tmp_path / "plain", "--dtype", dtype, "--max-shard-size", "100KB")
     wanted = BF16 if dtype == "keep" else getattr(torch, CASTABLE[dtype].name)
-    loaded = load(gpt_oss, dtype=wanted).state_dict()  # on a CPU it dequantizes; it keeps norms in fp32 beside fp16
+    loaded = load(gpt_oss, dtype=wanted).state_dict()  # on a CPU it dequantizes, and keeps fp32 norms in an fp16 model
     assert_same(weights(out), {name: tensor.to(wanted) for name, tensor in loaded.items()})
     expected = config_of(gpt_oss) | {"dtype": str(wanted).removeprefix("torch.")}
     del expected["quantization_config"]
@@ -210,7 +211,7 @@ def bitsandbytes() -> Any:
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Path]:
-    """A folder that transformers saved of a model that bitsandbytes quantized, by model and kind."""
+    """Return a function that quantizes a model with bitsandbytes and saves it with transformers, by model and kind."""
     bitsandbytes()
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GPT2Config, LlamaConfig
 
@@ -237,7 +238,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], 
 
 
 def dequantized_by_transformers(folder: Path, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """Return the state dict of the dequantized model, with linear layers for Conv1D, without fp4's negative zeros."""
+    """Return the dequantized state dict, with linear layers for Conv1D and without fp4's negative zeros."""
     model = load(folder, device_map="cpu").dequantize(dtype)
     found = {name: tensor + 0 for name, tensor in model.state_dict().items()}
     if model.config.model_type == "gpt2":
@@ -262,7 +263,7 @@ def test_bitsandbytes_is_carried(kind: str, quantized: Callable[[str, str], Path
 
 
 def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
-    """A plan's bound counts what is computed at a time, which does not grow with the weight."""
+    """The peak of a plan counts one block, whatever the weight's size."""
     bounds = []
     for number, num_rows in enumerate((1 << 14, 1 << 16)):
         folder = tmp_path / str(number)
@@ -276,7 +277,7 @@ def test_memory_is_that_of_a_block(tmp_path: Path) -> None:
 
 
 def test_packed_weights_are_no_masters(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """Bytes that are stored as bf16 would be other ones after a cast to fp32: a signalling NaN becomes a quiet one."""
+    """A cast of stored bf16 bytes to fp32 changes bits: a signalling NaN becomes quiet."""
     source = quantized("llama", "nf4 in bf16")
     refused = ckpt("convert", "hf", "zero3", source, "-o", tmp_path / "no", "--world-size", "2")
     assert refused.code == LossError.exit_code
@@ -300,7 +301,7 @@ def test_bitsandbytes_is_dequantized_as_it_does(
 
 
 def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
-    """A folder with one weight as bitsandbytes serializes it, and its state."""
+    """Write one weight in bitsandbytes' serialized form and return its state."""
     packed, state = bitsandbytes().functional.quantize_4bit(weight, **options)
     parts = {f"x.weight.{name}": tensor for name, tensor in state.as_dict(packed=True).items()}
     save_file({"x.weight": packed} | parts, folder / "model.safetensors")
@@ -312,9 +313,7 @@ def four_bits(folder: Path, weight: torch.Tensor, **options: Any) -> Any:
 def test_block_sizes_and_shapes_of_4_bits(
     kind: str, nested: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dequantize blocks of any size; bitsandbytes' AVX-512 code is asked only if rows are whole blocks, where it is
-    right.
-    """
+    """Blocks of any size are dequantized. bitsandbytes' AVX-512 code is correct only if each row is whole blocks."""
     bitsandbytes()
     from bitsandbytes.backends.default import ops
     from bitsandbytes.functional import dequantize_4bit, dequantize_blockwise
@@ -322,7 +321,7 @@ def test_block_sizes_and_shapes_of_4_bits(
     from converters.quantized import bitsandbytes as ours
 
     monkeypatch.setattr(ours, "BLOCK", 8192)
-    general = ops._dequantize_4bit_compute.__wrapped__  # not compiled
+    general = ops._dequantize_4bit_compute.__wrapped__  # without torch.compile
     generator = torch.Generator().manual_seed(4)
     cases = [
         (shape, size, dtype)
@@ -403,7 +402,7 @@ def test_int8_in_a_layout_of_a_gpus_is_refused(tmp_path: Path) -> None:
 # -- FP8 -----------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def fp8(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of MLA and experts with transformers' own FP8 quantization of its linear layers, in small blocks."""
+    """Create a model with MLA and experts, quantized by transformers' own FP8 method in small blocks."""
     from transformers import AutoModelForCausalLM, DeepseekV3Config, FineGrainedFP8Config
     from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
@@ -437,7 +436,7 @@ def test_fp8_is_dequantized_as_transformers_does(dtype: str, fp8: Path, tmp_path
     out = dequantize(fp8, tmp_path / "plain", "--dtype", dtype)
     assert sum(name.endswith("_scale_inv") for name in weights(fp8)) == 26
     wanted = getattr(torch, CASTABLE[dtype].name)
-    # On a CPU it dequantizes.  Some of what is not quantized it has in bf16, or in fp32, whatever is wanted.
+    # On a CPU transformers dequantizes. It keeps some unquantized tensors in bf16 or fp32, whatever dtype is requested.
     ours, theirs = (
         {name: tensor.to(wanted) for name, tensor in load(folder, dtype=wanted).state_dict().items()}
         for folder in (out, fp8)
@@ -452,7 +451,7 @@ def test_fp8_is_dequantized_as_transformers_does(dtype: str, fp8: Path, tmp_path
 def test_fp8_blocks_that_are_cut_short(
     shape: tuple[int, ...], scale_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As DeepSeek-V3 has them (`kv_a_proj_with_mqa`, 576 rows): every value that is one, times the factor, rounded."""
+    """DeepSeek-V3 has such blocks (`kv_a_proj_with_mqa`, 576 rows). All values are one: expect the rounded factor."""
     from converters.quantized import fp8
 
     monkeypatch.setattr(fp8, "BLOCK", 30_000)
@@ -482,7 +481,7 @@ def test_fp8_with_one_factor_for_all(tmp_path: Path) -> None:
     assert any("activations" in note for note in plain.notes)
 
 
-# -- what is refused, and what is plain ----------------------------------------------------------------------
+# -- unsupported and plain weights ---------------------------------------------------------------------------
 @pytest.mark.parametrize(
     "tensors, method, error, expected",
     [
@@ -531,7 +530,7 @@ def test_a_plain_model_stays_as_it_is(tmp_path: Path) -> None:
 
 # -- merging an adapter --------------------------------------------------------------------------------------
 def test_an_adapter_is_merged_onto_dequantized_weights(quantized: Callable[[str, str], Path], tmp_path: Path) -> None:
-    """As peft merges it into the model that transformers has dequantized."""
+    """The result matches peft's merge into the model dequantized by transformers."""
     from peft import PeftModel
 
     for kind in ("nf4 double", "nf4 in bf16", "int8"):
@@ -582,7 +581,7 @@ def test_quantized_experts_stay_where_only_attention_is_adapted(gpt_oss: Path, t
 def test_a_qlora_run_is_merged_onto_the_base_that_its_checkpoint_holds(
     quantized: Callable[[str, str], Path], tmp_path: Path
 ) -> None:
-    """The state dict of a PeftModel over 4 bits, as a trainer saves it in one file."""
+    """A trainer saves the state dict of a PeftModel over 4 bits in one file."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     base, run = quantized("llama", "nf4 double"), tmp_path / "run"

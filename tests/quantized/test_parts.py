@@ -1,6 +1,7 @@
-"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: `layouts.json` has the
-parts of a linear layer by llmcompressor 0.14, torchao 0.18 and mlx-lm 0.30; other layouts follow the code of their
-libraries.
+"""`converters/names/quantization/parts.py`, `schemes.py`, `ckpt/state/quantized_weights.py`: parts of weights.
+
+`layouts.json` has the parts of a linear layer by llmcompressor 0.14, torchao 0.18 and mlx-lm 0.30. Other layouts follow
+the code of their libraries.
 """
 
 from __future__ import annotations
@@ -97,9 +98,9 @@ BY_HAND: Mapping[str, tuple[Mapping[str, Any], Parts]] = {
 }
 RECORDED = json.loads((Path(__file__).parent / "layouts.json").read_text())
 LAYOUTS = {**{name: (one["config"], one["parts"]) for name, one in RECORDED.items()}, **BY_HAND}
-#: Methods whose loaders take a plain weight among quantized ones.
+#: Methods whose loaders accept a plain weight among quantized weights.
 TAKES_PLAIN = ("bitsandbytes", "mlx", "torchao")
-#: What the header of a single file does not tell: torchao's block sizes are in the metadata.
+#: Missing from the header of a single file: torchao stores block sizes in the metadata.
 UNTOLD = {
     ("torchao Float8WeightOnlyConfig", "_weight_scale"),
     ("torchao Int8WeightOnlyConfig", "_weight_scale"),
@@ -120,7 +121,7 @@ def model(layout: str) -> tuple[dict[str, Tensor], Mapping[str, Any]]:
     return {name: tensor(name, *one) for name, one in names.items()}, config
 
 
-#: What bitsandbytes 0.50.2 records of this weight, with double quantization; its bytes are filled up with spaces.
+#: State recorded by bitsandbytes 0.50.2 for this weight with double quantization. Spaces pad its bytes.
 STATE = {
     "quant_type": "nf4",
     "blocksize": 64,
@@ -133,7 +134,7 @@ STATE = {
 
 
 def content_of(name: str, size: int = 160, **changes: Any) -> bytes:
-    """Return the bytes of a tensor that has to hold something."""
+    """Return bytes for a tensor that needs content."""
     assert ".quant_state." in name
     return json.dumps({**STATE, **changes}).encode().ljust(size)
 
@@ -264,7 +265,7 @@ def test_packed_values_without_a_recorded_method_are_not_called_whole(part: str)
 # -- commands --------------------------------------------------------------------------------------------------
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """A Llama with every projection in a layout."""
+    """Create a Llama with every projection in `layout`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     home = tmp_path_factory.mktemp("llama")
@@ -322,7 +323,7 @@ def test_commands_report_a_missing_part_and_claim_nothing(
 def test_a_config_without_the_quantization_of_its_weights_is_incomplete(
     layout: str, folders: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """transformers takes the values of FP8 unscaled, and draws a weight that is in parts at random."""
+    """FP8 values would load unscaled in transformers, and a weight stored in parts would be initialized at random."""
     broken = Path(shutil.copytree(folders(layout), tmp_path / "broken"))
     entries = json.loads((broken / "config.json").read_text())
     plain = {name: value for name, value in entries.items() if name not in LAYOUTS[layout][0]}
@@ -480,7 +481,7 @@ def test_dequantize_refuses_a_method_wherever_it_is_recorded(
     assert not (tmp_path / "no").exists()
 
 
-# -- scales that are not finite --------------------------------------------------------------------------------
+# -- NaN and infinite scales -----------------------------------------------------------------------------------
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_dequantize_refuses_a_scale_that_is_not_finite(
     value: float, folders: Callable[[str], Path], tmp_path: Path
@@ -509,7 +510,7 @@ def test_dequantize_refuses_the_nan_of_mxfp4(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("module", ["k_scale", "k_proj.k_scale", "attn.k_scale", "kv_scale", "k_zero_point"])
 def test_scales_of_a_kv_cache_are_carried(module: str, folders: Callable[[str], Path], tmp_path: Path) -> None:
-    """vLLM, compressed-tensors and modelopt put them next to quantized weights, and no weight needs them."""
+    """vLLM, compressed-tensors and modelopt store KV cache scales next to quantized weights. No weight needs them."""
     folder, name = tmp_path / "model", f"model.layers.1.self_attn.{module}"
     shutil.copytree(folders("fp8 block"), folder)
     stored = {**load_file(folder / "model.safetensors"), name: torch.full((1,), 0.5)}

@@ -1,4 +1,4 @@
-"""`converters/quantized/states.py`: states of 8 and 4 bits by torchao and bitsandbytes."""
+"""`converters/quantized/states.py`: 8-bit and 4-bit optimizer states by torchao and bitsandbytes."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_states_become_plain_only_where_that_is_asked_for(source: str, to: str, 
     assert_states_equal(api.open(tmp_path / "out"), truth(source))
 
 
-# -- carried as they are -------------------------------------------------------------------------------------
+# -- copied bit for bit -------------------------------------------------------------------------------------
 def as_stored(checkpoint: Checkpoint) -> dict[tuple[str, str], dict[str, Any]]:
-    """The bytes of each quantized state in the order of its elements: codes, factors, and the values of codes."""
+    """Return the bytes of each quantized state in element order: codes, factors and the values of codes."""
     found: dict[tuple[str, str], dict[str, Any]] = {}
     for key, stored in checkpoint.quantized.blocks.items():
         parts = [stored.parts[box] for box in sorted(stored.parts, key=lambda box: box.offsets)]
@@ -175,7 +175,7 @@ def test_parts_with_other_values_of_codes_are_not_put_together(tmp_path: Path) -
     with pytest.raises(LossError, match="cannot be carried") as caught:
         api.plan(api.open(run), "fsdp-ranks", Layout(world_size=1))
     assert "stored in different ways" in str(caught.value.found)
-    api.plan(api.open(run), "fsdp-ranks")  # each rank's part stays by itself
+    api.plan(api.open(run), "fsdp-ranks")  # parts of different ranks stay separate
 
 
 def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_zero_for_another_number_of_ranks_holds_plain_values(tmp_path: Path) -> 
 
 
 def test_a_learning_rate_that_is_a_tensor_stays_one(tmp_path: Path) -> None:
-    """torchao's optimizers refuse to step with a number."""
+    """Optimizers of torchao refuse to step with a plain number."""
     for source in ("quantized-dcp/ao8", "quantized-full/ao8.pt"):
         args = ["-o", tmp_path / "out", "--optimizer-dtype", "fp32", "--overwrite"]
         assert ckpt("convert", "auto", "full", FIXTURES / source, *args).code == 0
@@ -212,7 +212,7 @@ def test_verify_compares_plain_values(tmp_path: Path) -> None:
 
 
 def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
-    """FSDP2's full state dict of torchao's states: torch saves memory that a collective is still to fill."""
+    """In FSDP2's full state dict of torchao states, torch saves memory before a collective has filled it."""
     source = FIXTURES / "quantized-gathered/ao8.pt"
     done = ckpt("convert", "full", "full", source, "-o", tmp_path / "out", "-v")
     assert done.code == 0, done.err
@@ -225,14 +225,14 @@ def test_what_fsdp_had_not_gathered_yet_is_no_state(tmp_path: Path) -> None:
     assert written.parameters.keys() == {"up.weight", "gain", "shift"}
     truths = {key: value for key, value in truth("quantized-gathered/ao8.pt").items() if key[0] != "up.weight"}
     assert_states_equal(written, truths)
-    done = ckpt("convert", "full", "dcp", source, "-o", tmp_path / "dcp")  # which no reader could tell from damage
+    done = ckpt("convert", "full", "dcp", source, "-o", tmp_path / "dcp")  # readers could not tell it from damage
     assert (done.code, (tmp_path / "dcp").exists()) == (6, False)
     assert "tensor: up.weight" in done.err
 
 
 # -- what is in no known form --------------------------------------------------------------------------------
 def bundle(path: Path, change: Any) -> Path:
-    """bitsandbytes' own file with other states of one parameter."""
+    """Write bitsandbytes' file with edited states for one parameter."""
     content = torch.load(FIXTURES / "quantized-full/bnb8.pt", weights_only=False)
     change(content["optimizer"]["state"][2])  # up.weight
     torch.save(content, path)
@@ -269,7 +269,7 @@ def test_what_is_quantized_in_an_unknown_way_is_listed(tmp_path: Path) -> None:
 
 
 def test_one_ranks_part_is_not_taken_for_the_parameters_state(tmp_path: Path) -> None:
-    """FSDP gathers no nested states: a full state dict has those of the rank that wrote it."""
+    """FSDP doesn't gather nested states. A full state dict has only states from the rank that wrote it."""
 
     def halve(states: dict[str, Any]) -> None:
         nested = states[NESTED]
@@ -284,7 +284,7 @@ def test_one_ranks_part_is_not_taken_for_the_parameters_state(tmp_path: Path) ->
 
 # -- states of other forms under ZeRO ------------------------------------------------------------------------
 def zero_with(folder: Path, change: Any) -> Path:
-    """bitsandbytes' ZeRO-2 run with other states on each rank."""
+    """Copy bitsandbytes' ZeRO-2 run with edited states on each rank."""
     shutil.copytree(FIXTURES / "quantized-zero2/bnb8", folder)
     for rank, path in enumerate(sorted(folder.rglob("*optim_states.pt"))):
         content = torch.load(path, weights_only=False)
@@ -310,7 +310,7 @@ def test_a_state_of_one_element_is_a_number(tmp_path: Path) -> None:
 
 
 def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
-    """transformers' Adafactor keeps the RMS of what it updates, which under ZeRO is a rank's flat buffer."""
+    """Adafactor in transformers keeps the RMS of each update. Under ZeRO, an update covers one rank's flat buffer."""
     run = zero_with(
         tmp_path / "run", lambda states, rank: states.update(RMS=torch.tensor(0.5 + rank), rows=torch.ones(7))
     )
@@ -321,7 +321,7 @@ def test_what_each_rank_has_for_itself_is_listed(tmp_path: Path) -> None:
 
 
 def test_what_each_rank_of_fsdp_has_for_itself_is_listed(tmp_path: Path) -> None:
-    """bitsandbytes under FSDP1, and Adafactor's RMS: to the optimizer a rank's part is the whole."""
+    """Under FSDP1, bitsandbytes and Adafactor treat a rank's part as the whole parameter."""
     weights = torch.arange(6.0)
     for rank in range(2):
         suffix = f"world_size_2_rank_{rank}.pt"
@@ -343,7 +343,7 @@ def test_ranks_of_different_steps_are_still_refused(tmp_path: Path) -> None:
 
 
 def test_numbers_that_are_tensors_stay_tensors(tmp_path: Path) -> None:
-    """An optimizer changes them in place (Adam-mini's `vmean`, NAdam's `mu_product`)."""
+    """Adam-mini's `vmean` and NAdam's `mu_product` are updated in place."""
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.NAdam(model.named_parameters())
     model(torch.ones(2, 4)).sum().backward()
@@ -360,7 +360,7 @@ def test_numbers_that_are_tensors_stay_tensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", [True, False])
 def test_weights_of_a_schedule_free_run_are_told_apart(mode: bool, tmp_path: Path) -> None:
-    """schedulefree 1.4's groups record which of the two points the parameters are."""
+    """Groups of schedulefree 1.4 record which of the two points the parameters hold."""
     group = {"lr": 0.1, "train_mode": mode, "weight_sum": 0.3, "params": [0], "param_names": ["w"]}
     optimizer = {"state": {0: {"z": torch.ones(3), "exp_avg_sq": torch.ones(3)}}, "param_groups": [group]}
     torch.save({"model": {"w": torch.ones(3)}, "optimizer": optimizer}, tmp_path / "model.pt")
@@ -369,14 +369,14 @@ def test_weights_of_a_schedule_free_run_are_told_apart(mode: bool, tmp_path: Pat
 
 
 def test_codes_of_no_element_beside_scales_are_no_state() -> None:
-    """As a pickle whose shape was damaged says it: there is no size of a block then."""
+    """A damaged shape in the pickle leaves no codes, so the block size is undefined."""
     parts = {"codes": ("uint8", 0), "scale": ("float32", 2), "qmap": ("float32", 256)}
     stored = {name: StoredTensor(Extent.contiguous("file", 0, BY_NAME[d], (n,))) for name, (d, n) in parts.items()}
     assert states_module.torchao(Record("torchao.optim.subclass_8bit", "OptimState8bit", (), None, stored)) is None
 
 
 def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) -> None:
-    """One number of `.metadata`, the size of a chunk, is another: the state was left out, and its siblings were not."""
+    """One changed number in `.metadata`, a chunk size, made ckpt drop this state but keep its siblings."""
     run = Path(shutil.copytree(FIXTURES / "quantized-dcp/ao8", tmp_path / "run"))
     metadata = bytearray((run / ".metadata").read_bytes())
     assert metadata[1639] == 64
@@ -397,7 +397,10 @@ def test_a_state_that_has_not_the_shape_of_its_place_is_refused(tmp_path: Path) 
 def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_others_do(
     sample: str, format: str, name: str, at: int, tmp_path: Path
 ) -> None:
-    """Refuse a torchao object whose size contradicts others; if all of a kind differ, say so and move the weights."""
+    """Refuse a torchao object if its size contradicts the others.
+
+    If all of a kind differ, ckpt notes it and moves the weights.
+    """
     run = Path(shutil.copytree(FIXTURES / sample, tmp_path / "run"))
     file = run / name
     content = bytearray(file.read_bytes())
@@ -412,7 +415,7 @@ def test_a_state_whose_parts_do_not_fit_each_other_is_damaged_where_those_of_oth
 
 
 def test_a_state_that_one_rank_calls_otherwise_is_refused_wherever_it_goes(tmp_path: Path) -> None:
-    """What is written as plain storages of codes ended with an AssertionError."""
+    """Writing such states as plain storages of codes raised an AssertionError."""
     run = Path(shutil.copytree(FIXTURES / "quantized-ranks/ao8", tmp_path / "run"))
     file = run / "optim_world_size_2_rank_1.pt"
     content = file.read_bytes()
