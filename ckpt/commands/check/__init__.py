@@ -1,1 +1,1 @@
-"""`ckpt check`: whether a checkpoint, or each of those in a run folder, is whole."""
+"""`ckpt check`: completeness of a checkpoint, or of every checkpoint in a run folder."""

@@ -1,8 +1,12 @@
-"""Whether checkpoints are whole: `ckpt check`, and the list of a run's checkpoints.
+"""Completeness checks for `ckpt check`, and for the list of a run's checkpoints.
 
-A checkpoint is whole where its format's reader describes it, the parts of every tensor make it up exactly once, a
-config of its architecture tells of no other names and shapes, no file beside it is missing, empty or cut off
-(`ckpt.commands.check.files`), and none that looks like training state was left unread (`ckpt.runs.not_read`).
+A checkpoint is whole if all of these hold:
+
+- The format's reader can open it.
+- The parts of every tensor cover it exactly once.
+- Names and shapes match the model's config.
+- No file is missing, empty or truncated (`ckpt.commands.check.files`).
+- No unread file looks like training state (`ckpt.runs.not_read`).
 """
 
 from __future__ import annotations
@@ -84,24 +88,23 @@ from ckpt.stores.places import local
 
 WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
-_MANY_FILES = 1000  # of one checkpoint, in the list of all of a run
-_MAX_SHOWN = 20  # tensors whose parts do not make them up
-#: Names of folders that are being written, around the name to come: `tmp-checkpoint-3` (transformers before 4.40),
-#: `global_step3.tmp`, `step-3.orbax-checkpoint-tmp-0`.
+_MANY_FILES = 1000  # per checkpoint, in the list of a run
+_MAX_SHOWN = 20  # damaged tensors per report
+#: Names of folders during a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`,
+#: `step-3.orbax-checkpoint-tmp-0`.
 _STAGING = re.compile(r"\.?tmp[-_.](?P<to_come>.+)|(?P<before>.+?)[._-](?:[\w-]+-)?tmp(?:[._-].*)?")
-#: What Megatron-LM's tracker says of a model that is given away (megatron/training/checkpointing.py).
+#: Tracker content in Megatron-LM's release checkpoints (megatron/training/checkpointing.py).
 _RELEASE = "release"
-#: DeepSpeed's own name of a step (runtime/engine.py, `save_checkpoint`).
+#: DeepSpeed's default step name (runtime/engine.py, `save_checkpoint`).
 _DEEPSPEED_STEP = re.compile(r"global_step\d+")
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """One checkpoint of a run: `path` relative to what was asked about, and what is wrong with it.
+    """One checkpoint with its problems. `path` is relative to the checked path.
 
-    `format` is None where it cannot be read; `usable` is what still can be read where files are missing.  Files that
-    were not looked into, and what the config promises and no file has, stand last in `problems`; with these alone it is
-    whole.
+    `format` is None if the checkpoint can't be read. `usable` names the readable part if files are missing. Unread
+    files and tensors that only the config expects come last in `problems`: alone, they leave the checkpoint whole.
     """
 
     path: str
@@ -115,17 +118,17 @@ class Checked:
 
     @property
     def exit_code(self) -> int:
-        """The exit code of the first error that left it open whether the checkpoint is whole; 0 if there was none."""
+        """Exit code of the first error that prevented a verdict, or 0."""
         return next((problem.exit_code for problem in self.problems if problem.kind == UNKNOWN), 0)
 
     @property
     def state(self) -> str:
-        """`whole`, or the worst of the problems' kinds."""
+        """`whole`, or the worst kind of problem."""
         kinds = {problem.kind for problem in self.problems}
         return next((kind for kind in (DAMAGED, INCOMPLETE, HALF, UNKNOWN, NOT_READ, UNPROVED) if kind in kinds), WHOLE)
 
     def row(self) -> tuple[str, ...]:
-        """The cells under `HEADS`."""
+        """Return the cells under `HEADS`."""
         more = f" (and {len(self.problems) - 1} more)" if len(self.problems) > 1 else ""
         state = printable(f"{self.state}: {self.problems[0]}{more}") if self.problems else WHOLE
         step = "" if self.step is None else str(self.step)
@@ -147,7 +150,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport(Returned):
-    """All checkpoints of a folder, the newest first, and what is wrong with the folder itself."""
+    """All checkpoints in a folder, newest first, with problems of the folder itself."""
 
     verdict: ClassVar[str] = ".whole"
 
@@ -166,7 +169,7 @@ class CheckReport(Returned):
 
     @property
     def exit_code(self) -> int:
-        """0 where all is whole, 4 where something is not; otherwise that of what cannot be told."""
+        """0 if everything is whole, 4 if anything is not, or the code of an error that prevented a verdict."""
         problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
         if any(problem.kind in (INCOMPLETE, DAMAGED, HALF, NOT_READ) for problem in problems):
             return CorruptError.exit_code
@@ -215,12 +218,12 @@ def check(
     values: bool = False,
     progress: Callable[[int], None] | None = None,
 ) -> CheckReport:
-    """Look whether the checkpoint at `path` is whole, or each of those of the run folder `path`; `tag` names one.
+    """Check that the checkpoint at `path`, or each checkpoint in the run folder `path`, is whole.
 
-    Tensor data is read where `every_byte` is asked for: then checksums in torch's files and ckpt's manifest are
-    compared too.  `values` reads every value: NaN and infinities are damage; zeros, constants, equal experts, tensors
-    that did not change since the step before and untrained adapters are noted.  `progress` is told of bytes.  Raises
-    NotFoundError where there is nothing, UsageError for several runs.
+    By default, no tensor data is read. `every_byte` also compares the checksums in torch's files and ckpt's manifest.
+    `values` reads every value: NaN and infinities are damage. Zeros, constants, equal experts, untrained adapters and
+    tensors unchanged since the previous step are noted. Raises NotFoundError if nothing is there, UsageError for
+    several runs.
 
     Args:
         path: The checkpoint or run folder.
@@ -231,13 +234,13 @@ def check(
         progress: Called with the number of bytes since the last call.
     """
     path = local(path)
-    takes_long = every_byte or values  # a trainer may save or remove steps meanwhile
+    takes_long = every_byte or values  # a trainer may save or remove steps in the meantime
     with translate_os_errors(path), nullcontext() if takes_long else listed_once():
         run, places = (path, [_tagged(path, tag, format)]) if tag is not None else _run_of(path)
         count = ComparedBytes() if every_byte else None
         found = [_check_one(place, path, places, format, count, values, progress) for place in places]
         if len(found) == 1 and found[0].format is None and found[0].exit_code == NotFoundError.exit_code:
-            open_checkpoint(path, format, tag=tag)  # raises what says so
+            open_checkpoint(path, format, tag=tag)  # raises the right error
         of_run = [] if tag is not None else _run_problems(run, places)
         named = [replace(one, where=str(run.relative_to(path) / one.where)) for one in of_run]
         return CheckReport(str(path), tuple(found), tuple(named), count)
@@ -245,7 +248,7 @@ def check(
 
 @listed_once()
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
-    """What the first `limit` of all checkpoints in `path` are; those of very many files are counted alone."""
+    """Check the first `limit` checkpoints in `path`. Only count the files of very large checkpoints."""
     with translate_os_errors(path):
         return [_counted(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
 
@@ -260,23 +263,23 @@ def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
 
 
 def expected_bytes(path: str | Path, tag: str | None = None) -> int:
-    """Bytes of all files that `check` looks at."""
+    """Return the total size of the files that `check` reads."""
     path = local(path)
     with translate_os_errors(path):
         return size_of(files_below(path if tag is None else _tagged(path, tag, AUTO)))
 
 
 def checkpoints_of(path: Path) -> list[Path]:
-    """The checkpoints in a run folder, the newest first; `path` itself where it is one, or holds none.
+    """Return the checkpoints in a run folder, newest first, or `[path]` if `path` is a checkpoint or has no steps.
 
-    Steps are known by their names and not opened; a `checkpoint-N` is one, whatever is in it.  Raises SeveralRunsError
-    for the folder of several runs.
+    Steps are found by name, without opening them. Any `checkpoint-N` counts, whatever it contains. Raise
+    SeveralRunsError for a folder of several runs.
     """
     return _run_of(path)[1]
 
 
 def _run_of(path: Path) -> tuple[Path, list[Path]]:
-    """Return the run folder that `path` is or holds alone, and the checkpoints in it."""
+    """Return the run folder at `path`, or the only run below it, and the run's checkpoints."""
     if models_of(path):
         return path, [path]
     recorded = [path / name for name in _recorded(path).values() if (path / name).is_dir()]
@@ -291,19 +294,19 @@ def _run_of(path: Path) -> tuple[Path, list[Path]]:
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Whether the files of a folder itself are a checkpoint, and not those of a step in it."""
+    """Return True if the folder's own files are a checkpoint, and not files of a step inside it."""
     return any(not _is_stray(one, path) for one in formats_of(path))
 
 
 def _is_stray(one: Format, place: Path) -> bool:
     try:
         return bool(stray_names(place)) and is_stray(one.read(place, ReadRequest()))
-    except CkptError:  # opening it will report that
+    except CkptError:  # opening it reports the error
         return False
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    """Return the folder of the step `tag` in `path`, or in a step or a run there, as for every command."""
+    """Return the folder of step `tag` in `path`, or in a step or run there, as every command does."""
     if path.is_dir() and tag:
         named, steps = confined(path, tag), run_at(path).tagged(tag)
         if named != path and (named.is_dir() or steps):
@@ -312,7 +315,7 @@ def _tagged(path: Path, tag: str, format: str) -> Path:
 
 
 def _recorded(path: Path) -> dict[str, str]:
-    """What `latest` and its like name, by the file that does; of a tracker the folder without a number."""
+    """Return the tags in `latest` and similar files, by file name. A tracker counts if it names a release."""
     names = {name: recorded_step(path / name) for name in (LATEST, LATEST_UNIVERSAL)}
     if recorded_step(path / TRACKER) == _RELEASE:
         names[TRACKER] = _RELEASE
@@ -320,7 +323,7 @@ def _recorded(path: Path) -> dict[str, str]:
 
 
 def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
-    """What is wrong with the record of which step is meant, and steps that never got their name."""
+    """Yield problems of the files that name the current step, and unfinished steps."""
     recorded = _recorded(path)
     for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
         said = recorded_step(path / name)
@@ -349,7 +352,7 @@ def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
 
 
 def _is_being_written(place: Path) -> bool:
-    """Return True if a folder has a temporary name, and that of a step or a file that may hold tensors in it."""
+    """Return True for a folder with a temporary name that looks like a step or may hold tensors."""
     found = _STAGING.fullmatch(place.name)
     if found is None or not place.is_dir() or is_staged(place):
         return False
@@ -377,7 +380,7 @@ def _check_one(
         model, tag = waiting.pop(0)
         own = _own_formats(model, format, others)
         try:
-            if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files are the run's, in which it lies
+            if place != root and _DEEPSPEED_STEP.fullmatch(place.name):  # its files belong to the run around it
                 confined(root, str(place.relative_to(root)))
             opened.append(one := open_checkpoint(model, next(own, format), tag=tag))
             check_holds_model(one)
@@ -400,7 +403,7 @@ def _check_one(
     checkpoint = _together(opened, place) if is_every_model_open else None
     problems += problems_of(place, files, {file.path for one in opened for file in one.files})
     problems += _damaged_beside(root, files, opened)
-    if number_of(place) is not None:  # the optimizer and the files of other ranks are next to it
+    if number_of(place) is not None:  # the optimizer and other ranks' files are next to it
         files += {Path(file.path): None for one in opened for file in one.files if Path(file.path) not in files}
     problems += _lacking_beside(place, checkpoint)
     if count is not None:
@@ -415,7 +418,7 @@ def _check_one(
         problems += _lacking(one)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
-    # the reader's own problem with a file comes before a second one about the same file
+    # report the reader's problem before a second one about the same file
     for problem in sorted(problems, key=lambda problem: problem.kind in (LEFT, LACKING)):
         told.setdefault(problem.where, problem)
     return Checked(
@@ -431,7 +434,7 @@ def _check_one(
 
 
 def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
-    """Return the only model of a save, or the first of several with the files of all."""
+    """Return the only model of a save, or the first model with the files of all."""
     if len(models) == 1:
         return models[0]
     files = {file.path: file for one in models for file in one.files}
@@ -445,8 +448,8 @@ def _findings(
     problems: list[Problem],
     progress: Callable[[int], None] | None,
 ) -> list[ValueFinding]:
-    """Read every value; add what makes the model wrong to `problems`."""
-    from ckpt.commands.check.findings import findings  # it takes numpy, which looking at headers does not
+    """Read every value, and add damage to `problems`."""
+    from ckpt.commands.check.findings import findings  # imports numpy, which header checks don't need
 
     try:
         found = findings(checkpoint, _step_before(checkpoint, place, every), progress)
@@ -461,7 +464,7 @@ def _findings(
 
 
 def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Checkpoint | None:
-    """Return the checkpoint of the step before `place` in its run, if it can be read."""
+    """Return the checkpoint of the previous step in the run, or None if it can't be read."""
     steps = every if place in every[:-1] else [step.path for step in run_at(place.parent).steps]
     earlier = steps[steps.index(place) + 1 :] if place in steps else []
     for other in earlier[:1]:
@@ -473,14 +476,14 @@ def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Chec
 
 
 def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
-    """Formats to open `place` by so that none of the `others` is opened, which may lie below it."""
+    """Yield formats that open `place` itself, without any of the `others` below it."""
     below = [other for other in others if other.is_relative_to(place)]
     is_first = True
     for one in registry.all_formats():
         if one.reads and format in (AUTO, one.name):
             try:
                 found = one.find(place, None)
-            except CkptError:  # of this format, and damaged: opening it will report that
+            except CkptError:  # damaged: opening it reports the error
                 found = place
             if found == place and _is_stray(one, place):
                 continue
@@ -491,7 +494,7 @@ def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
 
 
 def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
-    """The formats that can be read in a folder of which something else is missing, and what they do not hold."""
+    """Yield the formats that can still be read in an incomplete folder, with a note if the optimizer is missing."""
     for name in formats:
         with suppress(CkptError):
             open_checkpoint(place, name)
@@ -499,7 +502,7 @@ def _read_alone(place: Path, formats: Iterator[str]) -> Iterator[str]:
 
 
 def _not_read(checkpoint: Checkpoint, place: Path, *, of_run: bool) -> Iterator[Problem]:
-    """Yield files in and next to the checkpoint's folder that no reader opened; those of its run only if `of_run`."""
+    """Yield unread files in and next to the checkpoint's folder. Include the run's files if `of_run`."""
     for one in not_read(checkpoint):
         path = Path(os.path.normpath(Path(checkpoint.path) / one.name))
         is_within = path.is_relative_to(place)
@@ -518,7 +521,7 @@ def _differing_from_manifest(place: Path) -> list[Problem]:
 
 
 def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Tensors whose parts do not make them up exactly once."""
+    """Yield tensors with gaps or overlaps between their parts."""
     found = list(damaged(checkpoint.tensors.values()))
     for one in found[:_MAX_SHOWN]:
         yield Problem(DAMAGED, f"{one.fqn} ({one.role})", "; ".join(one.faults[:4]))
@@ -529,7 +532,7 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report a folder that is named for another step, and a model and an optimizer that count different steps."""
+    """Yield problems if the folder's name gives another step, or if model and optimizer count different steps."""
     if what := different_steps(checkpoint):
         yield Problem(LACKING, "optimizer", f"{what} It may have begun anew")
     if told := of_another_step(Path(checkpoint.path), checkpoint.state.step):
@@ -537,7 +540,7 @@ def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report parameters without elements, and an optimizer that lacks states."""
+    """Yield problems for parameters without elements and missing optimizer states."""
     states, is_all = lacking_states(checkpoint)
     if states and is_all:
         yield Problem(UNKNOWN, "optimizer", states, CorruptError.exit_code)
@@ -548,7 +551,7 @@ def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report quantized weights without exactly their parts, or that nothing says which parts they have."""
+    """Yield missing or unexpected parts of quantized weights, and an unknown quantization method."""
     weights = services.quantization.quantized_weights(checkpoint)
     for fault in weights.faults[:_MAX_SHOWN]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
@@ -561,14 +564,14 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report settings of an adapter that contradict its weights, or that merge-lora would not merge by."""
+    """Yield adapter settings that contradict its weights, or that merge-lora does not support."""
     if not checkpoint.is_adapter or checkpoint.namespace != OWN:
         return
     try:
         config = adapter_services.settings.adapter_settings(checkpoint)
     except CorruptError as error:
         yield problem_of(error, Path(checkpoint.path))
-    except NotFoundError:  # a conversion asks for the config
+    except NotFoundError:  # a conversion reports the missing config
         return
     except CkptError as error:
         one = problem_of(error, Path(checkpoint.path))
@@ -580,9 +583,9 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Report what the model's config promises and the checkpoint lacks.
+    """Yield problems for tensors that the config expects and the checkpoint lacks.
 
-    A trainer may leave frozen or unused parts out of a run. A folder for from_pretrained needs every tensor.
+    A trainer may leave out frozen or unused parts. A folder for from_pretrained needs every tensor.
     """
     parts, tensors = services.expected.lacking_of(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
@@ -593,7 +596,7 @@ def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Names and shapes that contradict the model's config, as a conversion to the Hub's names finds them."""
+    """Yield names and shapes that contradict the config, as found by renaming to the Hub's names."""
     if checkpoint.namespace in OF_THE_MODEL or checkpoint.is_adapter:
         return
     namespace = registry.namespace(checkpoint.namespace)
@@ -611,7 +614,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
-    """Yield what is wrong with files outside the checkpoint's folder that a conversion copies."""
+    """Yield problems with files outside the checkpoint's folder that a conversion copies."""
     carried: set[Path] = set()
     for model in models:
         try:
@@ -623,7 +626,10 @@ def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoi
 
 
 def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
-    """What a trainer writes last, HF Trainer's where the run's others have it: the save was interrupted before."""
+    """Yield a problem if the file that the trainer writes last is missing: the save was interrupted.
+
+    HF Trainer's file counts only if other steps of the run have it.
+    """
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")
     if (other := one_with_state(place)) is not None:

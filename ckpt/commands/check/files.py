@@ -1,8 +1,7 @@
-"""Whether the files of a folder are whole, each by itself and as a set: what an interrupted save leaves.
+"""Completeness of files, one by one and as sets, to find interrupted saves.
 
-Nothing here knows which format the folder is of, nor whether its tensors are all there; readers do.  By default
-only headers, directories and indexes are read; where every byte is wanted, CRC-32s of torch's zip files are compared
-and every other file is read to its end.
+This module knows no formats. Readers check that all tensors are present. By default it reads only headers, directories
+and indexes. To check every byte, it compares CRC-32s in torch's zip files and reads all other files to the end.
 """
 
 from __future__ import annotations
@@ -34,22 +33,22 @@ from ckpt.move.listing import names_in
 from ckpt.move.source import Seekable, open_stream, read_file
 from ckpt.runs.file_checks import TORCH_SUFFIXES, ZIP, check_file, is_unread
 
-#: A file is missing, empty or cut off; it contradicts itself; it cannot be looked into, so that nothing is known.
+#: A file is missing, empty or truncated; a file contradicts itself; a file can't be read.
 INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
-#: Optimizer states without the model of the same save.
+#: Optimizer states without a model from the same save.
 HALF = "half a checkpoint"
-#: What no reader opened looks like a part of the training state.
+#: An unread file looks like training state.
 NOT_READ = "not all read"
-#: What no reader needed is none of torch's files, or holds objects that only a program could make: nothing is wrong.
+#: A file that no reader needed is not torch's, or holds program objects. This is not an error.
 LEFT = "not looked into"
-#: The method of quantized weights or an adapter's setting is unknown, so nothing says which parts they have.
+#: A quantization method or an adapter setting is unknown, so the expected parts are unknown.
 UNPROVED = "parts not checked"
-#: The config promises what no file has: the checkpoint is as its run saved it, and nothing is wrong with its files.
+#: The config expects tensors that no file has. The run saved none, so the files are fine.
 LACKING = "lacking"
 
-#: What errors say of files that are not all there.
+#: Words in error messages about incomplete files.
 _WORDS = ("missing", "truncated", "shorter", "too short", "ends within", "ends before", "zeros", "not complete")
-#: What HF Trainer saves of each rank (transformers/trainer.py, `_save_rng_state`).
+#: HF Trainer's random state per rank (transformers/trainer.py, `_save_rng_state`).
 _RNG = re.compile(r"rng_state_(\d+)\.pth")
 _MAX_FILES = 200_000
 _BLOCK = 1 << 22
@@ -57,9 +56,9 @@ _BLOCK = 1 << 22
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with a file, or with a set of them; `where` is relative to the folder that was looked at.
+    """A problem with a file or a set of files. `where` is relative to the checked folder.
 
-    `exit_code` is that of the error behind it, 0 if there was no error.
+    `exit_code` comes from the underlying error, or is 0.
     """
 
     kind: str
@@ -75,7 +74,7 @@ class Problem:
 
 
 def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
-    """Return all files in and below `folder`, sorted, and broken links. Skip the folders `without` and hidden ones."""
+    """Return all files below `folder`, sorted, broken links included. Skip hidden folders and the folders `without`."""
     left_out = set(without)
 
     def walk(place: Path) -> Iterator[Path]:
@@ -92,12 +91,12 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Return the bytes of all files together. A broken link has none."""
+    """Return the total size in bytes. Broken links count as 0."""
     return sum(file.stat().st_size for file in files if not is_broken_link(file))
 
 
 def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -> Iterator[Problem]:
-    """What is wrong with `files` below `root`, alone and as sets; those with a path in `sound` are not read."""
+    """Yield problems of `files` below `root`, alone and as sets. Paths in `sound` are not read."""
     by_folder: dict[Path, set[str]] = {}
     for path in files:
         by_folder.setdefault(path.parent, set()).add(path.name)
@@ -106,13 +105,13 @@ def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -
                 check_file(path, root)
             except CkptError as error:
                 yield _left(error, root, path) or problem_of(error, root, path)
-    for folder, names in by_folder.items() if root.is_dir() else ():  # one file is no set
+    for folder, names in by_folder.items() if root.is_dir() else ():  # a single file is no set
         for kind, name, what in _missing(folder, names):
             yield Problem(kind, relative(folder / name, root), what)
 
 
 def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Problem:
-    """What an error says, in one line; `path` is where it was met, if that is not in the error."""
+    """Describe an error in one line. `path` is used if the error has none."""
     facts = error.facts()
     where = Path(error.path) if error.path is not None else path or root
     parts = [f"{name} {facts[name]}" for name in ("tensor", "rank", "expected", "found") if name in facts]
@@ -123,7 +122,7 @@ def problem_of(error: CkptError, root: Path, path: Path | None = None) -> Proble
 
 
 def _left(error: CkptError, root: Path, path: Path) -> Problem | None:
-    """Report a file that was not read: another kind of pickle, or one of objects in a sound zip archive."""
+    """Return a problem for an unread file: another kind of pickle, or objects in a sound zip archive."""
     return Problem(LEFT, relative(path, root), f"{LEFT}: {error.what}") if is_unread(error, path) else None
 
 
@@ -137,7 +136,7 @@ def _kind_of_problem(error: CkptError) -> str:
 
 
 def relative(path: Path, root: Path) -> str:
-    """A path as the user knows it: below `root`, or by its name alone."""
+    """Return a path for the user: relative to `root` if below it, else the name only."""
     return str(path.relative_to(root)) if path != root and path.is_relative_to(root) else path.name
 
 
@@ -145,7 +144,7 @@ def relative(path: Path, root: Path) -> str:
 
 
 def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield the kind of problem, the name and the reason for each name that a folder lacks next to `names`."""
+    """Yield kind, name and reason for each missing file of a set."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for name in names:
         if (shard := SHARD.fullmatch(name)) is not None:
@@ -158,7 +157,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
     for (stem, suffix, count), numbers in sorted(sets.items()):
         index = f"{stem}{suffix}.index.json"
         if (named := indexes.get(index)) and not any(name.endswith(f"-of-{count:05}{suffix}") for name in named):
-            continue  # of another save, which the index has nothing of
+            continue  # from another save, absent from the index
         missing = sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers)
         for number in missing:
             told.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
@@ -182,7 +181,7 @@ def _named_by_index(index: Path) -> set[str]:
     try:
         content = read_json(index, max_bytes=MAX_INDEX)
         return set(parse_index(content, index, suffixes=(".safetensors", ".bin")).weight_map.values())
-    except CkptError:  # what is wrong with the index itself is told as of a file
+    except CkptError:  # a damaged index is reported with its file
         return set()
 
 
@@ -191,7 +190,7 @@ def _named_by_index(index: Path) -> set[str]:
 
 @dataclass(slots=True)
 class ComparedBytes:
-    """How many bytes were compared with a checksum that the files have, and how many were read that have none."""
+    """Number of bytes compared with a checksum, and of bytes read without one."""
 
     compared: int = 0
     without: int = 0
@@ -200,8 +199,8 @@ class ComparedBytes:
 def read_all(
     root: Path, files: Iterable[Path], count: ComparedBytes, progress: Callable[[int], None]
 ) -> Iterator[Problem]:
-    """Read every byte of `files`, and compare the CRC-32s that torch puts into its zip files."""
-    places = cache(lambda folder: read_metadata(folder).places)  # of all of its `.distcp` files
+    """Read every byte of `files`, and compare the CRC-32s in torch's zip files."""
+    places = cache(lambda folder: read_metadata(folder).places)  # for all `.distcp` files in a folder
     for path in files:
         size = 0
         try:
@@ -223,12 +222,12 @@ def read_all(
 
 
 def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
-    """Compare what torch's distributed checkpoint put into a file: zip files one behind another, or safetensors."""
+    """Compare the items in a file of torch's distributed checkpoint: consecutive zip files, or safetensors."""
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
             file.seek(offset)
-            if file.read(4) != ZIP:  # the items of safetensors have one offset, and no checksums
+            if file.read(4) != ZIP:  # safetensors items have no checksums
                 file.seek(0)
                 _read_on(file, count)
                 return
@@ -242,7 +241,7 @@ def _read_on(file: io.BufferedReader, count: ComparedBytes) -> None:
 
 
 def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> None:
-    """Read each record of a zip file that has a CRC-32: torch may have been told to write none, which is 0."""
+    """Read each record of a zip file and compare its CRC-32. 0 means that torch was told to write none."""
     try:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
@@ -257,7 +256,7 @@ def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> 
 
 
 class _FileRange(Seekable):
-    """`length` bytes at `offset` of an open file, as a file."""
+    """A file object over `length` bytes at `offset` of an open file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         super().__init__(length)

@@ -1,4 +1,4 @@
-"""One finding about the values of a tensor, and the lines that a report has for many of them."""
+"""Findings about tensor values, with summary lines for reports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ValueFinding:
-    """What was found in a tensor: how many elements, and the index of the first."""
+    """A finding in a tensor: number of elements, and index of the first."""
 
     kind: str
     fqn: str
@@ -55,7 +55,7 @@ class ValueFinding:
 
 
 def sentences(found: Iterable[ValueFinding]) -> Iterator[str]:
-    """Yield one line for each kind of finding that is no damage."""
+    """Yield one line for each kind of finding, without damage."""
     notes = sorted((one for one in found if not one.is_damage), key=lambda one: one.kind)
     for kind, group in groupby(notes, key=lambda one: one.kind):
         every = list(group)

@@ -1,6 +1,6 @@
-"""Findings about values: what makes a model wrong (NaN, infinities, contradicting parts), and what is remarkable.
+"""Findings about values: damage (NaN, infinities, contradicting parts) and remarkable values.
 
-Equal experts and unchanged tensors are found by a sample of each first; only tensors with equal samples are read again.
+Equal experts and unchanged tensors are found by a sample first. Only tensors with equal samples are read again.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ _EXPERT = re.compile(r"(?P<before>.*\.experts\.)(?P<number>\d+)(?P<after>\..*)")
 _STACK = re.compile(r".*\.experts\.\w+")
 _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
-#: Infinities that a model has on purpose.
+#: Infinities are normal in these tensors.
 _MASK = re.compile(r"mask|alibi", re.IGNORECASE)
-#: Elements from which on equal values are no coincidence.
+#: Smallest size at which equal values are no coincidence.
 _MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
-_BLOCK = 8 << 20  # bytes of a comparison
+_BLOCK = 8 << 20  # bytes per comparison
 
 
 def findings(
     checkpoint: Checkpoint, before: Checkpoint | None, progress: Callable[[int], None] | None = None
 ) -> list[ValueFinding]:
-    """Read every value of `checkpoint` once and return what is wrong or remarkable, damage first.
+    """Read every value of `checkpoint` once and return the findings, damage first.
 
-    `before` is the checkpoint of the step before.
+    `before` is the checkpoint of the previous step.
     """
     weights = services.quantization.quantized_weights(checkpoint)
     values = scan(checkpoint, weights.exponents, progress)
@@ -99,7 +99,7 @@ def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
 
 
 def _index(flat: int, shape: Shape) -> tuple[int, ...]:
-    if flat >= prod(shape):  # the second half of complex numbers
+    if flat >= prod(shape):  # second half of complex numbers
         flat //= 2
     return tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
 
@@ -118,7 +118,7 @@ def _constant(one: Values) -> str:
 
 
 def _of_parts(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
-    """Yield parts of quantized weights whose values are out of range or contradict another part."""
+    """Yield parts of quantized weights with values out of range or in conflict with another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         bits = _all_bits(checkpoint, tensor)
@@ -187,7 +187,7 @@ def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iter
 
 
 def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[list[_Expert]]:
-    """Yield the experts of each matrix of each layer, in one tensor or in a tensor each."""
+    """Yield the experts of each matrix in each layer, stacked or single."""
     apart: dict[tuple[str, str, str], list[_Expert]] = defaultdict(list)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, MASTER) or not tensor.numel or values[fqn, role].is_constant:
@@ -204,7 +204,7 @@ def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[l
 
 
 def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFinding]:
-    """Yield trainable tensors with the bits of the step before."""
+    """Yield trainable tensors with the same bits as in the previous step."""
     for fqn in dict.fromkeys(fqn for fqn, _ in checkpoint.tensors):
         role = MASTER if (fqn, MASTER) in checkpoint.tensors else WEIGHT
         now, then = checkpoint.get(fqn, role), before.get(fqn, role)
@@ -220,13 +220,13 @@ def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFind
 
 
 def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
-    """Return True if an optimizer keeps a state for a tensor, or if it is an adapter's."""
+    """Return True if the tensor has an optimizer state or belongs to an adapter."""
     states: Sequence[str] = checkpoint.optimizer_states
     return any((fqn, role) in checkpoint.tensors for role in states) or _ADAPTER.match(fqn) is not None
 
 
 def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return the first bytes of the first and of the last row of a box."""
+    """Return the first bytes of a box's first and last rows."""
     if not box.sizes:
         return _read_bytes(checkpoint, tensor, box)
     last = min(box.sizes[-1], _SAMPLE // tensor.dtype.itemsize)
@@ -237,7 +237,7 @@ def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
 
 
 def _digest(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return a digest of all bytes of a box, read in blocks of rows."""
+    """Return a digest of all bytes in a box, read in blocks of rows."""
     found = hashlib.blake2b(digest_size=16)
     axis = next((number for number, size in enumerate(box.sizes) if size > 1), None)
     if axis is None:

@@ -1,7 +1,7 @@
 """Scan of all tensor values for NaN, infinities, zeros and constants, in one pass over the files.
 
-A clean block costs two integer maxima: with the sign bit on top, NaN and infinities are the largest values of either
-sign.  Only a block that has one is looked at element by element.
+A clean block needs two integer maxima: the sign bit is on top, so NaN and infinities are the largest values of either
+sign. Only blocks with such a value are searched element by element.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from ckpt.plan.checkpoint import Checkpoint, Key
 from ckpt.plan.dtypes import BY_NAME, DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor
 
-_BLOCK = 2 << 20  # bytes that are read and scanned at a time: they stay in a processor's cache
+_BLOCK = 2 << 20  # bytes read and scanned at a time: fits a processor cache
 _MAX_WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True)
 class FloatBits:
-    """Bits of a float: an unsigned view, and the smallest magnitude that is an infinity and that is a NaN.
+    """Bit layout of a float type: size in bytes, and smallest magnitude of an infinity and a NaN.
 
     `nan_is_minus_zero` marks formats whose only NaN has the bits of -0.0.
     """
@@ -71,7 +71,7 @@ E8M0 = BY_NAME["float8_e8m0fnu"]
 
 
 class Values:
-    """Values of one tensor as far as they were scanned: counts, first places, and the one value of a constant."""
+    """Scan results for one tensor: counts, first positions, and the value of a constant."""
 
     __slots__ = ("_lock", "dtype", "first_infinity", "first_nan", "infinities", "nans", "scanned", "shape", "single")
 
@@ -80,7 +80,7 @@ class Values:
         self.nans = self.infinities = self.scanned = 0
         self.first_nan: int | None = None
         self.first_infinity: int | None = None
-        #: Bits of the value of all elements so far; None before the first, -1 if there are several.
+        #: Bits of the only value so far; None before the first element, -1 for several values.
         self.single: int | None = None
         self._lock = threading.Lock()
 
@@ -94,7 +94,7 @@ class Values:
         return self.single in {0, bits.sign if bits and not bits.nan_is_minus_zero else 0}
 
     def scan(self, block: NDArray, start: int) -> None:
-        """Take in elements from number `start` on; `block` is their bits, unsigned."""
+        """Add the elements from number `start` on. `block` holds their unsigned bits."""
         bits = FLOATS.get(self.dtype.name)
         found = _not_finite(block, bits) if bits is not None else None
         value = -1 if self.single == -1 else _single(block, bits)
@@ -115,7 +115,7 @@ def _added(count: int, first: int | None, places: NDArray, start: int) -> tuple[
 
 
 def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | None:
-    """Return the places of NaN and of infinities; None for a clean block."""
+    """Return the positions of NaN and infinities, or None for a clean block."""
     signed = block.view(f"i{bits.size}")
     if bits.nan_is_minus_zero:
         lowest = np.iinfo(signed.dtype).min
@@ -131,7 +131,7 @@ def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | No
 
 
 def _single(block: NDArray, bits: FloatBits | None) -> int:
-    """Return the bits of the one value in a block, -1 if there are several.  Zeros of both signs are one value."""
+    """Return the bits of the block's only value, or -1 for several values. Both zeros count as one value."""
     first = int(block[0])
     if bits is not None and bits.has_sign and not bits.nan_is_minus_zero and first in (0, bits.sign):
         sample = (int(block[-1]), int(block[block.size // 2]))
@@ -146,7 +146,7 @@ def _single(block: NDArray, bits: FloatBits | None) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Block:
-    """Elements of a tensor to scan: `count` from number `start` on, at `offset` of a file, or a box of it."""
+    """Elements of a tensor to scan: `count` from number `start` on, at a file's `offset` or in a box."""
 
     key: Key
     start: int
@@ -159,9 +159,9 @@ class _Block:
 def scan(
     checkpoint: Checkpoint, exponents: Iterable[str] = (), progress: Callable[[int], None] | None = None
 ) -> dict[Key, Values]:
-    """Return the values of every tensor.  `exponents` names bytes that are scales of the dtype float8_e8m0fnu.
+    """Return the values of every tensor. `exponents` names byte tensors that are float8_e8m0fnu scales.
 
-    Raise the errors of reading, CorruptError for a file that ends early.
+    Raise read errors, and CorruptError if a file ends early.
     """
     scales = frozenset(exponents)
     found = {
@@ -192,7 +192,7 @@ def scan(
 
 
 def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
-    """Return the bits of a block as unsigned integers, or of each of its two halves for complex numbers."""
+    """Return a block's bits as unsigned integers. Complex numbers give two each."""
     bits = FLOATS.get(tensor.dtype.name)
     unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
     if block.box is not None:
@@ -203,7 +203,7 @@ def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: 
 
 
 def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
-    """Yield blocks that tile every tensor, in the order of files as far as it is known."""
+    """Yield blocks that cover every tensor, in file order if it is known."""
     tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
     placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]
     in_files = sorted((item for item in placed if item[1]), key=lambda item: (item[1][0][2].path, item[1][0][2].offset))
@@ -221,13 +221,13 @@ def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
 
 
 def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
-    """Contiguous runs of a tensor in files; none if it is computed, or stored with strides."""
+    """Return the contiguous runs of a tensor in files, or nothing for computed and strided tensors."""
     found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
     return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
 
 
 def _boxes(tensor: Tensor) -> Iterator[_Block]:
-    """Yield boxes of whole rows, about a block each."""
+    """Yield boxes of whole rows, about one block each."""
     if not tensor.shape:
         yield _Block(tensor.key, 0, 1, box=Box((), ()))
         return
@@ -240,5 +240,5 @@ def _boxes(tensor: Tensor) -> Iterator[_Block]:
 
 
 def bits_of(tensor: Tensor, box: Box, computed: Mapping[str, Callable[[], memoryview]]) -> NDArray:
-    """Return the bits of a box of a tensor, flat."""
+    """Return the bits of a tensor's box, flat."""
     return read_box(tensor, box, computed).reshape(-1).view(storage_dtype(tensor.dtype))

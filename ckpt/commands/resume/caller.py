@@ -1,4 +1,4 @@
-"""What a training script runs on: its processes and its engine, as launchers and libraries record them."""
+"""Processes and engine of the running training script, as recorded by launchers and libraries."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import Any
 from ckpt.move.json_files import read_json
 from ckpt.processes.group import LAUNCHERS
 
-#: torch's StateDictType, which FSDP's plugin of Accelerate has.
+#: torch's StateDictType in Accelerate's FSDP plugin.
 _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What is known of the running script; None for what is unknown.
+    """Facts about the running script, or None if unknown.
 
-    `format` is the checkpoint format of its engine, `world_size` its number of processes, and `dtype` the precision in
-    which DeepSpeed keeps the model, which is a part of its file names.
+    `format` is the engine's checkpoint format and `world_size` the number of processes. `dtype` is DeepSpeed's dtype
+    for the model, which is part of its file names.
     """
 
     format: str | None = None
@@ -30,7 +30,7 @@ class Caller:
 
 
 def caller(environment: Mapping[str, str] = os.environ) -> Caller:
-    """What this process and its environment tell."""
+    """Return the facts from this process and its environment."""
     config = _deepspeed_config(environment)
     if config is not None:
         return Caller(_zero(config), _world_size(environment), _precision(config))
@@ -46,7 +46,7 @@ def _world_size(environment: Mapping[str, str]) -> int | None:
 
 
 def _deepspeed_config(environment: Mapping[str, str]) -> Any:
-    """The DeepSpeed config that Trainer's arguments, an Accelerator or Accelerate's launcher got; None without."""
+    """Return the DeepSpeed config of Trainer, an Accelerator or Accelerate's launcher, or None."""
     trainers = sys.modules.get("transformers.integrations.deepspeed")
     config = trainers.deepspeed_config() if trainers is not None else None
     plugins = _live_accelerator().get("deepspeed_plugins")
@@ -60,12 +60,12 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
 
 
 def _format(environment: Mapping[str, str]) -> str | None:
-    """The format that Accelerate's launcher (accelerate/utils/launch.py, 1.15) or its FSDP plugin names."""
+    """Return the format that Accelerate's launcher (accelerate/utils/launch.py, 1.15) or FSDP plugin sets."""
     if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
     plugin = _live_accelerator().get("fsdp_plugin")
-    if plugin is not None:  # made of arguments, as Trainer does, or of the environment
+    if plugin is not None:  # from arguments, as in Trainer, or from the environment
         return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
         default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"
@@ -74,7 +74,7 @@ def _format(environment: Mapping[str, str]) -> str | None:
 
 
 def _live_accelerator() -> Mapping[str, Any]:
-    """What an Accelerator of this process keeps; nothing where there is none."""
+    """Return the state of this process's Accelerator, or an empty mapping."""
     accelerate = sys.modules.get("accelerate.state")
     found: Mapping[str, Any] = accelerate.AcceleratorState._shared_state if accelerate is not None else {}
     return found
@@ -85,14 +85,14 @@ def _is_true(value: str | None) -> bool:
 
 
 def _zero(config: Any) -> str | None:
-    """The format of what DeepSpeed saves under `config`; its stage may be "auto"."""
+    """Return the format of DeepSpeed's saves under `config`, or None if the stage is "auto"."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return f"zero{stage}" if stage in (0, 1, 2, 3) else None
 
 
 def _precision(config: Any) -> str | None:
-    """The precision in which DeepSpeed keeps the model under `config`; None if not decided yet ("auto")."""
+    """Return DeepSpeed's dtype for the model under `config`, or None if it is still "auto"."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():

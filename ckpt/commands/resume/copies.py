@@ -29,7 +29,7 @@ class KeptCopy:
 
 
 def kept_folder(path: Path) -> Path:
-    """Return the folder for copies of the run around `path`: hidden, so that no search for runs or steps meets it."""
+    """Return the folder for copies of the run around `path`. It is hidden from searches for runs and steps."""
     run = run_root(Path(os.path.abspath(path)))
     if not run.name:
         raise UsageError("there is no place beside the root folder", path=path, hint="give a folder in it")
@@ -37,7 +37,7 @@ def kept_folder(path: Path) -> Path:
 
 
 def copies_in(kept: Path) -> Iterator[KeptCopy]:
-    """Yield the copies in the folder `kept`; damaged records are skipped."""
+    """Yield the copies in the folder `kept`. Skip damaged records."""
     for record in sorted(kept.glob(f"*/{RECORD}")):
         with contextlib.suppress(CkptError, KeyError, TypeError), translate_os_errors(record):
             content = read_json(record)
@@ -47,14 +47,14 @@ def copies_in(kept: Path) -> Iterator[KeptCopy]:
 
 
 def unfinished_in(kept: Path) -> Iterator[KeptCopy]:
-    """Yield the staging folders of copies in `kept`, left by a resume that was killed or is still running."""
+    """Yield the staging folders in `kept` of killed or running resumes."""
     for place in sorted(kept.glob(staging_folder(kept / "*").name)):
         with contextlib.suppress(CkptError), translate_os_errors(place):
             yield KeptCopy(place, None, all(map(_is_unchanged, sources_of(place))))
 
 
 def remove_staging(destination: Path) -> None:
-    """Remove the staging folder for `destination`. Raises StorageError if a living process is writing it."""
+    """Remove the staging folder for `destination`. Raise StorageError if a living process is writing to it."""
     with Staging(destination, overwrite=True, total_bytes=0) as staging:
         staging.clear()
 
@@ -62,5 +62,5 @@ def remove_staging(destination: Path) -> None:
 def _is_unchanged(file: SourceFile) -> bool:
     try:
         return SourceFile.stat(file.path) == file
-    except (FileNotFoundError, NotADirectoryError, ValueError):  # the last if no file can have the name
+    except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: no file can have this name
         return False

@@ -1,4 +1,4 @@
-"""The folder to go on from, on what there is now: the newest complete checkpoint, converted only if it must be."""
+"""Search for the folder to resume from: the newest complete checkpoint, converted only if needed."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ from ckpt.runs.trainer_files import run_files
 T = TypeVar("T")
 
 _MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
-#: Bytes of a conversion that are all read again before it is used again; of a larger one, all but the tensors.
+#: Largest copy in bytes to check in full before it is used again. In larger ones, tensor data is not read.
 _AFFORDABLE = 4_000_000_000
 
-#: Ends of names of files that hold tensors.
+#: Suffixes of tensor files.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
 def say_on_stderr(line: str) -> None:
-    """Print a line on stderr, escaped."""
+    """Print an escaped line on stderr."""
     print(printable(line), file=sys.stderr, flush=True)
 
 
@@ -115,41 +115,37 @@ def resume(
     say: Callable[[str], None] = say_on_stderr,
     **options: OptionValue,
 ) -> str | None:
-    """Find or make the folder to resume from, of a run or checkpoint, on the engine and ranks that there are now.
+    """Return the folder to resume from, on the current engine and ranks. Convert the checkpoint if it does not fit.
 
-    That is the newest complete checkpoint with an optimizer, of `path` itself and of its steps, if it fits.  Otherwise
-    it is converted, into a hidden folder beside `path` (`.NAME.ckpt-resume`), where the next call finds it again, or
-    goes on where it was killed; conversions whose source has gone or changed are removed there, and those of an older
-    step than the one that is taken.  A conversion that is found again is compared with its manifest: every bit of up to
-    4 GB, of a larger one the sizes and all but the tensors' bytes.  A model without an optimizer is taken where there
-    is nothing else, and only with `model_only`.
+    The folder is the newest complete checkpoint with an optimizer, in `path` or its steps. A converted copy goes into a
+    hidden folder next to `path` (`.NAME.ckpt-resume`). The next call uses the copy again, or continues an interrupted
+    conversion. It deletes older steps, and copies whose source changed or is gone. Before a copy is used again, it is
+    compared with its manifest: every bit up to 4 GB, only the sizes and non-tensor data if it is larger.
 
-    `format` and `world_size` are found out: the process group of torch.distributed, the environment of torchrun,
-    deepspeed, srun, mpirun and accelerate, HF Trainer's DeepSpeed config; failing that they are the source's.  `dtype`
-    is that of weights (`bf16`), failing that the DeepSpeed config's; `options` are those of the format, as `tp` and
-    `pp` of Megatron's.
+    `format` and `world_size` are detected: from torch.distributed, from the environment of torchrun, deepspeed, srun,
+    mpirun and accelerate, and from HF Trainer's DeepSpeed config. The fallback is the source's own.
 
-    Called by every process of an initialized torch.distributed, each converts its share, and all return the same path
-    or raise the same error.  `say` is given what was done, a line each, in the first process.
+    If torch.distributed is initialized, call it in every process: each process converts its share, and all return the
+    same path or raise the same error.
 
-    With `missing_ok` it is None where `path` does not exist or holds neither a file of tensors nor a record of a step:
-    the run begins.  A checkpoint that is not complete, or of no known format, is an error all the same.
+    Raises the errors of `ckpt.open` and `ckpt.plan`, and:
 
-    Raises what `ckpt.open` and `ckpt.plan` do, LossError where there is only a model without an optimizer, StorageError
-    where processes do not see the same files, and UsageError where they ask for different things, or where several were
-    started and torch.distributed is not initialized.
+    - LossError if there is only a model without an optimizer, and `model_only` is False.
+    - StorageError if the processes do not see the same files.
+    - UsageError if they call it with different arguments, or if there are several processes without torch.distributed.
 
     Args:
         path: The checkpoint or run folder.
-        format: The engine's format; None finds it out.
-        world_size: Number of ranks; None finds it out.
+        format: The engine's format; None detects it.
+        world_size: Number of ranks; None detects it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        dtype: Precision of weights, such as `bf16`.
-        model_only: Take a model without an optimizer if there is nothing else.
-        missing_ok: Return None if nothing has been saved yet.
-        say: Called with each line about the progress.
-        **options: Options of the format, such as `tp=2`.
+        dtype: Dtype of the weights, such as `bf16`; None uses the DeepSpeed config's.
+        model_only: Use a model without an optimizer if there is nothing else.
+        missing_ok: Return None if `path` is missing or holds no tensor files and no record of a step. A damaged or
+            unknown checkpoint still raises an error.
+        say: Called with each line about the progress, in the first process.
+        **options: Options of the format, such as Megatron's `tp=2`.
     """
     if scheme_of(path) is not None:
         hint = "ckpt.open, ckpt.StorageReader and `ckpt convert` read from a store"
@@ -188,7 +184,9 @@ def resume(
         if found.layout is not None:
 
             def planned() -> api.Conversion:
-                checkpoint = source or api.open(*found.source, config=config)  # the very one, whatever is newer by now
+                checkpoint = source or api.open(
+                    *found.source, config=config
+                )  # this very checkpoint, even if a newer one exists now
                 try:
                     return api.plan(checkpoint, found.format, found.layout)
                 except LossError as error:
@@ -196,7 +194,7 @@ def resume(
                     raise
 
             _convert(found, planned, path, say, group)
-            group.gather(None)  # the first process has moved it to its place
+            group.gather(None)  # the first process has moved it into place
         if source is not None:
             _clear(path, found, None if tag or ANY_STEP.fullmatch(path.name) else source.state.step, say)
             say(f"resuming from {found.place}, {found.why}")
@@ -205,7 +203,7 @@ def resume(
 
 
 def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
-    """Return a hint about an option that only `ckpt convert` has as the command with it."""
+    """Turn a hint about an option of `ckpt convert` into the full command."""
     option = re.match(r"(--optimizer-dtype \w+) (.*)", hint or "")
     if option is None:
         return hint
@@ -214,7 +212,7 @@ def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None
 
 
 def _has_saved(path: Path) -> bool:
-    """Whether there are files of tensors, or a record of a step, which may be gone and must not be begun anew."""
+    """Return True if there are tensor files, or a record of a step. Its files may be lost: training must not restart."""
     named = any(recorded_step(path / name) for name in RECORDS)
     return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 
@@ -223,9 +221,9 @@ def _has_saved(path: Path) -> bool:
 
 
 def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | None:
-    """What `action` returns here, if it has succeeded wherever there is one.
+    """Run `action` in the processes that have one, and return its result if all succeed.
 
-    Otherwise all processes raise the first one's error, or what explains it: that they do not see the same files.
+    Otherwise every process raises the first error, or a StorageError if the processes do not see the same files.
     """
     result, error = None, None
     try:
@@ -240,12 +238,12 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
         _check_same_files(path, group)
     if error is not None and group.rank == first:
         raise error
-    group.gather(None)  # where that one's error is raised
+    group.gather(None)  # the other process raises its error here
     raise AssertionError
 
 
 def _check_same_files(path: Path, group: Alone) -> None:
-    """Raise StorageError, in all processes the same, where some lack files below `path` that others see."""
+    """Raise the same StorageError in all processes if some lack files below `path` that others see."""
     below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
     seen = group.gather((socket.gethostname(), below))
     every = frozenset[str]().union(*(names for _, names in seen))
@@ -266,12 +264,12 @@ def _check_same_files(path: Path, group: Alone) -> None:
         hint="copy the files of all nodes to storage that they share, and give that path; where each rank loads what "
         "its own node wrote (DeepSpeed's use_node_local_storage, on as many ranks), give the engine the path itself",
     )
-    error.is_told = True  # it is of no single rank
+    error.is_told = True  # not an error of a single rank
     raise error
 
 
 def _check_seen_by_all(found: _Way, group: Alone) -> None:
-    """Raise StorageError where a node does not see the folder, or files in it; the first process of each looks."""
+    """Raise StorageError if a node lacks the folder or a file. The first process of each node checks."""
     hosts = group.gather(socket.gethostname())
     looks = hosts.index(hosts[group.rank]) == group.rank
     lacking = group.gather([file for file in (found.place, *found.files) if looks and not os.path.exists(file)])
@@ -289,9 +287,9 @@ def _check_seen_by_all(found: _Way, group: Alone) -> None:
 
 
 class _Way(NamedTuple):
-    """The folder to resume from, and the reason; it is first converted to `format` by `layout`, unless that is None.
+    """The folder to resume from, and the reason. If `layout` is set, it must first be converted to `format`.
 
-    `files` are those that are loaded, where that is known; `source` is the path and the format of what is converted.
+    `files` lists the files to load, if known. `source` holds the path and format of the conversion's source.
     """
 
     place: str
@@ -304,10 +302,10 @@ class _Way(NamedTuple):
 
 @listed_once()
 def source_of(path: Path, tag: str | None, config: str | None, model_only: bool) -> Checkpoint:
-    """What to go on from.  LossError where that is a model without an optimizer, and nobody said that it may be."""
+    """Return the checkpoint to resume from. Raise LossError for a model without an optimizer unless `model_only`."""
     try:
         checkpoint = open_training(path, tag=tag, config=config)
-    except NeverWholeError as error:  # of a step that was damaged later, the optimizer is not given up
+    except NeverWholeError as error:  # the optimizer of a step that was damaged later is not given up
         model = open_model(path, tag=tag, config=config) if model_only else None
         if model is None:
             raise
@@ -395,7 +393,7 @@ def _way(
 
 
 def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:
-    """Raise LossError for a save of several models that would have to be converted, which loses all but one."""
+    """Raise LossError for a save of several models that needs a conversion: all but one would be lost."""
     save = save_around(place)
     models = list(models_of(save).values())
     others = "".join(f", then {one}" for one in models[1:])
@@ -409,7 +407,7 @@ def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None
 
 
 def _models_in(path: Path, opened: Collection[str]) -> list[str]:
-    """Return the formats of models without an optimizer in the folder of a run, unless their files are `opened`."""
+    """Return the formats of models without an optimizer in a run folder, unless all their files are `opened`."""
     bare = [one for one in registry.all_formats() if one.reads and not one.carries_optimizer]
     return [one.name for one in bare if one.find(path, None) == path and not _is_opened(one, path, opened)]
 
@@ -423,7 +421,7 @@ def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
 
 
 def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
-    """Raise CorruptError where a conversion is not one of `checkpoint`, or not as its manifest says."""
+    """Raise CorruptError if a copy was not converted from `checkpoint`, or differs from its manifest."""
     from ckpt.compare import manifest
 
     for name in (RECORD, manifest.MANIFEST):
@@ -442,7 +440,7 @@ def _check_kept(destination: Path, checkpoint: Checkpoint) -> None:
 def _convert(
     way: _Way, planned: Callable[[], api.Conversion], path: Path, say: Callable[[str], None], group: Alone
 ) -> None:
-    """Convert, each process its share; a conversion that was killed is gone on with."""
+    """Convert with all processes, each its share. Continue an interrupted conversion."""
     conversion: api.Conversion = _in_all(planned, path, group)  # type: ignore[assignment]
     destination, plan = Path(way.place), conversion.plan
     record = json.dumps({"source": _sources(plan.checkpoint), "step": plan.checkpoint.state.step}).encode()
@@ -481,11 +479,11 @@ def _hinting_at_what_to_do(way: _Way, path: Path) -> Iterator[None]:
 
 
 def _check_whole(checkpoint: Checkpoint) -> None:
-    """Raise CorruptError for a missing part of a tensor, and for a damaged file of the run next to the checkpoint.
+    """Raise CorruptError for a missing part of a tensor, or a damaged file next to the checkpoint.
 
-    torch's DCP would leave the values in memory in place of a missing part.
+    torch's DCP keeps the values in memory for a missing part.
     """
-    from ckpt.plan.planner import check_source  # it takes numpy
+    from ckpt.plan.planner import check_source  # imports numpy
 
     for file in run_files(checkpoint):
         check_carried(file, file.parent)
@@ -494,7 +492,7 @@ def _check_whole(checkpoint: Checkpoint) -> None:
 
 
 def _folder_to_load(path: Path, checkpoint: Checkpoint) -> Path | None:
-    """The folder that the engine or Trainer is given for `checkpoint`; None where its record names another step."""
+    """Return the folder to give to the engine or Trainer, or None if its record names another step."""
     place, from_run = Path(checkpoint.path), registry.get(checkpoint.format).loads_from == "run"
     if (save := save_around(place)) != place:
         return save
@@ -516,7 +514,7 @@ def _is_step(name: str, recorded: str) -> bool:
 
 
 def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | None:
-    """Why `checkpoint` cannot be loaded as it is; None where it can."""
+    """Return the reason why `checkpoint` needs a conversion, or None."""
     if checkpoint.format != target.name:
         return f"it is {checkpoint.format}, and {target.name} is loaded"
     size = layout.world_size
@@ -537,7 +535,7 @@ def _misfit(checkpoint: Checkpoint, target: Format, layout: Layout) -> str | Non
 
 
 def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
-    """A name for the kept conversion that depends on its source, the state of the source's files, and its target."""
+    """Return a name for the copy, derived from its source, the state of the source's files, and its target."""
     from xxhash import xxh3_64
 
     asked = (layout.dtype, layout.world_size, sorted(layout.options.items()))
@@ -548,16 +546,16 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
 
 
 def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
-    """The facts of all files that a conversion takes training state from, the same wherever it is asked for."""
+    """Return the facts of all files with training state, independent of the current folder."""
     beside = [confined(path.parent, path.name) for path in run_files(checkpoint)]
     files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in beside))
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
 
 def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
-    """Remove copies and staging folders of a source that has gone or changed, and copies older than step `newest`.
+    """Remove copies and staging folders whose source changed or is gone, and copies older than step `newest`.
 
-    `say` is given the size of the copy `used` now, and when it goes.
+    `say` gets the size of the copy in use, and when it will be removed.
     """
     kept = kept_folder(path)
     for copy in copies_in(kept):
