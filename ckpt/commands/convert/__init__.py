@@ -1,1 +1,1 @@
-"""`ckpt convert`: a checkpoint in another format."""
+"""`ckpt convert`: conversion of a checkpoint to another format."""

@@ -23,13 +23,13 @@ from ckpt.options.printing import carry_out, say_result, say_source
 from ckpt.plan.groups import Check, Config, Planning, ReadOptions, WriteOptions
 
 _USAGE = "PATH and TO, or FROM, TO and PATH, or PATH alone"
-#: Options that may differ in several processes.
+#: Options that may differ between processes.
 _OF_EACH = ("as_json", "max_memory", "quiet", "verbose", "workers")
 
 
 @dataclass(frozen=True)
 class Place:
-    """The folder to write."""
+    """Output folder."""
 
     out: Annotated[Path | None, Positional(metavar="OUT", help="The folder to write, the same as -o.")] = None
     output: Annotated[
@@ -39,7 +39,7 @@ class Place:
 
     @property
     def given(self) -> Path | None:
-        """The folder that was given in either way; UsageError for two of them."""
+        """Folder from OUT or `-o`. Raise UsageError if both are given."""
         if self.out is not None and self.output is not None:
             what = "there are two folders to write"
             raise UsageError(what, found=f"{self.out} and -o {self.output}", hint="give one of the two")
@@ -68,7 +68,7 @@ def convert(
     place: Place,
     asked: Planning,
     check: Check,
-    resume: Annotated[bool, Flag(hidden=True)] = False,  # what asked for what is done anyway now
+    resume: Annotated[bool, Flag(hidden=True)] = False,  # deprecated: conversions always resume
     outcome: opt.Outcome,
     writing: WriteOptions,
     options: Mapping[str, Any],
@@ -108,7 +108,7 @@ def convert(
 def _with_output_last(
     source: str | None, target: str | None, path: Path | None, place: Place
 ) -> tuple[str | None, str | None, Path | None, Place]:
-    """Return FROM, TO, PATH and OUT, also for the three words PATH, TO and OUT."""
+    """Return FROM, TO, PATH and OUT. Accept PATH, TO and OUT too."""
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
 
@@ -123,16 +123,16 @@ def _with_output_last(
 def _meant(
     source: str | None, target: str | None, path: Path | None, to: str | None, reading: ReadOptions, quiet: bool
 ) -> tuple[str, str, Path, Config]:
-    """FROM, TO, PATH and the config.  With one word it is PATH: FROM is found out, and TO asked for on a terminal.
+    """Return FROM, TO, PATH and the config. A single word is PATH: detect FROM, and ask for TO on a terminal.
 
-    Raises UsageError where there is nobody to be asked, which lists the formats, and for words in another order.
+    Raise UsageError with the list of formats if there is no terminal, or if the words come in another order.
     """
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
 
     words = [str(word) for word in (source, target, path) if word is not None]
     is_usual = len(words) == 3 and Path(words[2]).exists()
-    formats = [] if is_usual else registry.words()  # which imports them all
+    formats = [] if is_usual else registry.words()  # imports every format
     if not words:
         raise UsageError("there is nothing to convert", expected=_USAGE, hint="see `ckpt convert --help`")
     if to is not None:
@@ -166,7 +166,7 @@ def _meant(
 
 
 def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
-    """The error for two words that are not PATH and TO, with a line that may be meant."""
+    """Return the error for two words that are not PATH and TO, with a suggested command."""
     from ckpt.runs.opening import AUTO
 
     given = [word for word in words if word in formats]
@@ -182,7 +182,7 @@ def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
 
 
 def _quantizes(words: list[str]) -> str:
-    """A hint for the name of a quantization method, or of any other format that is not known."""
+    """Return a hint for a quantization method or another unknown format."""
     if re.search(r"gptq|awq|gguf|ggml|q\d|bnb|nf4|fp8|int\d|mlx|onnx|exl|quant", words[1].lower()):
         line = f"ckpt convert {shlex.quote(words[0])} hf"
         return f"ckpt quantizes nothing: `{line}` writes the model, and the tool of that method takes this folder"
@@ -190,7 +190,7 @@ def _quantizes(words: list[str]) -> str:
 
 
 def _in_order(words: list[str], place: str) -> str:
-    """Two formats and the path `place` as FROM TO PATH: what is there tells which of the two is FROM."""
+    """Return FROM TO PATH for two formats and the path `place`. The checkpoint's format decides which is FROM."""
     from ckpt import api
     from ckpt.plan import registry
     from ckpt.runs.opening import AUTO
@@ -204,7 +204,7 @@ def _in_order(words: list[str], place: str) -> str:
 
 
 def is_interactive() -> bool:
-    """Whether there is somebody to be asked."""
+    """Return True if a user can answer questions on a terminal."""
     return sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty()
 
 

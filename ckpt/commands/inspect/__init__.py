@@ -1,1 +1,1 @@
-"""`ckpt inspect`: a checkpoint for people, as an overview and as a picture of who holds what."""
+"""`ckpt inspect`: overview of a checkpoint, and a picture of its ranks' shares."""

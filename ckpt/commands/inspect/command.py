@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Drawn:
-    """The files that show a checkpoint."""
+    """Options for pictures and pages."""
 
     picture: Annotated[
         Path | None,
@@ -41,7 +41,7 @@ class Drawn:
     overwrite: Annotated[bool, Flag(help="Replace an existing picture or page.", section=WRITTEN)] = False
 
     def check(self, checkpoint: Checkpoint) -> None:
-        """Raise UsageError where what is asked for cannot be written."""
+        """Raise UsageError if a picture or page can't be written."""
         for place, suffix in ((self.picture, ".svg"), (self.html, ".html")):
             if place is not None:
                 check_place(place, suffix, checkpoint)
@@ -82,7 +82,7 @@ def inspect(
             found = inspecting.inspect(
                 path, format, tag=tag, config=config, tensors=tensors, tensor=tensor or (), everything=everything
             )
-        except (CorruptError, UnsafeError):  # it is about the newest; the table is of the others too
+        except (CorruptError, UnsafeError):  # the error concerns the newest step, the table shows the others too
             if run := inspecting.run_of(path, tag, everything):
                 if as_json:
                     print(shown(json.dumps(inspecting.run_json(run), indent=2)))
@@ -117,7 +117,7 @@ def _print_run(run: Sequence[Checked]) -> None:
 
 
 def _draw(found: Inspection, asked: Drawn, quiet: bool) -> CorruptError | None:
-    """Write the picture and the page that are asked for; the error is about what they show as damaged."""
+    """Write the requested picture and page. Return an error if they show damage."""
     asked.check(found.checkpoint)
     damaged: Sequence[Damage] = ()
     if asked.html is not None:

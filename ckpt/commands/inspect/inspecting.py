@@ -1,4 +1,4 @@
-"""`ckpt inspect`: what a checkpoint holds, and the other checkpoints of its run."""
+"""API of `ckpt inspect`: contents of a checkpoint, and the other checkpoints of its run."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from ckpt.runs.not_read import not_read
 from ckpt.runs.opening import AUTO, open_checkpoint
 from ckpt.stores import standins
 
-_MAX_STEPS = 20  # of a run that are looked into, unless everything is asked for
+_MAX_STEPS = 20  # steps to check without `everything`
 
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Returned):
-    """What a `checkpoint` holds, `run` being all checkpoints of its run where there are several.
+    """Contents of a `checkpoint`, with all checkpoints of its `run` if there are several.
 
-    `matching` are the tensors whose parts are shown with their places; `not_read` are files that no reader opened.
+    `matching` holds the tensors to show with the positions of their parts. `not_read` lists unread files.
     """
 
     checkpoint: Checkpoint
@@ -65,23 +65,23 @@ class Inspection(Returned):
             yield from ("", *one)
 
     def facts(self, width: int | None = None) -> Iterator[str]:
-        """The overview, folded to `width` columns."""
+        """Yield the overview, wrapped to `width` columns."""
         return map(shown, overview.lines(self.checkpoint, self.not_read, everything=self.everything, width=width))
 
     def csv(self) -> str:
-        """A table of all tensors, a row each, as CSV (RFC 4180)."""
+        """Return all tensors as CSV (RFC 4180), one per row."""
         table = io.StringIO()
         csv.writer(table, lineterminator="\n").writerows(overview.csv_rows(self.checkpoint))
         return table.getvalue()
 
     def page(self, only: Only = "all") -> tuple[str, tuple[Damage, ...]]:
-        """The page of `ckpt inspect --html`, all tensors, ranks and steps in one file, and what it shows as damaged."""
+        """Return the page of `ckpt inspect --html`, with all tensors, ranks and steps, and the damage that it shows."""
         steps = [HEADS, *(one.row() for one in self.run)] if self.run else []
         content, damaged = inspection(self.checkpoint, self.not_read, steps, only)
         return page("inspect", content), damaged
 
     def parts(self) -> Iterator[list[str]]:
-        """Where the parts of each of the `matching` tensors lie."""
+        """Yield lines with the positions of each `matching` tensor's parts."""
         for one in self.matching or ():
             yield [shown(line) for line in part_lines(one, self.checkpoint.path)]
 
@@ -98,21 +98,18 @@ def inspect(
     tensor: str | Sequence[str] = (),
     everything: bool = False,
 ) -> Inspection:
-    """Describe what a checkpoint holds, and the steps of its run; no tensor data is read.
-
-    `tensors` lists every tensor, and `tensor` those whose names one of these patterns fits, with where each of their
-    parts lies; with `everything` no list and no value is cut short.
+    """Describe the contents of a checkpoint and the steps of its run, without reading tensor data.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        source: A path, a URL or what `ckpt.open` returned.
+        source: A path, a URL or the result of `ckpt.open`.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         tensors: List every tensor.
-        tensor: Patterns of names of tensors to show in full.
-        everything: Cut no list and no value short.
+        tensor: Name patterns of tensors to show with the positions of their parts.
+        everything: Show all lists and values in full.
     """
     run: tuple[Checked, ...] = ()
     if isinstance(source, Checkpoint):
@@ -128,7 +125,7 @@ def inspect(
 
 
 def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Tensor, ...]:
-    """The tensors whose names one of `patterns` fits.  UsageError for a pattern that fits none."""
+    """Return the tensors with names that match any of `patterns`. Raise UsageError for a pattern without a match."""
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -140,11 +137,11 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
 
 
 def run_of(path: Path, tag: str | None, everything: bool) -> list[Checked]:
-    """All checkpoints of a run folder, where that holds several."""
+    """Return all checkpoints of a run folder, or an empty list for a single one."""
     every = checkpoints_of(path) if tag is None and path.is_dir() else []
     return survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
 
 
 def run_json(run: Sequence[Checked]) -> dict[str, Any]:
-    """A run's checkpoints for JSON, if there are any."""
+    """Return a run's checkpoints for JSON, if there are any."""
     return {"checkpoints": [one.to_json() for one in run]} if run else {}

@@ -1,6 +1,7 @@
-"""What the page of `ckpt inspect --html` shows: every tensor, in columns, and each way of being cut among ranks once.
+"""Content of the page by `ckpt inspect --html`: every tensor in columns, and each distinct sharding once.
 
-Pure, and of the description alone: no tensor data is read.  Texts are bounded, and the page takes them for texts.
+This module is pure and works on the description alone, without tensor data. Texts have a maximum length, and the page
+escapes them.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tiling import Damage
 
 _MAX_NAME = 400
-#: Slices that are drawn; of tensors behind these the page says who holds them, and not what.
+#: Number of slices to draw. For later tensors, the page lists only the holders.
 _MAX_PATCHES = 100_000
 
 One = TypeVar("One", bound=Hashable)
@@ -27,7 +28,7 @@ One = TypeVar("One", bound=Hashable)
 
 @dataclass
 class _Table(Generic[One]):
-    """Values by number, each of them once."""
+    """Numbers for distinct values."""
 
     numbers: dict[One, int] = field(default_factory=dict)
 
@@ -41,11 +42,11 @@ def inspection(
     steps: Sequence[Sequence[str]] = (),
     only: Only = "all",
 ) -> tuple[dict[str, Any], tuple[Damage, ...]]:
-    """The content of the page, and what is damaged; `steps` are heads and rows of the table of a run's checkpoints."""
+    """Return the page's content and the damage. `steps` holds head and rows of the run's table."""
     tensors, padding = wanted_tensors(checkpoint, only), padding_of(checkpoint)
     sketcher = Sketcher(naming(checkpoint, tensors))
     names, roles, dtypes, shapes = _Table[str](), _Table[str](), _Table[Any](), _Table[Any]()
-    looks: dict[int, tuple[int, Sketch]] = {}  # by identity: a sketch of many slices is slow to look up by value
+    looks: dict[int, tuple[int, Sketch]] = {}  # keyed by identity: hashing a sketch with many slices is slow
     columns: list[list[int]] = [[], [], [], [], []]
     damaged = []
     for tensor in tensors:
@@ -78,7 +79,7 @@ def inspection(
 def _holders(
     checkpoint: Checkpoint, holders: Iterable[Holder], by_role: Mapping[Holder, Mapping[str, int]]
 ) -> list[list[Any]]:
-    """Each rank's number, or a file's name; its bytes by kind; and its place in Megatron's mesh."""
+    """Return each rank's number or file's name, its bytes by kind, and its coordinates in Megatron's mesh."""
     places = coordinates(checkpoint)
     return [
         [
@@ -93,7 +94,7 @@ def _holders(
 
 
 def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[list[Any]]:
-    """Copies, holders, both directions, faults, remarks and patches of each sketch; None for patches not drawn."""
+    """Return each sketch's copies, holders, directions, faults, remarks and patches (None if not drawn)."""
     groups: dict[tuple[Holder, ...], list[int]] = {}
     found, room = [], _MAX_PATCHES
     for sketch in sketches:
@@ -114,7 +115,7 @@ def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[li
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:
-    """Rising numbers as the first and the last of each run of neighbours."""
+    """Return the first and last number of each run in ascending numbers."""
     runs: list[int] = []
     for number in numbers:
         if runs and number == runs[-1] + 1:

@@ -1,7 +1,7 @@
-"""Describe one checkpoint: what it is, what it holds, and what it needs on disk.  No tensor data is read.
+"""Overview of a checkpoint: identity, contents and size on disk, without reading tensor data.
 
-Names and values come from files that somebody else wrote, so everything shown is escaped and bounded, and no object
-that a reader made of a pickle is asked for its own text.
+Names and values come from untrusted files, so all output is escaped and limited in length. Objects from pickles are
+never asked for their own text.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_te
 
 NotRead = Sequence[Mapping[str, str]]  # `ckpt.runs.not_read`, as JSON
 
-_MAX_LISTED = 20  # ties, groups, items and notes shown as text
+_MAX_LISTED = 20  # shown ties, groups, items and notes
 _FEW_RANKS = 8
-_MANY = 200_000  # tensors on ranks; more of them take longer to be counted than anything else here
+_MANY = 200_000  # tensors times ranks; counting more would take too long
 
 
 def describe(
     checkpoint: Checkpoint, not_read: NotRead = (), *, tensors: bool = False, everything: bool = False
 ) -> dict[str, Any]:
-    """The checkpoint as plain values for JSON: bounded, finite, and free of control characters.
+    """Return the checkpoint as plain JSON values: limited in length, finite, without control characters.
 
-    `not_read` are the files of its folder that no reader opened.  `tensors` adds one entry for each tensor; with
-    `everything` values are bounded far beyond what frameworks save.
+    `not_read` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` raises the limits far
+    above the values that frameworks save.
     """
     bounds = FULL if everything else SHORT
     found = {
@@ -75,9 +75,9 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
 
 
 def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Numbers of tensors and elements, each parameter counted once.
+    """Return numbers of tensors and elements. Each parameter counts once.
 
-    A parameter is trainable where an optimizer keeps something for it or lists it; None where no optimizer is stored.
+    A parameter is trainable if the optimizer lists it or has state for it. The number is None without an optimizer.
     """
     trained = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
     trained.update(fqn for values in checkpoint.state.scalars.values() for fqn in values)
@@ -95,9 +95,9 @@ def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
-    """The sizes of the parallel axes, `tp` `pp` `ep` `cp` `dp`, as Megatron's arguments or ZeRO's partitions tell them.
+    """Return the sizes of the parallel axes `tp`, `pp`, `ep`, `cp` and `dp`, or None if they are not recorded.
 
-    None where nothing records them.  Of ZeRO's partitions the axis is `dp` whatever ranks they were spread over.
+    They come from Megatron's arguments or ZeRO's partitions. ZeRO's axis is always `dp`, whatever the ranks' mesh was.
     """
     args, world_size = checkpoint.state.args or {}, checkpoint.world_size
     found = {axis: size for axis, name in AXES.items() if type(size := args.get(name)) is int and size > 0}
@@ -110,10 +110,11 @@ def mesh(checkpoint: Checkpoint) -> dict[str, int] | None:
 
 
 def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
-    """Where each rank stands on the axes of Megatron's mesh; empty where that is not recorded.
+    """Return each rank's coordinates on Megatron's mesh, or an empty dict if they are not recorded.
 
-    Ranks are numbered as megatron-core does (`parallel_state.py`, `RankGenerator`): `tp` runs fastest, then `cp`, `dp`
-    and `pp`, or with `use_tp_pp_dp_mapping` `pp` before `dp`.  Where one writes for all of `dp`, that has the size 1.
+    Ranks are numbered as in megatron-core (`parallel_state.py`, `RankGenerator`): `tp` varies fastest, then `cp`, `dp`
+    and `pp`. With `use_tp_pp_dp_mapping`, `pp` comes before `dp`. If one rank writes for the whole `dp` axis, its size
+    is 1.
     """
     args, sizes = checkpoint.state.args or {}, dict(mesh(checkpoint) or {})
     if "tp" not in sizes or "pp" not in sizes or (ranks := registry.get(checkpoint.format).ranks_on_axes) is None:
@@ -135,7 +136,7 @@ def coordinates(checkpoint: Checkpoint) -> dict[int, dict[str, int]]:
 
 
 def mesh_text(checkpoint: Checkpoint) -> str:
-    """The mesh in words; empty where it is not recorded."""
+    """Describe the mesh in words. The text is empty if the mesh is not recorded."""
     found, stage, ranks = mesh(checkpoint), checkpoint.state.zero_stage, checkpoint.world_size
     if found is None:
         return ""
@@ -149,7 +150,7 @@ def mesh_text(checkpoint: Checkpoint) -> str:
 
 
 def _bytes_per_rank(checkpoint: Checkpoint, everything: bool) -> dict[str, int] | None:
-    """Bytes of tensors that each rank's files hold; None where no ranks are known, or where counting takes long."""
+    """Return the tensor bytes in each rank's files, or None if ranks are unknown or counting would take long."""
     if not everything and len(checkpoint.tensors) * (checkpoint.world_size or 1) > _MANY:
         return None
     found: Counter[int] = Counter()
@@ -200,14 +201,14 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """Notes that quantized states are smaller in the files than the plain values that are shown here."""
+    """Yield notes on quantized states, which are smaller in the files than the values shown here."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         states = f"{counted(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
-    """How many parameters have the scalar, and its values if they are few."""
+    """Return the number of parameters with this scalar, and its values if they are few."""
     values = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in values.items()}
     distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
     others = any(not _is_number(value) for value in values.values())
@@ -241,9 +242,9 @@ def _tensor(tensor: Tensor) -> dict[str, Any]:
 def lines(
     checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False, width: int | None = None
 ) -> Iterator[str]:
-    """The description as text, folded to `width` columns.
+    """Yield the description as text, wrapped to `width` columns.
 
-    Where something is cut, the last line says what shows it: `everything` cuts nothing.
+    If anything is shortened, the last line says so. `everything` shortens nothing.
     """
     found = named_facts(checkpoint, not_read, everything=everything)
     first = max(len(name) for name, _ in found) + 2
@@ -256,13 +257,13 @@ def lines(
 
 
 def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
-    """The description as names and texts; a further text of the same kind has no name."""
+    """Return the description as names and texts. Further texts of a kind have an empty name."""
     facts = describe(checkpoint, not_read, everything=everything)
     return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
-    """Names and texts of everything known; a further line of the same kind has no name."""
+    """Yield names and texts of all facts. Further lines of a kind have an empty name."""
     limit = FULL.text if everything else SHORT.text
 
     def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -316,7 +317,7 @@ def _by_dtype_text(elements: Mapping[str, int]) -> str:
 
 
 def _per_rank_texts(nbytes: Mapping[str, int] | None, everything: bool) -> list[str]:
-    """Bytes of tensors by rank: of each where they are few, otherwise the least and the most."""
+    """Describe tensor bytes by rank: every rank if they are few, else the minimum and maximum."""
     if not nbytes or len(nbytes) == 1:
         return []
     least, most = min(nbytes, key=lambda r: nbytes[r]), max(nbytes, key=lambda r: nbytes[r])
@@ -347,7 +348,7 @@ RIGHT = ("bytes", "fragments")
 
 
 def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """The table of all tensors: cells under `HEADS`."""
+    """Return the table of all tensors, with cells under `HEADS`."""
     return [_row(_tensor(tensor)) for tensor in checkpoint.tensors.values()]
 
 
@@ -358,7 +359,7 @@ def _row(tensor: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
-    """The same for other programs, with the heads in the first row: shapes as `2x3`, ranks and files one by one."""
+    """Yield the table for other programs, heads first: shapes as `2x3`, ranks and files one by one."""
     yield "fqn", "kind", "dtype", "shape", "bytes", "copies", "ranks", "files"
     for tensor in checkpoint.tensors.values():
         ranks: dict[int, None] = {}
@@ -374,7 +375,7 @@ def csv_rows(checkpoint: Checkpoint) -> Iterator[tuple[str | int, ...]]:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Ranks as runs: `0-3, 6`."""
+    """Return ranks as runs: `0-3, 6`."""
     runs: list[list[int]] = []
     for rank in sorted(ranks):
         if runs and rank == runs[-1][1] + 1:

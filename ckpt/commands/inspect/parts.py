@@ -1,4 +1,4 @@
-"""Where each part of a tensor lies: which elements at which place of which file.  `ckpt inspect --tensor` prints it."""
+"""Position of each part of a tensor: elements, file and offset, for `ckpt inspect --tensor`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.plan.tensors import Box, Fragment, Tensor
 
 
 def parts_of(tensor: Tensor) -> dict[str, Any]:
-    """A tensor and its parts for JSON: `offset` and `bytes` are of the file, `copy` is 0 but of replicas."""
+    """Return a tensor and its parts for JSON. `offset` and `bytes` refer to the file. `copy` numbers the replicas."""
     sources = (tensor.source, *tensor.replicas)
     return {
         "fqn": one_line(tensor.fqn),
@@ -34,7 +34,7 @@ def parts_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def part_lines(tensor: Tensor, folder: str) -> Iterator[str]:
-    """The same as text; files are relative to `folder`."""
+    """Yield the parts as text, with files relative to `folder`."""
     yield one_line(f"{tensor.fqn}  {tensor.role} {tensor.dtype.name} {list(tensor.shape)}, {show_size(tensor.nbytes)}")
     for copy, source in enumerate((tensor.source, *tensor.replicas)):
         for fragment in source.fragments(tensor.shape):

@@ -1,7 +1,7 @@
-"""The rows that `ckpt inspect --picture` draws: a checkpoint's tensors as slices with the ranks that hold them.
+"""Rows of `ckpt inspect --picture`: a checkpoint's tensors as slices, with their ranks.
 
-Pure, and of the description alone.  Tensors that look the same are one row: a model of a hundred layers is drawn with
-as many rows as one layer has tensors, and each row says which layers it stands for.
+This module is pure and works on the description alone. Tensors that look the same share a row. A model of a hundred
+layers has as many rows as one layer has tensors, and each row names its layers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from ckpt.plan.tiling import Damage
 
 Only = Literal["all", "weights", "optimizer"]
 
-_FEW_ROWS, _FEW_PATCHES = 4, 150  # more rows of a tensor than this are put into one, if that has no more patches
-_MAX_ROWS = 100  # of all tensors, before this is done whatever it has
+_FEW_ROWS, _FEW_PATCHES = 4, 150  # a tensor's rows beyond this are merged if the result has few patches
+_MAX_ROWS = 100  # in total; beyond this, rows are merged regardless of patches
 _MOST_ROWS = 400
-_MAX_FILES = 64  # told apart, where no ranks are known
-_MAX_COLUMNS, _MAX_PATCHES = 300, 1200  # of one row
+_MAX_FILES = 64  # shown separately if no ranks are known
+_MAX_COLUMNS, _MAX_PATCHES = 300, 1200  # per row
 _COARSE_COLUMNS, _COARSE_BANDS = 96, 16
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Tensors that are drawn as one, because they differ only in the numbers in their names, and in their roles.
+    """Tensors drawn as one: they differ only in their roles and in numbers in their names.
 
-    `name` has the numbers of all of them in braces; `roles` are (role, dtype); `nbytes` is that of all together.
-    `is_grid` where the tensors lie beside and below each other in the row, each in a cell.
+    `name` shows all numbers in braces. `roles` holds pairs of role and dtype. `nbytes` is the total. If `is_grid`, the
+    row has one cell per tensor, in columns and lines.
     """
 
     name: str
@@ -54,9 +54,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """All rows of a picture.  `by_role` has the stored bytes of each role for each rank or file, in order.
+    """All rows of a picture. `by_role` holds the stored bytes of each rank or file by role, in order.
 
-    `rows_left_out` is how many rows there are more than can be drawn.
+    `rows_left_out` is the number of rows beyond the limit.
     """
 
     rows: tuple[Row, ...]
@@ -71,9 +71,9 @@ class Picture:
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
-    """The picture of the tensors that `only` asks for.
+    """Return the picture of the tensors selected by `only`.
 
-    `padding` are rows of tensors that mean nothing; None: those that the names' own namespace tells of.
+    `padding` holds padded boxes by name. None asks the namespace for them.
     """
     if padding is None:
         padding = padding_of(checkpoint)
@@ -96,13 +96,13 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
 
 
 def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
-    """Rows of tensors that mean nothing, as far as the names' own namespace tells of them."""
+    """Return padded boxes without meaning, as far as the namespace knows them."""
     space = checkpoint.namespace
     return {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
 
 
 def wanted_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
-    """The model's tensors, in the form in which they are stored; or what an optimizer keeps; or both."""
+    """Return the model's tensors as stored, the optimizer's tensors, or both."""
     tensors = list(checkpoint.tensors.values())
     if only == "weights":
         parameters = checkpoint.parameters
@@ -111,7 +111,7 @@ def wanted_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
 
 
 def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragment], Holder]:
-    """Names a fragment's holder: its rank, or its file; one name for all files if there are too many."""
+    """Return a function that names a fragment's holder: its rank or file, or one name for too many files."""
     first = (_first_place(tensor) for tensor in tensors)
     files = {path for path, rank in first if rank is None}
     common = f"{counted(len(files), 'file')}" if len(files) > _MAX_FILES else None
@@ -125,7 +125,7 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
 
 
 def _first_place(tensor: Tensor) -> tuple[str, int | None]:
-    """The file and the rank of a tensor's first element, without listing all that have a part of it."""
+    """Return file and rank of a tensor's first element, without listing all fragments."""
     if hasattr(tensor.source, "runs") and (runs := runs_of(tensor.source, tensor.shape, 0, min(1, tensor.numel))):
         return runs[0][2].path, runs[0][4]
     return next(((one.extent.path, one.rank) for one in tensor.fragments()), ("", -1))
@@ -139,11 +139,11 @@ def _relative(path: str, folder: str) -> str:
 
 
 def _fold(sketches: Iterable[tuple[Tensor, Sketch]]) -> list[Row]:
-    """A row for all tensors whose names differ in numbers only and that look the same; the order is the model's."""
+    """Return one row for all tensors that look the same and differ only in numbers, in the model's order."""
     by_fqn: dict[str, dict[tuple[Shape, Sketch], list[Tensor]]] = {}
     for tensor, sketch in sketches:
         by_fqn.setdefault(tensor.fqn, {}).setdefault((tensor.shape, sketch), []).append(tensor)
-    # Rows of one tensor's name, whoever holds them, one below the other.
+    # Rows with the same name pattern stay together, whatever their holders.
     rows: dict[tuple[str, ...], dict[tuple[object, Sketch], list[Tensor]]] = {}
     for fqn, looks in by_fqn.items():
         for (shape, sketch), tensors in looks.items():
@@ -159,7 +159,7 @@ def _row(tensors: Sequence[Tensor], sketch: Sketch) -> Row:
 
 
 def _pattern(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    """A name's parts, `*` where they are numbers, and these numbers."""
+    """Return a name's parts, with `*` for numbers, and the numbers."""
     parts = fqn.split(".")
     is_number = [part.isascii() and part.isdigit() and len(part) < 10 and str(int(part)) == part for part in parts]
     pattern = tuple("*" if number else part for part, number in zip(parts, is_number, strict=True))
@@ -167,7 +167,7 @@ def _pattern(fqn: str) -> tuple[tuple[str, ...], tuple[int, ...]]:
 
 
 def _name(fqns: Sequence[str]) -> str:
-    """One name for several of the same pattern: `layers.{0-3}.mlp.weight`."""
+    """Return one name for several names with the same pattern: `layers.{0-3}.mlp.weight`."""
     pattern, _ = _pattern(fqns[0])
     columns = zip(*(_pattern(fqn)[1] for fqn in fqns), strict=True)
     texts = iter([str(c[0]) if len(set(c)) == 1 else "{" + ranks_text(set(c)) + "}" for c in columns])
@@ -175,9 +175,9 @@ def _name(fqns: Sequence[str]) -> str:
 
 
 def _fold_layers(rows: list[Row]) -> list[Row]:
-    """Fewer rows: of a tensor that many rows have, all layers lie in one, each in a cell of its own.
+    """Reduce the number of rows: put all layers of a frequent tensor into one row, with one cell each.
 
-    What is damaged keeps its row, unless there are too many rows all the same.
+    Damaged tensors keep their rows, unless there are still too many rows.
     """
     families: dict[object, list[Row]] = {}
     for row in rows:
@@ -193,7 +193,7 @@ def _fold_layers(rows: list[Row]) -> list[Row]:
 
 
 def _fold_sound(family: list[Row]) -> list[Row]:
-    """A family with all that is not damaged in one row, if there are many and one row can show them."""
+    """Merge a family's sound rows into one, if they are many and one row can show them."""
     sound = [row for row in family if not row.sketch.faults]
     if len(sound) <= _FEW_ROWS:
         return family
@@ -204,7 +204,7 @@ def _fold_sound(family: list[Row]) -> list[Row]:
 
 
 def _fold_into_grid(family: Sequence[Row]) -> Row:
-    """All tensors of a family in one row, side by side by their first number and below each other by the others."""
+    """Merge a family's tensors into one row: columns by their first number, lines by the others."""
     looks = {fqn: row.sketch for row in family for fqn in row.fqns}
     pattern, _ = _pattern(family[0].fqns[0])
     numbers = {fqn: _pattern(fqn)[1] for fqn in looks}
@@ -246,7 +246,7 @@ def _fold_into_grid(family: Sequence[Row]) -> Row:
 
 
 def _as_one(sketch: Sketch) -> Sketch:
-    """A tensor as one patch, with what is wrong with it."""
+    """Return a tensor as one patch, with its faults."""
     groups = dict.fromkeys(patch.holders for patch in sketch.patches if patch.holders)
     holders = tuple(dict.fromkeys(holder for group in groups for holder in group))
     whole = Patch("held" if len(groups) == 1 else "several", 0.0, 0.0, 1.0, 1.0, holders)
@@ -255,7 +255,7 @@ def _as_one(sketch: Sketch) -> Sketch:
 
 
 def _joined(patches: Iterable[Patch]) -> list[Patch]:
-    """Join neighbouring patches with the same holders: first those below each other, then those side by side."""
+    """Join neighbouring patches with the same holders: first vertically, then horizontally."""
     found = list(patches)
     for across in (False, True):
         found.sort(key=lambda p: (p.top, p.bottom, p.left) if across else (p.left, p.right, p.top))
@@ -267,7 +267,7 @@ def _joined(patches: Iterable[Patch]) -> list[Patch]:
             else:
                 joined.append(patch)
         found = joined
-    # What lies on top of other things comes last.
+    # Patches on top come last.
     return sorted(found, key=lambda p: p.kind in ("padding", "hole", "overlap"))
 
 
@@ -279,7 +279,7 @@ def _touch(a: Patch, b: Patch, across: bool) -> bool:
 
 
 def _coarse(sketch: Sketch) -> Sketch:
-    """`sketch`; where it has more slices than can be told apart, several of them are drawn as one."""
+    """Return `sketch`, with slices merged if there are too many to distinguish."""
     marks = [patch for patch in sketch.patches if patch.kind in ("padding", "hole", "overlap")]
     held = [patch for patch in sketch.patches if patch.kind not in ("padding", "hole", "overlap")]
     if len({patch.left for patch in held}) <= _MAX_COLUMNS and len(held) <= _MAX_PATCHES:

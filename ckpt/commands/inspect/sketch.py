@@ -1,11 +1,11 @@
-"""What a tensor looks like when it is drawn: its slices as patches of a rectangle, each with its ranks.
+"""Drawing of a tensor: slices as patches of a rectangle, with their ranks.
 
-Pure, and of the description alone: no tensor data is read.  Nothing has proved the description, so that a damaged
-tensor has a picture too; what is wrong with it is part of that.
+This module is pure and works on the description alone, without tensor data. The description may be wrong, so damaged
+tensors have a drawing too, which includes the faults.
 
-A tensor is a rectangle.  Its elements run from left to right in row-major order, which is that of its first dim.
-Where another dim is cut, as a row-parallel layer's is, that dim runs from top to bottom, so that every slice is drawn
-as what it is and its area is its share of the tensor.
+Elements run from left to right in row-major order, so along the first dim. If another dim is sharded, as in a
+row-parallel layer, it runs from top to bottom. So each slice has its true form, and its area is its share of the
+tensor.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from ckpt.plan.tensors import (
 )
 from ckpt.plan.tiling import TilingFault, faults_of
 
-#: The holder of a slice: a rank or, if no rank is known, a file.
+#: Holder of a slice: a rank or, if no rank is known, a file.
 Holder = int | str
-#: `several` are slices of different holders that are drawn as one, being too narrow each.
+#: `several` stands for slices of different holders, too narrow to draw separately.
 Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A part of a row: edges as fractions of the row's width and height, and the part of the tensor it shows."""
+    """A rectangle in a row: edges as fractions of the row's width and height, and its region of the tensor."""
 
     kind: Kind
     left: float
@@ -54,11 +54,10 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
-    """What one tensor looks like.
+    """Drawing of one tensor.
 
-    `across` and `down` say what runs from left to right and from top to bottom, `down` is empty where no other dim is
-    cut; `bands` is how many slices lie below each other; `copies` how many hold the same elements.  `faults` and
-    `remarks` are in words.
+    `across` and `down` name the horizontal and vertical dims. `down` is empty if no other dim is sharded. `bands`
+    counts slices from top to bottom, `copies` counts replicas. `faults` and `remarks` are texts.
     """
 
     patches: tuple[Patch, ...]
@@ -72,7 +71,7 @@ class Sketch:
 
 
 def holder_text(holders: Iterable[Holder]) -> str:
-    """`ranks 0-3`, `rank 2`, or names of files."""
+    """Return `ranks 0-3`, `rank 2`, or file names."""
     every = list(holders)
     ranks = [holder for holder in every if isinstance(holder, int)]
     texts = [f"rank{'s' if len(ranks) > 1 else ''} {ranks_text(ranks)}"] if ranks else []
@@ -80,7 +79,7 @@ def holder_text(holders: Iterable[Holder]) -> str:
 
 
 class Sketcher:
-    """Sketches tensors, those that are cut alike only once, and counts the bytes that each holder has by role."""
+    """Draws tensors, equally sharded ones only once, and counts each holder's bytes by role."""
 
     def __init__(self, name: Callable[[Fragment], Holder]) -> None:
         self._name = name
@@ -102,7 +101,7 @@ class Sketcher:
 
     @property
     def by_role(self) -> dict[Holder, Counter[str]]:
-        """Bytes by holder and role; a holder of nothing but padding has none."""
+        """Bytes by holder and role. Holders with padding only have 0."""
         found: dict[Holder, Counter[str]] = {}
         for (key, role), times in self._times.items():
             for holder, nbytes in self._known[key][1].items():
@@ -112,7 +111,7 @@ class Sketcher:
         return found
 
     def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
-        """The tensor's parts, of each copy, and what lies behind it."""
+        """Return the parts of each copy of the tensor, and its padding."""
         copies = tuple(
             tuple(
                 _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
@@ -125,7 +124,7 @@ class Sketcher:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """A fragment without its place in the file."""
+    """A fragment without its file position."""
 
     region: Region
     holder: Holder
@@ -180,12 +179,12 @@ def _sketch(
 
 
 def _place(region: Region, shape: Shape) -> Region:
-    """The same for equal parts of a tensor, however they are described."""
+    """Return the same region for equal parts of a tensor, whatever their description."""
     return region if isinstance(region, FlatRange) else flat_range(region, shape) or region
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
-    """Notes on copies that cannot be shown as stripes of the tensor's own slices."""
+    """Yield notes on copies with different slices, which can't be drawn as stripes."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
         others = [part.holder for part in copy if _place(part.region, shape) not in drawn]
@@ -195,10 +194,10 @@ def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], sh
 
 @dataclass(frozen=True, slots=True)
 class _Plane:
-    """Where a tensor's elements are drawn.
+    """Coordinates for drawing a tensor's elements.
 
-    Either all in row-major order from left to right, `numel` of them; or dim `across` from left to right and the dims
-    `down` from top to bottom, the later ones within each part of the earlier ones, whose parts `edges` has.
+    Either all `numel` elements run from left to right in row-major order. Or dim `across` runs from left to right and
+    the dims `down` run from top to bottom, later ones nested in the parts of earlier ones. `edges` holds these parts.
     """
 
     shape: Shape
@@ -209,7 +208,7 @@ class _Plane:
 
     @classmethod
     def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, behind: int) -> _Plane:
-        """The plane in which these regions of a tensor, and the boxes `marked` in it, are rectangles."""
+        """Return the plane in which these regions, and the `marked` boxes, are rectangles."""
         if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
             return cls(shape, prod(shape) + behind)
         boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]
@@ -222,7 +221,7 @@ class _Plane:
         return cls(shape, prod(shape), across, tuple(down), edges)
 
     def patches(self, kind: Kind, region: Region, holders: tuple[Holder, ...]) -> Iterator[Patch]:
-        """The rectangles of a region."""
+        """Yield a region's rectangles."""
         if not region.numel or not self.numel:
             return
         if self.across is None:
@@ -237,14 +236,14 @@ class _Plane:
                 yield Patch(kind, left, top, right, bottom, holders, text)
 
     def _runs(self, box: Box, dim: int) -> list[tuple[float, float]]:
-        """Where a box is in one dim, as fractions of it: one run, or one for each element where it has steps."""
+        """Return a box's extent in one dim as fractions: one run, or one per element for a strided box."""
         size, start, step = self.shape[dim], box.offsets[dim], box.all_steps[dim]
         if step == 1:
             return [(start / size, (start + box.sizes[dim]) / size)]
         return [((start + i * step) / size, (start + i * step + 1) / size) for i in range(box.sizes[dim])]
 
     def _rows(self, box: Box, level: int) -> Iterator[tuple[float, float]]:
-        """Where a box is from top to bottom."""
+        """Yield a box's vertical extents."""
         if level == len(self.down):
             yield 0.0, 1.0
             return

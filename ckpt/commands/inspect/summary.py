@@ -1,4 +1,4 @@
-"""The head of a picture: what the checkpoint is, where its bytes are, who has how many, and what patterns mean."""
+"""Head of a picture: facts about the checkpoint, bytes by part and by holder, and the legend."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint
 from ckpt.state.summaries import summary_text
 
 _LISTED = 8
-_NAMED = 16  # holders with a line each
+_NAMED = 16  # holders with their own line
 _PER_LINE = 32
-_COLUMN = 26.0  # height of the largest column, where there are too many holders for lines
-_MAX_MESH = 256  # ranks of a mesh that is drawn
+_COLUMN = 26.0  # height of the largest column, without lines for holders
+_MAX_MESH = 256  # ranks in a drawn mesh
 
-#: What a tensor is part of, by its name, and the colour of that in a picture of one file; the first that fits.
+#: Patterns of tensor names by part of the model. The first match decides the colour in a picture of one file.
 PARTS: Mapping[str, str] = {
     "adapters": r"lora_|\.adapter",
     "router": r"\brouter\b|mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate",
@@ -37,8 +37,8 @@ PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 7, 1, 0, 4, 2,
 
 
 def part_of(name: str) -> str:
-    """The kind of module that a tensor belongs to, as far as its name tells."""
-    # a norm in front of attention or an MLP is a norm, unless what it is called after is the module itself
+    """Return the kind of module that a tensor's name suggests."""
+    # a norm before attention or an MLP counts as a norm
     last = ".".join(name.split(".")[-2:])
     if re.search(PARTS["norms"], last):
         return "norms"
@@ -46,12 +46,12 @@ def part_of(name: str) -> str:
 
 
 def part_colour(name: str) -> str:
-    """The colour of `part_of` a tensor's name."""
+    """Return the colour for a tensor's name."""
     return PART_COLOURS[part_of(name)]
 
 
 def facts(checkpoint: Checkpoint) -> Iterator[str]:
-    """What a checkpoint is, in short."""
+    """Yield short facts about a checkpoint."""
     yield checkpoint.format
     if checkpoint.framework:
         yield checkpoint.framework
@@ -66,7 +66,7 @@ def facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: str, *, by_part: bool) -> None:
-    """Everything above the rows; `by_part` where colours are those of parts."""
+    """Draw everything above the rows. `by_part` colours parts of the model instead of ranks."""
     canvas.line(title, "h", 26)
     canvas.line(" · ".join(one_line(fact, 100) for fact in facts(checkpoint)), "g", 20)
     if words := mesh_text(checkpoint):
@@ -107,7 +107,7 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
-    """One strip of all bytes, divided by kinds of modules: in colours, or in greys if colours stand for ranks."""
+    """Draw a strip of all bytes by kind of module, in colours, or in greys if colours mean ranks."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[part_of(row.name)] += row.nbytes
@@ -138,7 +138,7 @@ def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
 
 
 def by_kind(roles: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Bytes by kind: the model's own, masters, states, the rest."""
+    """Return bytes by kind: weights, masters, optimizer states, buffers."""
     kinds: dict[str, int] = dict.fromkeys(("weights", "masters", "optimizer states", "buffers"), 0)
     names = {WEIGHT: "weights", MASTER: "masters", BUFFER: "buffers"}
     for role, nbytes in roles.items():
@@ -150,7 +150,7 @@ _OPACITY = {"weights": "1", "masters": ".72", "optimizer states": ".44", "buffer
 
 
 def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_part: bool) -> None:
-    """A line for each holder: its name, its place in the mesh, and the bytes that it has of each role."""
+    """Draw a line for each holder: name, coordinates in the mesh, and bytes by role."""
     most, places = max([1, *picture.holders.values()]), coordinates(checkpoint)
     told = {axis for at in places.values() for axis, number in at.items() if number}
     there = {kind for roles in picture.by_role.values() for kind, _ in by_kind(roles)}
@@ -182,7 +182,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
 
 
 def _draw_numbered(canvas: Canvas, picture: Picture) -> None:
-    """Each holder's number in its colour, and a column above it, as high as it has bytes, unless all have as many."""
+    """Draw each holder's number in its colour. Unless all sizes are equal, draw a column above it for its bytes."""
     holders, sizes = list(picture.holders), picture.holders
     shown = holders[: len(COLOURS)]
     width = (canvas.width - 2 * MARGIN) / _PER_LINE
@@ -210,7 +210,7 @@ def _draw_numbered(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None:
-    """Megatron's mesh: pipeline stages below each other, tensor parallel ranks side by side, data parallel apart."""
+    """Draw Megatron's mesh: pipeline stages vertically, tensor parallel ranks side by side, data parallel apart."""
     places = coordinates(checkpoint)
     sizes = mesh(checkpoint) or {}
     if not 1 < len(places) <= _MAX_MESH or not set(picture.holders) <= set(places) or sizes["tp"] * sizes["pp"] == 1:
@@ -234,7 +234,7 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
-    """The legend for what the picture has beside plain slices of one rank; faults always have an entry."""
+    """Draw the legend for everything besides plain slices of one rank. Faults always have an entry."""
     patches = [patch for row in picture.rows for patch in row.sketch.patches]
     kinds = {patch.kind for patch in patches}
     any_two = list(picture.holders)[:2]
@@ -269,7 +269,7 @@ def draw_patch(
     *,
     has_label: bool = True,
 ) -> None:
-    """Draw a slice of a tensor, or the hole, overlap or padding in its place.  A browser shows `text` with it."""
+    """Draw a slice, hole, overlap or padding of a tensor. A browser shows `text` with it."""
     if patch.kind == "hole":
         canvas.rect(x + 0.75, y + 0.75, width - 1.5, height - 1.5, PAPER, text, ' class="p o"')
         canvas.mark(x, y, width, height, "hole", "l r")

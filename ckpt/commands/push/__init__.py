@@ -1,1 +1,1 @@
-"""The Hugging Face Hub: folders pushed, models fetched, model cards."""
+"""`ckpt push`: upload of a folder to the Hugging Face Hub, with verified checksums."""

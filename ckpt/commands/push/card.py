@@ -1,4 +1,4 @@
-"""The model card of a folder that ckpt made, and how to tell it from other people's cards."""
+"""Model cards for folders that ckpt wrote, and a test for ckpt's own cards."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from ckpt.base.text import HUB_ID
 from ckpt.compare.digest import ALGORITHM
 
 CARD = "README.md"
-#: A line that every card of ours has, and hardly another: what follows are digests.
+#: Line before the digests in every card of ours, and unlikely in any other.
 _OURS = f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):"
 
 
 def model_card(
     title: str, facts: Mapping[str, str], digests: Mapping[str, str], command: Sequence[str], base: str | None = None
 ) -> str:
-    """A model card: what it was made from, by which command, and digests to compare with `ckpt hash`.
+    """Return a model card with the source, the command, and digests to compare with `ckpt hash`.
 
-    `base` is the Hub id of the model that this one derives from, if it is one.
+    `base` is the Hub id of the base model, if there is one.
     """
     head = {"library_name": "transformers", "tags": ["ckpt"]}
     if base is not None and HUB_ID.fullmatch(base) and not Path(base).exists():
@@ -36,10 +36,10 @@ def model_card(
 
 
 def _inline(text: str) -> str:
-    """`text` on one line, and with nothing that Markdown reads as HTML."""
+    """Return `text` on one line, with HTML escaped for Markdown."""
     return printable(text).replace("\n", " ").replace("<", "&lt;")
 
 
 def is_ours(card: bytes) -> bool:
-    """Whether a model card is one that `model_card` made."""
+    """Return True if `model_card` wrote this card."""
     return _OURS.encode() in card

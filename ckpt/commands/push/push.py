@@ -1,11 +1,10 @@
-"""Pushing a folder to the Hugging Face Hub, and checking what arrived.
+"""Upload of a folder to the Hugging Face Hub, with a check of the uploaded files.
 
-The upload is huggingface_hub's own: files that the Hub has already are not sent again, so a push that was interrupted
-goes on when it is run again.  Before it, the folder is held against its own manifest, where it has one.  Afterwards the
-Hub is asked for the checksum of every file (sha256 where it keeps a file as a large one, git's blob sha1 otherwise),
-and these are compared with the local files'.
+huggingface_hub uploads the files. It skips files that the Hub already has, so an interrupted push can simply be
+repeated. Before the upload, the folder is compared with its own manifest, if it has one. After the upload, the Hub's
+checksum of every file is compared with the local file: sha256 for large files, git's blob sha1 for others.
 
-`HF_ENDPOINT` and `HF_TOKEN` mean what they do for that library.
+`HF_ENDPOINT` and `HF_TOKEN` work as in that library.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from ckpt.plan.checkpoint import SourceFile
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: The sets of weights that loaders know, each with the names of its files.
+#: Sets of weights that loaders know, with their file names.
 _SETS = {
     "model.safetensors": r"model\.safetensors",
     "safetensors shards": r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json",
@@ -45,7 +44,7 @@ _SETS = {
     "adapter_model.safetensors": r"adapter_model\.safetensors",
     "adapter_model.bin": r"adapter_model\.bin",
 }
-#: Which set each loader takes where a folder has several: the one that comes first here.
+#: Sets by loader, in the loader's order of preference.
 _ORDERS = {
     # modeling_utils.py, `_get_resolved_checkpoint_files`
     "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
@@ -53,25 +52,25 @@ _ORDERS = {
     "PEFT": ("adapter_model.safetensors", "adapter_model.bin"),
     # utils/modeling.py, `load_checkpoint_in_model`
     "accelerate": ("pytorch_model.bin", "model.safetensors"),
-    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: what an index names, or all files there are
+    # model_loader/weight_utils.py, `filter_duplicate_safetensors_files`: the files in an index, or all files
     "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
 }
 
-#: Hidden files that belong to a checkpoint (DCP's) or to a repository; any other may hold a secret.
+#: Hidden files of a checkpoint (DCP's) or a repository. Others may hold secrets.
 _HIDDEN = {".metadata", ".gitattributes"}
 
 _MAIN = "main"
 _CHUNK = 1 << 20
-_SILENCE = 600.0  # seconds that the Hub may take for an answer
-_MAX_NAMES = 5  # in one message
-_MAX_TITLE = 200  # characters of a pull request's title on the Hub
+_SILENCE = 600.0  # seconds to wait for an answer
+_MAX_NAMES = 5  # per message
+_MAX_TITLE = 200  # characters in a pull request's title on the Hub
 
 
 @dataclass(frozen=True, slots=True)
 class Push:
-    """Where to push: `revision` is a branch, made where it is missing; `private` holds for a repository that is new.
+    """Target of a push. `revision` is a branch, created if missing. `private` applies to a new repository.
 
-    `own_names`: that names are not those of the config's architecture is meant, and stays so where the push goes on.
+    `own_names` allows names that do not match the config's architecture, in repeated pushes too.
     """
 
     repo_id: str
@@ -80,7 +79,7 @@ class Push:
     create_pr: bool = False
     message: str | None = None
     own_names: bool = False
-    #: Push training state of a run, too.
+    #: Push the training state too.
     whole_run: bool = False
 
     def __post_init__(self) -> None:
@@ -94,7 +93,7 @@ class Push:
             )
 
     def again(self, folder: Path) -> str:
-        """How to go on after a push of `folder` that failed: the command that pushes it to the same place."""
+        """Return a hint with the command that repeats a failed push of `folder`."""
         options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
         words = ["ckpt", "push", str(folder)]
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
@@ -106,7 +105,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pushed(Returned):
-    """What is on the Hub now, and has been verified: `url` is that of the commit or the pull request."""
+    """Verified result of a push. `url` points to the commit or pull request."""
 
     repo_id: str
     url: str
@@ -131,16 +130,17 @@ def push(
     say: Callable[[str], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Upload the files of `folder`, or of what stands for a URL's, and verify that the Hub holds them bit for bit.
+    """Upload the files of `folder`, or of the URL behind it, and verify them on the Hub bit for bit.
 
-    Hidden files are left out, and named.  What `card` returns becomes README.md where neither the folder nor the
-    repository has one, and a model card that ckpt did not write stays as it is in the repository; `progress` shows the
-    library's own bars.
+    Hidden files are skipped with a note. The text from `card` becomes README.md if neither side has one. A model card
+    in the repository stays if ckpt did not write it. `progress` shows the library's own bars. The folder is only read,
+    and another push continues an interrupted one.
 
-    Raises StorageError where the Hub cannot be reached or refuses, UsageError where the repository holds other weights
-    that a loader would take in place of these, or a model where this is an adapter and the other way round, UnsafeError
-    where a symlink leads out of the folder, and CorruptError where the folder differs from its manifest, or the Hub
-    from the folder; the folder is only read, and pushing it again goes on.
+    Raises:
+        StorageError: The Hub can't be reached, or refuses.
+        UsageError: The repository holds other weights that a loader would prefer, or mixes a model and an adapter.
+        UnsafeError: A symlink leads out of the folder.
+        CorruptError: The folder differs from its manifest, or the Hub from the folder.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -162,7 +162,7 @@ def push(
             say(f"note: {line}")
         kept = _is_others_card(api, files, remote, to)
         pull_request = None
-        if to.create_pr:  # first, so that a push which is cut off goes on in the same one
+        if to.create_pr:  # first, so an interrupted push continues in the same one
             pull_request = api.create_pull_request(to.repo_id, title=message[:_MAX_TITLE])
             to = replace(to, create_pr=False, revision=pull_request.git_reference)
     with _translated(to.again(folder), to):
@@ -195,7 +195,7 @@ def push(
 
 
 def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
-    """Send `files` of `folder`; what is in a store is read from there as it is sent, and written nowhere."""
+    """Send `files` of `folder`. Files in a store are streamed without local copies."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not is_standin(str(folder)):
         left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
@@ -209,9 +209,9 @@ def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterabl
 
 
 def check_room(files: Set[str], to: Push) -> None:
-    """Raise UsageError, before any work is done, where the repository has no room for a folder with these files.
+    """Raise UsageError early if the repository has no room for a folder with these files.
 
-    Raises StorageError where the Hub cannot be reached or refuses; a repository or branch that is not there is fine.
+    A missing repository or branch is fine. Raise StorageError if the Hub can't be reached or refuses.
     """
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
@@ -220,16 +220,16 @@ def check_room(files: Set[str], to: Push) -> None:
         try:
             remote = _remote_files(HfApi(), to.repo_id, to.revision or _MAIN)
         except RevisionNotFoundError:
-            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # the branch will be made from it
+            remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # the branch will start from main
         except RepositoryNotFoundError:
             return
         _check_what_is_there(files, remote.keys(), to)
 
 
 def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[str]:
-    """Raise UsageError where a loader would take weights that stay on the Hub in place of those among `files`.
+    """Raise UsageError if a loader would prefer weights on the Hub to the new `files`.
 
-    Returned is what stays there and is loaded by nobody, or describes other files.
+    Return notes on remaining weights that no loader uses, and on a manifest of other files.
     """
     _check_kind(files, remote, to)
     ours, notes = _sets(files), []
@@ -251,7 +251,7 @@ def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[st
 
 
 def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
-    """Files of weights by folder, whether they are an adapter's, and set."""
+    """Return weight files by folder, adapter or model, and set."""
     found: dict[tuple[str, bool, str], list[str]] = {}
     for file in sorted(files):
         folder, _, base = file.rpartition("/")
@@ -262,9 +262,9 @@ def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
 
 
 def _who_prefers(name: str, stay: list[str], ours: list[str]) -> str | None:
-    """The loader that prefers the set `name`, whose files `stay`, to each of the sets `ours`; None without one."""
+    """Return the loader that prefers the set `name`, with the files `stay`, to the sets `ours`, or None."""
     if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
-        return None  # of shards alone an index names those to be taken
+        return None  # the index selects the shards
     for loader, order in _ORDERS.items():
         if next((one for one in order if one == name or one in ours), None) == name:
             return loader
@@ -278,10 +278,10 @@ def _delete_command(files: Iterable[str], to: Push) -> str:
 
 
 def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
-    """UsageError where a model would come to stand beside an adapter, or an adapter beside a model.
+    """Raise UsageError if a push would put a model next to an adapter, or an adapter next to a model.
 
-    Where PEFT is installed transformers loads the adapter on its base (transformers/integrations/peft.py,
-    `maybe_load_adapters`), and not the model.
+    With PEFT installed, transformers loads the adapter on its base instead of the model
+    (transformers/integrations/peft.py, `maybe_load_adapters`).
     """
     with_model, with_adapter = bool(_models(files)), ADAPTER_CONFIG in files
     if with_model and not with_adapter and ADAPTER_CONFIG in remote:
@@ -299,14 +299,14 @@ def _check_kind(files: Set[str], remote: Set[str], to: Push) -> None:
 
 
 def _models(files: Set[str]) -> list[str]:
-    """Files with a model's weights that stand in the folder itself."""
+    """Return the model's weight files in the top folder."""
     return [
         file for (folder, is_adapter, _), of in _sets(files).items() if not folder and not is_adapter for file in of
     ]
 
 
 def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, _HubFile], to: Push) -> bool:
-    """Whether both sides have model cards that differ, and the Hub's was not written by ckpt."""
+    """Return True if both sides have different model cards, and ckpt did not write the Hub's."""
     there = remote.get(CARD)
     if CARD not in files or there is None:
         return False
@@ -322,9 +322,9 @@ def files_to_push(folder: Path) -> list[str]:
 
 
 def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
-    """The files to push by name, and the hidden files and folders, which stay here.  Says what is not pushed.
+    """Return the files to push by name, and the hidden files and folders. Print a note on skipped files.
 
-    UnsafeError for a symlink that leads out of `folder`.
+    Raise UnsafeError for a symlink that leads out of `folder`.
     """
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
@@ -349,7 +349,7 @@ def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Pa
 
 
 def _names_in(folder: Path) -> list[str]:
-    """Names of all that is in `folder`, sorted; nothing in a hidden folder.  StorageError where one cannot be read."""
+    """Return the sorted names below `folder`, except inside hidden folders. Raise StorageError if one can't be read."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -363,7 +363,7 @@ def _names_in(folder: Path) -> list[str]:
 
 
 def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
-    """CorruptError where files are not those of the folder's own manifest; the card may be written anew."""
+    """Raise CorruptError if files differ from the folder's own manifest. The model card may differ."""
     say(f"comparing the files with {MANIFEST}")
     checked = manifest.check(folder)
     if problems := [one for one in checked.problems if not one.startswith(f"{CARD}: ")]:
@@ -377,7 +377,7 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HubFile:
-    """A file on the Hub: its size and checksum, of `kind` sha256 or git."""
+    """Size and checksum of a file on the Hub. `kind` is sha256 or git."""
 
     size: int
     kind: str
@@ -394,7 +394,7 @@ def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _HubFile
 
 
 def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _HubFile], to: Push) -> None:
-    """Raise CorruptError for the first file, by name, that is not on the Hub as it is here."""
+    """Raise CorruptError for the first file, by name, that differs on the Hub."""
     found: dict[str, str] = {}
 
     def checksum(names: Iterator[str]) -> None:
@@ -431,7 +431,7 @@ def _hasher(kind: str, size: int) -> Any:
     if kind == "sha256":
         return hashlib.sha256()
     hasher = hashlib.sha1(usedforsecurity=False)
-    hasher.update(f"blob {size}\0".encode())  # what git hashes, gitformat-loose(5)
+    hasher.update(f"blob {size}\0".encode())  # git's blob header, gitformat-loose(5)
     return hasher
 
 
@@ -448,7 +448,7 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 
 @contextmanager
 def _translated(again: str, to: Push) -> Iterator[None]:
-    """Turn what huggingface_hub raises into one of our errors that says how to go on; Ctrl-C says it too."""
+    """Turn errors from huggingface_hub into our own errors, with a hint to continue. Ctrl-C gets the hint too."""
     try:
         with _not_for_ever():
             yield
@@ -458,7 +458,7 @@ def _translated(again: str, to: Push) -> Iterator[None]:
         raise KeyboardInterrupt(f"interrupted; {again}") from None
     except (ValueError, TypeError) as error:
         raise UsageError("the Hub's library refused this", path=to.repo_id, found=_text(error), hint=again) from error
-    except Exception as error:  # its own errors, the HTTP library's (which has changed) and OS errors
+    except Exception as error:  # from the library, its HTTP client (which has changed) or the system
         causes = [error, *([error.__cause__] if isinstance(error.__cause__, Exception) else [])]
         statuses = [getattr(getattr(one, "response", None), "status_code", None) for one in causes]
         status = next(filter(None, statuses), None)
@@ -473,14 +473,14 @@ def _translated(again: str, to: Push) -> Iterator[None]:
 
 @contextmanager
 def _not_for_ever() -> Iterator[None]:
-    """Let no request wait for an answer for ever, as huggingface_hub's client does."""
+    """Limit the time of requests: huggingface_hub's client would wait forever."""
     from huggingface_hub.utils import get_session
 
     def limit(request: Any) -> None:
         waits = request.extensions["timeout"]
         request.extensions["timeout"] = {what: _SILENCE if end is None else end for what, end in waits.items()}
 
-    hooks = getattr(get_session(), "event_hooks", {"request": []})["request"]  # the client before version 1 has none
+    hooks = getattr(get_session(), "event_hooks", {"request": []})["request"]  # absent before version 1
     hooks.append(limit)
     try:
         yield
@@ -489,7 +489,7 @@ def _not_for_ever() -> Iterator[None]:
 
 
 _TOKEN_HINT = "set HF_TOKEN to a token with write access, or `hf auth login`"
-#: What to say of a status with which the Hub answers, and what to do about it.
+#: Message and hint for each HTTP status from the Hub.
 _REFUSALS: Mapping[Any, tuple[str, str]] = {
     401: ("the Hub does not know who is pushing", _TOKEN_HINT),
     403: ("the Hub does not let this token push there", _TOKEN_HINT),

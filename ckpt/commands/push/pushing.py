@@ -1,4 +1,4 @@
-"""`ckpt push`: a folder or a URL, to the repository that was given or that its run records."""
+"""API of `ckpt push`: push a folder or a URL to the given repository or the run's recorded one."""
 
 from __future__ import annotations
 
@@ -36,13 +36,11 @@ def push(
     progress: bool = False,
     command: Sequence[str] | None = None,
 ) -> Pushed:
-    """Push a folder to the Hugging Face Hub, and verify the checksums of what arrived; called again it goes on.
+    """Push a folder to the Hugging Face Hub, and verify the checksums there. Call it again to continue.
 
-    `repo_id` is `org/name`, failing that the `hub_model_id` that the run records.  `names="own"` pushes weights whose
-    names are not those of the config's architecture.  `whole_run=True` pushes a run's training state, too, which raises
-    LossError otherwise.  `say` is given what is done, a line each.
-
-    Raises the errors of `ckpt.errors`.
+    `repo_id` is `org/name`. The fallback is the run's recorded `hub_model_id`. `names="own"` allows weights with names
+    that do not match the config's architecture. Raises LossError for a run's training state, unless `whole_run=True`,
+    and other errors of `ckpt.errors`.
 
     Args:
         path: The folder or URL to push.
@@ -54,9 +52,9 @@ def push(
         names: `hub`, or `own` to write other names as they are.
         whole_run: Push the training state of a run, too.
         say: Called with each line about the progress.
-        note: Called with notes on what was passed over.
+        note: Called with notes on skipped checkpoints.
         progress: Show the library's own bars.
-        command: The command that the model card names; None for this call.
+        command: The command for the model card; None for this call.
     """
     place = local(path)
     repo_id = repo_id or recorded_repo([place])
@@ -74,7 +72,7 @@ def push_model(
     note: Callable[[Sequence[str]], None] = lambda _: None,
     progress: bool = False,
 ) -> Pushed:
-    """Push a folder whose names are those of its architecture, with a card where it has none that names `command`."""
+    """Push a folder after checking its tensor names. Add a card that names `command` if there is none."""
     if not to.own_names:
         api.prove_names(folder)
     if not to.whole_run and folder.is_dir():
@@ -94,7 +92,7 @@ def push_model(
 def push_files(
     folder: Path, to: Push, card: Callable[[], str] | None, *, say: Callable[[str], None], progress: bool
 ) -> Pushed:
-    """Push a folder as it is, and say what is on the Hub now."""
+    """Push a folder unchecked, and report the result."""
     pushed = hub.push(folder, to, card=card, say=say, progress=progress)
     say(f"verified: {counted(pushed.num_files, 'file')}, {show_size(pushed.num_bytes)}, on the Hub as they are here")
     return pushed

@@ -1,4 +1,4 @@
-"""The repository of the Hub that a run records as its own."""
+"""Hub repository recorded by a run."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from ckpt.runs.precision import TRAINING_ARGS, read_training_args
 from ckpt.runs.steps import enclosing_folders, run_at
 
 _MAX_CARD = 4 << 20
-#: `hub_model_id` in the config that Axolotl puts into the model card (axolotl, train.py).
+#: `hub_model_id` in the config that Axolotl adds to the model card (axolotl, train.py).
 _IN_CARD = re.compile(rb"^hub_model_id:[ \t]*[\"']?([\w./-]+)", re.MULTILINE)
 
 
 def recorded_repo(folders: Sequence[Path], suffix: str = "") -> str:
-    """The `hub_model_id` that the run which `folders` belong to records, with `suffix` behind it.
+    """Return the recorded `hub_model_id` of the run around `folders`, plus `suffix`.
 
-    It is in the run's training arguments or model card.  If it is not recorded, the UsageError asks for it.
+    Search its training arguments and model card. Raise UsageError if neither records one.
     """
     places: list[Path] = []
     for folder in folders:

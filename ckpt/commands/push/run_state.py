@@ -1,4 +1,4 @@
-"""Training state in a folder to push: steps, optimizer, random states, and records of the run."""
+"""Training state in a folder to push: steps, optimizer, random states, run records."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ckpt.base.errors import CkptError, LossError
 from ckpt.runs.not_read import is_of_a_run
 from ckpt.runs.opening import has_optimizer, holds_optimizer
 
-#: Suffixes of torch's files: one of them may hold an optimizer next to the model.
+#: Suffixes of torch files, which may hold an optimizer next to the model.
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")
 _MAX_OPENED = 100
 _MAX_SHOWN = 8
 
 
 def check_no_run(folder: Path, names: Collection[str]) -> None:
-    """Raise LossError if one of the files `names` in `folder` belongs to a training run and not to a model."""
+    """Raise LossError if any of the files `names` in `folder` belongs to a training run instead of a model."""
     found = list(dict.fromkeys(_run_files(folder, names)))
     if not found:
         return
@@ -34,7 +34,7 @@ def check_no_run(folder: Path, names: Collection[str]) -> None:
 
 
 def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
-    """Yield the steps and files of a run among `names`."""
+    """Yield the run's steps and files among `names`."""
     weights: set[str] = set()
     with suppress(CkptError):
         checkpoint = api.open(folder)
@@ -53,7 +53,7 @@ def _run_files(folder: Path, names: Collection[str]) -> Iterator[str]:
 
 
 def _model_format(folder: Path) -> str:
-    """Return the format of the model in a run: an adapter stays one."""
+    """Return the format for a run's model: an adapter stays an adapter."""
     with suppress(CkptError):
         return "peft" if api.open(folder).is_adapter else "hf"
     return "hf"

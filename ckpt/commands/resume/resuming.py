@@ -212,7 +212,10 @@ def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None
 
 
 def _has_saved(path: Path) -> bool:
-    """Return True if there are tensor files, or a record of a step. Its files may be lost: training must not restart."""
+    """Return True if there are tensor files or a record of a step.
+
+    The recorded step may be lost, and training must not restart without a word.
+    """
     named = any(recorded_step(path / name) for name in RECORDS)
     return named or any(file.suffix in _OF_TENSORS for file in path.rglob("*"))
 

@@ -1,1 +1,1 @@
-"""`ckpt verify`: are two checkpoints the same?"""
+"""`ckpt verify`: bit-for-bit comparison of two checkpoints, or of a folder with its manifest."""

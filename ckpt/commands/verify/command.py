@@ -24,7 +24,7 @@ from ckpt.plan.groups import (
 
 @dataclass(frozen=True)
 class Claimed:
-    """What made B of A."""
+    """Adapters that turn A into B."""
 
     adapter: Annotated[
         list[str] | None,
@@ -41,7 +41,7 @@ class Claimed:
 
 @dataclass(frozen=True)
 class VerifyModes:
-    """What is compared in place of tensors."""
+    """Comparisons other than tensors."""
 
     run: Annotated[
         bool,
