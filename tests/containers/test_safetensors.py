@@ -1,4 +1,4 @@
-"""`ckpt/containers/safetensors.py`: a wrong header is a named error, and what passes, safetensors takes, too."""
+"""`ckpt/containers/safetensors.py`: a bad header raises a named error, and accepted files load in safetensors."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def sparse(path: Path, size: int) -> Path:
     return path
 
 
-#: Made for their test alone: together they are 600 MB, which a process that tests would keep and each fork of it map.
+#: Created only for their test. They take 600 MB, and every fork of the test process would map them.
 HOSTILE: dict[str, Callable[[], bytes]] = {
     "lists": lambda: b"[" * 50_000_000,
     "objects": lambda: b'{"a":' * 15_000_000,
@@ -129,10 +129,10 @@ HOSTILE: dict[str, Callable[[], bytes]] = {
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_header_of_many_megabytes_fails_at_once(tmp_path: Path, kind: str) -> None:
     path = header_file(tmp_path / "x.safetensors", HOSTILE[kind]())
-    start = time.process_time()  # of this process alone: the machine may be busy
+    start = time.process_time()  # CPU time of this process, as the machine may be busy
     with pytest.raises(CorruptError):
         read_header(path)
-    limit = 2 if sys.version_info >= (3, 11) else 20  # without possessive quantifiers an unclosed string is slow
+    limit = 2 if sys.version_info >= (3, 11) else 20  # an unclosed string is slow without possessive quantifiers
     assert time.process_time() - start < limit
 
 
@@ -195,7 +195,7 @@ TOKENS = [
 @given(st.data())
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_nothing_passes_that_safetensors_refuses(tmp_path: Path, data: st.DataObject) -> None:
-    """Mutated files raise nothing but CkptError, and what is accepted, safetensors accepts too."""
+    """Mutated files raise only CkptError, and safetensors accepts every accepted file."""
     path = tmp_path / "x.safetensors"
     save_file({"a": torch.ones(2, 3), "b.c": torch.ones(4, dtype=torch.int8)}, path, metadata={"format": "pt"})
     raw = path.read_bytes()

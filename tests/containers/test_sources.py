@@ -1,4 +1,4 @@
-"""`ckpt/containers/sources.py`: files that are stated, parsed once and remembered; missing ones are told."""
+"""`ckpt/containers/sources.py`: files are stated and parsed once, and missing files are reported."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_a_file_is_remembered_as_it_was_before_it_was_parsed(tmp_path: Path) -> 
     assert len(sources.files) == 1
     sources.files[0].check_unchanged()
     os.utime(path, ns=(0, 0))
-    sources.root(path)  # what was read first is what has to stay
+    sources.root(path)  # the first stat must stay
     with pytest.raises(CorruptError, match="replaced"):
         sources.files[0].check_unchanged()
 

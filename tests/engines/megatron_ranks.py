@@ -1,4 +1,7 @@
-"""Convert each table's random model for four ranks, and load it in megatron-core; `outcomes.json` has what differs."""
+"""Convert each table's random model for four ranks and load it in megatron-core.
+
+`outcomes.json` lists the differences.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,8 @@ from train.megatron import args as megatron_args
 from train.megatron.cpu import on_this_machine
 from train.megatron.files import TRACKER, rank_folder
 
-#: What all cases have; tables with experts deal these out as well, and have sequences split as megatron-core wants it.
+#: Layout of every case. Tables with experts also distribute the experts and use sequence parallelism, as megatron-core
+#: requires.
 LAYOUT = {"tp": 2, "pp": 2, "vpp": 2}
 EXPERTS = {"ep": 2, "etp": 1}
 RANKS = 4
@@ -38,10 +42,10 @@ State = dict[str, Any]
 
 
 def main() -> None:
-    """Reads the folder and the cases from the command line: an architecture, and the sizes in its config."""
+    """Check the cases from the command line in a folder. A case is an architecture and its config sizes."""
     folder, cases = Path(sys.argv[1]), json.loads(sys.argv[2])
     rank = int(os.environ["RANK"])
-    for case in cases[rank::RANKS]:  # before there is a group, of which transformers would let one rank alone save
+    for case in cases[rank::RANKS]:  # with a group, transformers would save on one rank only
         noted(case, _write)(folder / case[0], *case)
     dist.init_process_group("gloo")
     outcomes = {}
@@ -65,7 +69,7 @@ def main() -> None:
 
 
 def _merged(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What all ranks found together: names of each, and numbers of whoever has them."""
+    """Merge all ranks' outcomes: join lists of names, and keep numbers from any rank."""
     merged: dict[str, Any] = {}
     for one in outcomes:
         for key, value in one.items():
@@ -86,7 +90,7 @@ def noted(case: Any, function: Callable[..., Any]) -> Callable[..., Any]:
 
 # -- on one rank ---------------------------------------------------------------------------------------------
 def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
-    """A random model of transformers', its logits, and what `ckpt` makes of its folder."""
+    """Save a random transformers model and its logits, and convert its folder with ckpt."""
     model = random_model(architecture, more)
     save(model, home / "hub", architecture)
     source = api.open(home / "hub")
@@ -98,7 +102,7 @@ def _write(home: Path, architecture: str, more: Mapping[str, Any]) -> None:
 
 
 def layout_of(home: Path, architecture: str) -> dict[str, int]:
-    """What the ranks of a case are; megatron-core's MambaModel has no chunks."""
+    """Return the case's layout. megatron-core's MambaModel has no chunks."""
     experts = any(".experts." in name for name, _ in api.open(home / "hub").tensors)
     sizes = LAYOUT | (EXPERTS if experts else {})
     return sizes | {"vpp": 1} if architecture == "nemotron_h" else sizes
@@ -109,7 +113,7 @@ def _inputs() -> torch.Tensor:
 
 
 def _changed(home: Path) -> list[str]:
-    """Names of the Hub's tensors that are others in what `ckpt` makes of the folder that the ranks saved."""
+    """Convert the folder saved by the ranks and return the Hub tensors that differ."""
     shutil.copy(home / "hub/config.json", home / "saved/config.json")
     api.plan(api.open(home / "saved"), "hf").run(home / "back")
     before, after = (load_file(home / name / "model.safetensors") for name in ("hub", "back"))
@@ -125,7 +129,7 @@ def _changed(home: Path) -> list[str]:
 
 # -- on all ranks --------------------------------------------------------------------------------------------
 def initialize_groups(tp: int, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int | None = None) -> None:
-    """megatron-core's process groups and random state."""
+    """Create megatron-core's process groups and random state."""
     from megatron.core import parallel_state, tensor_parallel
 
     parallel_state.initialize_model_parallel(
@@ -139,17 +143,17 @@ def initialize_groups(tp: int, pp: int = 1, vpp: int = 1, ep: int = 1, etp: int 
 
 
 def forget_groups() -> None:
-    """Ends them, where megatron-core only forgets most."""
+    """Destroy all process groups. megatron-core only drops its references to most of them."""
     from megatron.core import parallel_state
 
     for group in parallel_state._global_process_group_list or ():
-        if group is not None:  # the default one
+        if group is not None:  # the default group
             dist.destroy_process_group(group)
     parallel_state.destroy_model_parallel()
 
 
 def _load(home: Path) -> dict[str, Any]:
-    """What megatron-core makes of the files; then the ranks save what they hold."""
+    """Load the files in megatron-core, return the differences, and save the ranks' content."""
     (iteration,) = (path for path in (home / "ranks").iterdir() if path.is_dir())
     content = torch.load(rank_folder(iteration) / "model_optim_rng.pt", weights_only=False)
     args = arguments(vars(content["args"]) | {"sequence_parallel": bool(content["args"].num_experts)})
@@ -158,7 +162,7 @@ def _load(home: Path) -> dict[str, Any]:
     keys = _keys(chunks)
     sees = any(name.startswith(LANGUAGE) for name in content[keys[0]])
     for key, chunk in zip(keys, chunks, strict=True):
-        held = chunk.state_dict()  # stand-ins for Transformer Engine's layers have no states beside their tensors
+        held = chunk.state_dict()  # stand-ins for Transformer Engine's layers have no states besides tensors
         content[key] = {name: value for name, value in content[key].items() if name in held or value is not None}
         chunk.load_state_dict(_language(content[key], sees), strict=True)
     expected = torch.load(home / "logits.pt")
@@ -176,14 +180,14 @@ def _keys(chunks: list[Any]) -> list[str]:
 
 
 def _language(state: State, sees: bool) -> State:
-    """What GPTModel has of a chunk's state."""
+    """Return GPTModel's part of a chunk's state."""
     if not sees:
         return state
     return {name.removeprefix(LANGUAGE): value for name, value in state.items() if not is_beside(name)}
 
 
 def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
-    """By megatron-core's own pipeline schedule; None on ranks before the last stage."""
+    """Run megatron-core's pipeline schedule. Return None on ranks before the last stage."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
@@ -202,8 +206,8 @@ def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
 
     for chunk in chunks:
         chunk.eval()
-    given = [inputs] * LAYOUT["pp"]  # the schedule of several chunks wants as many micro batches as stages
-    with ExitStack() as stack:  # transformers has nothing to compare with multi-token prediction
+    given = [inputs] * LAYOUT["pp"]  # interleaved schedules need as many micro batches as stages
+    with ExitStack() as stack:  # transformers has no counterpart for multi-token prediction
         stack.enter_context(mock.patch.object(chunks[0].config, "mtp_num_layers", None))
         stack.enter_context(mock.patch.object(chunks[-1], "mtp_process", False, create=True))
         outputs = get_forward_backward_func()(
@@ -222,7 +226,7 @@ def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
 
 
 def _unlike(chunks: list[Any], content: State, folder: Path, sees: bool) -> list[str]:
-    """Names of tensors that megatron-core's loader of `torch_dist` has otherwise than the files of ranks."""
+    """Return the tensors that differ between `torch_dist`, loaded by megatron-core, and the rank files."""
     from megatron.core import dist_checkpointing, parallel_state
 
     prefix = LANGUAGE if sees else ""
@@ -246,7 +250,7 @@ def _same(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _save(content: State, chunks: list[Any], sees: bool, folder: Path) -> None:
-    """As Megatron-LM does, with the modules around the language model as they came."""
+    """Save like Megatron-LM, with unchanged modules around the language model."""
     mine = rank_folder(folder / "iter_0000001")
     mine.mkdir(parents=True)
     for key, chunk in zip(_keys(chunks), chunks, strict=True):

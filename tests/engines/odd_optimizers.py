@@ -1,5 +1,6 @@
-"""DeepSpeed's engine around optimizers of its own suite: `python -m tests.engines.odd_optimizers save|load FOLDER` on
-each rank.
+"""Optimizers from DeepSpeed's own suite in its engine.
+
+Run `python -m tests.engines.odd_optimizers save|load FOLDER` on each rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ STEPS = 3
 
 
 class HybridState(torch.optim.Optimizer):
-    """SGD that counts its steps in an int and in a tensor of shape [1] (deepspeed, tests/unit/simple_model.py)."""
+    """SGD that counts steps in an int and a tensor with shape [1], from deepspeed's tests/unit/simple_model.py."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -39,7 +40,7 @@ class HybridState(torch.optim.Optimizer):
 
 
 class GroupStep(torch.optim.Optimizer):
-    """Adam that counts its steps in its param groups, as DeepSpeed's FusedAdam of GPUs (ops/adam/fused_adam.py)."""
+    """Adam that counts steps in its param groups, like DeepSpeed's FusedAdam on GPUs (ops/adam/fused_adam.py)."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr, "betas": (0.9, 0.95)})
@@ -62,7 +63,7 @@ class GroupStep(torch.optim.Optimizer):
 
 @dataclass(frozen=True)
 class Kind:
-    """An optimizer under a stage of ZeRO."""
+    """An optimizer under one ZeRO stage."""
 
     optimizer: type[torch.optim.Optimizer]
     stage: int
@@ -108,7 +109,7 @@ def _engine(kind: Kind) -> Any:
 
 
 def _held(engine: Any, kind: Kind) -> dict[str, Any]:
-    """Each group's step, states and, under ZeRO-1 and 2, masters: the part of the flat buffers that is the rank's."""
+    """Return each group's step, states and masters (ZeRO-1 and 2): the rank's slice of flat buffers."""
     optimizer = engine.optimizer.optimizer
     held: dict[str, Any] = {"steps": [group.get("step") for group in optimizer.param_groups]}
     held["states"] = [dict(state) for state in optimizer.state.values()]  # by group

@@ -1,4 +1,4 @@
-"""One rank of runs in which something is planted: JOBS has a run on each line; results.json gets each error."""
+"""One rank of runs with planted faults. Each line in JOBS is a run, and results.json gets each error."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def main() -> int:
 
 @contextlib.contextmanager
 def bad_batch() -> Iterator[None]:
-    """Batch 16 is noise."""
+    """Replace batch 16 by noise."""
     batch = data.batch
 
     def with_noise(first: int, count: int, length: int, seed: int) -> torch.Tensor:

@@ -1,5 +1,6 @@
-"""Users' scripts of TRL and Accelerate on forked ranks, with the arguments WHAT (`sft`, `save`, `load`), STAGE, RUN and
-OUTPUT.
+"""User scripts for TRL and Accelerate on forked ranks.
+
+Arguments: WHAT (`sft`, `save` or `load`), STAGE, RUN and OUTPUT.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main() -> None:
 
 
 def note(engine: Any, groups: Iterable[Container[str]], output: str) -> None:
-    """What the engine holds, in full: weights, masters and states; `groups` are the names of each param group."""
+    """Save the engine's full weights, masters and states. `groups` lists the names in each param group."""
     parameters = list(engine.module.named_parameters())
     named = [{name: parameter for name, parameter in parameters if name in group} for group in groups]
     tensors, _ = ZeroEngine.around(engine, named).gather()
@@ -81,7 +82,7 @@ def accelerated(what: str, stage: int, run: str, output: str) -> list[float]:
     from accelerate import Accelerator, DeepSpeedPlugin, PartialState
     from accelerate.utils import set_seed
 
-    PartialState(cpu=True)  # as Trainer does: `Accelerator(cpu=True)` is not DeepSpeed's
+    PartialState(cpu=True)  # as Trainer does: `Accelerator(cpu=True)` doesn't use DeepSpeed
     set_seed(0)
     plugin = DeepSpeedPlugin(zero_stage=stage, gradient_accumulation_steps=1)
     accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)

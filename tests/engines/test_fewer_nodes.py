@@ -1,6 +1,4 @@
-"""`ckpt/commands/resume/resuming.py`: the batch script when fewer nodes come back, and ranks that cannot load their
-part.
-"""
+"""`ckpt/commands/resume/resuming.py`: the batch script on fewer nodes, and ranks that fail to load their part."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ from train.config import STRATEGIES
 pytestmark = pytest.mark.slow
 
 TITLE = "fewer nodes, the defaults of every strategy: loss of the steps on fewer ranks, and of the unbroken run"
-#: Ranks before and after, and RESUME, the script's options of `ckpt resume`; more cases than the strategies.
+#: Ranks before and after, and RESUME, the script's `ckpt resume` options. There are more cases than strategies.
 CASES = {
     **{strategy: (strategy, 2, 1, "") for strategy in STRATEGIES},
     "hsdp on 4": ("hsdp", 4, 2, ""),
@@ -35,19 +33,19 @@ PRELOAD = ["train.engines.zero", "train.engines.native", "tests.support.megatron
 
 
 def job(strategy: str, output: Path, **options: Any) -> dict[str, Any]:
-    # Megatron's softmax goes over the padding of the vocabulary, too, so there is to be as much of it at any --tp.
+    # Megatron's softmax includes the vocabulary's padding, so the padding must be equal for every --tp.
     return {"strategy": strategy, "output": str(output), "dtype": "fp32", "vocab_multiple": 130, **options}
 
 
 def train(strategy: str, output: Path, **options: Any) -> list[str]:
-    """The words of a job."""
+    """Return the job's command line."""
     options = job(strategy, output, **options)
     return [word for name, value in options.items() for word in (f"--{name.replace('_', '-')}", str(value))]
 
 
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of four steps for each case, and one that saved after two of them and goes on."""
+    """Run four steps for each case, and two steps of another run to resume."""
     folder = tmp_path_factory.mktemp("fewer")
     jobs = defaultdict[int, list[dict[str, Any]]](list)
     for name, (strategy, ranks, _, _) in CASES.items():
@@ -76,7 +74,7 @@ def test_these_are_the_commands_of_the_script() -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -> None:
-    """The trainer refused a DCP checkpoint of other ranks, which `ckpt resume` had handed to it."""
+    """The trainer refused a DCP checkpoint from other ranks after `ckpt resume` had passed it on."""
     found, unbroken = losses(resumed / name), losses(resumed / "unbroken" / name)
     assert sorted(found) == [1, 2, 3, 4]
     for step, loss in found.items():
@@ -85,13 +83,13 @@ def test_a_run_goes_on_with_fewer_nodes(name: str, resumed: Path, tables: Any) -
 
 
 def started(words: list[str]) -> tuple[int, str]:
-    """The exit code of a start of two ranks, and what it said."""
+    """Start two ranks. Return their exit code and output."""
     code, _, said = outcome([(2, "train.__main__", words)], PRELOAD, 300)
     return code, said
 
 
 def failed(words: list[str]) -> str:
-    """The errors and hints of a start whose ranks ended with code 2."""
+    """Start ranks that must end with code 2. Return their errors and hints."""
     _, said = started(words)
     assert "exit code 2" in said, said[-3000:]
     return "\n".join(re.findall("^(?:train: error|hint): .*$", said, re.MULTILINE))
@@ -102,7 +100,7 @@ def failed(words: list[str]) -> str:
     [("zero3", "zero_pp_rank_1_mp_rank_00_optim_states.pt"), ("zero3", "rng_state_1.pth"), ("fsdp2", "__1_0.distcp")],
 )
 def test_the_error_of_another_rank_is_shown_once(strategy: str, file: str, stopped: Path, tmp_path: Path) -> None:
-    """Rank 0 said that its connection was closed, and nobody that rank 1 could not read its shard."""
+    """Rank 0 only said that its connection was closed, and hid that rank 1 could not read its shard."""
     run = shutil.copytree(stopped / "unbroken" / strategy, tmp_path / "run")
     (cut,) = (path for path in run.rglob("*") if path.name.endswith(file))
     os.truncate(cut, 8000)
@@ -123,12 +121,12 @@ def test_a_checkpoint_that_no_rank_can_read_is_one_line(stopped: Path, tmp_path:
 
 
 def test_ddp_warns_of_nothing(tmp_path: Path) -> None:
-    """Every rank printed torch's advice on find_unused_parameters."""
+    """Every rank used to print torch's advice on find_unused_parameters."""
     code, said = started(train("ddp", tmp_path / "run", steps=1))
     assert code == 0 and re.sub("step 1: loss [0-9.]+\n", "", said) == ""
 
 
 def test_a_pipeline_that_cannot_be_cut_is_one_line(tmp_path: Path) -> None:
-    """megatron-core's AssertionError came through, with 113 lines."""
+    """megatron-core's AssertionError used to reach the user, with 113 lines."""
     said = failed(train("megatron", tmp_path / "run", pp=2, vpp=2, accumulate=2, layers=2))
     assert said == "train: error: --pp 2 --vpp 2: 2 layers do not divide into 4 chunks"

@@ -1,4 +1,4 @@
-"""`converters/pytorch/dcp.py`, `full.py`, `fsdp_ranks.py`: what torch saved, converted into every format."""
+"""`converters/pytorch/dcp.py`, `full.py`, `fsdp_ranks.py`: torch's checkpoints, converted into every format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/zero.py`, `universal.py`, `write.py`: what DeepSpeed saved, converted into every format."""
+"""`converters/deepspeed/zero.py`, `universal.py`, `write.py`: DeepSpeed's checkpoints, converted into every format."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""`converters/megatron/read.py`, `write.py`, `optimizer_read.py`, `optimizer_write.py`: runs that stop after 4 of 8
-steps, are converted to another layout or engine, and go on.  The loss equals the unbroken run's bit for bit if engine
-and layout stay, or if megatron-core cuts the checkpoint itself; elsewhere only the arithmetic differs, within a bound
-of rounding that a lost state would exceed, as the last row shows.
+"""`converters/megatron/read.py`, `write.py`, `optimizer_read.py`, `optimizer_write.py`: runs resume elsewhere.
+
+Runs stop after 4 of 8 steps, move to another layout or engine, and resume. The loss equals the unbroken run's bit for
+bit if engine and layout stay, or if megatron-core reshards the checkpoint itself. Otherwise only rounding differs. The
+last row shows that a lost state exceeds the bound.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ pytestmark = pytest.mark.slow
 RECORDED = (REPOSITORY / "docs" / "losses.txt").read_text()
 
 RANKS = 4
-#: The same for every run.  No layout here pads 512 rows of a vocabulary, and of the schedule a third is over after the
-#: 8 steps.
+#: Options of every run. No layout here pads a vocabulary with 512 rows. The 8 steps cover a third of the schedule.
 COMMON = {"vocab": 512, "batch": 8, "scheduler": "torch", "schedule_steps": 24, "lr": 2e-3}
 
 
 @dataclass(frozen=True)
 class Engine(Run):
-    """One of the engines on four ranks, on a model whose weights are the same in all of them."""
+    """An engine on four ranks. All engines train the same model weights."""
 
     model: str = "llama"
 
@@ -60,7 +60,7 @@ class Engine(Run):
 
     def job(self, output: Path, steps: int, **more: Any) -> dict[str, Any]:
         megatron = {}
-        if self.strategy == "megatron":  # whose schedule of several chunks wants as many micro batches as stages
+        if self.strategy == "megatron":  # Megatron's interleaved schedule needs as many micro batches as stages
             megatron = {"vocab_multiple": 128, "accumulate": self.sizes["pp"] if self.sizes["vpp"] > 1 else 1}
             megatron |= {"sequence_parallel": self.model in SPARSE and self.sizes["tp"] > 1}
             megatron |= {"sees": True} if self.model == SEEING else {}
@@ -77,11 +77,11 @@ def other(strategy: str) -> Run:
     return Engine(strategy, RANKS, "fp32")
 
 
-#: Models with experts, whose sequences megatron-core wants split where matrices are; and one with images.
+#: Models with experts, where megatron-core requires sequence parallelism under TP, and a model with images.
 SPARSE, SEEING = ("qwen3_moe", "deepseek_v3", "qwen3_next"), "qwen2_5_vl"
 GRID, DIST = megatron(tp=2, pp=2), megatron(tp=2, pp=2, save="torch_dist")
 ZERO3, FSDP2 = other("zero3"), other("fsdp2")
-#: One of each family, between layouts that cut it otherwise: of these, what is loaded is compared bit for bit, too.
+#: One move per family between different layouts. The loaded state is also compared bit for bit.
 FAMILIES = {
     "dense": Row(GRID, megatron(pp=2, vpp=2)),
     "grouped queries": Row(megatron(tp=2, pp=2, model="qwen2"), megatron(pp=4, model="qwen2")),
@@ -95,7 +95,7 @@ FAMILIES = {
         ("megatron-dist",),
     ),
 }
-#: Each made to fit by ckpt.resume, which is told this of the layout.
+#: Moves done by ckpt.resume, and the layout it gets.
 UNFIT = {
     Row(GRID, megatron(pp=4)): {"tp": 1, "pp": 4, "ep": 1, "vpp": 1},
     Row(megatron(tp=4), GRID): {"tp": 2, "pp": 2, "ep": 1, "vpp": 1},
@@ -139,7 +139,7 @@ SOURCES = {one.source for one in TABLE}
 
 @pytest.fixture(scope="session")
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every unbroken run, every conversion and every run that goes on, in one launch."""
+    """Run all unbroken runs, conversions and resumed runs in one launch."""
     folder = tmp_path_factory.mktemp("resume")
     jobs: list[dict[str, Any]] = []
     for run in sorted(SOURCES, key=lambda run: run.folder):
@@ -165,7 +165,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(folder: Path, dtype: str) -> Path:
-    """The weights that the trainer's other engines begin with, for any layout of Megatron's."""
+    """Write the initial weights of the trainer's other engines for any Megatron layout."""
     output = folder / f"start-{dtype}"
     if not output.exists():
         model = models.build_model(Config(model="llama_wide", vocab=COMMON["vocab"]))
@@ -177,7 +177,7 @@ def start(folder: Path, dtype: str) -> Path:
 
 
 def conversions(one: Row, home: Path) -> list[str]:
-    """The command lines that lead through all formats to `converted`."""
+    """Return the commands that convert through all formats to `converted`."""
     lines, source, checkpoint = [], one.source.format, home / "a run"
     grid = dict((one.target if one.target.strategy == "megatron" else GRID).options)
     for left, target in zip(reversed(range(len(one.through))), one.through, strict=True):
@@ -218,7 +218,7 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_masters_and_states_are_those_of_the_live_ranks(family: str, resumed: Path) -> None:
-    """Every bit, as megatron-core's ranks gathered them when they saved, and others when they had loaded."""
+    """Compare every bit gathered by megatron-core when it saved, and after other ranks loaded."""
     one = FAMILIES[family]
     held = Truth.load(resumed / "unbroken" / one.source.folder / "truth" / "iter_0000004.safetensors")
     loaded = Truth.load(resumed / one.folder / "goes-on" / "truth" / "loaded.safetensors")
@@ -229,16 +229,16 @@ def test_weights_masters_and_states_are_those_of_the_live_ranks(family: str, res
 
 @pytest.mark.parametrize("engine", [FSDP2, ZERO3, megatron(tp=4)], ids=lambda run: run.folder)
 def test_engines_begin_and_learn_alike(engine: Run, resumed: Path) -> None:
-    """Otherwise a difference after a conversion would be of the engines' settings."""
+    """Without this, different engine settings could explain a difference after a conversion."""
     assert unbroken(resumed, engine) == pytest.approx(unbroken(resumed, GRID), rel=BOUNDS["fp32"])
 
 
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
 def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resumed: Path) -> None:
-    """The learning rate of each step above all: the schedule goes on where it was, and every group has its own."""
+    """The schedule continues, so the learning rate of each step matches in every group."""
     whole = kinds(resumed / "unbroken" / one.source.folder)
     rest = kinds(resumed / one.folder / "goes-on")
-    # torch's cosine goes from one step to the next, Megatron's is computed from the step.
+    # torch computes the cosine from the previous step, Megatron from the step number.
     same = one.source.strategy == one.target.strategy
     for found, expected in zip(rest, whole[4:], strict=True):
         assert found == (expected if same else pytest.approx(expected, rel=1e-12))
@@ -246,7 +246,7 @@ def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resume
 
 
 def kinds(run: Path) -> list[dict[str, Any]]:
-    """For each step the hyperparameters of groups with and without decay; experts may have some of their own."""
+    """Return each step's hyperparameters of groups with and without decay. Experts may have their own."""
     steps = []
     for groups in options(run):
         step: dict[str, Any] = {}
@@ -260,7 +260,7 @@ def kinds(run: Path) -> list[dict[str, Any]]:
 
 
 def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
-    """The bounds would not let a lost state pass."""
+    """The bounds would catch a lost state."""
     whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
     row = f"{FORGETFUL.name}, without the optimizer's states"
     cells = tables[f"Megatron: {title('fp32')}"][row]

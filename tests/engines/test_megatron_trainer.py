@@ -1,4 +1,4 @@
-"""The trainer's Megatron strategy: one model however it is split, in files that megatron-core itself takes back."""
+"""The trainer's Megatron strategy: every layout trains one model, and megatron-core loads its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.support.engines import Truth, launch_in_turn
 from train.config import Config, UserError
 from train.truth.pieces import Piece, Place, assemble
 
-#: fp32 sums in another order differ in the last bits of each step; a slice in the wrong place changes the first digits.
+#: Another order of fp32 sums changes the last bits in each step. A misplaced slice changes the first digits.
 BOUND = 2e-6
 COMMON = {"strategy": "megatron", "model": "llama_wide", "dtype": "fp32", "truth": True, "accumulate": 2}
 ALONE = {**COMMON, "tp": 1, "vocab_multiple": 8}

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/states.py`: optimizers of DeepSpeed's own suite, on other ranks, in its engine."""
+"""`converters/deepspeed/states.py`: DeepSpeed's engine loads optimizers of its own suite on other ranks."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests.support.engines import fork_once
 pytestmark = pytest.mark.slow
 
 RANKS = {"save": 3, "load": 2}
-#: Elements of the two groups; what is behind them in the flat buffers is padding.
+#: Elements of the two groups. The rest of the flat buffers is padding.
 NUMELS = (40, 18)
 
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each engine held as it saved, and what the one of other ranks holds after it has loaded."""
+    """Return each engine's state when it saved, and the state on other ranks after loading."""
     folder = tmp_path_factory.mktemp("odd")
     for what, ranks in RANKS.items():
         starts = [(ranks, "tests.engines.odd_optimizers", [what, str(folder)])]

@@ -1,4 +1,4 @@
-"""`train/operations/`: killed and hung ranks, spikes, kept checkpoints, runs compared, with real engines."""
+"""`train/operations/`: real engines with killed and hung ranks, spikes, kept checkpoints and compared runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def killed(folder: Path) -> dict[str, Any]:
-    """A run of two ranks in which one is stopped, goes on, and is killed; and what the watcher reported."""
+    """Start two ranks; stop, continue and kill one of them. Return the run and the watcher's reports."""
     run, jobs = folder / "killed", folder / "endless.jsonl"
     job = TOY | {"output": str(run), "steps": 100_000, "save_every": 10, "keep": 2, "beat": 0.2}
     jobs.write_text(json.dumps(job) + "\n")
@@ -70,7 +70,7 @@ def _watch(run: Path, *options: str) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
-    """How each of the runs ended, all of them in one start of two ranks."""
+    """Run all jobs in one start of two ranks and return how each ended."""
     gpt2 = GPT2 | {"output": str(folder / "gpt2")}
     on = GPT2 | {"resume": str(folder / "gpt2" / "step-4"), "steps": 4}
     toy = TOY | {"output": str(folder / "toy"), "save_every": 5, "keep": 1}
@@ -97,7 +97,7 @@ def results(folder: Path, killed: dict[str, Any]) -> dict[str, str]:
 
 
 def _newest(run: Path) -> str:
-    """What `ckpt resume` prints where the newest checkpoint has no file, as if the kill had come while it was saved."""
+    """Return `ckpt resume`'s output if the newest checkpoint lacks a file, as if killed during the save."""
     newest = max((run / "records").glob("step-*.json"), key=lambda file: int(file.stem.partition("-")[2]))
     record = json.loads(newest.read_text())
     for name in record["files"]:
@@ -115,7 +115,7 @@ def test_a_stopped_rank_is_named(killed: dict[str, Any]) -> None:
     code, out = killed["stopped"]
     assert code == 1
     assert out.startswith(f"rank 1 (pid {killed['pid']} on ") and "no sign of life" in out
-    assert "rank 0" not in out and f'File "{REPOSITORY}/train/' in out  # the stack of its last beat
+    assert "rank 0" not in out and f'File "{REPOSITORY}/train/' in out  # the stack at its last heartbeat
 
 
 def test_a_killed_rank_is_named(killed: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
-"""`ckpt/commands/resume/resuming.py`: runs that stop after 4 of 8 steps, are converted, and go on in a live engine.
-The data does not depend on the number of ranks.  The loss equals the unbroken run's bit for bit if engine and ranks
-stay, or if the framework redistributes by itself; elsewhere only the order of sums differs, within a bound of rounding:
-column `apart` shows how far unbroken runs are apart, and a run that forgets its optimizer is far outside.
+"""`ckpt/commands/resume/resuming.py`: runs stop after 4 of 8 steps, get converted and resume in a live engine.
+
+The data doesn't depend on the number of ranks. The loss equals the unbroken run's bit for bit if engine and ranks stay,
+or if the framework reshards by itself. Otherwise only the order of sums differs, within a bound for rounding. Column
+`apart` shows the difference between unbroken runs. A run that forgets its optimizer is far outside the bound.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def row(source: tuple[str, int], target: tuple[str, int], *through: str, **more:
     return Row(Run(*source), Run(*target), through, **more)
 
 
-#: Each made to fit by ckpt.resume.
+#: Moves done by ckpt.resume.
 UNFIT = [
     row(("zero3", 4), ("zero3", 2)),
     row(("zero3", 2), ("zero3", 3)),
@@ -74,7 +75,7 @@ TABLE = [*UNFIT, *BY_HAND, RESHARDED, *OTHERS, *map(in_fp32, [*UNFIT, RESHARDED]
 
 @pytest.fixture(scope="session")
 def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Every engine, unbroken over 8 steps and stopped after 4, in one launch."""
+    """Run every engine in one launch: unbroken over 8 steps, and stopped after 4."""
     folder = tmp_path_factory.mktemp("resume")
     jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     sources = {one.source for one in TABLE}
@@ -88,7 +89,7 @@ def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def resumed(stopped: Path) -> Path:
-    """Every conversion, and every run that goes on, in one launch."""
+    """Do every conversion, and resume all runs in one launch."""
     jobs: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for one in [*TABLE, FORGETFUL]:
         home = stopped / one.folder
@@ -117,7 +118,7 @@ def resumed(stopped: Path) -> Path:
 
 
 def convert(one: Row, checkpoint: Path, home: Path) -> None:
-    """Through all formats, to `converted`."""
+    """Convert through all formats to `converted`."""
     source = format_of(one.source.strategy)
     for left, target in zip(reversed(range(len(one.through))), one.through, strict=True):
         output = home / (f"converted-{left}" if left else "converted")
@@ -130,7 +131,7 @@ def convert(one: Row, checkpoint: Path, home: Path) -> None:
 
 
 def forget(run: Path, output: Path) -> None:
-    """The same masters for a smaller number of ranks, and no state of the optimizer."""
+    """Write the same masters for fewer ranks, without optimizer states."""
     checkpoint = api.open(run)
     tensors = {key: tensor for key, tensor in checkpoint.tensors.items() if key[1] in (WEIGHT, MASTER, BUFFER)}
     bare = replace(checkpoint, tensors=tensors, state=replace(checkpoint.state, scalars={}))
@@ -167,14 +168,14 @@ def test_training_goes_on(one: Row, resumed: Path, tables: Any) -> None:
 
 @pytest.mark.parametrize("one", TABLE, ids=lambda one: one.folder)
 def test_every_step_has_the_hyperparameters_of_the_unbroken_run(one: Row, resumed: Path) -> None:
-    """The learning rate of each step above all: the schedule goes on where it was."""
+    """The schedule continues, so the learning rate of each step matches."""
     whole = options(resumed / "unbroken" / one.source.folder)
     assert options(resumed / one.folder / "goes-on") == whole[4:]
     assert len({json.dumps(groups) for groups in whole}) > 4, "the learning rate does not change"
 
 
 def test_forgetting_the_optimizer_shows(resumed: Path, tables: Any) -> None:
-    """The bounds would not let a lost state pass."""
+    """The bounds would catch a lost state."""
     whole, rest = unbroken(resumed, FORGETFUL.source), losses(resumed / FORGETFUL.folder / "goes-on")
     difference = apart(rest, whole)
     name = f"{FORGETFUL.name}, without the optimizer's states"

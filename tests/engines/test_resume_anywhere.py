@@ -1,5 +1,6 @@
-"""`ckpt/commands/resume/resuming.py`: one run through many engines and numbers of ranks: at each change the loaded
-state equals the saved one, except where Megatron fuses parameters.
+"""`ckpt/commands/resume/resuming.py`: one run moves through many engines and numbers of ranks.
+
+After each move the loaded state equals the saved state, except for parameters fused by Megatron.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ pytestmark = pytest.mark.slow
 TITLE = "ckpt.resume, two steps on each: loss of each step, and of the unbroken run"
 COMMON = {"model": "llama_wide", "vocab": 512, "dtype": "fp32", "scheduler": "torch", "schedule_steps": 24, "lr": 2e-3}
 GRID = {"tp": 2, "pp": 2, "transformer_impl": "local"}
-#: Strategy, ranks, what ckpt.resume is told that this trainer does not record, the trainer's own options.
+#: Strategy, ranks, ckpt.resume's options not recorded by this trainer, and the trainer's options.
 CHAIN: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
     ("zero3", 4, {}, {}),
     ("zero2", 3, {"format": "zero2"}, {}),
@@ -35,7 +36,7 @@ CHAIN: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 
 @pytest.fixture(scope="module")
 def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of every run of the chain, `N`, and of the one that was not stopped."""
+    """Return the folder with each run of the chain, named by number, and the unbroken run."""
     folder = tmp_path_factory.mktemp("anywhere")
     starts: list[tuple[int, list[dict[str, Any]]]] = []
     for number, (strategy, ranks, told, options) in enumerate(CHAIN):
@@ -51,7 +52,7 @@ def chain(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def gathered(truth: Path) -> dict[tuple[str, str], Any]:
-    """Every tensor of a truth file in fp32 training: the weights that the optimizer steps, and its states."""
+    """Return all tensors of a truth file from fp32 training: the optimizer's weights and its states."""
     tensors = Truth.load(truth).tensors
     masters = {(fqn, "weight"): one for (fqn, role), one in tensors.items() if role == "master"}
     return {key: one for key, one in tensors.items() if key[1] != "master"} | masters
@@ -85,7 +86,7 @@ def test_losses_are_those_of_the_unbroken_run(chain: Path, tables: Any) -> None:
 
 
 def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
-    """HF Trainer in one folder, on whatever there is: ZeRO-3 on 4, ZeRO-2 on 3, FSDP2 on 2, ZeRO-3 on 4."""
+    """HF Trainer resumes in one folder: ZeRO-3 on 4 ranks, ZeRO-2 on 3, FSDP2 on 2, ZeRO-3 on 4."""
     shutil.copy(REPOSITORY / "examples" / "trainer" / "resume_anywhere.py", tmp_path)
     parts = [("zero3", 4), ("zero2", 3), ("fsdp2", 2), ("zero3", 4)]
     starts: list[tuple[int, str, list[str]]] = []
@@ -109,7 +110,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
     }
     for step, line in history.items():
         assert (line["learning_rate"], line["epoch"]) == (unbroken[step]["learning_rate"], unbroken[step]["epoch"])
-        in_bf16 = parts[(step - 1) // 2][0] == "fsdp2"  # under which the model's own loss is a bf16 number
+        in_bf16 = parts[(step - 1) // 2][0] == "fsdp2"  # with FSDP2 the model's own loss is bf16
         assert math.isclose(line["loss"], unbroken[step]["loss"], rel_tol=2**-8 if in_bf16 else 5e-4), step
     for name, lines in (("HF Trainer, from engine to engine", history), ("HF Trainer, unbroken", unbroken)):
         tables[f"{TITLE}, HF Trainer"][name] = {str(step): f"{line['loss']:.6f}" for step, line in lines.items()}
@@ -117,7 +118,7 @@ def test_the_script_of_the_document(tmp_path: Path, tables: Any) -> None:
 
 @pytest.fixture(scope="module")
 def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What scripts of TRL and Accelerate loaded, and their losses, by the name of the folder."""
+    """Run TRL's and Accelerate's scripts. Return the folder with their loaded states and losses."""
     folder = tmp_path_factory.mktemp("libraries")
     shutil.copytree(REPOSITORY / "fixtures" / "trl-zero2" / "outputs" / "llama-sft", folder / "sft")
     starts = [
@@ -133,7 +134,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["sft", "accelerate"])
 def test_scripts_of_trl_and_accelerate(name: str, libraries: Path, tables: Any) -> None:
-    """SFTTrainer goes on from what SFTTrainer saved under ZeRO-2 on 2 ranks, `load_state` from `save_state`."""
+    """SFTTrainer resumes its own ZeRO-2 run from 2 ranks, and `load_state` resumes from `save_state`."""
     unbroken, converted = libraries / (name if name != "sft" else "sft as it is"), libraries / f"{name} converted"
     before, after = (torch.load(folder / "loaded.pt") for folder in (unbroken, converted))
     assert before.keys() == after.keys() and {key.partition("/")[0] for key in before} >= {"master", "exp_avg_sq"}

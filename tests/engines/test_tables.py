@@ -1,4 +1,4 @@
-"""`converters/names/megatron/architectures`, `converters/megatron/chunks.py`: every table on ranks of megatron-core."""
+"""`converters/names/megatron/architectures`, `converters/megatron/chunks.py`: every table on megatron-core's ranks."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from tests.support.tiny_sizes import even_sizes
 
 pytestmark = pytest.mark.slow
 
-#: fp32 sums of ranks in another order: a few units in the last place, relative to the largest logit.
+#: Other orders of fp32 sums differ by a few units in the last place, relative to the largest logit.
 TOLERANCE = 3e-6
 
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What ranks found of each architecture."""
+    """Return the outcomes by architecture."""
     folder = tmp_path_factory.mktemp("tables")
     cases = [(name, even_sizes(name, CASES[name][1])) for name in ARCHITECTURES]
     worker = "tests.engines.megatron_ranks"
@@ -30,7 +30,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_logits_of_ranks_are_transformers(loaded: dict[str, dict[str, Any]], architecture: str) -> None:
-    """Each has loaded its file strictly."""
+    """Each rank also loaded its file strictly."""
     largest = loaded[architecture]["largest"]
     assert largest > 0.5
     assert loaded[architecture]["apart"] < TOLERANCE * max(1, largest)

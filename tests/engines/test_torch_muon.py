@@ -1,4 +1,4 @@
-"""`converters/pytorch/dcp.py`, `state.py`: torch's own Muon under DDP and FSDP2, for another number of ranks."""
+"""`converters/pytorch/dcp.py`, `state.py`: torch's Muon under DDP and FSDP2 moves to other numbers of ranks."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""`converters/pytorch/trainer.py`: the recipe of docs/resume.md, run as docs/testing.md shows; FSDP runs
-`tests.support.hf_trainer`, as Accelerate takes it for a matter of GPUs.
+"""`converters/pytorch/trainer.py`: run the recipe in docs/resume.md, as shown in docs/testing.md.
+
+FSDP uses `tests.support.hf_trainer`, because Accelerate expects GPUs for it.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TITLE = "HF Trainer resumed on other processes: loss of each step"
 
 
 def run(command: Command, folder: Path) -> None:
-    """A command of the document, in `folder`; it prints what the document says."""
+    """Run a command from the page in `folder` and compare its output with the page."""
     printed = output(shlex.split(command.text), folder)
     different = differences(command.printed or [], printed)
     assert not different, f"{command.text}\n{different}"
@@ -45,7 +46,7 @@ def output(words: list[str], folder: Path) -> str:
     assert words[:2] == ["torchrun", "--nproc-per-node"]
     (folder / words[4]).mkdir(exist_ok=True)
     worker, ranks, watched = "tests.support.user_script", int(words[2]), ["0", str(folder), *words[3:]]
-    if ranks > 2:  # importing transformers and DeepSpeed in each rank would take longer than all that they do here
+    if ranks > 2:  # importing transformers and DeepSpeed in each rank would dominate the run time
         return fork([(ranks, worker, watched)], ["tests.support.hf_trainer"])
     start = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
@@ -56,12 +57,12 @@ def output(words: list[str], folder: Path) -> str:
 
 
 def history(step: Path) -> dict[int, dict[str, Any]]:
-    """What Trainer logged for each step up to a checkpoint."""
+    """Return Trainer's log of each step up to a checkpoint."""
     return {line["step"]: line for line in json.loads((step / "trainer_state.json").read_text())["log_history"]}
 
 
 def rows(folder: Path) -> dict[int, list[Any]]:
-    """The rows of each step, over all ranks."""
+    """Return the rows of each step, over all ranks."""
     found: dict[int, list[Any]] = {}
     for file in folder.glob("rows-*.jsonl"):
         for line in file.read_text().splitlines():
@@ -74,7 +75,7 @@ def test_deepspeed_goes_on_as_the_document_says(tmp_path: Path, tables: Any) -> 
     shutil.copy(SCRIPT, tmp_path)
     first, *others = (one for one in commands(RECIPE) if one.heading == "HF Trainer on other processes")
     assert [command.text.split()[0] for command in others] == ["ckpt", "torchrun"] * 2
-    run(first, tmp_path)  # to its end, for comparison; what a run leaves that stops after step 4 is the first half
+    run(first, tmp_path)  # run all steps for comparison; a run stopped after step 4 would write the same first half
     unbroken, consumed = history(tmp_path / "outputs" / "checkpoint-8"), rows(tmp_path / "outputs")
     shutil.rmtree(tmp_path / "outputs" / "checkpoint-8")
     for command in others:
@@ -107,7 +108,7 @@ def test_the_error_on_the_page_is_deepspeeds() -> None:
 
 
 def test_fsdp_goes_on(tmp_path: Path, tables: Any) -> None:
-    """SHARDED_STATE_DICT on other numbers of processes, and as FULL_STATE_DICT, the way out for FSDP1."""
+    """SHARDED_STATE_DICT resumes on other numbers of processes. FULL_STATE_DICT is the way out for FSDP1."""
 
     def job(strategy: str, output: str, **options: Any) -> dict[str, Any]:
         common = {"strategy": strategy, "through": "trainer", "dtype": "fp32", "scheduler": "torch"}

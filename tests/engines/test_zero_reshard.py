@@ -1,5 +1,6 @@
-"""`converters/deepspeed/zero.py`, `write.py`: options of DeepSpeed on other ranks and stages: its engines load what is
-written and hold the bits of the source.
+"""`converters/deepspeed/zero.py`, `write.py`: engines of other stages and rank counts load the source's exact bits.
+
+Sources use various DeepSpeed options.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ def zero(**options: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)
 class Source:
-    """A real run: its number of ranks and options of the trainer, and what is merged into DeepSpeed's config."""
+    """A real run: number of ranks, trainer options, and changes to DeepSpeed's config."""
 
     name: str
     stage: int
@@ -51,7 +52,7 @@ class Source:
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """A load: from which run, into which engine, and how."""
+    """A load: source run, target engine and way."""
 
     source: Source
     stage: int
@@ -59,7 +60,7 @@ class Cell:
     way: str = "zero"
     load: dict[str, Any] = field(default_factory=dict)
     refused: bool = False
-    ds_config: dict[str, Any] | None = None  # the source's own
+    ds_config: dict[str, Any] | None = None  # defaults to the source's config
 
     @property
     def name(self) -> str:
@@ -67,7 +68,7 @@ class Cell:
 
 
 def written(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The trainer's option for a part of DeepSpeed's config."""
+    """Write a part of DeepSpeed's config and return the trainer's option for it."""
     if not config:
         return {}
     path.write_text(json.dumps(config))
@@ -83,7 +84,7 @@ _BOTH = zero(parameter_alignment=True, round_robin_gradients=True)
 _BF16_OPTIMIZER = {"data_types": {"grad_accum_dtype": "fp32"}}
 _OFFLOAD = zero(offload_optimizer={"device": "cpu"})
 
-#: Real runs with options on 3 ranks, and the (stage, ranks) that they are loaded into.
+#: Real runs on 3 ranks with options, and the (stage, ranks) to load them into.
 OPTIONS = {
     Source("momentum", 2, 3, options={"optimizer": "momentum"}): [(3, 2), (1, 4)],
     Source("lion", 3, 3, options={"optimizer": "lion"}): [(2, 2)],
@@ -114,7 +115,7 @@ LLAMA = Source("llama", 3, 3)
 NO_SCHEDULE = {"load_lr_scheduler_states": False}
 BY_NAME = {"load_optimizer_states": False, **NO_SCHEDULE}
 
-#: What other formats have to offer, taken from a run of ZeRO-3: weights only, or everything but DeepSpeed's own.
+#: Content available in other formats, made from a ZeRO-3 run: weights only, or everything except DeepSpeed's own data.
 OTHERS = [
     *(Cell(LLAMA, stage, 2, "weights", BY_NAME) for stage in STAGES),
     *(Cell(LLAMA, stage, 2, "weights", NO_SCHEDULE, refused=True) for stage in STAGES),
@@ -128,14 +129,15 @@ UNIVERSALS = [
     Cell(LLAMA, 2, 2, "weights-universal", NO_SCHEDULE),
     Cell(ELASTIC, 2, 2, "universal"),
     Cell(next(source for source in OPTIONS if source.name == "momentum"), 2, 2, "universal"),
-    # Into an engine that deals, DeepSpeed loads every universal checkpoint wrongly: its map is of the order before.
+    # If the engine deals parameters round-robin, DeepSpeed loads every universal checkpoint wrongly: its map has the
+    # order before dealing.
     Cell(next(source for source in OPTIONS if source.name == "round_robin"), 2, 2, "universal", ds_config={}),
 ]
 CELLS = [*(Cell(s, *to) for s, all_to in OPTIONS.items() for to in all_to), *OTHERS, *UNIVERSALS]
 
 
 def foreign(checkpoint: Checkpoint) -> Checkpoint:
-    """A checkpoint as a format of another framework describes it: nothing of DeepSpeed's own."""
+    """Return the checkpoint as another framework's format would describe it, without DeepSpeed's own data."""
     own = checkpoint.state
     kept = {"lr_scheduler": own.lr_scheduler, "global_samples": own.global_samples}
     state = TrainingState(own.step, own.param_groups, own.scalars, **kept, private={"mine": {"note_of_mine": {"a": 1}}})
@@ -143,7 +145,7 @@ def foreign(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def weights_only(checkpoint: Checkpoint) -> Checkpoint:
-    """Masters as weights, without optimizer and training state, in the order of a safetensors header: by name."""
+    """Return masters as weights without optimizer or training state, sorted by name like a safetensors header."""
     tensors = {
         (fqn, BUFFER if role == BUFFER else WEIGHT): replace(tensor, role=BUFFER if role == BUFFER else WEIGHT)
         for (fqn, role), tensor in sorted(checkpoint.tensors.items())
@@ -173,7 +175,7 @@ def convert(cell: Cell, run: Path, output: Path) -> None:
 
 @pytest.fixture(scope="session")
 def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All real runs, in one launch."""
+    """Run all sources in one launch."""
     folder = tmp_path_factory.mktemp("reshard")
     by_ranks: dict[int, dict[str, dict[str, Any]]] = defaultdict(dict)
     for cell in CELLS:
@@ -185,7 +187,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def loaded(sources: Path) -> Path:
-    """All conversions, and one launch of unmodified engines that load them."""
+    """Do all conversions and load them in unmodified engines, in one launch."""
     by_ranks: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for cell in CELLS:
         source, output = cell.source, sources / "converted" / cell.name
@@ -201,7 +203,7 @@ def loaded(sources: Path) -> Path:
 
 
 def truths(cell: Cell, folder: Path) -> tuple[Truth, Truth]:
-    """What the source's engine had, and what the one that loaded it has."""
+    """Return the truths recorded by the source's engine and the loading engine."""
     before = Truth.load(folder / cell.source.name / "truth" / f"global_step{cell.source.steps}.safetensors")
     return before, Truth.load(folder / "converted" / cell.name / "truth.safetensors")
 
@@ -210,7 +212,7 @@ FACTS = ("param_groups", "adam_step", "step", "ties", "frozen")
 
 
 def groups_after(cell: Cell, before: Truth, after: Truth) -> list[dict[str, Any]]:
-    """The loaded engine's; without the options that its Adam asks for and another framework's does not record."""
+    """Return the loaded engine's groups. Drop Adam options that another framework doesn't record."""
     ours, theirs = after.metadata["param_groups"], before.metadata["param_groups"]
     if not cell.way.startswith("foreign"):
         return list(ours)
@@ -218,7 +220,7 @@ def groups_after(cell: Cell, before: Truth, after: Truth) -> list[dict[str, Any]
 
 
 def widened(key: tuple[str, str], tensor: tuple[str, tuple[int, ...], bytes]) -> tuple[str, tuple[int, ...], bytes]:
-    """A momentum of Muon in fp32: ZeRO-3 trains with it in bf16, stores it so, and makes it fp32 as it loads it."""
+    """Return Muon's momentum in fp32. ZeRO-3 trains and stores it in bf16, but loads it as fp32."""
     if key[1] != "momentum_buffer" or tensor[0] != "bfloat16":
         return tensor
     wide = torch.frombuffer(bytearray(tensor[2]), dtype=torch.bfloat16).float()
@@ -262,7 +264,7 @@ def test_a_source_of_no_hyperparameters_is_loaded_by_name(loaded: Path) -> None:
 
 @pytest.mark.parametrize("cell", [c for c in OTHERS if c.source is ELASTIC and c.stage < 3], ids=lambda c: c.name)
 def test_an_elastic_checkpoint_stays_one_that_loads_with_its_optimizer(cell: Cell, loaded: Path) -> None:
-    """It has no hyperparameters: DeepSpeed goes on with those of the engine, and puts the step into each group."""
+    """The checkpoint has no hyperparameters. DeepSpeed keeps the engine's and puts the step into each group."""
     before, after = truths(cell, loaded)
     assert after.tensors == before.tensors and any(role == "exp_avg" for _, role in after.tensors)
     assert after.metadata["adam_step"] == before.metadata["adam_step"]
@@ -278,14 +280,14 @@ def test_what_other_frameworks_record(cell: Cell, loaded: Path) -> None:
 
 @pytest.mark.parametrize("cell", UNIVERSALS, ids=lambda cell: cell.name)
 def test_universal(cell: Cell, loaded: Path, tables: Any) -> None:
-    """All that DeepSpeed takes from a universal checkpoint: no buffers, no frozen parameters (which did not move)."""
+    """Compare everything DeepSpeed loads from a universal checkpoint. Buffers and frozen parameters don't move."""
     before, after = truths(cell, loaded)
     whole = cell.way != "weights-universal"
     keys = {key for key in before.tensors if key[1] != BUFFER and (whole or key[1] in (WEIGHT, MASTER))}
     assert keys and all(before.tensors[key] == after.tensors[key] for key in keys)
     if whole:
         assert after.metadata["adam_step"] == before.metadata["adam_step"]
-    if whole and cell.stage != 3 and cell.source is not ELASTIC:  # stage 3 loads those of the first group only
+    if whole and cell.stage != 3 and cell.source is not ELASTIC:  # stage 3 loads only the first group's
         assert groups_after(cell, before, after) == before.metadata["param_groups"]
     table = tables["Universal: tensors bit for bit equal in the engine that loaded them"]
     table[f"{cell.way} of {cell.source.name}"][f"{cell.stage}w{cell.world_size}"] = str(len(keys))

@@ -1,5 +1,6 @@
-"""torch's Muon under DDP and FSDP2: `python -m tests.engines.torch_muon save|load FOLDER` on each rank;
-FOLDER/NAME-{save,load}.pt gets what the ranks hold.
+"""Muon from torch under DDP and FSDP2: `python -m tests.engines.torch_muon save|load FOLDER` on each rank.
+
+FOLDER/NAME-{save,load}.pt gets each rank's state.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def _train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 
 def _held(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Weights and momentums by name, and the options of the param group."""
+    """Return weights and momentums by name, and the param group's options."""
     held: dict[str, Any] = {}
     for name, parameter in model.named_parameters():
         state = optimizer.state[parameter]

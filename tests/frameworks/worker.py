@@ -126,7 +126,7 @@ def _run(job: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     if is_fsdp:
         optimizer.optimizer.register_step_pre_hook(fsdp.give_empty_gradients)
     if load := job.get("load"):
-        # omits the step, but Transformer Engine needs it
+        # megatron-core asks each state for its step number, but torch's Adam has no states before its first step.
         for one in truth.leaves(optimizer):
             if hasattr(one, "gbuf_ranges"):
                 one._init_optimizer_states_with_dummy_values()

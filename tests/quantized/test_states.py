@@ -294,7 +294,7 @@ def zero_with(folder: Path, change: Any) -> Path:
 
 
 def test_a_state_of_one_element_is_a_number(tmp_path: Path) -> None:
-    """deepspeed 0.19.8, tests/unit/simple_model.py: `HybridStateOptimizer` keeps a step as an int and as a tensor."""
+    """`HybridStateOptimizer` of deepspeed 0.19.8 (tests/unit/simple_model.py) keeps a step as int and as tensor."""
     three = torch.full((1,), 3, dtype=torch.int64)
     run = zero_with(tmp_path / "run", lambda states, rank: states.update(tensor_step=three))
     checkpoint = api.open(run)

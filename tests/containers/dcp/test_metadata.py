@@ -1,4 +1,4 @@
-"""`ckpt/containers/dcp/metadata.py`, `items.py`, `tensors.py`, `tiling.py`: broken or hostile metadata is refused."""
+"""`ckpt/containers/dcp/metadata.py`, `items.py`, `tensors.py`, `tiling.py`: refuse broken or hostile metadata."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.support.dcp_folders import check_replicas, edit, nested, read, save, 
 
 @pytest.fixture
 def step(fixtures: Path, tmp_path: Path) -> Path:
-    """A checkpoint to break."""
+    """Copy a checkpoint to break."""
     return Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "step"))
 
 
 def refused(step: Path) -> CkptError:
-    """The error with which a checkpoint is refused, on reading or before the first byte is written."""
+    """Return the error raised on reading or before the first byte is written."""
     with pytest.raises(CkptError) as error:
         checkpoint = read(step)
         make_plan(checkpoint, DCP.lay_out(checkpoint, Layout()))
@@ -183,7 +183,7 @@ def test_absurd_shapes_and_paths(step: Path) -> None:
 
 
 def test_files_of_different_steps(tmp_path: Path) -> None:
-    """A save over an older one that ended after some of the ranks."""
+    """A save over an older checkpoint stopped before every rank had written."""
     model, optimizer = trained()
     states = nested(model, optimizer)[1]
     for name, step in (("old", 1.0), ("new", 2.0)):
@@ -204,7 +204,7 @@ def test_files_left_over_are_said(step: Path) -> None:
 
 
 def test_without_collectives_every_rank_has_metadata_of_its_own(tmp_path: Path) -> None:
-    """What ranks save twice is a replica; disagreeing, it is refused."""
+    """Two ranks that save the same tensor hold replicas. If replicas differ, refuse the checkpoint."""
     import torch
 
     def ranks(shared: list[float], step: Any = 1) -> Path:

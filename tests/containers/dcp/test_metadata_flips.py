@@ -1,4 +1,4 @@
-"""`ckpt/containers/dcp/metadata.py`: a flipped bit of DCP's `.metadata` changes nothing, or is refused."""
+"""`ckpt/containers/dcp/metadata.py`: a flipped bit in DCP's `.metadata` changes nothing or is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FLIPS = 400
 
 
 def outcome(step: Path) -> tuple[Any, ...]:
-    """Every copy that a conversion would make, and all that is written beside tensors."""
+    """Return every copy that a conversion would make, and all other content it would write."""
     checkpoint = api.open(step)
     plan = api.plan(checkpoint, "full", Layout(world_size=1)).plan
     copies = [(t.fqn, t.role, t.dtype, t.shape, [(str(f.region), f.extent) for f in t.fragments()])
@@ -56,7 +56,7 @@ def test_flipped_bits_are_refused_or_change_nothing(fixtures: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["dcp-torch21-fsdp1", "dcp-torch23-fsdp1", "dcp-fsdp2"])
 def test_other_numbers_are_refused_or_change_nothing(fixtures: Path, tmp_path: Path, name: str) -> None:
-    """Each number by itself: sizes of nothing made tensors empty, and an offset of 0 read what is there as a value."""
+    """Zero sizes made tensors empty, and an offset of 0 turned foreign bytes into values."""
     step = Path(shutil.copytree(fixtures / name / "step-2", tmp_path / "step"))
     expected = outcome(step)
     metadata = step / ".metadata"
@@ -79,7 +79,7 @@ def test_other_numbers_are_refused_or_change_nothing(fixtures: Path, tmp_path: P
 
 
 def renamed(metadata: Any, old: str, new: str, path: tuple[str, ...]) -> None:
-    """The tensor under another key, everywhere: not what one bit does, but a save of another kind."""
+    """Rename a tensor everywhere. No single flipped bit does this, only another kind of save."""
     from dataclasses import replace
 
     metadata.state_dict_metadata[new] = metadata.state_dict_metadata.pop(old)

@@ -1,4 +1,4 @@
-"""`ckpt/containers/dcp/runs.py`, `metadata.py`: alike items read at once, against the step-by-step machine."""
+"""`ckpt/containers/dcp/runs.py`, `metadata.py`: batched reading matches the step-by-step machine."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ FIXTURES += [REPOSITORY / "fixtures" / "megatron-fsdp" / "iter_0000002"]
 
 
 class Pickler(pickle._Pickler):  # type: ignore[name-defined]  # Python's own, in Python
-    """Writes as Python's C code does, but fewer items at once: the first of a kind is in a run with few others."""
+    """Pickler that writes like Python's C code, but in smaller batches.
+
+    The first item of a kind then shares its run with few others.
+    """
 
     _BATCHSIZE = 4
 
@@ -51,7 +54,7 @@ def irregular(*_: Any) -> Any:
 
 
 def by_runs(folder: Path) -> tuple[Metadata, Runs] | None:
-    """What is read without a second reading by the machine alone; None where that was asked for."""
+    """Return metadata read in batches only, or None if the machine is needed."""
     made: list[Runs] = []
 
     class Kept(Runs):
@@ -69,7 +72,7 @@ def by_runs(folder: Path) -> tuple[Metadata, Runs] | None:
 
 
 def assert_alike(found: Metadata, expected: Metadata) -> None:
-    """The same items, which may stand in another order."""
+    """Check that both hold the same items, in any order."""
     assert (found.path, found.is_nested, found.keys) == (expected.path, expected.is_nested, expected.keys)
     assert list(found.paths()) == list(expected.paths())
     assert sorted(map(found.places.__getitem__, range(len(found.places.paths)))) == sorted(
@@ -101,7 +104,7 @@ STEPS = st.lists(NAMES | st.integers(0, 300), min_size=1, max_size=8)
 
 @st.composite
 def saved(draw: st.DrawFn) -> dcp.Metadata:
-    """Metadata of tensors in a few chunks and of values, whose names are texts of their own or shared."""
+    """Return metadata for values and for tensors in a few chunks. Names are either separate or shared strings."""
     described, places, paths, numbers = {}, {}, {}, count()
     files = [f"__{rank}_0.distcp" for rank in range(3)]
     is_shared = draw(st.booleans())
@@ -141,13 +144,13 @@ def test_whatever_is_saved(saved: dcp.Metadata, tmp_path_factory: pytest.TempPat
     expected = by_machine(folder)
     assert_alike(read_metadata(folder), expected)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(metadata, "_MANY", 1)  # numbers are found in arrays
+        patch.setattr(metadata, "_MANY", 1)  # forces the lookup in arrays
         assert_alike(read_metadata(folder), expected)
 
 
 @pytest.mark.parametrize("is_alike", [False, True])
 def test_numbers_of_keys(monkeypatch: pytest.MonkeyPatch, is_alike: bool) -> None:
-    """In arrays as in a dict, also of texts that are not there, and where all hashes are alike by chance."""
+    """Lookups in arrays match a dict, even for missing keys and equal hashes."""
     monkeypatch.setattr(metadata, "_MANY", 1)
     if is_alike:
         monkeypatch.setattr(metadata, "_hashes", lambda texts: np.zeros(len(texts), np.int64))
@@ -159,7 +162,7 @@ def test_numbers_of_keys(monkeypatch: pytest.MonkeyPatch, is_alike: bool) -> Non
 
 
 def test_a_text_of_more_bytes_than_it_says(tmp_path: Path) -> None:
-    """Two characters of three bytes, said to be two bytes: what stands behind these is no text any more."""
+    """The two characters take three bytes but the header says two, so the byte after them is no valid opcode."""
     keys = [f"layers.{n}.a" for n in range(12)] + ["abc", "xyz"]
     places = {dcp.MetadataIndex(key): _StorageInfo("__0_0.distcp", 10 * n, 10) for n, key in enumerate(keys)}
     data = pickled(dcp.Metadata({key: dcp.BytesStorageMetadata() for key in keys}, None, places))
@@ -172,7 +175,7 @@ def test_a_text_of_more_bytes_than_it_says(tmp_path: Path) -> None:
 
 
 def test_a_damaged_file(tmp_path: Path) -> None:
-    """What the machine refuses is refused, and what it reads is read alike."""
+    """The machine and the batches refuse the same files and read the same values."""
     saved = pickle.loads((FIXTURES[-1] / ".metadata").read_bytes())
     keys = list(saved.state_dict_metadata)[:24]
     few = replace(

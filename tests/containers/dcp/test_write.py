@@ -1,4 +1,4 @@
-"""`ckpt/containers/dcp/write.py`: tensors are cut for ranks as torch cuts them."""
+"""`ckpt/containers/dcp/write.py`: ranks get the same shards as in torch."""
 
 from __future__ import annotations
 

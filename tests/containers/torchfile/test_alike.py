@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/alike.py`: equal pickles of many ranks: parsed once, and each file's own tensors."""
+"""`ckpt/containers/torchfile/alike.py`: equal pickles of many ranks are parsed once, with each file's tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.support.places import FIXTURES
 
 
 def structure(value: Any, seen: dict[int, int] | None = None) -> Any:
-    """A value as plain tuples that compare equal where two roots are alike, shared objects and circles included."""
+    """Return `value` as plain tuples. Equal roots give equal tuples, including shared objects and cycles."""
     seen = {} if seen is None else seen
     if isinstance(value, (dict, list, set, Record, Array)):
         if id(value) in seen:
@@ -50,7 +50,7 @@ def structure(value: Any, seen: dict[int, int] | None = None) -> Any:
 
 
 def values() -> dict[str, Any]:
-    """Of everything that a checkpoint may hold, some; enough of it to be worth remembering."""
+    """Return a variety of values found in checkpoints, large enough to be cached."""
     weight = torch.arange(12.0).reshape(3, 4)
     shared = {"lr": 1e-3}
     return {
@@ -79,7 +79,7 @@ def test_the_next_files_are_what_they_are_when_read_alone(tmp_path: Path, monkey
     assert len(parsed) == len(known) == 1
     for path, root in zip(paths, roots, strict=True):
         assert structure(root) == structure(torchfile.read(path / "x.pt").root)
-    roots[0]["state"].clear()  # what one reader does with its own is nothing to another
+    roots[0]["state"].clear()  # readers don't share changes
     roots[1]["groups"][0]["lr"] = 2
     again = torchfile.read(paths[2] / "x.pt", alike=known).root
     assert structure(again) == structure(torchfile.read(paths[2] / "x.pt").root)
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_ranks_is_the_same_with_and_without(monkeypatch: pytest.
 
 
 def rezipped(path: Path, change: dict[str, bytes | None]) -> None:
-    """The file with other records, or without some, and their checksums right."""
+    """Rewrite the file with changed or removed records and correct checksums."""
     with zipfile.ZipFile(path) as before:
         content = {info.filename: before.read(info) for info in before.infolist()}
     with zipfile.ZipFile(path, "w") as after:
@@ -135,7 +135,7 @@ def test_the_same_pickle_with_its_storages_elsewhere_is_parsed(tmp_path: Path) -
     known = Pickles()
     for name in ("x.pt", "a-much-longer-name-of-a-folder-in-the-zip-that-moves-what-follows.pt"):
         torch.save(values(), tmp_path / name)
-        rezipped(tmp_path / name, {})  # without the padding that aligns records
+        rezipped(tmp_path / name, {})  # drops the alignment padding
         assert structure(torchfile.read(tmp_path / name, alike=known).root) == structure(
             torchfile.read(tmp_path / name).root
         )

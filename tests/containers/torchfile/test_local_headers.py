@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/read.py`: every flipped bit around storages is refused, or moves no tensor."""
+"""`ckpt/containers/torchfile/read.py`: a flipped bit around storages is refused or moves no tensor."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from ckpt.containers.torchfile import read as torchfile
 from ckpt.errors import CkptError, CorruptError, UnsafeError
 from tests.support.places import REPOSITORY
 
-#: Storages of a file whose every bit is flipped.
+#: Number of storages to test in each file.
 STORAGES = 3
 HEADER = struct.Struct("<4s5HIIIHH")
 
 
 def around(path: Path, first: int, last: int) -> Iterator[tuple[int, int]]:
-    """The ranges of bytes in front of and behind the contents of storages, in a zip archive at `first` of `path`."""
+    """Yield the byte ranges before and after storages in the zip archive at `first` in `path`."""
     data = path.read_bytes()[first:last]
     with zipfile.ZipFile(path) if (first, last) == (0, path.stat().st_size) else _embedded(data, path) as archive:
         records = sorted(archive.infolist(), key=lambda info: info.header_offset)
@@ -48,7 +48,7 @@ def places(path: Path, offset: int, length: int) -> dict[str, tuple[int, int]]:
 
 
 def flip_all(path: Path, offset: int = 0, length: int | None = None) -> Counter[str]:
-    """Flip each bit around the storages of a torch file in turn, and read it."""
+    """Flip each bit around the storages of a torch file and read the file."""
     size = path.stat().st_size if length is None else length
     expected = places(path, offset, size)
     outcomes: Counter[str] = Counter()
@@ -95,7 +95,7 @@ def test_items_of_dcp(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("force_zip64", [False, True])
 def test_another_writers_archive(tmp_path: Path, force_zip64: bool) -> None:
-    """With sizes in the headers, without descriptors; with 64-bit sizes where that is asked for."""
+    """Without descriptors, the headers contain the sizes. `force_zip64` selects 64-bit sizes."""
     torch.save({"w": torch.zeros(40), "v": torch.ones(3)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
         for name in old.namelist():
@@ -105,12 +105,12 @@ def test_another_writers_archive(tmp_path: Path, force_zip64: bool) -> None:
 
 
 def test_a_stream_with_wide_descriptors(tmp_path: Path) -> None:
-    """64-bit sizes behind the data, as torch has them where a record or its offset is beyond 4 GiB."""
+    """Files from torch have 64-bit sizes after the data if a record or its offset is beyond 4 GiB."""
     torch.save({"w": torch.zeros(40), "v": torch.ones(3)}, tmp_path / "a.pt")
     with zipfile.ZipFile(tmp_path / "a.pt") as old, open(tmp_path / "b.pt", "wb") as file:
 
         class Pipe:
-            """What cannot be gone back in."""
+            """Stream without seeking."""
 
             write, flush = file.write, file.flush
 

@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/machine.py`, `unpickle.py`, `table.py`, `calls.py`: the unpickler that imports nothing."""
+"""`ckpt/containers/torchfile/machine.py`, `unpickle.py`, `table.py`, `calls.py`: the unpickler imports nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def loads(data: bytes) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """What came out, with dicts of a kind as plain ones and arrays as numpy's."""
+    """Return `value` with plain dicts for dict subclasses and numpy's arrays."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -63,7 +63,7 @@ def as_numpy(array: Array) -> np.ndarray:
     return np.frombuffer(array.data, array.dtype).reshape(array.shape, order=order)
 
 
-# --- what Python and the frameworks write ---
+# --- pickles from Python and the frameworks ---
 
 
 PLAIN = {
@@ -247,7 +247,7 @@ def test_python_2_text() -> None:
     assert loads(b"S'abc'\n.") == "abc"
 
 
-# --- what must be refused ---
+# --- hostile pickles ---
 
 
 CHILD = r"""
@@ -295,7 +295,7 @@ print(json.dumps({"cases": out, "imported": sorted(set(sys.modules) - before), "
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every hostile file, read in a process of limited memory and time, under an audit hook."""
+    """Read every hostile file under an audit hook, in a process with limited memory and time."""
     folder = tmp_path_factory.mktemp("hostile")
     (folder / "files").mkdir()
     for name, case in make.PICKLES.items():
@@ -318,7 +318,7 @@ def test_hostile_files_are_refused(name: str, outcome: dict[str, Any]) -> None:
     code, seconds, events, text = outcome["cases"][name]
     assert code == CASES[name], text
     assert seconds < 3
-    # Nothing but the file itself is opened; nothing is imported, compiled, run or looked at.
+    # The reader opens only the file itself. It doesn't import, compile, run or inspect anything.
     assert set(events) <= {f"open {name}", "builtins.id"}
     assert "\x1b" not in text
     assert len(text) < 2000
@@ -330,7 +330,7 @@ def test_nothing_is_imported_or_run(outcome: dict[str, Any]) -> None:
 
 
 def test_the_canary_would_sing(tmp_path: Path) -> None:
-    """Python's own unpickler does run what the corpus holds, so the test above can fail."""
+    """Python's own unpickler runs the corpus's code, so the test above can fail."""
     (tmp_path / "attack.pkl").write_bytes(make.PICKLES["reduce-os-system"].content)
     code = "import pickle; pickle.load(open('attack.pkl', 'rb'))"
     subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
@@ -348,7 +348,7 @@ def test_an_unknown_global_is_named_with_its_file() -> None:
 
 @pytest.fixture
 def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[tuple[str, str], tuple[str, ...]]]:
-    """The pickle names that another package registers."""
+    """Register another package's pickle names."""
     module = types.ModuleType("names_of_tests")
     module.NAMES = names = {("acme.state", "Clock"): (), ("acme.state", "Span"): ("start", "stop")}
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -415,11 +415,11 @@ def test_depth(depth: int) -> None:
             loads(pickle.dumps(value))
 
 
-# --- any bytes at all ---
+# --- random bytes ---
 
 
 def survives(data: bytes) -> None:
-    """Reading gives a value that naive code can walk, or a CkptError."""
+    """Check that reading returns a value that naive code can walk, or raises CkptError."""
     try:
         value = loads(data)
     except CkptError:
@@ -434,7 +434,7 @@ def test_any_bytes(data: bytes) -> None:
     survives(data + b".")
 
 
-ALL_OPCODES = [*OPCODES, b"(", b"\x94", b"j", b"h", b"K", b"."]  # some are done without a handler
+ALL_OPCODES = [*OPCODES, b"(", b"\x94", b"j", b"h", b"K", b"."]  # some have no handler
 OPCODE = st.sampled_from(ALL_OPCODES)
 ENTRY = st.sampled_from(sorted(table.GLOBALS)).map(lambda pair: f"c{pair[0]}\n{pair[1]}\n".encode())
 VALUE = st.sampled_from(
@@ -467,7 +467,7 @@ def real_pickles() -> list[bytes]:
 
 
 def test_damaged_pickles() -> None:
-    """Bits flipped, bytes replaced, cut out, repeated: 2,000 times."""
+    """2,000 pickles have flipped bits, or replaced, missing or repeated bytes."""
     rng = random.Random(0)
     corpus = real_pickles()
     for _ in range(2000):
@@ -491,14 +491,14 @@ def test_damaged_pickles() -> None:
 
 
 def seen(value: Any, depth: int = 8) -> Any:
-    """A value with what its records hold, which are compared by identity and may be circles."""
+    """Return `value` with the contents of its records. Records compare by identity and may form cycles."""
     if depth and isinstance(value, Record):
         return value.typename, *(seen(one, depth - 1) for one in (value.args, value.kwargs, value.state))
     if depth and isinstance(value, dict):
         return [(seen(key, depth - 1), seen(one, depth - 1)) for key, one in value.items()]
     if depth and isinstance(value, tuple | list):
         return type(value), *(seen(one, depth - 1) for one in value)
-    if depth and isinstance(value, set | frozenset):  # in an order that changes with the addresses of objects
+    if depth and isinstance(value, set | frozenset):  # the order depends on object addresses
         return type(value), *sorted(repr(seen(one, depth - 1)) for one in value)
     return repr(value)
 
@@ -511,7 +511,7 @@ def read(data: bytes) -> Any:
 
 
 def test_opcodes_that_are_done_at_once_do_what_they_do_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Objects and sizes as DCP's metadata has them, whole and with every byte of them replaced by others."""
+    """DCP's metadata has such objects and sizes. The test reads them whole and with every byte replaced."""
     index = pickle.dumps(argparse.Namespace(fqn="w", index=3, offset=pathlib.PurePosixPath("/x")), 4)
     size = b"\x8c\x05torch\x8c\x04Size\x93"
     sizes = [size + b"K\x02K\x03\x86\x94\x85\x94R\x94", size + b"K\x02K\x03K\x04\x87\x94\x85\x94R\x94"]

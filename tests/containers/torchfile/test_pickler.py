@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/pickler.py`, `calls.py`: the pickle writer, read by Python, by torch and by ckpt."""
+"""`ckpt/containers/torchfile/pickler.py`, `calls.py`: Python, torch and ckpt read the written pickles."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt.plan.dtypes import BY_NAME, FLOAT32
 
 PROTOCOLS = (2, 4)
 
-#: Python has one object for each `bytes` of one byte when it reads them, which is written once: so here, too.
+#: Python interns one-byte `bytes` on reading and would write them only once, so avoid repeats here.
 binaries = st.binary().map(lambda data: (data + b"-")[: len(data)])
 leaves = st.one_of(
     st.none(),
@@ -74,7 +74,7 @@ def test_both_unpicklers_read_what_was_written(protocol: int, value: Any) -> Non
 
 
 def same(a: Any, b: Any) -> bool:
-    """Equal, and of the same types all the way down (True is not 1, 0.0 is not -0.0)."""
+    """Return True if both are equal with the same types at every level. True is not 1, and 0.0 is not -0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, list | tuple | deque):
@@ -127,7 +127,7 @@ def test_a_record_may_hold_itself(protocol: int) -> None:
 
 
 def objects() -> dict[str, Any]:
-    """What training states hold, as their owners pickle it."""
+    """Return objects found in training states, pickled like their owners do."""
     table = OrderedDict([("b", 1), ("a", torch.float32)])
     table.version = {"": 1}  # type: ignore[attr-defined]
     return {
@@ -233,7 +233,7 @@ def test_objects_of_distributed_checkpoints() -> None:
 
 
 def with_sizes(value: Any) -> Any:
-    """Our reader makes plain tuples of torch.Size; who writes puts them back."""
+    """Convert tuples back to torch.Size. Our reader returns plain tuples, and writers restore the type."""
     root, seen = value, []
 
     def walk(node: Any) -> None:
@@ -258,7 +258,7 @@ def with_sizes(value: Any) -> Any:
 
 
 def test_torchs_restricted_unpickler_reads_protocol_2() -> None:
-    """It knows only a part of protocol 2's opcodes."""
+    """The restricted unpickler supports only some opcodes of protocol 2."""
     from torch._weights_only_unpickler import Unpickler
 
     ordered = StoredDict("OrderedDict")
@@ -356,7 +356,7 @@ def test_nothing_is_imported() -> None:
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 def test_a_dict_of_items_that_are_made_meanwhile_is_an_ordinary_one(protocol: int) -> None:
-    """Its items are in no memo; equal texts and sizes are, in it as behind it."""
+    """Streamed items are not memoized. Equal strings and sizes are, inside the dict and after it."""
     behind = [1, 2]
     items = ((f"k{number}", [Size((number % 3, 7)), "text", [number]]) for number in range(3000))
     dumped = dumps({"streamed": StreamedDict(items), "behind": [behind, behind]}, protocol=protocol)

@@ -41,7 +41,7 @@ def save(value: Any, path: Path, container: str = "zip", protocol: int = 2) -> s
 
 
 def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Every bit pattern may occur: NaN payloads, -0.0, subnormals."""
+    """Return a tensor with random bits. It may include NaN payloads, -0.0 and subnormals."""
     count = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
     data = torch.from_numpy(np.random.default_rng(count).integers(0, 256, count, dtype=np.uint8))
     if dtype is torch.bool:
@@ -50,7 +50,7 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def elements(stored: StoredTensor) -> bytes:
-    """The elements of a stored tensor in row-major order, read as its extent says."""
+    """Return a stored tensor's elements in row-major order."""
     extent = stored.extent
     data = Path(extent.path).read_bytes()
     assert extent.end <= len(data)
@@ -104,10 +104,10 @@ def tensors() -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 def test_tensors_bit_for_bit(tmp_path: Path, container: str, protocol: int) -> None:
     made = tensors()
-    if container == "legacy":  # refuses a storage that is saved as two dtypes, which an address seems to be
+    if container == "legacy":  # legacy refuses a storage saved with two dtypes, and a reused address looks like one
         made = {name: tensor.clone() if tensor.numel() == 0 else tensor for name, tensor in made.items()}
     path = save(made, tmp_path / "a.pt", container, protocol)
-    # torch cannot load dtypes without a storage class from a legacy file, though it writes them.
+    # torch writes dtypes without a storage class to a legacy file, but can't load them.
     loaded = torch.load(path, weights_only=False) if container == "zip" else made
     file = torchfile.read(path)
     assert file.container == container
@@ -140,7 +140,7 @@ def test_parameters_with_attributes_and_bare_storages(tmp_path: Path, container:
 
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 def test_within_another_file(tmp_path: Path, container: str) -> None:
-    """As DCP's `.distcp` files hold them, one behind the other."""
+    """DCP's `.distcp` files contain several torch files in a row."""
     first, second = torch.randn(7), torch.randn(3)
     a = Path(save({"w": first}, tmp_path / "a.pt", container)).read_bytes()
     b = Path(save({"w": second}, tmp_path / "b.pt", container)).read_bytes()
@@ -170,7 +170,7 @@ def test_checksums_and_skipped_data(tmp_path: Path) -> None:
 
 
 def test_beyond_4_gib(tmp_path: Path) -> None:
-    """64-bit sizes and offsets, in a sparse file."""
+    """A sparse file needs 64-bit sizes and offsets."""
     with torch.serialization.skip_data():
         path = save([torch.empty(2), torch.empty(5 << 30, dtype=torch.uint8), torch.empty(3)], tmp_path / "big.pt")
     first, large, last = torchfile.read(path).root
@@ -187,7 +187,7 @@ def test_more_records_than_16_bits_count(tmp_path: Path) -> None:
 
 
 def test_an_archive_of_another_zip_writer(tmp_path: Path) -> None:
-    """Stored again by a common zip tool: other headers, no alignment, checksums before the data."""
+    """A common zip tool writes other headers, no alignment, and checksums before the data."""
     value = {"w": torch.randn(4)}
     path = save(value, tmp_path / "a.pt")
     with zipfile.ZipFile(path) as old, zipfile.ZipFile(tmp_path / "b.pt", "w") as new:
@@ -252,7 +252,7 @@ def test_random_states(tmp_path: Path, protocol: int) -> None:
 
 
 def test_distributed_tensors_are_records(tmp_path: Path) -> None:
-    """In a process of its own: a process group is global state."""
+    """The test uses its own process because a process group is global state."""
     code = """
 import sys, torch
 import torch.distributed as dist
@@ -383,7 +383,7 @@ def test_a_legacy_file_of_a_big_endian_machine(tmp_path: Path) -> None:
 
 
 def test_a_legacy_file_longer_than_the_first_step(tmp_path: Path) -> None:
-    """Nothing says how long its pickles are, so they are read in growing steps."""
+    """The length of a legacy pickle is not stored, so the reader takes growing steps."""
     value = {"text": "x" * 3_000_000, "w": torch.randn(5)}
     root = torchfile.read(save(value, tmp_path / "a.pt", "legacy")).root
     assert root["text"] == value["text"]
@@ -436,7 +436,7 @@ print(json.dumps([truncated, flipped, outcomes]))
 
 @pytest.mark.parametrize("container", ["zip", "legacy"])
 def test_every_truncation_bit_and_zeroed_tail(tmp_path: Path, container: str) -> None:
-    """Only a CkptError may come of them, or a file that is read within its bounds."""
+    """Damaged files raise CkptError or are read within their bounds."""
     value = {"w": torch.arange(4.0), "b": torch.ones(2, dtype=torch.bfloat16), "step": 3}
     path = save(value, tmp_path / "a.pt", container)
     done = subprocess.run(
@@ -449,15 +449,15 @@ def test_every_truncation_bit_and_zeroed_tail(tmp_path: Path, container: str) ->
     )
     assert done.returncode == 0, done.stdout + done.stderr
     truncated, flipped, zeroed = json.loads(done.stdout)
-    # What is left may look like the start of another kind of file, but is never read.
+    # The rest may resemble another kind of file, but is never read.
     assert set(truncated) <= {"CorruptError", "IncompleteError", "NotFoundError"}
     assert truncated.get("NotFoundError", []) == [2 * (i + 1) for i in range(len(truncated.get("NotFoundError", [])))]
     refused = [*truncated.get("CorruptError", ()), *truncated.get("IncompleteError", ())]
     assert len(refused) > 0.45 * os.path.getsize(path)
     if container == "zip":
-        # The last two bytes are zeros in any case.
+        # The last two bytes are always zero.
         assert zeroed == {"read": [1], "CorruptError": zeroed["CorruptError"]}
-        # Flips that go unseen lie in tensors, padding, descriptors and fields without meaning (times, versions).
+        # Unnoticed flips are in tensors, padding, descriptors and unused fields (times, versions).
         pickled = range(64, 64 + zipfile.ZipFile(path).infolist()[0].file_size)
         assert not [at for at, _ in flipped["read"] if at in pickled]
     assert len(flipped["CorruptError"]) > 50

@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/unlisted.py`: objects of classes outside the table."""
+"""`ckpt/containers/torchfile/unlisted.py`: objects whose classes are not in the table."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from ckpt.errors import UnsafeError
 from tests.support.hostile import make
 
 PROTOCOLS = [2, 4, 5]
-NEW = PROTOCOLS  # protocols 0 and 1 make objects with copyreg._reconstructor
+NEW = PROTOCOLS  # protocols 0 and 1 create objects with copyreg._reconstructor
 
 
 class Colour(enum.Enum):
@@ -72,7 +72,7 @@ class Outer:
 
 
 class WithCode:
-    """An object whose class sets its state by code of its own."""
+    """Object with its own `__setstate__` code."""
 
     def __getstate__(self) -> str:
         return "text"
@@ -165,7 +165,7 @@ def test_objects_with_code_of_their_own(protocol: int, value: object) -> None:
 
 @pytest.mark.parametrize("nested", [lambda one: one, lambda one: [{"a": (one,)}], lambda one: Holder(Holder(one))])
 def test_an_object_with_a_tensor_inside_is_refused(tmp_path: Path, nested: Any) -> None:
-    """Nothing here knows the meaning of such a tensor, and it must not be lost in silence."""
+    """The meaning of such a tensor is unknown, and it must not get lost silently."""
     torch.save({"w": torch.ones(2), "odd": Holder(nested(torch.ones(3)))}, tmp_path / "model.pt")
     with pytest.raises(UnsafeError, match=r"tensors inside an object of .*Holder"):
         torchfile.read(tmp_path / "model.pt")
@@ -178,7 +178,7 @@ def test_a_model_next_to_a_plain_object_is_read(tmp_path: Path) -> None:
 
 
 def test_metadata_with_a_savers_own_place_in_storage(tmp_path: Path) -> None:
-    """OLMo-core's `.metadata` has a `_StorageInfo` of its own; torch's fields are all that is read."""
+    """OLMo-core's `.metadata` uses its own `_StorageInfo`. Only torch's fields are read."""
     dcp.save({"model": {"w": torch.arange(6.0)}}, checkpoint_id=tmp_path / "step", no_dist=True)
     path = tmp_path / "step" / ".metadata"
     metadata: Metadata = pickle.loads(path.read_bytes())

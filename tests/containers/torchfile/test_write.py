@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/write.py`: torch files written by streaming, read by torch.load and by ckpt."""
+"""`ckpt/containers/torchfile/write.py`: torch.load and ckpt read the streamed torch files."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from ckpt.plan.tensors import Box, Extent, FlatRange, Tensor, Whole, whole
 
 
 def source(folder: Path, tensors: dict[str, torch.Tensor]) -> Checkpoint:
-    """A checkpoint whose tensors lie in one raw file, each with the role `weight`."""
+    """Create a checkpoint with all tensors in one raw file, each with the role `weight`."""
     path = folder / "source.bin"
     found = {}
     with path.open("wb") as file:
@@ -57,7 +57,7 @@ def write(checkpoint: Checkpoint, *files: TargetFile, output: Path) -> Path:
 
 
 def stored(root: Any) -> bytes:
-    """The elements of a StoredTensor of our reader, in row-major order."""
+    """Return a StoredTensor's elements in row-major order."""
     assert isinstance(root, StoredTensor)
     extent = root.extent
     data = Path(extent.path).read_bytes()[extent.offset : extent.end]
@@ -108,7 +108,7 @@ def records(path: Path) -> dict[str, bytes]:
 
 
 def test_container_is_torchs_own_to_the_byte(tmp_path: Path) -> None:
-    """Same sizes in, same container out: every byte but checksums, `data.pkl` and the id that torch hashes."""
+    """Every byte is equal except checksums, `data.pkl` and the id that torch hashes."""
     shapes = [(3, 5), (0,), (1000,), (7,)]
     tensors = {f"w{i}": torch.randn(shape) for i, shape in enumerate(shapes)}
     checkpoint = source(tmp_path, tensors)
@@ -276,7 +276,7 @@ def test_file_names(tmp_path: Path, name: str) -> None:
 
 
 def test_more_than_four_gib(tmp_path: Path) -> None:
-    """Sparse: one storage beyond 4 GiB, and offsets beyond 4 GiB behind it."""
+    """The sparse file has a storage above 4 GiB and offsets beyond 4 GiB after it."""
     a = torch.randn(5)
     checkpoint = source(tmp_path, {"a": a})
     numel = (1 << 32) + 100
@@ -324,7 +324,7 @@ def test_big_offsets_are_as_torch_computes_them(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_wrong_checksum_does_not_hinder_torch(tmp_path: Path) -> None:
-    """What CRC-32 0 for moved elements rests on: the reader of this torch checks none."""
+    """Moved elements get CRC-32 0. This works because torch's reader doesn't check it."""
     path = tmp_path / "m.pt"
     torch.save({"a": torch.ones(100)}, path)
     data = bytearray(path.read_bytes())
