@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from ckpt.commands.estimate.estimating import estimate
     from ckpt.commands.formats.formats import formats
     from ckpt.commands.inspect.inspecting import inspect
+    from ckpt.commands.merge_lora.merge_proof import verify_merge
     from ckpt.commands.merge_lora.merging import merge_lora
-    from ckpt.commands.merge_lora.proving import verify_merge
     from ckpt.commands.push.pushing import push
     from ckpt.commands.resume.resuming import resume
     from ckpt.training.callback import TrainerCallback
@@ -82,7 +82,7 @@ _FURTHER = {
     "load_into": "ckpt.views.loading",
     "open": "ckpt.api",
     "plan": "ckpt.api",
-    "verify_merge": "ckpt.commands.merge_lora.proving",
+    "verify_merge": "ckpt.commands.merge_lora.merge_proof",
 }
 
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, overload
 from ckpt.adapters import services as adapter_services
 from ckpt.base.errors import CkptError, CorruptError, LossError, NotFoundError, SourceGoneError, UsageError, shown
 from ckpt.base.flags import OptionGroup, others
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
-from ckpt.base.typed import takes, typed
+from ckpt.base.type_checks import takes, typed
 from ckpt.move.files import check_destination, is_filled, lies_in
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
@@ -54,15 +54,15 @@ from ckpt.plan.groups import (
 )
 from ckpt.plan.namespace import OF_THE_MODEL, TORCHTITAN
 from ckpt.plan.options import MAX_SIZE, Option
-from ckpt.runs.halves import check_holds_model
+from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.opening import AUTO, open_checkpoint
 from ckpt.runs.output_place import check_place, place_notes
 from ckpt.state.naming import as_hub, to_namespace
 from ckpt.state.positions import with_counted_step
 from ckpt.state.quantized_weights import check_casts, check_parts, quantized_parts, with_uncast_parts
 from ckpt.state.quantized_weights import check_place as check_quantized_place
-from ckpt.state.wrapped import without_wrappers
-from ckpt.stores import standins
+from ckpt.state.wrapper_prefixes import without_wrappers
+from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
 from ckpt.views.lazy import OpenCheckpoint
 
@@ -235,7 +235,7 @@ class Conversion(Returned):
 
     def as_written(self) -> Checkpoint:
         """A description of what it writes; each tensor that is cast or computed is made where it is read."""
-        from ckpt.compare.written import as_written
+        from ckpt.compare.output_checks import as_written
 
         return as_written(self.plan, every_cast=True)
 
@@ -282,7 +282,7 @@ class Conversion(Returned):
         """
         from ckpt.move.run import execute
 
-        place = Path(destination) if scheme_of(destination) is None else standins.place(str(destination))
+        place = Path(destination) if scheme_of(destination) is None else placeholder_files.place(str(destination))
         self.check_destination(place)
         for note in place_notes(place):
             say(note)
@@ -296,7 +296,7 @@ class Conversion(Returned):
             "check": partial(self._check_source, check),
             "describe": partial(self._described, describe, manifest),
         }
-        if standins.is_standin(str(place)):
+        if placeholder_files.is_standin(str(place)):
             from ckpt.stores.upload import upload
 
             for asked, is_given in (("--overwrite", overwrite), ("--restart", restart), ("--verify", verify)):
@@ -345,7 +345,7 @@ class Conversion(Returned):
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
         """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
         from ckpt.compare.compare import check_replicas_of
-        from ckpt.compare.written import as_written, changed_files, has_more, is_as_the_source, is_equal
+        from ckpt.compare.output_checks import as_written, changed_files, has_more, is_as_the_source, is_equal
 
         what = "what was written is not what the source holds, and is removed"
         if changed := [*changed_files(self.plan, folder)]:
@@ -477,7 +477,7 @@ def plan(
 
 def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:
     """`checkpoint` with what it lacks of a model from `source`.  UsageError where that does not go together."""
-    from ckpt.state.completing import completed
+    from ckpt.state.base_completion import completed
 
     if target.carries_optimizer or target.name == "peft":
         raise UsageError(
@@ -629,7 +629,7 @@ def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
     Of a model that is not known the names are its own.
     """
     from ckpt.compare.digest import digests as digests_as_named
-    from ckpt.compare.not_compared import not_hashed
+    from ckpt.compare.skipped_content import not_hashed
 
     named = as_hub(without_wrappers(checkpoint))
     found = digests_as_named(named, names=services.ties.kept_names(named), **options)
@@ -771,8 +771,8 @@ def verify(
         from ckpt.compare.manifest import check
 
         return check_loads(place) if loads else check(place, measuring.progress)
-    from ckpt.compare.not_compared import not_tensors
     from ckpt.compare.pairs import verify as verify_same_names
+    from ckpt.compare.skipped_content import not_tensors
 
     with listed_once():
         one, other = open_sides(a, b, sides)
@@ -840,7 +840,7 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
     if loads and b is not None:
         raise UsageError("--loads takes one folder", found=f"{a} and {b}")
     path = a.path if isinstance(a, Checkpoint) else fspath(a)
-    if loads and (scheme_of(path) is not None or standins.is_standin(path)):
+    if loads and (scheme_of(path) is not None or placeholder_files.is_standin(path)):
         raise UsageError(
             "transformers itself loads local folders only",
             path=path,

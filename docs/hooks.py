@@ -210,9 +210,9 @@ def examples() -> str:
 
 def guides() -> dict[str, str]:
     """Return each command's guide page."""
-    from ckpt.cli import registered
+    from ckpt.cli import command_registry
 
-    return {command.name: command.guide for command in registered.all_commands()}
+    return {command.name: command.guide for command in command_registry.all_commands()}
 
 
 def command_page(name: str) -> str:

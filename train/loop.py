@@ -12,7 +12,7 @@ from tqdm import tqdm
 from train import folders, launch, models, stopping, truth
 from train.config import STRATEGIES, ZERO, Config, UserError
 from train.engine import Engine
-from train.operations.beside import Operations, require_free
+from train.operations.monitoring import Operations, require_free
 
 # Strategy -> (module, Engine factory). The module imports its framework, so it is only imported when used.
 ENGINES = dict.fromkeys(STRATEGIES, ("train.engines.native", "NativeEngine"))

@@ -23,7 +23,7 @@ import typer
 
 from ckpt.base.errors import UsageError
 from ckpt.base.version import __version__
-from ckpt.cli import registered
+from ckpt.cli import command_registry
 from ckpt.cli.parser import CommandGroup, add
 from ckpt.cli.usage import say_error
 from ckpt.options.command import Command
@@ -68,7 +68,7 @@ def application(commands: Iterable[Command]) -> typer.Typer:
 
 @cache
 def _whole() -> typer.Typer:
-    return application(registered.all_commands())
+    return application(command_registry.all_commands())
 
 
 def __getattr__(name: str) -> Any:
@@ -86,8 +86,8 @@ def main() -> None:
     if typed == ["convert"]:
         silence_all_but_one()
     try:
-        is_known = typed and typed[0] in registered.places()
-        app = application([registered.command(typed[0])]) if is_known else _whole()
+        is_known = typed and typed[0] in command_registry.places()
+        app = application([command_registry.command(typed[0])]) if is_known else _whole()
     except UsageError as error:
         say_error(error)
         sys.exit(error.exit_code)

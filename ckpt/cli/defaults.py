@@ -17,7 +17,7 @@ from typing import Any
 
 from ckpt.base.errors import UsageError
 from ckpt.base.text import did_you_mean
-from ckpt.cli import registered
+from ckpt.cli import command_registry
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
 #: What a file, which may be somebody else's, does not set: where is written, what is replaced, what leaves the machine.
@@ -96,10 +96,10 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
         raise UsageError("this is not TOML", path=path, found=str(error)) from None
     if not isinstance(tables, dict):
         raise UsageError(f"[[{TABLE}]] is no table", path=path, expected=f"[{TABLE}.convert]", code="unknown-default")
-    known = registered.places()
+    known = command_registry.places()
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
-            commands = [one.name for one in registered.all_commands()]  # in the order of the help
+            commands = [one.name for one in command_registry.all_commands()]  # in the order of the help
             meant = None if name in known else did_you_mean(name, commands)
             hint = meant or f"options stand in a table of their command, [{TABLE}.convert]"
             expected = f"tables of commands: {', '.join(commands)}"

@@ -22,8 +22,8 @@ from ckpt.base.errors import CkptError, SeveralRunsError, UsageError, shown
 from ckpt.base.flags import READ, SECTIONS, Positional, flag_of, type_of
 from ckpt.base.streams import code_of_reader, coloured, say_ended
 from ckpt.base.text import scheme_of
-from ckpt.base.typed import short_dtype
-from ckpt.cli import defaults, registered
+from ckpt.base.type_checks import short_dtype
+from ckpt.cli import command_registry, defaults
 from ckpt.cli.quick import quicken
 from ckpt.cli.usage import say_error, saying_usage_errors
 from ckpt.options import completion
@@ -55,9 +55,9 @@ def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
             said, url = f"`ckpt {command.name}` takes no URL here", str(value).partition(":")[2]
             found = f"{scheme}://{url.lstrip('/')}"
             raise UsageError(said, found=found, hint="give a local path, or copy it there first")
-        from ckpt.stores import standins
+        from ckpt.stores import placeholder_files
 
-        return type(value)(standins.place(str(value)))
+        return type(value)(placeholder_files.place(str(value)))
 
     return {
         name: value if name in command.texts else placed(value, name in command.urls)
@@ -118,9 +118,9 @@ def _for_command(hint: str, name: str) -> str:
 
 def _options_of(name: str) -> set[str]:
     """Return all options of a command, with those that formats declare."""
-    if name not in registered.places():
+    if name not in command_registry.places():
         return set()
-    params = _alone(registered.command(name)).params
+    params = _alone(command_registry.command(name)).params
     return {option for param in params for option in (*param.opts, *param.secondary_opts)}
 
 
@@ -187,7 +187,9 @@ class _Help:
     def format_epilog(self, ctx: Any, formatter: Any) -> None:
         name = self.name  # type: ignore[attr-defined]
         with formatter.section(_bold("Examples")):
-            for command, meaning in registered.command(name).examples if name in registered.places() else EXAMPLES:
+            for command, meaning in (
+                command_registry.command(name).examples if name in command_registry.places() else EXAMPLES
+            ):
                 formatter.write(f"{'':{formatter.current_indent}}{command}\n")
                 with formatter.indentation():
                     formatter.write_text(meaning)
@@ -232,7 +234,7 @@ class CommandGroup(_Help, TyperGroup):
             raise UsageError("an argument is empty", found=where, hint="is a variable of the shell not set?")
         resolved: Any = super().resolve_command(ctx, _with_short_dtypes(args))
         name, command, rest = resolved
-        declared = registered.command(name)
+        declared = command_registry.command(name)
         streams.work_is_files = declared.writes
         for before, arg in pairwise(args):
             url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in declared.texts else None

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128
 
 from ckpt.base.errors import printable
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import counted
 from ckpt.compare.compare import Reader, blocks, check_replicas, location, number_text
 from ckpt.move.casts import cast_bits, storage_dtype

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from xxhash import xxh3_128
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, printable, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import counted
 from ckpt.compare.digest import ALGORITHM, Progress, digests
 from ckpt.move.filehash import FileDigest, Hasher, jobs

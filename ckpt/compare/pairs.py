@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, one_line
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
-from ckpt.compare.not_compared import WHY, tensors_beside
 from ckpt.compare.other_files import is_of_training
+from ckpt.compare.skipped_content import WHY, tensors_beside
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement

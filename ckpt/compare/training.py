@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 from xxhash import xxh3_64
 
 from ckpt.base.errors import shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import counted, one_line
 from ckpt.compare.compare import Reader
 from ckpt.compare.digest import row_major

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from ckpt.base.errors import NotFoundError, UsageError, printable, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import counted
 from ckpt.runs.model_files import CONFIG, read_config
 

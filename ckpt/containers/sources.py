@@ -17,7 +17,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, IncompleteError
 from ckpt.base.text import counted
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.alike import Pickles
+from ckpt.containers.torchfile.pickle_reuse import Pickles
 from ckpt.containers.torchfile.read import TorchFile
 from ckpt.move.files import translate_os_errors
 from ckpt.move.source import opened, read_at

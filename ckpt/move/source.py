@@ -33,7 +33,7 @@ class Remote(Protocol):
 
 
 class Stores(Protocol):
-    """Lookup of stand-in files for objects in a store (`ckpt.stores.standins`)."""
+    """Lookup of stand-in files for objects in a store (`ckpt.stores.placeholder_files`)."""
 
     def is_standin(self, path: str) -> bool: ...
     def in_use(self) -> bool: ...

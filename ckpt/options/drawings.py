@@ -10,7 +10,7 @@ from ckpt.base.errors import UsageError, printable
 from ckpt.base.flags import SHOWN, WRITTEN, Flag
 
 if TYPE_CHECKING:
-    from ckpt.base.returned import Returned
+    from ckpt.base.results import Returned
     from ckpt.plan.checkpoint import Checkpoint
 
 #: What each kind of file is called, and what stands in its first bytes: nothing else is replaced.

@@ -16,7 +16,7 @@ from ckpt.base.text import aligned, counted, note_lines
 
 if TYPE_CHECKING:
     from ckpt.api import Conversion, Converted
-    from ckpt.base.returned import Returned
+    from ckpt.base.results import Returned
     from ckpt.options.groups import Outcome
     from ckpt.plan.checkpoint import Checkpoint
     from ckpt.plan.groups import Sides
@@ -63,7 +63,7 @@ def carry_out(
 
     `show` is called with what was planned. A dry run calls `plan` instead, prints what it planned, and returns None.
     """
-    from ckpt.runs import not_read
+    from ckpt.runs import unread_files
     from ckpt.runs.plan_lines import plan_lines
 
     with contextlib.ExitStack() as shown_now:
@@ -93,8 +93,8 @@ def carry_out(
             say=None if outcome.quiet else lambda line: meter.say(f"note: {line}"),
         )
     if outcome.quiet:  # what may be lost is reported even then
-        state = [one for one in written.to_json()["not_read"] if one["kind"] == not_read.STATE]
-        say(*not_read.lines(state, verbose=outcome.verbose))
+        state = [one for one in written.to_json()["not_read"] if one["kind"] == unread_files.STATE]
+        say(*unread_files.lines(state, verbose=outcome.verbose))
     else:
         say(*written.outcome(outcome.verbose))
     return written

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 from ckpt.base.errors import CorruptError, SourceGoneError, UsageError
 from ckpt.base.text import counted
 from ckpt.plan.dtypes import DType
-from ckpt.plan.loads import Loads
+from ckpt.plan.load_check import Loads
 from ckpt.plan.options import OF_FILES, Options, read_options
 from ckpt.plan.tensors import Extent, Region, Shape, Tensor
 

@@ -65,7 +65,7 @@ _OF_ALL = {
 
 #: Relations from each namespace to the Hub's names (see `ckpt.plan.namespace`).
 NAMESPACES = {
-    "transformers": "converters.names.hub.wrapped:NAMESPACE",
+    "transformers": "converters.names.hub.module_prefix:NAMESPACE",
     "megatron": "converters.names.megatron.namespace:NAMESPACE",
     "torchtitan": "converters.names.torchtitan:NAMESPACE",
 }

@@ -27,16 +27,16 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Tensor
 from ckpt.runs import from_hub
-from ckpt.runs.choosing import ANY, Chooser, Want
-from ckpt.runs.choosing import is_run as is_run
 from ckpt.runs.emptiness import empty_parameters, lacking_states
-from ckpt.runs.foreign import foreign
-from ckpt.runs.halves import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
+from ckpt.runs.foreign_checkpoints import foreign
+from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
+from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG, read_config
 from ckpt.runs.models import check_one_is_meant, how_to_choose, models_of
-from ckpt.runs.one_save import different_steps
 from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
+from ckpt.runs.selection import ANY, Chooser, Want
+from ckpt.runs.selection import is_run as is_run
 from ckpt.runs.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
 from ckpt.stores import places
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from ckpt.base.errors import UsageError
 from ckpt.move.files import is_staged
 from ckpt.move.listing import entries_in, is_folder
-from ckpt.runs.halves import is_checkpoint
-from ckpt.runs.not_read import is_named_like_state
+from ckpt.runs.half_checkpoints import is_checkpoint
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import ANY_STEP, RECORDS
-from ckpt.stores import standins
+from ckpt.runs.unread_files import is_named_like_state
+from ckpt.stores import placeholder_files
 
 #: Name part that trainers recognise as a step.
 _STEP_LIKE = re.compile(r"(?:checkpoint|step|iter|epoch)[-_=]?\d")
@@ -36,7 +36,7 @@ def default_output(path: Path, target: str) -> Path:
     A step or its part becomes a neighbour of the run: `run/checkpoint-4` becomes `run-checkpoint-4-hf`. Output from a
     URL goes into the working directory. Raise UsageError if `path` has no name.
     """
-    if standins.url_of(path) is not None:
+    if placeholder_files.url_of(path) is not None:
         return Path(f"{path.name.partition('@')[0]}-{target}")
     return next_to_run(path, target)
 
@@ -77,7 +77,7 @@ def _is_part_of_run(path: Path) -> bool:
 
 def check_place(destination: Path) -> None:
     """Raise UsageError if a trainer would count, load or delete `destination` as a step."""
-    if standins.url_of(destination) is not None:
+    if placeholder_files.url_of(destination) is not None:
         return
     place = Path(os.path.abspath(destination))
     for folder in place.parents:
@@ -94,7 +94,7 @@ def check_place(destination: Path) -> None:
 
 def place_notes(destination: Path) -> list[str]:
     """Return a warning if `destination` is in a run folder under a name that its trainer currently ignores."""
-    if standins.url_of(destination) is not None:
+    if placeholder_files.url_of(destination) is not None:
         return []
     place = Path(os.path.abspath(destination))
     if not any(_steps_beside(place)) and not any((place.parent / name).is_file() for name in RECORDS):

@@ -11,9 +11,9 @@ from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, in_short, note_lines
 from ckpt.plan.checkpoint import MASTER, WEIGHT
 from ckpt.plan.dtypes import BY_NAME
-from ckpt.plan.loads import Loads
+from ckpt.plan.load_check import Loads
 from ckpt.plan.planner import Plan
-from ckpt.runs import not_read
+from ckpt.runs import unread_files
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import TRAINER_STATE
 
@@ -38,7 +38,7 @@ def plan_report(plan: Plan, destination: str | None, peak_buffers: int) -> dict[
         ],
         "notes": list(plan.target.notes),
         "left_out": list(plan.target.not_written),
-        "not_read": [one.to_json() for one in not_read.not_read(plan.checkpoint)],
+        "not_read": [one.to_json() for one in unread_files.not_read(plan.checkpoint)],
         "loads": plan.target.loads and plan.target.loads.to_json(),
     }
 
@@ -78,7 +78,7 @@ def lost_lines(report: dict[str, Any], *, verbose: bool = False) -> list[str]:
         some = [printable(one) for one in in_short(left_out)[:_MAX_LEFT_OUT]]
         more = len(left_out) - len(some)
         notes.append(f"not in the target: {'; '.join([*some, *([f'{more} more'] if more else [])])} (-v: all of it)")
-    return notes + not_read.lines(report["not_read"], verbose=verbose)
+    return notes + unread_files.lines(report["not_read"], verbose=verbose)
 
 
 def loads_lines(report: dict[str, Any]) -> list[str]:

@@ -21,7 +21,6 @@ from ckpt.plan.checkpoint import Checkpoint, TargetFile
 from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import model_dtypes
 from ckpt.runs.file_checks import carried_content
-from ckpt.runs.left_out import run_files_left_out
 from ckpt.runs.model_files import (
     CONFIG,
     QUANTIZATION_FILES,
@@ -33,6 +32,7 @@ from ckpt.runs.model_files import (
     dump_config,
     find_config,
 )
+from ckpt.runs.omitted_content import run_files_left_out
 from ckpt.runs.steps import TRAINER_STATE
 
 #: Files found only in HF Trainer or Accelerate steps.

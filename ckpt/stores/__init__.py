@@ -1,12 +1,12 @@
 """Object stores: read a source from a URL, write a target to one.
 
-Stand-in files represent the objects (`ckpt.stores.standins`), so every format's reader sees local files.
+Stand-in files represent the objects (`ckpt.stores.placeholder_files`), so every format's reader sees local files.
 `ckpt.stores.objects` talks to a store. Importing this package connects `ckpt.move.source` to the stand-ins.
 
 May import: `ckpt.base`, `ckpt.move`, `ckpt.plan`.
 """
 
 from ckpt.move import source
-from ckpt.stores import standins
+from ckpt.stores import placeholder_files
 
-source.ask(standins)
+source.ask(placeholder_files)

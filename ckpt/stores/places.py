@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ckpt.base.errors import NotFoundError, StorageError, UnsafeError, UsageError
 from ckpt.base.text import counted, scheme_of
 from ckpt.move.files import translate_os_errors
-from ckpt.stores import standins
+from ckpt.stores import placeholder_files
 
 if TYPE_CHECKING:
     from ckpt.stores.objects import Entry, Store
@@ -34,15 +34,15 @@ def local(where: str | os.PathLike[str]) -> Path:
         text = os.fspath(where)
     except TypeError:
         raise UsageError("this is no path", expected="str or PathLike", found=repr(where)) from None
-    if scheme_of(text) is None and not standins.is_standin(text):
+    if scheme_of(text) is None and not placeholder_files.is_standin(text):
         return Path(where)
-    path = standins.place(text) if scheme_of(text) is not None else Path(where)
-    url = standins.url_of(path)
+    path = placeholder_files.place(text) if scheme_of(text) is not None else Path(where)
+    url = placeholder_files.url_of(path)
     assert url is not None
     from ckpt.stores.objects import each_once, split, store  # imported late: local paths call this function too
 
     scheme, root, key = split(url)
-    objects, home = store(scheme, root), standins.place(f"{scheme}://{root}")
+    objects, home = store(scheme, root), placeholder_files.place(f"{scheme}://{root}")
     found = {home / entry.key: entry for entry in islice(_files(each_once(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
         raise UsageError("too many objects are below this URL", found=f"more than {counted(_MOST, 'object')}", path=url)
@@ -92,7 +92,7 @@ def _stand(found: Mapping[Path, Entry], objects: Store) -> None:
         if _there.get(path) != entry:
             # The time includes a version hash, so that a new version looks like a new file.
             second, version = entry.modified_ns // 10**9, zlib.crc32(repr(entry).encode()) % 10**9
-            standins.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
+            placeholder_files.create(path, second * 10**9 + version, Ranges(entry.size, partial(objects.read, entry)))
             _there[path] = entry
     for folder, modified_ns in newest.items():
         os.utime(folder, ns=(modified_ns, modified_ns))

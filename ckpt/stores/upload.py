@@ -26,7 +26,7 @@ from ckpt.move.workers import FileDigests, Progress
 from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
-from ckpt.stores import standins
+from ckpt.stores import placeholder_files
 from ckpt.stores.objects import Entry, WritableStore, each_once, split, store
 from ckpt.stores.ranges import Ranges
 
@@ -66,7 +66,7 @@ def upload(
     Raise UsageError if the destination is not empty or the store is read-only, StorageError, or CorruptError if the
     source changed in the meantime. After an error, no object remains.
     """
-    url = standins.url_of(destination)
+    url = placeholder_files.url_of(destination)
     assert url is not None
     scheme, root, folder = split(url)
     to = store(scheme, root)
@@ -128,7 +128,7 @@ def _taken(destination: Path, claim: Entry | None = None, num_others: int = 0) -
         "another process is writing this destination, or was killed while it did",
         path=destination / _CLAIM,
         found=f"this object{made}" + (f", and {counted(num_others, 'more object')}" if num_others else ""),
-        hint=f"if none is running, remove what it left: {_removal(str(standins.url_of(destination)))}",
+        hint=f"if none is running, remove what it left: {_removal(str(placeholder_files.url_of(destination)))}",
     )
 
 
@@ -164,7 +164,7 @@ def _stand(folder: Path, files: Sequence[TargetFile], views: Views) -> None:
     for file in files:
         path = folder / file.name
         path.parent.mkdir(parents=True, exist_ok=True)
-        standins.create(path, 0, Ranges(file.size, partial(fetch, file.name), reads_ahead=False))
+        placeholder_files.create(path, 0, Ranges(file.size, partial(fetch, file.name), reads_ahead=False))
 
 
 class _Sending:

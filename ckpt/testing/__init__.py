@@ -18,7 +18,7 @@ pytest.register_assert_rewrite("ckpt.testing.commands", "ckpt.testing.conformanc
 
 from ckpt.testing.commands import CommandConformance  # noqa: E402
 from ckpt.testing.conformance import Conformance, Declaration, Refusal, Sample, Tensors  # noqa: E402
-from ckpt.testing.describing import content  # noqa: E402
+from ckpt.testing.described_tensors import content  # noqa: E402
 from ckpt.testing.stores import Served, StoreConformance, StoreDeclaration  # noqa: E402
 
 __all__ = [

@@ -27,10 +27,10 @@ from ckpt.compare.manifest import MANIFEST
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import BUFFER, HUB, MASTER, OWN, TRANSFORMERS, WEIGHT, Checkpoint, Key, Layout
 from ckpt.plan.planner import check_source, make_plan
-from ckpt.runs.not_read import not_read
 from ckpt.runs.steps import run_at
-from ckpt.testing.describing import Content, content
-from ckpt.testing.forgetful import forgotten, tampered
+from ckpt.runs.unread_files import not_read
+from ckpt.testing.described_tensors import Content, content
+from ckpt.testing.faulty_targets import forgotten, tampered
 
 Tensors = Mapping[Key, Content]
 #: Expected error types and message pattern.

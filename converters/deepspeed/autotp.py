@@ -23,7 +23,7 @@ from ckpt.base.text import Brief, counted
 from ckpt.containers.sources import RankFile, Sources
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.tensors import Box, Shape, Tensor, contiguous_strides, whole
-from ckpt.state.unread import Unread
+from ckpt.state.skipped_states import Unread
 from converters.deepspeed.folder import tensor_parallel
 from converters.deepspeed.keys import UNIVERSAL_INFO
 from converters.deepspeed.sharing import Cut, Sharing

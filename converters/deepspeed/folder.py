@@ -19,7 +19,7 @@ from ckpt.base.text import counted
 from ckpt.move.files import confined
 from ckpt.move.listing import folders_in, has_name, names_in
 from ckpt.runs.finding import Steps, find_step, newest_first
-from ckpt.runs.halves import optimizer_alone
+from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.steps import LATEST
 
 #: Aliases for all formats here.

@@ -45,7 +45,7 @@ from ckpt.plan.tensors import FlatRange, Shape, Tensor, Whole
 from ckpt.runs.finding import Steps, find_step
 from ckpt.runs.steps import LATEST_UNIVERSAL
 from ckpt.runs.trainer_files import run_companions
-from ckpt.state.unread import listed
+from ckpt.state.skipped_states import listed
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer

@@ -35,12 +35,12 @@ from ckpt.move.files import confined
 from ckpt.move.json_files import read_json
 from ckpt.move.listing import names_in
 from ckpt.plan.checkpoint import BUFFER, HUB, OWN, Checkpoint, Format, Layout, ReadRequest, Target, TargetFile
-from ckpt.plan.loads import Loads
+from ckpt.plan.load_check import Loads
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.precision import CAST_SOURCES, Choice, choices, describe, num_elements
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.left_out import run_files_left_out, training_left_out
 from ckpt.runs.model_files import read_config
+from ckpt.runs.omitted_content import run_files_left_out, training_left_out
 from ckpt.runs.sentence_modules import module_folders
 from ckpt.runs.trainer_files import model_files
 from converters.names.options import OWN as OWN_NAMES
@@ -253,7 +253,7 @@ def _proof(
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     """Return notes on tensors that the config expects but the output lacks."""
-    from converters.names.hub.promised import lacking
+    from converters.names.hub.expected_tensors import lacking
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
     cure = (

@@ -45,10 +45,10 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.precision import describe
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.left_out import training_left_out
 from ckpt.runs.model_files import CONFIG, companions, dump_config
 from ckpt.runs.model_files import read_config as read_model_config
-from ckpt.state.wrapped import clean_names
+from ckpt.runs.omitted_content import training_left_out
+from ckpt.state.wrapper_prefixes import clean_names
 from converters.huggingface.peft_options import ServerOptions
 from converters.names.adapter_settings import checked_settings
 
@@ -121,7 +121,7 @@ class Peft(Format):
         why: dict[str, str] = {}
         notes = describe(chosen, checkpoint, layout.dtype)
         if (server := layout.read(ServerOptions).server) is not None:
-            from converters.huggingface.served import served, weights_file
+            from converters.huggingface.server_adapters import served, weights_file
 
             settings = checked_settings(checkpoint, raw, config)
             made = served(chosen, settings, server, _model_type(checkpoint, raw))

@@ -16,9 +16,9 @@ from ckpt.plan.tensors import Shape
 from converters.names.hub.proof import prove
 from converters.names.megatron.relation import architectures
 from converters.names.parameters import in_memory
-from converters.names.transformers.installed import package
 from converters.names.transformers.order import as_registered
 from converters.names.transformers.relation import build_model
+from converters.names.transformers.transformers_source import package
 
 
 def in_order(hub: Checkpoint, memory: Checkpoint) -> list[str] | None:

@@ -25,7 +25,7 @@ from converters.names.megatron.model.spelling import OUTPUT, is_beside
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
 from converters.names.megatron.rows import PADDED
 from converters.names.megatron.table import RowPlace, Table
-from converters.names.transformers import installed
+from converters.names.transformers import transformers_source
 
 #: Megatron-LM's `--make-vocab-size-divisible-by`.
 VOCAB_MULTIPLE = 128
@@ -278,7 +278,7 @@ def _blocks(model_type: str, table: Table, sizes: Sizes) -> Iterator[Block]:
 def _from_transformers(config: Mapping[str, Any]) -> Model:
     """Return the parameters of transformers' own model, without activations."""
     model_type = config.get("model_type")
-    if installed.package() is None:
+    if transformers_source.package() is None:
         raise UsageError(
             "the parameters of this architecture are not known without transformers",
             expected="one of " + ", ".join(megatron.architectures()) + ", or transformers installed",

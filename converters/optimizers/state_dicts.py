@@ -23,7 +23,7 @@ from ckpt.containers.torchfile.values import StoredTensor
 from ckpt.plan.checkpoint import ParamGroup
 from ckpt.plan.tensors import Shape
 from ckpt.state.numbered import names_by_shapes
-from ckpt.state.wrapped import clean_names
+from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.shapes import per_element
 from converters.quantized.states import Quantized, understood
 

@@ -13,7 +13,7 @@ from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Key, ParamGroup
 from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Box, Extent, Fragment, Pieces, Shape, Tensor, Whole, whole
-from ckpt.state.unread import Unread
+from ckpt.state.skipped_states import Unread
 from converters.optimizers.shapes import check_shape, per_element
 from converters.quantized.states import (
     NESTED,

@@ -48,11 +48,11 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Fragment, Region, Shape, Tensor, whole
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.halves import optimizer_alone
+from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import read_config
 from ckpt.runs.models import number_of
 from ckpt.runs.steps import TRACKER
-from ckpt.state.wrapped import clean_names
+from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.ranks import check_same, check_same_options, different_numbers
 from converters.optimizers.state_dicts import Optimizer, read_optimizer, take_apart
 from converters.optimizers.states import OptimizerStates

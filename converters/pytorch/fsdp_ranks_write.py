@@ -39,8 +39,8 @@ from converters.pytorch.dtensors import DTensors, shard
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.flat_parameters import slice_length, slice_pieces
 from converters.pytorch.ranks_options import RanksOptions
-from converters.quantized.carry import carried_tensor
 from converters.quantized.states import Stored
+from converters.quantized.stored_states import carried_tensor
 
 _ROLES = ("actor", "critic")
 _RNG = "rng_state"

@@ -78,13 +78,13 @@ from ckpt.plan.checkpoint import (
 from ckpt.plan.precision import Choice, choices, describe, kept_in_training
 from ckpt.plan.tensors import Tensor, Whole, whole
 from ckpt.runs.finding import Steps, find_step
-from ckpt.runs.halves import optimizer_alone
+from ckpt.runs.half_checkpoints import optimizer_alone
 from ckpt.runs.model_files import RUN_PATTERNS, read_config
 from ckpt.runs.models import number_of, numbered, optimizers_fit
 from ckpt.runs.steps import enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.plain import is_plain
-from ckpt.state.wrapped import clean_names
+from ckpt.state.wrapper_prefixes import clean_names
 from converters.optimizers.state_dicts import is_optimizer
 from converters.pytorch.keys import several_models
 from converters.pytorch.optimizer_file import optimizer_file

@@ -11,8 +11,8 @@ from typing import Any
 from ckpt.containers.torchfile.write import copy_of, state_number, torch_file
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, ParamGroup, TargetFile
 from ckpt.plan.tensors import whole
-from converters.quantized.carry import Blocks, carried
 from converters.quantized.states import NESTED
+from converters.quantized.stored_states import Blocks, carried
 
 
 def optimizer_file(

@@ -33,7 +33,7 @@ from ckpt.state import adam
 from ckpt.state.plain import is_plain
 from converters.pytorch.facts import TorchFacts
 from converters.pytorch.keys import MODEL_NAMES
-from converters.quantized.carry import carried_tensor
+from converters.quantized.stored_states import carried_tensor
 
 #: Training state loaded entry by entry. Other formats' state is only flattened for these entries.
 _KNOWN = ("lr_scheduler", "train_state")

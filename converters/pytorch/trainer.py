@@ -52,7 +52,7 @@ from ckpt.runs.models import number_of, numbered
 from ckpt.runs.steps import TRAINER_STATE, enclosing_folders, trainer_step
 from ckpt.runs.trainer_files import run_companions
 from ckpt.state.numbered import has_decay
-from ckpt.state.unread import listed
+from ckpt.state.skipped_states import listed
 from converters.names.transformers.ties import kept_names, tied_names
 from converters.pytorch.full import (
     FSDP_MODEL,

@@ -1,4 +1,4 @@
-"""`ckpt/api.py`, `ckpt/base/typed.py`, `words.py`, `returned.py`, `errors.py`, `ckpt/runs/plan_lines.py`,
+"""`ckpt/api.py`, `ckpt/base/type_checks.py`, `words.py`, `results.py`, `errors.py`, `ckpt/runs/plan_lines.py`,
 `ckpt/commands/formats/formats.py`, `ckpt/commands/inspect/inspecting.py`, `ckpt/commands/estimate/estimating.py`,
 `ckpt/commands/merge_lora/merging.py`: the commands from Python.
 """
@@ -19,7 +19,7 @@ import torch
 
 import ckpt
 from ckpt import api
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.words import in_python
 from ckpt.compare import manifest
 from ckpt.errors import StorageError, UsageError
@@ -56,7 +56,7 @@ def test_no_result_is_true_or_false() -> None:
         "commands.formats.formats",
         "commands.inspect.inspecting",
         "commands.merge_lora.effect",
-        "commands.merge_lora.proving",
+        "commands.merge_lora.merge_proof",
         "commands.push.push",
         "compare.diff",
         "compare.manifest",

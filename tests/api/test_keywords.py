@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import ckpt
 from ckpt.base.flags import OptionGroup
-from ckpt.base.typed import _hints
+from ckpt.base.type_checks import _hints
 from ckpt.plan import registry
 from ckpt.plan.options import options_of
 from tests.support.places import REPOSITORY

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from ckpt.base.streams import coloured
-from ckpt.cli import registered
+from ckpt.cli import command_registry
 from ckpt.cli.parser import EXAMPLES as OF_ALL
 from ckpt.options import completion as complete
 from ckpt.plan import registry
@@ -26,8 +26,8 @@ from tests.support.golden import agrees
 from tests.support.places import REPOSITORY
 
 GOLDEN = Path(__file__).parent / "golden"
-COMMANDS = [command.name for command in registered.all_commands()]
-EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in registered.all_commands()}
+COMMANDS = [command.name for command in command_registry.all_commands()]
+EXAMPLES = {"ckpt": OF_ALL} | {command.name: command.examples for command in command_registry.all_commands()}
 #: They take a server, FUSE, torch, the nodes of a job or a run that lives: these are parsed alone.
 PARSED = ("mount", "push", "merge-lora", "plot", "preflight", "watch")
 

@@ -12,13 +12,13 @@ import pytest
 
 import ckpt as package
 from ckpt.base.words import in_python
-from ckpt.cli import registered
+from ckpt.cli import command_registry
 from ckpt.cli.parser import _options_of
 from tests.support import advice, hints
 from tests.support.commands import ckpt
 from tests.support.places import FIXTURES, REPOSITORY
 
-NAMES = list(registered.places())
+NAMES = list(command_registry.places())
 
 
 def texts() -> Iterator[tuple[str, str]]:

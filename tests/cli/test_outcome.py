@@ -1,4 +1,6 @@
-"""`ckpt/options/printing.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/loads.py`, `converters/names/hub/loading.py`."""
+"""`ckpt/options/printing.py`, `ckpt/runs/plan_lines.py`, `ckpt/plan/load_check.py`,
+`converters/names/hub/loading.py`.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ import pytest
 import ckpt
 from ckpt.base.text import Brief, counted, note_lines
 from ckpt.options import printing as text
-from ckpt.plan.loads import Loads
+from ckpt.plan.load_check import Loads
 from converters.names.hub import loading
 from tests.support.commands import ckpt as run_ckpt
 from tests.support.commands import ckpt_in_order

@@ -1,4 +1,4 @@
-"""`ckpt/base/typed.py`, `ckpt/cli/parser.py`, `ckpt/commands/convert/command.py`, `ckpt/runs/from_hub.py`."""
+"""`ckpt/base/type_checks.py`, `ckpt/cli/parser.py`, `ckpt/commands/convert/command.py`, `ckpt/runs/from_hub.py`."""
 
 from __future__ import annotations
 

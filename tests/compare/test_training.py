@@ -1,4 +1,6 @@
-"""`ckpt/compare/training.py`, `not_compared.py`: `ckpt verify --run`: what two runs recorded beside their tensors."""
+"""`ckpt/compare/training.py`, `skipped_content.py`: `ckpt verify --run`: what two runs recorded beside their
+tensors.
+"""
 
 from __future__ import annotations
 

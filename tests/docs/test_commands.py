@@ -70,7 +70,7 @@ COMPARED = {
     ("check", ""): "tests/check/test_checking.py",
     ("errors", "For programs"): "tests/cli/test_streams.py",
     ("merge-lora", "A run under ZeRO-3"): "tests/train/test_demo.py",
-    ("merge-lora", "Did it do anything?"): "tests/lora/test_proving.py",
+    ("merge-lora", "Did it do anything?"): "tests/lora/test_merge_proof.py",
     ("operations", "Spikes"): "tests/engines/test_operations.py",
     ("resume", "From 2 ranks to 3"): "tests/train/test_demo.py",
     ("resume", "HF Trainer under DeepSpeed"): "tests/engines/test_trainer_recipe.py",

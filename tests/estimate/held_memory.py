@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from train import config, launch, loop
-from train.operations.beside import Operations
+from train.operations.monitoring import Operations
 from train.operations.state import states_of
 
 #: In the order in which a storage that serves several purposes is counted.

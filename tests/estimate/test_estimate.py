@@ -42,7 +42,7 @@ from ckpt.commands.estimate.setup import (
 from ckpt.errors import UsageError
 from ckpt.state.parameters import Model, flops_per_token, num_elements
 from converters.names.parameters import in_memory, megatron_stages
-from converters.names.transformers import installed
+from converters.names.transformers import transformers_source
 from tests.estimate.models import LLM_JP_13B, PUBLIC
 from tests.support.commands import ckpt, process
 from tests.support.engines import launch
@@ -127,7 +127,7 @@ def test_an_architecture_without_a_table_is_asked_of_transformers(monkeypatch: p
     assert {p.layer for p in found.parameters} == {None, 0, 1}
     assert not found.blocks
     assert not in_memory({**config, "model_type": "phi3"}).blocks  # it has a table, and its activations are not known
-    monkeypatch.setattr(installed, "package", lambda: None)
+    monkeypatch.setattr(transformers_source, "package", lambda: None)
     with pytest.raises(UsageError, match="not known without transformers"):
         in_memory(config)
 

@@ -14,7 +14,7 @@ import ckpt
 from ckpt.compare.compare import check_masters
 from ckpt.errors import CkptError
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.testing.describing import Content
+from ckpt.testing.described_tensors import Content
 from tests.faults.kinds import CARRIED, EXCHANGED, IN_DATA, MISSING, VALUE, Case
 from tests.faults.samples import Sample, checked_ranges, contents, data_ranges
 

@@ -24,7 +24,7 @@ from ckpt.compare.manifest import MANIFEST
 from ckpt.errors import CkptError, UsageError
 from ckpt.plan.checkpoint import Checkpoint, Key, Layout
 from ckpt.testing.conformance import digests
-from ckpt.testing.describing import Content, content
+from ckpt.testing.described_tensors import Content, content
 from tests.support.places import FIXTURES
 
 WRITTEN_BY_FRAMEWORKS = (

@@ -1,4 +1,6 @@
-"""`ckpt/cli/parser.py`, `ckpt/runs/foreign.py`: sessions: what is typed, all that it prints, and the exit code."""
+"""`ckpt/cli/parser.py`, `ckpt/runs/foreign_checkpoints.py`: sessions: what is typed, all that it prints, and the exit
+code.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`ckpt/commands/push/push.py`, `pushing.py`, `card.py`, `recorded.py`: pushing to a server on the loopback that speaks
-the Hub's protocol, through huggingface_hub as users run it.
+"""`ckpt/commands/push/push.py`, `pushing.py`, `card.py`, `recorded_repo.py`: pushing to a server on the loopback that
+speaks the Hub's protocol, through huggingface_hub as users run it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ckpt import api
 from ckpt.commands.push import push as hub
 from ckpt.commands.push import pushing
 from ckpt.commands.push.card import model_card
-from ckpt.commands.push.recorded import recorded_repo
+from ckpt.commands.push.recorded_repo import recorded_repo
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Layout
 from converters.names.hub import saving as asked

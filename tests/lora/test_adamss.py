@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/whole_model.py`, `ckpt/commands/merge_lora/layer.py`: AdaMSS, whose groups of rows PEFT
+"""`ckpt/commands/merge_lora/loaded_model.py`, `ckpt/commands/merge_lora/layer.py`: AdaMSS, whose groups of rows PEFT
 finds again with scikit-learn.
 
 `make test-peft` has scikit-learn beside the environment.

@@ -1,5 +1,5 @@
-"""`ckpt/commands/merge_lora/tied.py`, `merge.py`, `proving.py`: adapters on tied weights, against the live model that
-was trained.
+"""`ckpt/commands/merge_lora/tied.py`, `merge.py`, `merge_proof.py`: adapters on tied weights, against the live model
+that was trained.
 """
 
 from __future__ import annotations

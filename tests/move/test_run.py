@@ -43,7 +43,7 @@ from ckpt.plan.dtypes import BFLOAT16, FLOAT32, DType
 from ckpt.plan.planner import Copy, make_plan
 from ckpt.plan.spans import Spans
 from ckpt.plan.tensors import Box, Extent, FlatRange, Fragment, Pieces, Tensor, Whole, contiguous_strides, whole
-from ckpt.stores import standins
+from ckpt.stores import placeholder_files
 from tests.support.killing import killed_before_call
 from tests.support.moving import UINT8, Case, byte_positions, copies, expected_after, listing, make_case, open_files
 
@@ -411,7 +411,7 @@ class TestMemory:
         monkeypatch.setattr(blocks, "cast_bits", watched)
         monkeypatch.setattr(blocks, "_BATCH", 8 << 10)
         monkeypatch.setattr(threads, "num_cores", lambda: cores)
-        monkeypatch.setattr(standins, "in_use", lambda: True)  # of a store, elsewhere
+        monkeypatch.setattr(placeholder_files, "in_use", lambda: True)  # of a store, elsewhere
         execute(case.plan, tmp_path / "out", resources=Resources(workers=8))
         case.assert_written(tmp_path / "out")
         assert 1 <= most[0] <= cores

@@ -1,5 +1,6 @@
-"""`converters/names/transformers/installed.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every tiny
-architecture of transformers against `save_pretrained`, with ckpt's tables alone and with transformers beside them.
+"""`converters/names/transformers/transformers_source.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every
+tiny architecture of transformers against `save_pretrained`, with ckpt's tables alone and with transformers beside
+them.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ from safetensors.torch import load_file
 import ckpt
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
-from converters.names.transformers import installed
 from converters.names.transformers import relation as relations
-from converters.names.transformers.installed import converted_identifiers, model_folder
+from converters.names.transformers import transformers_source
 from converters.names.transformers.relation import relation
 from converters.names.transformers.tables import declared
+from converters.names.transformers.transformers_source import converted_identifiers, model_folder
 from tests.support.architectures import auto, model_class, model_types, numbered, tiny_config, tiny_model
 from tests.support.loaded import save_loaded
 
@@ -94,7 +95,7 @@ def known_from(config: Mapping[str, Any]) -> str | None:
     """
     if declared(config) is not None:
         return "tables"
-    whole = next(installed.model_types(config), None)
+    whole = next(transformers_source.model_types(config), None)
     if whole is None or converted_identifiers() is None or model_folder(whole) is None:
         return None
     return "transformers"
@@ -102,16 +103,21 @@ def known_from(config: Mapping[str, Any]) -> str | None:
 
 def forget() -> None:
     """What was read of transformers' source text."""
-    for cached in (installed.converted_identifiers, installed.model_folder, installed._source, installed._classes):
+    for cached in (
+        transformers_source.converted_identifiers,
+        transformers_source.model_folder,
+        transformers_source._source,
+        transformers_source._classes,
+    ):
         cached.cache_clear()
 
 
 @pytest.fixture
 def hide_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[bool], None]]:
-    package = installed.package
+    package = transformers_source.package
 
     def hide(hidden: bool) -> None:
-        for module in (installed, relations):
+        for module in (transformers_source, relations):
             monkeypatch.setattr(module, "package", (lambda: None) if hidden else package)
         forget()
 

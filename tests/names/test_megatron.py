@@ -1,6 +1,6 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `unsupported.py`,
-`centred.py`, `architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`,
-`model/splits.py`: tables, rows by hand, padding, refusals; slow: names and logits of megatron-core's own models.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `unsupported.py`, `centered_norms.py`,
+`architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`, `model/splits.py`:
+tables, rows by hand, padding, refusals; slow: names and logits of megatron-core's own models.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""`converters/names/transformers/relation.py`, `installed.py`, `ties.py`: transformers' names in memory against the
-Hub's, with `save_pretrained` and `from_pretrained` as the oracle.
+"""`converters/names/transformers/relation.py`, `transformers_source.py`, `ties.py`: transformers' names in memory
+against the Hub's, with `save_pretrained` and `from_pretrained` as the oracle.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ckpt.plan.checkpoint import HUB, TRANSFORMERS, Checkpoint, Layout, ReadRequ
 from ckpt.plan.planner import make_plan
 from ckpt.plan.relation import translate
 from converters.huggingface.hf import HF
-from converters.names.transformers import installed
 from converters.names.transformers import relation as relations
+from converters.names.transformers import transformers_source
 from converters.names.transformers.relation import relation
 from converters.names.transformers.ties import kept_names
 from tests.support.architectures import tiny_config, tiny_model
@@ -321,11 +321,11 @@ def test_a_hostile_config_of_a_model_in_the_tables(config: dict[str, Any]) -> No
 
 @pytest.fixture
 def without_transformers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (installed, relations):
+    for module in (transformers_source, relations):
         monkeypatch.setattr(module, "package", lambda: None)
-    installed.converted_identifiers.cache_clear()
+    transformers_source.converted_identifiers.cache_clear()
     yield
-    installed.converted_identifiers.cache_clear()
+    transformers_source.converted_identifiers.cache_clear()
 
 
 @pytest.mark.usefixtures("without_transformers", "without_tables")
@@ -418,7 +418,7 @@ def test_transformers_is_imported_only_for_models_that_no_table_has() -> None:
 def test_tied_weights_are_those_of_the_class(name: str) -> None:
     cls = getattr(transformers, name)
     config = {"model_type": cls.config_class.model_type, "architectures": [name]}
-    assert installed.tied_weights(config) == (cls._tied_weights_keys or {})
+    assert transformers_source.tied_weights(config) == (cls._tied_weights_keys or {})
 
 
 @pytest.mark.parametrize(
@@ -442,7 +442,7 @@ def test_tied_weights_are_those_of_the_class(name: str) -> None:
 )
 def test_the_default_of_tying_is_that_of_the_config_class(model_type: str) -> None:
     default = transformers.CONFIG_MAPPING[model_type]()
-    assert installed.ties_by_default(model_type) == bool(default.tie_word_embeddings)
+    assert transformers_source.ties_by_default(model_type) == bool(default.tie_word_embeddings)
 
 
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "t5", "gemma2", "bloom", "opt"])

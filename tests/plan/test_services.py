@@ -9,7 +9,7 @@ import converters.deepspeed.layer_names
 import converters.huggingface.peft
 import converters.names.adapter_settings
 import converters.names.hub.classes
-import converters.names.hub.promised
+import converters.names.hub.expected_tensors
 import converters.names.hub.proof
 import converters.names.parameters
 import converters.names.quantization.parts
@@ -18,8 +18,8 @@ import converters.names.transformers.modules
 import converters.names.transformers.relation
 import converters.names.transformers.ties
 import converters.pytorch.state
-import converters.quantized.carry
 import converters.quantized.dequantize
+import converters.quantized.stored_states
 from ckpt.adapters import services as of_adapters
 from ckpt.base.entries import Late
 from ckpt.commands.estimate import table
@@ -30,14 +30,14 @@ TIES: protocols.TiesProtocol = converters.names.transformers.ties
 TORCHTITAN: protocols.TorchtitanProtocol = converters.names.torchtitan
 LAYER_NAMES: protocols.LayerNamesProtocol = converters.deepspeed.layer_names
 PROOF: protocols.ProofProtocol = converters.names.hub.proof
-EXPECTED: protocols.ExpectedProtocol = converters.names.hub.promised
+EXPECTED: protocols.ExpectedProtocol = converters.names.hub.expected_tensors
 MODULES: protocols.ModulesProtocol = converters.names.transformers.modules
 CLASSES: protocols.ClassesProtocol = converters.names.hub.classes
 PARAMETERS: table.ParametersProtocol = converters.names.parameters
 STATE_DICTS: protocols.StateDictsProtocol = converters.pytorch.state
 QUANTIZATION: protocols.QuantizationProtocol = converters.names.quantization.parts
 DEQUANTIZING: protocols.DequantizingProtocol = converters.quantized.dequantize
-STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.carry
+STORED_STATES: protocols.StoredStatesProtocol = converters.quantized.stored_states
 SETTINGS: of_adapters.SettingsProtocol = converters.names.adapter_settings
 NAMES: of_adapters.NamesProtocol = converters.huggingface.peft
 MODEL_BUILDER: empty_model.BuilderProtocol = converters.names.transformers.relation

@@ -1,4 +1,4 @@
-"""`converters/quantized/dequantize.py`, `carry.py`, `bitsandbytes.py`, `mxfp4.py`, `fp8.py`: quantized weights.
+"""`converters/quantized/dequantize.py`, `stored_states.py`, `bitsandbytes.py`, `mxfp4.py`, `fp8.py`: quantized weights.
 
 They are copied bit for bit, and dequantized to the same bits as transformers and bitsandbytes.
 """

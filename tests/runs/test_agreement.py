@@ -1,4 +1,4 @@
-"""`ckpt/runs/choosing.py`: all commands choose the same checkpoint, in every disguise of a folder."""
+"""`ckpt/runs/selection.py`: all commands choose the same checkpoint, in every disguise of a folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/runs/halves.py`: a step or an adapter that lost its weights is incomplete, for every command."""
+"""`ckpt/runs/half_checkpoints.py`: a step or an adapter that lost its weights is incomplete, for every command."""
 
 from __future__ import annotations
 

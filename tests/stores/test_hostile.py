@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`, `places.py`, `standins.py`: stores and URLs that are not as they should be."""
+"""`ckpt/stores/objects.py`, `places.py`, `placeholder_files.py`: stores and URLs that are not as they should be."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`ckpt/stores/objects.py`, `ranges.py`, `standins.py`: checkpoints in a store: the same as local ones."""
+"""`ckpt/stores/objects.py`, `ranges.py`, `placeholder_files.py`: checkpoints in a store: the same as local ones."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ckpt.commands.inspect import overview
 from ckpt.errors import CorruptError, NotFoundError, StorageError, UsageError
 from ckpt.move.source import read_file
 from ckpt.move.workers import Resources
-from ckpt.stores import objects, places, ranges, standins
+from ckpt.stores import objects, placeholder_files, places, ranges
 from tests.support.commands import ckpt as command
 from tests.support.commands import process
 from tests.support.mounting import no_fuse, unmount
@@ -491,7 +491,7 @@ def test_opened_again_it_is_looked_at_again(store: ObjectStore) -> None:
     store.put("again/latest", b"global_step3")
     store.put("again/another", b"file")
     store.client.delete_object(Bucket=BUCKET, Key="again/global_step2/zero_pp_rank_0_mp_rank_00_model_states.pt")
-    assert places.local(url) == path == standins.place(url)
+    assert places.local(url) == path == placeholder_files.place(url)
     assert read_file(path / "latest") == b"global_step3"
     assert (path / "another").is_file()
     assert not (path / "global_step2" / "zero_pp_rank_0_mp_rank_00_model_states.pt").exists()

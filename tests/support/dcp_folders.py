@@ -13,7 +13,7 @@ from ckpt.move.run import execute
 from ckpt.plan.checkpoint import Checkpoint, Layout, ReadRequest
 from ckpt.plan.planner import make_plan
 from ckpt.plan.tensors import Tensor
-from ckpt.runs.choosing import Chooser
+from ckpt.runs.selection import Chooser
 from converters.pytorch.dcp import DCP
 
 

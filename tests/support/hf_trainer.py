@@ -25,7 +25,7 @@ from train import data, folders, launch, loop, models, stopping, truth
 from train.config import WARMUP, ZERO, Config
 from train.engine import Engine
 from train.engines.native import gather
-from train.operations.beside import Operations, require_free
+from train.operations.monitoring import Operations, require_free
 
 _SCHEDULERS = {"deepspeed": "linear", "torch": "cosine", "none": "constant"}
 

@@ -1,4 +1,6 @@
-"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/registered.py`: the suite of commands on our own."""
+"""`ckpt/testing/commands.py`, `ckpt/options/command.py`, `ckpt/cli/command_registry.py`: the suite of commands on our
+own.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +11,13 @@ import pytest
 
 import ckpt
 from ckpt import commands
-from ckpt.cli import registered
+from ckpt.cli import command_registry
 from ckpt.errors import UsageError
 from ckpt.testing import CommandConformance
 
 
 class TestOwnCommands(CommandConformance):
-    commands = registered.all_commands()
+    commands = command_registry.all_commands()
 
 
 @pytest.mark.parametrize(
@@ -29,21 +31,21 @@ class TestOwnCommands(CommandConformance):
     ],
 )
 def test_a_wrong_declaration_fails(test: str, change: dict[str, object]) -> None:
-    wrong = replace(registered.command("check"), **change)  # type: ignore[arg-type]
+    wrong = replace(command_registry.command("check"), **change)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
         getattr(CommandConformance(), test)(wrong)
 
 
 def test_another_package_cannot_take_the_name_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "entries", lambda group: {"check": "other:COMMAND"})
+    monkeypatch.setattr(command_registry, "entries", lambda group: {"check": "other:COMMAND"})
     with pytest.raises(UsageError, match="registers the command 'check', which ckpt has itself"):
-        registered.places.__wrapped__()
+        command_registry.places.__wrapped__()
 
 
 def test_what_is_registered_must_be_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registered, "places", lambda: {"other": "ckpt.options.groups:SECTIONS"})
+    monkeypatch.setattr(command_registry, "places", lambda: {"other": "ckpt.options.groups:SECTIONS"})
     with pytest.raises(UsageError, match="the command 'other' is not declared"):
-        registered.command.__wrapped__("other")
+        command_registry.command.__wrapped__("other")
 
 
 def test_a_new_folder_is_a_command_and_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,6 +60,6 @@ def test_a_new_folder_is_a_command_and_a_function(tmp_path: Path, monkeypatch: p
     commands.places.cache_clear()
     try:
         assert ckpt.hello() == "hello" and "hello" in dir(ckpt)  # type: ignore[attr-defined]
-        assert "hello" in registered.places.__wrapped__()
+        assert "hello" in command_registry.places.__wrapped__()
     finally:
         commands.places.cache_clear()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.support.places import FIXTURES
 from train import folders, launch
 from train.config import Config, UserError
-from train.operations.beside import require_free
+from train.operations.monitoring import require_free
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ A checkpoint is whole if all of these hold:
 - The parts of every tensor cover it exactly once.
 - Names and shapes match the model's config.
 - No file is missing, empty or truncated (`ckpt.commands.check.files`).
-- No unread file looks like training state (`ckpt.runs.not_read`).
+- No unread file looks like training state (`ckpt.runs.unread_files`).
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from ckpt.base.errors import (
     SeveralModelsError,
     printable,
 )
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.check.files import (
     DAMAGED,
     HALF,
@@ -60,15 +60,14 @@ from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
-from ckpt.runs.choosing import has_model_part, is_stray
 from ckpt.runs.emptiness import empty_parameters, lacking_states
-from ckpt.runs.halves import check_holds_model, formats_of
+from ckpt.runs.half_checkpoints import check_holds_model, formats_of
+from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
 from ckpt.runs.models import free_tags, missing_models, models_of, number_of
-from ckpt.runs.not_read import STATE, may_hold_tensors, not_read, stray_names
-from ckpt.runs.one_save import different_steps
 from ckpt.runs.opening import AUTO, has_optimizer, is_run, open_checkpoint
 from ckpt.runs.search import run_below
+from ckpt.runs.selection import has_model_part, is_stray
 from ckpt.runs.steps import (
     ANY_STEP,
     LATEST,
@@ -84,6 +83,7 @@ from ckpt.runs.steps import (
     trainer_step,
 )
 from ckpt.runs.trainer_files import carried_files
+from ckpt.runs.unread_files import STATE, may_hold_tensors, not_read, stray_names
 from ckpt.stores.places import local
 
 WHOLE = "whole"

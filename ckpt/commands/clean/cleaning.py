@@ -12,16 +12,16 @@ from typing import Any
 
 from ckpt import api
 from ckpt.base.errors import CkptError, NotFoundError, printable
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.resume.copies import copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.compare import manifest
 from ckpt.move.files import REPLACED, destination_of, disk_bytes, is_staged, staging_folder, translate_os_errors
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
-from ckpt.runs.halves import holds_model
+from ckpt.runs.half_checkpoints import holds_model
 from ckpt.runs.opening import open_training
 from ckpt.runs.output_place import run_root
 from ckpt.runs.search import MANIFEST

@@ -12,18 +12,18 @@ from typing import Any
 
 from ckpt import api
 from ckpt.base.errors import LossError, UsageError, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.doctor import facts as known
 from ckpt.commands.doctor import text
 from ckpt.commands.doctor.facts import Facts, Trial
 from ckpt.commands.inspect import overview
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Checkpoint
-from ckpt.runs.not_read import not_read
 from ckpt.runs.search import MANIFEST
-from ckpt.stores.standins import is_standin
+from ckpt.runs.unread_files import not_read
+from ckpt.stores.placeholder_files import is_standin
 
 #: A command, the part of it that writes nothing, and True if users of such a checkpoint expect it to work.
 Proof = tuple[str, Callable[[], Any], bool]

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ckpt.base.errors import UsageError
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size
 from ckpt.base.text import counted
-from ckpt.base.typed import takes
+from ckpt.base.type_checks import takes
 from ckpt.commands.estimate import run_config as configs
 from ckpt.commands.estimate import text
 from ckpt.commands.estimate.options import Gpus, Lora, Stated, StateOptions, Training

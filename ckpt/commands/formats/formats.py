@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import aligned
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Format

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from ckpt.base.errors import UsageError, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import aligned, counted, did_you_mean, scheme_of
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.check.checking import HEADS, Checked, checkpoints_of, survey
 from ckpt.commands.inspect import overview
 from ckpt.commands.inspect.inspection import inspection
@@ -25,9 +25,9 @@ from ckpt.pictures.pages import page
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tensors import Tensor
 from ckpt.plan.tiling import Damage
-from ckpt.runs.not_read import not_read
 from ckpt.runs.opening import AUTO, open_checkpoint
-from ckpt.stores import standins
+from ckpt.runs.unread_files import not_read
+from ckpt.stores import placeholder_files
 
 _MAX_STEPS = 20  # steps to check without `everything`
 
@@ -117,7 +117,7 @@ def inspect(
     else:
         text, place = fspath(source), None if config is None else fspath(config)
         checkpoint = open_checkpoint(text, format, tag=tag, config=place)
-        run = tuple(run_of(Path(text) if scheme_of(text) is None else standins.place(text), tag, everything))
+        run = tuple(run_of(Path(text) if scheme_of(text) is None else placeholder_files.place(text), tag, everything))
     patterns = [tensor] if isinstance(tensor, str) else tensor
     matching = matching_tensors(checkpoint, patterns) if patterns else None
     left = tuple(one.to_json() for one in not_read(checkpoint))

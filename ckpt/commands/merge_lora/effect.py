@@ -16,7 +16,7 @@ import numpy as np
 from ckpt import api
 from ckpt.base.errors import printable
 from ckpt.base.text import counted
-from ckpt.commands.merge_lora.neighbours import unread
+from ckpt.commands.merge_lora.unmerged_files import unread
 from ckpt.plan.checkpoint import Checkpoint
 
 if TYPE_CHECKING:

@@ -24,12 +24,12 @@ from ckpt.plan.dtypes import DType
 from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
-from ckpt.runs.choosing import Want
 from ckpt.runs.from_hub import is_repository, owner_hint, unknown_hint
 from ckpt.runs.opening import open_wanted
+from ckpt.runs.selection import Want
 from ckpt.state.naming import to_namespace
 from ckpt.state.same_model import difference
-from ckpt.stores import standins
+from ckpt.stores import placeholder_files
 from ckpt.stores.places import local
 from ckpt.views.lazy import LazyTensor
 
@@ -394,7 +394,7 @@ def _is_quantized(repo_id: str) -> bool:
 
 
 def _hub_id(path: Path) -> str | None:
-    url = standins.url_of(path)
+    url = placeholder_files.url_of(path)
     if url is not None and url.startswith("hf://"):
         return "/".join(url.split("/")[2:4]).partition("@")[0]
     match = _SNAPSHOT.search(f"{path.resolve()}/")

@@ -28,7 +28,7 @@ from ckpt.adapters.config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKE
 from ckpt.adapters.names import AdapterName, parse_name
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
-from ckpt.commands.merge_lora import renamed, targets, tied
+from ckpt.commands.merge_lora import base_names, targets, tied
 from ckpt.commands.merge_lora.combine import loaded, require_peft
 from ckpt.commands.merge_lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.commands.merge_lora.empty_model import EmptyModel
@@ -36,7 +36,7 @@ from ckpt.commands.merge_lora.experts import ExpertPart, part_of
 from ckpt.commands.merge_lora.find import Adapter, Factor, open_adapter
 from ckpt.commands.merge_lora.head import as_trained
 from ckpt.commands.merge_lora.layer import check_installed, merge_layer, updates
-from ckpt.commands.merge_lora.whole_model import LoadedModel
+from ckpt.commands.merge_lora.loaded_model import LoadedModel
 from ckpt.move.json_files import parse_json
 from ckpt.move.workers import Resources
 from ckpt.plan import registry, services
@@ -46,8 +46,8 @@ from ckpt.plan.model_config import config_parts
 from ckpt.plan.planner import make_plan
 from ckpt.plan.precision import CAST_SOURCES, choices
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
-from ckpt.runs.left_out import training_left_out
 from ckpt.runs.model_files import CONFIG, PATTERNS, TEMPLATES, companions, dump_config
+from ckpt.runs.omitted_content import training_left_out
 from ckpt.runs.steps import run_at
 from ckpt.state.naming import to_namespace
 from ckpt.state.quantized_weights import check_casts, check_parts, with_uncast_parts
@@ -150,7 +150,7 @@ def _plan(
         trained = as_trained(model, one)
         model, entries, notes = trained.base, {**entries, **trained.entries}, (*notes, *trained.notes)
     merge = _Merge(model, layout, Noted(len(adapters)), as_peft, entries)
-    given, adapters = adapters, [renamed.in_memory(_stacked(one, merge), merge.base) for one in adapters]
+    given, adapters = adapters, [base_names.in_memory(_stacked(one, merge), merge.base) for one in adapters]
     for one, before in zip(adapters, given, strict=True):
         merge.add(one)
         merge.check_vocabulary(one)

@@ -12,12 +12,12 @@ from ckpt import api
 from ckpt.base.errors import UsageError
 from ckpt.base.flags import others
 from ckpt.base.sizes import parse_size
-from ckpt.base.typed import takes
+from ckpt.base.type_checks import takes
 from ckpt.commands.merge_lora.effect import Merge, MergedModel
 from ckpt.commands.merge_lora.find import check_one_base, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import plan
-from ckpt.commands.merge_lora.neighbours import without_ignored
 from ckpt.commands.merge_lora.options import Combining, Merged, MergeSource, Threads
+from ckpt.commands.merge_lora.unmerged_files import without_ignored
 from ckpt.move.listing import listed_once
 from ckpt.move.workers import Resources
 from ckpt.plan.checkpoint import Layout

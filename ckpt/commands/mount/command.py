@@ -41,12 +41,12 @@ def mount(
     """
     from ckpt import api
     from ckpt.runs.plan_lines import lost_lines
-    from ckpt.stores import standins
+    from ckpt.stores import placeholder_files
     from ckpt.views.mount import check_free, library
     from ckpt.views.mount import mount as mount_conversion
 
     library()  # before anything is said
-    if standins.is_standin(str(path)) and not foreground:
+    if placeholder_files.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
     conversion = api.plan(path, target, **vars(selection), **vars(precision), **vars(sharding), **options)

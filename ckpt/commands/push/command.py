@@ -43,7 +43,7 @@ def push(
 def push_target(at: HubTarget, names: Names, folders: list[Path], suffix: str = "") -> Push:
     """Return the target of a push: the given repository, or the run's recorded one plus `suffix`."""
     from ckpt.commands.push.push import Push
-    from ckpt.commands.push.recorded import recorded_repo
+    from ckpt.commands.push.recorded_repo import recorded_repo
 
     repo_id = at.repo_id or recorded_repo(folders, suffix)
     return Push(repo_id, at.private, at.revision, at.create_pr, at.commit_message, names == "own")

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from ckpt.adapters.config import CONFIG as ADAPTER_CONFIG
 from ckpt.base.errors import CkptError, CorruptError, NotFoundError, StorageError, UsageError, printable
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.text import HUB_ID, counted
 from ckpt.commands.push.card import CARD, is_ours
 from ckpt.compare import manifest

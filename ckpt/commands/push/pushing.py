@@ -11,11 +11,11 @@ from typing import Literal
 from ckpt import api
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.push import push as hub
 from ckpt.commands.push.card import CARD, model_card
 from ckpt.commands.push.push import Push, Pushed
-from ckpt.commands.push.recorded import recorded_repo
+from ckpt.commands.push.recorded_repo import recorded_repo
 from ckpt.commands.push.run_state import check_no_run
 from ckpt.stores.places import local
 

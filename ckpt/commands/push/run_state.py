@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ckpt import api
 from ckpt.base.errors import CkptError, LossError
-from ckpt.runs.not_read import is_of_a_run
 from ckpt.runs.opening import has_optimizer, holds_optimizer
+from ckpt.runs.unread_files import is_of_a_run
 
 #: Suffixes of torch files, which may hold an optimizer next to the model.
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")

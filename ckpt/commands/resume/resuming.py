@@ -31,7 +31,7 @@ from ckpt.base.errors import (
 from ckpt.base.progress import progress
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted, scheme_of
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.resume.caller import caller
 from ckpt.commands.resume.copies import RECORD, copies_in, kept_folder, remove_staging, unfinished_in
 from ckpt.move.files import confined, destination_of, translate_os_errors
@@ -42,9 +42,9 @@ from ckpt.plan.checkpoint import AXES, OWN, Checkpoint, Format, Layout, ReadRequ
 from ckpt.plan.dtypes import CASTABLE
 from ckpt.plan.groups import Cast, OptionValue
 from ckpt.processes.group import Alone, check_alike, the_callers
-from ckpt.runs import not_read
+from ckpt.runs import unread_files
 from ckpt.runs.file_checks import check_carried
-from ckpt.runs.halves import check_holds_model
+from ckpt.runs.half_checkpoints import check_holds_model
 from ckpt.runs.models import models_of, name_of, others_of_save, save_around
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.runs.steps import (
@@ -367,7 +367,7 @@ def _way(
             found = replace(checkpoint, path=str(as_it_is), files=tuple(opened.values()))
             names = ", ".join(map(name_of, models_of(as_it_is).values()))
             say(f"note: the save holds {counted(len(every), 'model')}, and the engine loads all of them: {names}")
-        for line in not_read.lines([file.to_json() for file in not_read.not_read(found)]):
+        for line in unread_files.lines([file.to_json() for file in unread_files.not_read(found)]):
             say(line)
         return _Way(str(as_it_is), "as it is", list(opened))
     if len(every) > 1:
@@ -463,7 +463,7 @@ def _convert(
             say(f"{show_size(num_done)} were there already, and are as they were written")
         for line in (*plan.target.notes, *plan.target.not_written):
             say(f"note: {line}" if line in plan.target.notes else f"not in the target: {line}")
-        for line in not_read.lines([one.to_json() for one in not_read.not_read(plan.checkpoint)]):
+        for line in unread_files.lines([one.to_json() for one in unread_files.not_read(plan.checkpoint)]):
             say(line)
 
 

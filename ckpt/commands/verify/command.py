@@ -122,7 +122,7 @@ def _verify_merge(
     quiet: bool,
     verbose: bool,
 ) -> None:
-    from ckpt.commands.merge_lora.proving import verify_merge
+    from ckpt.commands.merge_lora.merge_proof import verify_merge
 
     others += [
         f"--{name.replace('_', '-')}" for name in ("from_a", "tag_a") if getattr(sides, name) not in ("auto", None)

@@ -16,7 +16,7 @@ from typing import Any
 from ckpt.base.errors import UnsafeError
 from ckpt.base.text import counted
 from ckpt.containers.torchfile.machine import Machine
-from ckpt.containers.torchfile.unlisted import class_of
+from ckpt.containers.torchfile.unknown_classes import class_of
 from ckpt.containers.torchfile.values import (
     MAX_DIMS,
     MAX_EXPANDED,

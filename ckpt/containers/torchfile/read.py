@@ -34,8 +34,8 @@ from typing import Any, NoReturn
 from ckpt.base.errors import CorruptError, IncompleteError, NotFoundError, UnsafeError
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.containers.torchfile.alike import Parsed, Pickles
 from ckpt.containers.torchfile.machine import Machine, Table
+from ckpt.containers.torchfile.pickle_reuse import Parsed, Pickles
 from ckpt.containers.torchfile.table import allowed
 from ckpt.containers.torchfile.unpickle import loads
 from ckpt.containers.torchfile.values import MAX_PICKLE, CutShortError, Storage, StorageType, short
@@ -86,7 +86,7 @@ def read(
     """Read the torch file `path`, or one embedded at `offset` (an item in a `.distcp` file).
 
     Only the directory, `data.pkl` and small records are read. `table` holds the allowed names (default: `allowed()`).
-    `alike` caches pickles between calls, so that equal ones are parsed once. Raise
+    `pickle_reuse` caches pickles between calls, so that equal ones are parsed once. Raise
 
     * NotFoundError: no such file, or another kind of file (a plain pickle, a tar file, ...);
     * CorruptError: truncated, overwritten with zeros, or contradicting itself;

@@ -1,6 +1,6 @@
 """Table of names that a pickle may use, by exact (module, name).
 
-Plain data objects with other classes also become inert records: see `ckpt.containers.torchfile.unlisted`.
+Plain data objects with other classes also become inert records: see `ckpt.containers.torchfile.unknown_classes`.
 
 Add a new name here. Other packages register names through the entry-point group `ckpt.pickle_names`. An entry's value
 `module:object` maps (module, name) to the names of the positional arguments in the pickle, mostly (). Their objects
@@ -18,7 +18,7 @@ from ckpt.base.entries import entries, load
 from ckpt.base.errors import UsageError
 from ckpt.containers.torchfile.calls import FUNCTIONS, record
 from ckpt.containers.torchfile.enums import ENUMS, SIGNALS
-from ckpt.containers.torchfile.unlisted import class_of
+from ckpt.containers.torchfile.unknown_classes import class_of
 from ckpt.containers.torchfile.values import Global, Record, StorageType, Unsupported
 from ckpt.plan import dtypes
 

@@ -81,7 +81,7 @@ class Global:
 
     `build` returns the result of a call. It is None if files only contain the name. `fields` names the positional
     arguments of a namedtuple, or the parts of a tuple state. `members` holds an enum's values by name. A class outside
-    the table is not `is_listed`: see `ckpt.containers.torchfile.unlisted`.
+    the table is not `is_listed`: see `ckpt.containers.torchfile.unknown_classes`.
     """
 
     module: str

@@ -24,7 +24,7 @@ from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Key
 from ckpt.plan.dtypes import DType
 from ckpt.plan.tensors import Box, Extent, Shape, Tensor, flat_boxes
-from ckpt.runs.halves import optimizer_alone
+from ckpt.runs.half_checkpoints import optimizer_alone
 from converters.megatron.chunks import BUFFERS
 from converters.megatron.dist.folder import BACKENDS, COMMON, MODULE, MODULE_1, is_nemo, is_nemo_1
 from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names, state_key, with_rows

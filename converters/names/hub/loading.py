@@ -11,7 +11,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from ckpt.plan.loads import Loads
+from ckpt.plan.load_check import Loads
 from ckpt.plan.tensors import Shape
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ

@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
 from converters.names.families.rows import DERIVED, Saved
-from converters.names.transformers.installed import converted_identifiers
+from converters.names.transformers.transformers_source import converted_identifiers
 
 
 def can_be_asked() -> bool:
@@ -39,7 +39,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         return None
     from transformers.core_model_loading import revert_weight_conversion
 
-    from converters.names.transformers.stored import stored_names
+    from converters.names.transformers.save_conversions import stored_names
     from converters.names.transformers.tracing import Traced
 
     named = stored_names(model)

@@ -34,7 +34,7 @@ from converters.names.families.composites import Composite
 from converters.names.families.config import Config
 from converters.names.families.rows import DERIVED, Sizes
 from converters.names.megatron import architectures as tables
-from converters.names.megatron.centred import shifted, shifting_notes
+from converters.names.megatron.centered_norms import shifted, shifting_notes
 from converters.names.megatron.config_against_args import refuse_another_models, under_older_names
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ckpt.plan.tensors import Shape
-from converters.names.transformers.installed import mentions, model_types
 from converters.names.transformers.relation import build_model
+from converters.names.transformers.transformers_source import mentions, model_types
 
 #: Classes of layers with a weight, in torch and transformers.
 LAYERS = ("Linear", "Embedding", "Conv1D", "Conv1d", "Conv2d", "Conv3d")

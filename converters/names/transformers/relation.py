@@ -19,7 +19,11 @@ from ckpt.plan.namespace import Namespace
 from ckpt.plan.relation import Link, Relation, translate
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
-from converters.names.transformers.installed import (
+from converters.names.transformers.order import as_registered
+from converters.names.transformers.rules import Direction, not_of_the_config
+from converters.names.transformers.save_conversions import stored_names
+from converters.names.transformers.tables import declared
+from converters.names.transformers.transformers_source import (
     base_prefixes,
     class_names,
     converted_identifiers,
@@ -27,10 +31,6 @@ from converters.names.transformers.installed import (
     model_types,
     package,
 )
-from converters.names.transformers.order import as_registered
-from converters.names.transformers.rules import Direction, not_of_the_config
-from converters.names.transformers.stored import stored_names
-from converters.names.transformers.tables import declared
 
 if TYPE_CHECKING:
     from converters.names.transformers.tracing import Traced

@@ -9,8 +9,8 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from ckpt.plan.model_config import config_parts
-from converters.names.transformers.installed import is_base_model, model_types
 from converters.names.transformers.rules import NameRule, Rules, exchanged, joined, read_as, rename, stacked
+from converters.names.transformers.transformers_source import is_base_model, model_types
 
 
 def _words(text: str) -> list[str]:

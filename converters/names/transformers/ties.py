@@ -13,7 +13,7 @@ from typing import Any
 
 from ckpt.plan.checkpoint import Checkpoint
 from converters.names.families.composites import COMPOSITES
-from converters.names.transformers.installed import (
+from converters.names.transformers.transformers_source import (
     all_tied_weights,
     chosen_inside,
     computes_by_tie,

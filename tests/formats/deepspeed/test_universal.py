@@ -14,7 +14,7 @@ from ckpt.errors import CorruptError, HalfError, UsageError
 from ckpt.move.run import execute
 from ckpt.plan.checkpoint import BUFFER, MASTER, WEIGHT, Checkpoint, Layout, ReadRequest, TrainingState
 from ckpt.plan.planner import make_plan
-from ckpt.state.unread import listed
+from ckpt.state.skipped_states import listed
 from converters.deepspeed.universal import UNIVERSAL
 from converters.deepspeed.zero import ZERO1, ZERO2, ZERO3
 from tests.support.commands import ckpt, contents

@@ -1,4 +1,4 @@
-"""`ckpt/plan/planner.py`, `ckpt/testing/forgetful.py`: a target that lacks one tensor is refused."""
+"""`ckpt/plan/planner.py`, `ckpt/testing/faulty_targets.py`: a target that lacks one tensor is refused."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ckpt.errors import LossError
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import Layout, Target
 from ckpt.plan.planner import make_plan
-from ckpt.testing.forgetful import forgotten, tampered
+from ckpt.testing.faulty_targets import forgotten, tampered
 from tests.support.places import FIXTURES
 
 #: What is converted to each format: a fixture whose tensors it has a place for, optimizer states among them.

@@ -1,4 +1,6 @@
-"""`ckpt/state/wrapped.py`: names of a model that torch.compile wraps: the engine's own, and those of state dicts."""
+"""`ckpt/state/wrapper_prefixes.py`: names of a model that torch.compile wraps: the engine's own, and those of state
+dicts.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import pytest
 from ckpt import api
 from ckpt.plan.checkpoint import Checkpoint, Layout
 from ckpt.plan.relation import Relation, translate
-from ckpt.state.wrapped import without_wrappers
+from ckpt.state.wrapper_prefixes import without_wrappers
 from tests.support.describing import content
 
 

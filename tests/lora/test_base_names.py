@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/renamed.py`: adapters under the names of their base's files, or of transformers 4."""
+"""`ckpt/commands/merge_lora/base_names.py`: adapters under the names of their base's files, or of transformers 4."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from ckpt.adapters.config import parse_config
 from ckpt.adapters.names import parse_name
-from ckpt.commands.merge_lora import renamed
+from ckpt.commands.merge_lora import base_names
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint, ReadRequest
 from ckpt.plan.tensors import Tensor
@@ -82,7 +82,7 @@ def test_names_of_the_file_become_those_in_memory(
     inner = {key: name for key, name in matrices(memory).items() if key in file}
     moved = {file[key]: name for key, name in inner.items() if file[key] != name}
     assert len(moved) == RENAMED[model_type]
-    found = renamed.in_memory(adapter_of([file[key] for key in inner], memory), memory)
+    found = base_names.in_memory(adapter_of([file[key] for key in inner], memory), memory)
     assert {parse_name(fqn).module for fqn in found.factors} == set(inner.values())
     assert all(found.config.former[name] == old for old, name in moved.items())
     assert "has names of another release" in found.notes[0]
@@ -101,7 +101,7 @@ def test_names_of_the_file_become_those_in_memory(
 )
 def test_every_spelling_of_transformers_4(name: str, expected: str, tmp_path: Path) -> None:
     memory = in_memory("llava", tmp_path)
-    found = renamed.in_memory(adapter_of([name], memory), memory)
+    found = base_names.in_memory(adapter_of([name], memory), memory)
     assert {parse_name(fqn).module for fqn in found.factors} == {expected}
 
 
@@ -109,22 +109,22 @@ def test_names_that_are_known_stay_and_so_do_unknown_ones(tmp_path: Path) -> Non
     memory = in_memory("mixtral", tmp_path)
     for module in ("model.layers.0.self_attn.q_proj", "model.layers.0.mlp.gate", "model.layers.0.other.q_proj"):
         adapter = adapter_of([module], memory)
-        assert renamed.in_memory(adapter, memory) is adapter
+        assert base_names.in_memory(adapter, memory) is adapter
 
 
 def test_a_text_model_is_taken_for_the_one_in_a_vision_model_from_tinker_alone(tmp_path: Path) -> None:
     memory = in_memory("llava", tmp_path)
     adapter = adapter_of(["model.layers.0.self_attn.q_proj"], memory)
-    assert renamed.in_memory(adapter, memory) is adapter
+    assert base_names.in_memory(adapter, memory) is adapter
     raw = {**adapter.config.raw, "target_modules": "all-linear"}
-    found = renamed.in_memory(replace(adapter, config=replace(adapter.config, raw=raw)), memory)
+    found = base_names.in_memory(replace(adapter, config=replace(adapter.config, raw=raw)), memory)
     assert {parse_name(fqn).module for fqn in found.factors} == {"model.language_model.layers.0.self_attn.q_proj"}
 
 
 def test_rows_that_are_permuted_are_no_renaming(tmp_path: Path) -> None:
     memory = in_memory("mistral_large4", tmp_path)
     adapter = adapter_of(["vision_encoder.transformer.layers.0.attention.wq"], memory)
-    assert renamed.in_memory(adapter, memory) is adapter
+    assert base_names.in_memory(adapter, memory) is adapter
 
 
 # -- merged --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""`ckpt/runs/choosing.py`: the checkpoint that a folder stands for, chosen by numbers and never by file times."""
+"""`ckpt/runs/selection.py`: the checkpoint that a folder stands for, chosen by numbers and never by file times."""
 
 from __future__ import annotations
 

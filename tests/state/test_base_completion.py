@@ -1,5 +1,5 @@
-"""`ckpt/state/completing.py`, `ckpt/state/same_model.py`, `converters/names/hub/promised.py`: what a config promises
-and a run lacks is said, and taken from a base.
+"""`ckpt/state/base_completion.py`, `ckpt/state/same_model.py`, `converters/names/hub/expected_tensors.py`: what a
+config promises and a run lacks is said, and taken from a base.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import ckpt as package
 from ckpt.errors import LossError, UsageError
-from converters.names.hub.promised import lacking
+from converters.names.hub.expected_tensors import lacking
 from tests.support.adapters import same, save_base
 from tests.support.architectures import numbered
 from tests.support.commands import ckpt

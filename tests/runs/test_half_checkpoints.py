@@ -1,4 +1,4 @@
-"""`ckpt/runs/halves.py`: optimizer states without their model are half a checkpoint, for every command."""
+"""`ckpt/runs/half_checkpoints.py`: optimizer states without their model are half a checkpoint, for every command."""
 
 from __future__ import annotations
 

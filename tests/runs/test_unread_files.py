@@ -1,4 +1,4 @@
-"""`ckpt/runs/not_read.py`: files in a checkpoint's folder that no reader opened are named."""
+"""`ckpt/runs/unread_files.py`: files in a checkpoint's folder that no reader opened are named."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 import ckpt
 from ckpt.errors import CorruptError
-from ckpt.runs.not_read import ListedName, judged, not_read
+from ckpt.runs.unread_files import ListedName, judged, not_read
 from ckpt.testing import Declaration
 from tests.formats.declarations import DECLARATIONS
 from tests.support.commands import ckpt as run_ckpt

@@ -1,5 +1,5 @@
-"""`ckpt/commands/merge_lora/proving.py`, `ckpt/state/same_model.py`, `ckpt/commands/verify/command.py`: a merged model
-is its base with what the adapter adds, and no more.
+"""`ckpt/commands/merge_lora/merge_proof.py`, `ckpt/state/same_model.py`, `ckpt/commands/verify/command.py`: a merged
+model is its base with what the adapter adds, and no more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`ckpt/containers/torchfile/unlisted.py`: objects whose classes are not in the table."""
+"""`ckpt/containers/torchfile/unknown_classes.py`: objects whose classes are not in the table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`converters/huggingface/served.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the base."""
+"""`converters/huggingface/server_adapters.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the
+base.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from ckpt.base.text import counted, one_line
 from ckpt.compare.other_files import differing_files, first_names
 from ckpt.containers.torchfile.values import Record, StoredTensor
 from ckpt.plan.checkpoint import Checkpoint, OneElement
-from ckpt.runs.not_read import STATE, not_read
+from ckpt.runs.unread_files import STATE, not_read
 from ckpt.state.same_model import stated_otherwise
 
 WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run` compares them"

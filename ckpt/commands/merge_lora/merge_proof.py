@@ -16,20 +16,20 @@ from typing import Any, ClassVar
 
 from ckpt import api
 from ckpt.base.errors import CkptError, LossError, UsageError, printable, shown
-from ckpt.base.returned import Returned
+from ckpt.base.results import Returned
 from ckpt.base.sizes import show_size
 from ckpt.base.text import counted
-from ckpt.base.typed import typed
+from ckpt.base.type_checks import typed
 from ckpt.commands.merge_lora import tied
 from ckpt.commands.merge_lora.effect import Effects, Merge
 from ckpt.commands.merge_lora.find import Adapter, ExpertLayout, open_adapter, open_base
 from ckpt.commands.merge_lora.merge import is_merged, plan
-from ckpt.commands.merge_lora.neighbours import unread, without_ignored
+from ckpt.commands.merge_lora.unmerged_files import unread, without_ignored
 from ckpt.plan import services
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Layout
 from ckpt.plan.dtypes import CASTABLE, DType
 from ckpt.plan.groups import Progress
-from ckpt.runs import not_read
+from ckpt.runs import unread_files
 from ckpt.state.naming import as_hub
 from ckpt.state.quantized_weights import quantized_parts
 from ckpt.state.same_model import stated_otherwise
@@ -200,7 +200,7 @@ def verify_merge(
         notes.append("the quantized weights of the base are compared by their plain values")
     if dtype is not None:
         notes.append(f"the base is taken in {dtype.name}, as the merged model has it")
-    notes += not_read.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
+    notes += unread_files.lines([one.to_json() for adapter in found for one in unread(adapter.checkpoint)])
     for entry, a, b in stated_otherwise(model.config, other.config):
         notes.append(f"config.json of the merged model has {entry} {b!r}, and that of the base {a!r}")
     layout = Layout(dtype, names="own")

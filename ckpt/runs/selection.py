@@ -26,10 +26,9 @@ from ckpt.move.files import confined
 from ckpt.move.listing import folders_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
-from ckpt.runs.halves import check_is_no_optimizer, lost_weights
+from ckpt.runs.half_checkpoints import check_is_no_optimizer, lost_weights
+from ckpt.runs.mixed_saves import check_one_save
 from ckpt.runs.models import check_all_there, free_tags, models_of, save_around, several_models, tagged
-from ckpt.runs.not_read import holds_tensors, stray_names
-from ckpt.runs.one_save import check_one_save
 from ckpt.runs.placeholders import check_has_elements
 from ckpt.runs.search import run_below
 from ckpt.runs.steps import (
@@ -44,6 +43,7 @@ from ckpt.runs.steps import (
     run_at,
     trainer_step,
 )
+from ckpt.runs.unread_files import holds_tensors, stray_names
 
 #: Tag for the checkpoint in the folder itself.
 OWN_TAG = "."

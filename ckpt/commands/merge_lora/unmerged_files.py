@@ -18,7 +18,7 @@ from ckpt.base.errors import CkptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.commands.merge_lora.find import Adapter, Factor
 from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
-from ckpt.runs.not_read import STATE, NotRead, not_read
+from ckpt.runs.unread_files import STATE, NotRead, not_read
 from ckpt.state.naming import to_namespace
 
 #: Prefix of the tensors of a value head, which TRL and LLaMA-Factory load from a file next to a model.

@@ -1,4 +1,6 @@
-"""`ckpt/containers/torchfile/alike.py`: equal pickles of many ranks are parsed once, with each file's tensors."""
+"""`ckpt/containers/torchfile/pickle_reuse.py`: equal pickles of many ranks are parsed once, with each file's
+tensors.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +18,10 @@ import pytest
 import torch
 
 import ckpt
-from ckpt.containers.torchfile import alike
+from ckpt.containers.torchfile import pickle_reuse
 from ckpt.containers.torchfile import read as torchfile
-from ckpt.containers.torchfile.alike import Parsed, Pickles
 from ckpt.containers.torchfile.machine import Machine
+from ckpt.containers.torchfile.pickle_reuse import Parsed, Pickles
 from ckpt.containers.torchfile.values import Array, Record, Storage, StoredDict, StoredTensor
 from ckpt.errors import CorruptError
 from ckpt.plan.dtypes import FLOAT32
@@ -95,9 +97,9 @@ def test_files_of_deepspeed(name: str) -> None:
 
 
 def test_a_checkpoint_of_ranks_is_the_same_with_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(alike, "_MIN_PICKLE", 1)
+    monkeypatch.setattr(pickle_reuse, "_MIN_PICKLE", 1)
     found = ckpt.open(FIXTURES / "toy-zero3")
-    monkeypatch.setattr(alike, "_MAX_PICKLE", 0)
+    monkeypatch.setattr(pickle_reuse, "_MAX_PICKLE", 0)
     alone = ckpt.open(FIXTURES / "toy-zero3")
     assert found.tensors == alone.tensors
     assert structure(found.state.entries()) == structure(alone.state.entries())

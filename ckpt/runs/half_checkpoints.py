@@ -16,8 +16,8 @@ from ckpt.base.errors import CkptError, CorruptError, HalfError, IncompleteError
 from ckpt.move.listing import folders_in, names_in
 from ckpt.plan import registry
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint, Format, ReadRequest
-from ckpt.runs.not_read import holds_tensors, may_hold_tensors
 from ckpt.runs.steps import ANY_STEP, TRAINER_STATE, TRAINER_STEP, has_trainer_state
+from ckpt.runs.unread_files import holds_tensors, may_hold_tensors
 
 #: Files with only an optimizer, from HF Trainer, Accelerate, Megatron-LM and LeRobot.
 OPTIMIZER_FILE = re.compile(

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/neighbours.py`, `converters/huggingface/peft.py`: files with trained weights next to an
+"""`ckpt/commands/merge_lora/unmerged_files.py`, `converters/huggingface/peft.py`: files with trained weights next to an
 adapter.
 
 A merge takes them along or refuses them by name.

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/whole_model.py`: adapters that PEFT merges in the loaded model."""
+"""`ckpt/commands/merge_lora/loaded_model.py`: adapters that PEFT merges in the loaded model."""
 
 from __future__ import annotations
 
@@ -172,14 +172,14 @@ def test_the_memory_is_checked_before_anything_is_loaded(
     adapter = adapter_of(bases["qwen2"], tmp_path / "adapter", "UNILORA", **UNTOLD["UNILORA"])
     command = ("merge-lora", adapter, "--base", bases["qwen2"], "-o", tmp_path / "out")
     with monkeypatch.context() as patch:
-        patch.setattr("ckpt.commands.merge_lora.whole_model.available_memory", lambda: 1000)
+        patch.setattr("ckpt.commands.merge_lora.loaded_model.available_memory", lambda: 1000)
         done = ckpt(*command)
         assert (done.code, (tmp_path / "out").exists()) == (StorageError.exit_code, False)
         assert "too little memory" in done.err and "found: 1.00 kB available" in done.err
         needed = re.search(r"expected: about (.*)", done.err)
         assert needed is not None
         assert ckpt("verify", bases["qwen2"], bases["qwen2"], "--adapter", adapter).code == StorageError.exit_code
-        patch.setattr("ckpt.commands.merge_lora.whole_model.available_memory", lambda: None)
+        patch.setattr("ckpt.commands.merge_lora.loaded_model.available_memory", lambda: None)
         assert ckpt(*command, "--dry-run").code == 0
     done = ckpt(*command)
     assert done.code == 0 and f"which takes about {needed[1]} of memory" in done.err + done.out
