@@ -1,1 +1,1 @@
-"""`ckpt clean`: what may be deleted next to a run."""
+"""`ckpt clean`: removal of ckpt's leftovers next to a run."""

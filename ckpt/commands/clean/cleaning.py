@@ -1,4 +1,4 @@
-"""`ckpt clean`: remove what ckpt itself left around a run, and never a checkpoint of the run."""
+"""API of `ckpt clean`: remove ckpt's own leftovers around a run, never the run's checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
 
 @dataclass(frozen=True, slots=True)
 class Leftover:
-    """A folder made by ckpt: `kind` is STAGING, COPY or CONVERSION, `why` the reason to remove or to keep it."""
+    """A folder made by ckpt. `kind` is STAGING, COPY or CONVERSION, `why` the reason to remove or keep it."""
 
     path: str
     kind: str
@@ -63,9 +63,9 @@ class Cleaned(Returned):
         return f"<{printable(self.path)}: {self._summary()}>"
 
     def remove(self) -> Cleaned:
-        """Delete the removable leftovers, and return what was removed.
+        """Delete the removable leftovers, and return them.
 
-        A folder that another process is writing stays.
+        A folder stays if another process is writing to it.
         """
         return _removed(self)
 
@@ -75,7 +75,7 @@ class Cleaned(Returned):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes on the disk of everything that can be removed, or was."""
+        """Size on disk of everything removable or removed."""
         return sum(one.num_bytes for one in self.removable)
 
     def _summary(self) -> str:
@@ -102,11 +102,11 @@ def _total(leftovers: Iterable[Leftover]) -> str:
 
 @typed
 def clean(path: str | os.PathLike[str] = ".") -> Cleaned:
-    """List what ckpt left in and next to the run folder `path`; its `remove()` deletes it.
+    """List ckpt's leftovers in and next to the run folder `path`. The result's `remove()` deletes them.
 
-    Removable are staging folders of stopped conversions, copies of `ckpt resume` that a newer step replaces, and
-    conversions with a newer one of the same run. Kept are a copy that the next resume uses, and the only copy of a step
-    that the run has lost. Checkpoints of the run are never listed. Raises NotFoundError if there is no such folder.
+    Removable are staging folders of interrupted conversions, copies of `ckpt resume` before the newest step, and
+    conversions with a newer one of the same run. A copy stays if the next resume uses it, or if the run has lost its
+    step. The run's checkpoints are never listed. Raises NotFoundError if the folder is missing.
 
     Args:
         path: The run folder.
@@ -128,7 +128,7 @@ def _removed(found: Cleaned) -> Cleaned:
             try:
                 _remove(Path(one.path), one.kind)
                 removed.append(one.path)
-            except CkptError as error:  # a conversion that runs has the lock of its staging folder
+            except CkptError as error:  # a running conversion has locked its staging folder
                 one = replace(one, why=f"not removed: {error.what}", is_kept=True)
         leftovers.append(one)
     return Cleaned(found.path, tuple(leftovers), tuple(removed))
@@ -139,7 +139,7 @@ def _remove(place: Path, kind: str) -> None:
         if kind == STAGING:
             remove_staging(destination_of(place))
             return
-        # A name that no reader takes for a checkpoint, so that a removal that is stopped leaves no half of one.
+        # No reader takes this name for a checkpoint, so an interrupted removal leaves no half of one.
         doomed = staging_folder(place)
         os.rename(place, doomed)
         shutil.rmtree(doomed)
@@ -159,7 +159,7 @@ def _leftovers(run: Path) -> Iterator[Leftover]:
 
 
 def _staging(run: Path) -> Iterator[Leftover]:
-    """Yield staging folders in the run and of its default outputs, and outputs that were being replaced."""
+    """Yield staging folders in and next to the run, and outputs whose replacement was interrupted."""
     neighbours = [
         place for place in folders_in(run.parent) if place.name.startswith((f".{run.name}-", f".{run.name}."))
     ]
@@ -182,7 +182,7 @@ def _newest_step(run: Path) -> int | None:
 
 
 def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str, bool]:
-    """Return why a copy of `step` may go or stays, and True if it stays."""
+    """Return the reason to remove or keep a copy of `step`, and True to keep it."""
     name = "this step" if step is None else f"step {step}"
     if newest is None:
         return f"the run holds no complete checkpoint: this may be the only copy of {name}", True
@@ -196,9 +196,9 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
 
 
 def _conversions(run: Path) -> Iterator[Leftover]:
-    """Yield the conversions of the run's steps that a newer conversion of the same kind replaces.
+    """Yield conversions of the run's steps that a newer conversion of the same kind replaces.
 
-    A conversion belongs to the step that its name begins with: `run-2-checkpoint-4-hf` is of the run `run-2`.
+    A conversion's name starts with its run and step: `run-2-checkpoint-4-hf` belongs to the run `run-2`.
     """
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]
@@ -221,9 +221,9 @@ def _conversions(run: Path) -> Iterator[Leftover]:
 
 
 def _converted_step(run: Path, place: Path) -> tuple[Step, str] | None:
-    """Return the step of the run in the name of a conversion, and the rest of the name; None without one.
+    """Return the step in a conversion's name and the rest of the name, or None.
 
-    Default outputs are `run-checkpoint-4-hf`, and `run-hf/checkpoint-4` of the callback.
+    Default outputs are `run-checkpoint-4-hf`, and the callback's `run-hf/checkpoint-4`.
     """
     name = str(place.relative_to(run.parent)).removeprefix(f"{run.name}-")
     for step in run_at(run).steps:
@@ -244,7 +244,7 @@ def _holds_model(step: Step) -> bool:
 
 
 def _is_as_written(place: Path) -> bool:
-    """Return True if the folder holds the files of its manifest, with their sizes and headers, and nothing else."""
+    """Return True if the folder holds exactly the files of its manifest, with their sizes and headers."""
     with contextlib.suppress(CkptError):
         checked = manifest.check(place, elements=False)
         return checked.good and not checked.unknown

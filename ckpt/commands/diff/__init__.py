@@ -1,1 +1,1 @@
-"""`ckpt diff`: what changed between two checkpoints."""
+"""`ckpt diff`: changes between two checkpoints."""

@@ -1,1 +1,1 @@
-"""`ckpt doctor`: what this installation and this machine have, and what works on a checkpoint."""
+"""`ckpt doctor`: facts about installation and machine, and the commands that work on a checkpoint."""

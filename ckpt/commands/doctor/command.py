@@ -31,7 +31,7 @@ def doctor(
 
     try:
         show(diagnosis.doctor(path))
-    except CkptError:  # what is known is printed all the same
+    except CkptError:  # print the known facts anyway
         show(diagnosis.Diagnosis(diagnosis.gather(path)))
         raise
 

@@ -1,4 +1,4 @@
-"""`ckpt.doctor`: what this installation and this machine have, and which commands work on a checkpoint."""
+"""API of `ckpt doctor`: facts about installation and machine, and the commands that work on a checkpoint."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from ckpt.runs.search import MANIFEST
 from ckpt.runs.unread_files import not_read
 from ckpt.stores.placeholder_files import is_standin
 
-#: A command, the part of it that writes nothing, and True if users of such a checkpoint expect it to work.
+#: A command, its read-only part, and True if users expect it to work on the checkpoint.
 Proof = tuple[str, Callable[[], Any], bool]
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Returned):
-    """What is installed here, and with a `checkpoint` the `commands` that work on it."""
+    """Facts about the installation, and the `commands` that work on a `checkpoint`."""
 
     facts: Facts
     checkpoint: Checkpoint | None = None
@@ -42,7 +42,7 @@ class Diagnosis(Returned):
         return f"<ckpt {self.facts.version}: {works} of {counted(len(self.commands), 'command')} work>"
 
     def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield what the command prints, in tables of at most `width` columns."""
+        """Yield the command's output, with tables of at most `width` columns."""
         yield from text.lines(self.facts, width)
         if self.checkpoint is not None:
             left = [one.to_json() for one in not_read(self.checkpoint)]
@@ -60,9 +60,9 @@ class Diagnosis(Returned):
 
 @typed
 def doctor(path: str | PathLike[str] | None = None) -> Diagnosis:
-    """Find out what this installation and this machine have, and which commands work on the checkpoint at `path`.
+    """Describe this installation and machine, and find the commands that work on the checkpoint at `path`.
 
-    Every command is tried as far as it writes nothing.
+    Every command runs as far as it writes nothing.
 
     Args:
         path: A checkpoint or run folder; None for the installation alone.
@@ -84,13 +84,13 @@ def gather(path: Path | None) -> Facts:
 
 
 def diagnosed(facts: Facts, path: Path) -> Diagnosis:
-    """Return the diagnosis of the checkpoint at `path`; errors of `ckpt.open`."""
+    """Return the diagnosis of the checkpoint at `path`. Raise the errors of `ckpt.open`."""
     checkpoint = api.open(path)
     return Diagnosis(facts, checkpoint, tuple(known.attempt(*one) for one in _proofs(path, checkpoint)))
 
 
 def _proofs(path: Path, checkpoint: Checkpoint) -> Iterator[Proof]:
-    """Yield commands that may work on `checkpoint`, and for each everything that it does before it writes."""
+    """Yield commands for `checkpoint`, each with everything that it does before it writes."""
     from ckpt.commands.resume.resuming import source_of
     from ckpt.compare import manifest
 

@@ -1,6 +1,6 @@
-"""Facts about the installation and the machine.  Versions are read from metadata: no package that is listed is loaded.
+"""Facts about the installation and the machine. Versions come from metadata, so no listed package is imported.
 
-Which packages there are, and which extra takes which, is said by the metadata of ckpt's own distribution alone.
+ckpt's own metadata names the packages and the extras that need them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ckpt.base.errors import CkptError
 from ckpt.base.version import __version__
 
 DISTRIBUTION = "ckpt-toolkit"
-#: Another project on PyPI, which installs a module and a command of the same name.
+#: Another project on PyPI, with a module and a command of the same name.
 NAMESAKE = "ckpt"
-#: What each extra is for.  Those that only developers take are not listed.
+#: Purpose of each extra. Extras for developers are not listed.
 UNLOCKS = {
     "transformers": "architectures whose names only transformers knows, and `ckpt verify --loads`",
     "lora": "`ckpt merge-lora`",
@@ -35,7 +35,7 @@ UNLOCKS = {
 
 @dataclass(frozen=True)
 class Package:
-    """A package that is taken, and the version that is installed; None where it is not."""
+    """A required package and its installed version, or None."""
 
     name: str
     takes: str
@@ -48,7 +48,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra of the package: what it is for, and the packages that it takes."""
+    """An extra of ckpt: its purpose and its packages."""
 
     name: str
     unlocks: str
@@ -61,7 +61,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class System:
-    """The operating system and what this process has of it; `memory` is None where nothing tells it."""
+    """Operating system and resources of this process. `memory` is None if unknown."""
 
     name: str
     python: str
@@ -72,7 +72,7 @@ class System:
 
 @dataclass(frozen=True)
 class Disk:
-    """A folder and the file system that it lies on."""
+    """A folder and its file system."""
 
     path: str
     file_system: str
@@ -83,7 +83,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Cache:
-    """The cache of the Hugging Face Hub."""
+    """Cache of the Hugging Face Hub."""
 
     path: str
     num_repositories: int
@@ -92,9 +92,9 @@ class Cache:
 
 @dataclass(frozen=True)
 class Trial:
-    """A command, and what stands in its way; nothing does where `problem` is None.
+    """A command and the `problem` with it, or None.
 
-    `is_expected` says that users of such a checkpoint expect it to work.
+    `is_expected` is True if users expect it to work on this checkpoint.
     """
 
     command: str
@@ -105,7 +105,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """All that `ckpt doctor` finds out without a checkpoint; `namesake` is the version of another project, `ckpt`."""
+    """All facts without a checkpoint. `namesake` is the version of another project called `ckpt`."""
 
     version: str
     packages: tuple[Package, ...]
@@ -118,7 +118,7 @@ class Facts:
 
 
 def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
-    """The facts of here and now; `places` are folders that exist."""
+    """Return the current facts. `places` are existing folders."""
     required = requirements()
     every = {package.name: package for packages in required.values() for package in packages}
     extras = tuple(Extra(name, UNLOCKS[name], required[name]) for name in UNLOCKS if name in required)
@@ -129,7 +129,7 @@ def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
 
 
 def requirements() -> Mapping[str, tuple[Package, ...]]:
-    """What the package itself (under the empty name) and each of its listed extras take; none of one not installed."""
+    """Return the packages of ckpt itself (under "") and of each listed extra. Empty if ckpt is not installed."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -153,7 +153,7 @@ def _version(name: str) -> str | None:
 
 
 def system_of(cores: int) -> System:
-    """The system, `cores` that this process may use, and memory: what is installed, or what its cgroup allows."""
+    """Return the system, the usable `cores`, and the memory: installed, or the cgroup's limit."""
     sizes = dict(re.findall(r"^(\w+): +(\d+) kB$", _text("/proc/meminfo"), re.MULTILINE))
     installed, available = (int(sizes[name]) * 1024 if name in sizes else None for name in ("MemTotal", "MemAvailable"))
     allowed = _text("/sys/fs/cgroup/memory.max").strip()
@@ -164,7 +164,7 @@ def system_of(cores: int) -> System:
 
 
 def disk_of(path: Path) -> Disk:
-    """The file system that holds `path`: of all that are mounted above it, the last and deepest."""
+    """Return the file system of `path`: the last and deepest mount above it."""
     real, found, kind = os.path.realpath(path), "", "unknown"
     for line in _text("/proc/self/mounts").splitlines():
         point, name = line.split()[1:3]
@@ -177,7 +177,7 @@ def disk_of(path: Path) -> Disk:
 
 
 def cache() -> Cache:
-    """Where downloads from the Hub are kept, by the Hub's own library."""
+    """Return the Hub library's cache for downloads."""
     from huggingface_hub import constants
 
     folder = Path(constants.HF_HUB_CACHE)
@@ -186,7 +186,7 @@ def cache() -> Cache:
 
 
 def attempt(command: str, proof: Callable[[], Any], is_expected: bool = True) -> Trial:
-    """Whether `command` would work: whether `proof`, which does of it what writes nothing, raises no error."""
+    """Try `command` by running `proof`, its read-only part."""
     try:
         proof()
     except CkptError as error:
@@ -204,7 +204,7 @@ def _parts(error: CkptError) -> Iterator[str]:
 
 
 def _text(path: str) -> str:
-    """What the system says in a file; empty where it has none."""
+    """Return a system file's text, or "" if it is missing."""
     try:
         return Path(path).read_text()
     except OSError:

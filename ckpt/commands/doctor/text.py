@@ -1,4 +1,4 @@
-"""The facts as lines for people.  The block for a bug report has no path in it, as these are nobody else's."""
+"""Facts as lines of text. The block for a bug report contains no paths, which are private."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.commands.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Fact
 
 
 def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
-    """Everything that was found out, a section for each kind, in tables of at most `width` columns."""
+    """Yield all facts in sections, with tables of at most `width` columns."""
     yield f"ckpt {facts.version}"
     if facts.namesake is not None:
         yield f"warning: another project, {NAMESAKE} {facts.namesake}, is installed, with the same module and command"
@@ -40,7 +40,7 @@ def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
 
 
 def report(facts: Facts) -> Iterator[str]:
-    """What a bug report needs to tell of the place where it happened."""
+    """Yield the facts for a bug report."""
     yield f"ckpt {facts.version}"
     yield from _system(facts.system)
     yield "packages: " + ", ".join(f"{p.name} {p.version}" for p in facts.packages if p.version)
@@ -50,7 +50,7 @@ def report(facts: Facts) -> Iterator[str]:
 
 
 def trial_lines(trials: Sequence[Trial]) -> Iterator[str]:
-    """What works first, then what should work and does not, and why; the rest in one line."""
+    """Yield working commands, then broken ones with reasons, then the rest in one line."""
     yield from (printable(f"works: {one.command}") for one in trials if one.problem is None)
     failed = [one for one in trials if one.problem is not None]
     for one in (one for one in failed if one.is_expected):
@@ -61,7 +61,7 @@ def trial_lines(trials: Sequence[Trial]) -> Iterator[str]:
 
 
 def _in_short(command: str) -> str:
-    """`convert to peft` for `ckpt convert auto peft PATH`."""
+    """Return `convert to peft` for `ckpt convert auto peft PATH`."""
     words = command.split()
     return f"convert to {words[3]}" if words[1] == "convert" else words[1]
 

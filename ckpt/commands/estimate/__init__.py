@@ -1,1 +1,1 @@
-"""The memory that training a model takes, from its config alone."""
+"""Memory for training a model, estimated from its config."""

@@ -1,21 +1,21 @@
-"""Bytes that the backward pass needs of the forward pass, per layer and in all.
+"""Bytes that the forward pass saves for the backward pass, per layer and in total.
 
-Counted as Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4) do it:
-every tensor that autograd saves, once.  Attention is fused (flash or memory-efficient), so no tensor has sequence
-length squared elements, unless it is asked for as eager.  Two implementations are told apart:
+Counts follow Korthikanti et al. 2022 (Reducing Activation Recomputation in Large Transformer Models, section 4): every
+tensor that autograd saves, once. Attention is fused (flash or memory-efficient), so no tensor has sequence length
+squared elements unless eager attention is requested. There are two implementations:
 
-* `transformers`: its modules as they are (5.23).  A norm keeps its input in float32, the normalised input and its
-  output; a gated MLP keeps gate, its activation, up and their product.  Counts follow from the modules' source and
-  equal what `torch.autograd.graph.saved_tensors_hooks` sees.
-* `megatron`: fused layers, as the paper counts them, without its dropout.  Tensor parallelism divides what is inside
-  attention and MLP (section 4.2.1), sequence parallelism everything (4.2.2); pipeline stages hold one micro batch for
-  each stage behind them (4.2.3).
+* `transformers`: its modules as they are (5.23). A norm keeps its float32 input, its normalised input and its output. A
+gated MLP keeps gate, its activation, up and their product. Counts follow the modules' source and equal the results of
+`torch.autograd.graph.saved_tensors_hooks`.
+* `megatron`: fused layers, as in the paper without dropout. Tensor parallelism divides tensors inside attention and MLP
+(section 4.2.1), sequence parallelism divides everything (4.2.2). Pipeline stages hold one micro batch for each later
+stage (4.2.3).
 
-With checkpointing, every layer keeps its input only, and one layer at a time is computed again (section 5).  Context
-parallelism gives each GPU its part of the tokens.
+With checkpointing, every layer keeps only its input, and one layer at a time is recomputed (section 5). Context
+parallelism gives each GPU its share of the tokens.
 
-A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) never has all
-logits: beside the gradients of its two operands it has those of a few tokens at a time, by Liger's rule.
+A fused loss (Cut cross-entropy, Wijmans et al. 2024; Liger-Kernel ops/fused_linear_cross_entropy.py) never holds all
+logits. It holds the gradients of its two operands, and logits for a few tokens at a time, by Liger's rule.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ckpt.commands.estimate.setup import Setup
 from ckpt.state.parameters import Block
 
 _FP32 = 4
-#: An index, a float32 weight and its position: what routing keeps for each expert of a token, in bytes.
+#: Bytes that routing keeps for each expert of a token: an index, a float32 weight and its position.
 _ROUTED = 38
-#: Layers whose inputs are on the GPU while those of the others are in the host's memory: in use and on its way.
+#: Number of layer inputs on the GPU with offloading: one in use, one in transfer. Host memory has the others.
 _IN_USE = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Activations:
-    """Bytes at the peak, with every activation kept and with checkpointing of every layer.
+    """Peak bytes, with all activations kept and with every layer checkpointed.
 
-    `host`: inputs of checkpointed layers that are in the host's memory.
+    `host` counts the checkpointed inputs in host memory.
     """
 
     kept: int
@@ -46,13 +46,13 @@ class Activations:
 
 
 def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
-    """Bytes that transformers' modules save for one token in one layer, computing in elements of `itemsize` bytes.
+    """Return the bytes that transformers' modules save per token and layer, with elements of `itemsize` bytes.
 
-    With eager attention the scores of `keys` tokens are saved, and keys and values for each head of the queries.
+    Eager attention saves scores for `keys` tokens, and keys and values for each query head.
     """
     norm = _norm(block, itemsize)
     if keys:
-        repeated = block.queries // block.keys  # how many heads of the queries share one of the keys
+        repeated = block.queries // block.keys  # query heads per key head
         score = _FP32 * block.scores_fp32 + itemsize * block.scores
         attention = itemsize * (block.queries + repeated * (block.keys + block.values) + block.attended)
         attention += score * block.heads * keys
@@ -70,15 +70,16 @@ def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
 
 
 def _norm(block: Block, itemsize: int) -> int:
-    """A norm and its output, which is the next layer's input."""
+    """Return the bytes of a norm and its output, the next layer's input."""
     if block.layer_norm:  # torch's own: input, output, mean and deviation
         return 2 * itemsize * block.hidden + 2 * itemsize
     return (_FP32 + 2 * itemsize) * block.hidden + _FP32
 
 
 def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
-    """Last norm, logits and the loss, at the start of the backward pass: logits in the model's dtype, and in float32
-    their softmax, the gradient of the loss and that of the logits.
+    """Return the bytes of the last norm, the logits and the loss, at the start of the backward pass.
+
+    Logits have the model's dtype. The softmax and both gradients (loss, logits) are float32.
     """
     item = setup.itemsize
     norm = setup.tokens * (_FP32 + 2 * item) * hidden
@@ -88,7 +89,7 @@ def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
 
 
 def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
-    """Gradients of the last hidden states and, where it is trained, of the output layer; logits of a chunk."""
+    """Return the bytes of gradients (last hidden states, output layer if trained) and of one chunk's logits."""
     chunks = -(-vocabulary // hidden)
     chunk = min(setup.tokens, 1 << (-(-setup.tokens // chunks) - 1).bit_length())
     weight = 0 if setup.lora_rank else vocabulary * hidden
@@ -96,7 +97,7 @@ def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
 
 
 def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setup) -> Activations:
-    """From bytes of each layer, of the loss, of a layer that is computed again and of an input of a layer."""
+    """Return the activations, from bytes per layer, loss, recomputed layer and layer input."""
     checkpointed, host = inputs * len(layers), 0
     if setup.activation_offload:
         host = max(0, checkpointed - _IN_USE * inputs)
@@ -104,12 +105,12 @@ def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setu
 
 
 def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Activations:
-    """The activations of a micro batch on one GPU that has all layers."""
+    """Return the activations of a micro batch on one GPU with all layers."""
     item, tokens, hidden = setup.itemsize, setup.tokens, blocks[0].hidden
     keys = setup.length if setup.eager_attention else 0
     layers = [tokens * per_token(block, item, keys) for block in blocks]
     widest = max(max(block.ffn, block.top * block.expert_ffn) for block in blocks)
-    # While a layer is computed again the model's logits are still there, and two gradients as wide as its MLP.
+    # During recomputation, the logits and two gradients as wide as the MLP are still alive.
     logits = 0 if setup.fused_loss else vocabulary
     again = max(layers) + tokens * (item * (logits + 2 * widest) + _FP32 * hidden)
     return _made(layers, _loss(hidden, vocabulary, setup), again, tokens * item * hidden, setup)
@@ -118,16 +119,15 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
 def megatron(
     blocks: Sequence[Block], in_flight: int, hidden: int, vocabulary: int, setup: Setup, tp: int, has_loss: bool
 ) -> Activations:
-    """The activations of a pipeline stage with the layers `blocks`, which holds `in_flight` micro batches.
+    """Return the activations of a pipeline stage with the layers `blocks` and `in_flight` micro batches.
 
-    `vocabulary` is padded; `has_loss`: it is the last stage.
+    `vocabulary` is padded. `has_loss` marks the last stage.
     """
     item, tokens = setup.itemsize, setup.tokens
-    outside = tp if setup.sequence_parallel else 1  # by how many ranks norms and inputs of layers are divided
+    outside = tp if setup.sequence_parallel else 1  # divisor of norms and layer inputs
     loss = 0
     if has_loss:
-        # The vocabulary-parallel loss: logits, their float32 copy, softmax and gradient
-        # (tensor_parallel/cross_entropy.py).
+        # Vocabulary-parallel loss: logits, their float32 copy, softmax and gradient (tensor_parallel/cross_entropy.py).
         logits = tokens * (item + 2 * _FP32) * vocabulary // tp
         fused = _fused_loss(hidden, vocabulary, setup, tp)
         loss = tokens * 2 * item * hidden // outside + (fused if setup.fused_loss else logits)
@@ -138,9 +138,9 @@ def megatron(
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
-    """Bytes per token of a layer of fused modules: inputs of norms, linear layers, attention and the activation.
+    """Return bytes per token of a fused layer: inputs of norms, linear layers, attention and activation.
 
-    The outputs of modules that are recomputed do not count.
+    Outputs of recomputed modules do not count.
     """
     norms = 2 if "layernorm" in recompute else 4
     inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent

@@ -1,4 +1,4 @@
-"""`ckpt estimate`: what each GPU will hold in training."""
+"""API of `ckpt estimate`: memory of each GPU in training."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
     from ckpt.plan.keywords import EstimateKeywords
 
-#: Options that are counts, with the least that each may be.
+#: Minimum of each counting option.
 _LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
 
 
 class Estimate(Sizing, Returned):
-    """What `ckpt.estimate` returns: `rows`, one for each strategy, and `suggestions`."""
+    """Result of `ckpt.estimate`: one of `rows` per strategy, and `suggestions`."""
 
     def __repr__(self) -> str:
         return f"<{self.subject.path} on {counted(self.setup.gpus, 'GPU')}: {'; '.join(self.suggestions)}>"
@@ -43,7 +43,7 @@ class Estimate(Sizing, Returned):
         return text.to_json(self)
 
     def picture(self) -> str:
-        """Stacked bars by strategy under the GPU's limit, an SVG, as `ckpt estimate --picture` writes it."""
+        """Return an SVG with stacked bars per strategy under the GPU's limit, as in `ckpt estimate --picture`."""
         return draw_bars(*text.title_lines(self), text.bars(self), self.gpu_memory, USABLE)
 
 
@@ -52,40 +52,40 @@ def estimate(
     model: str | PathLike[str],
     **options: Unpack[EstimateKeywords],
 ) -> Estimate:
-    """Estimate what each GPU will hold in training, by strategy, and suggest one that fits.
+    """Estimate the memory that each GPU needs in training, by strategy, and suggest a strategy that fits.
 
-    `model` is a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.  The options are those of
-    `ckpt estimate`.  An option that is not given is taken from the run's config, or else is the command's default.
+    Options are the same as in `ckpt estimate`. Missing options come from the run's config, or else from the command's
+    defaults.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        model: The model: a config.json, a folder, a Hub id or a checkpoint.
+        model: The model: a config.json or its folder, a Hub id, a checkpoint, or Axolotl's YAML.
         strategy: Strategies to show; None for all.
         run_config: An Axolotl, Accelerate or FSDP config.
         ds_config: A DeepSpeed config.
-        dtype: Dtype that the model computes in.
-        pure: Hold parameters in `dtype`, without float32 ones.
-        batch_size: Sequences of a micro batch on one GPU.
-        seq_len: Tokens of a sequence.
+        dtype: Dtype for computing.
+        pure: Hold parameters in `dtype` instead of float32.
+        batch_size: Sequences in one GPU's micro batch.
+        seq_len: Tokens per sequence.
         fused_cross_entropy: Never hold all logits.
         eager_attention: Keep attention scores.
         activation_offload: Keep inputs of checkpointed layers in host memory.
         recompute_modules: Modules that Megatron recomputes.
         gpus: Number of GPUs.
-        gpu_memory: Memory of a GPU: a number of GB, or a size as `24GB`.
+        gpu_memory: Memory per GPU: a number of GB, or a size such as `24GB`.
         cp: Context parallel size.
         tp: Tensor parallel size.
         pp: Pipeline parallel size.
         ep: Expert parallel size.
         no_sequence_parallel: Turn Megatron's sequence parallelism off.
         optimizer: The optimizer, such as `adam` or `adamw_8bit`.
-        master_dtype: Dtype of masters in DeepSpeed's and Megatron's optimizers.
-        state_dtype: Dtype of states in DeepSpeed's and Megatron's optimizers.
+        master_dtype: Dtype for masters in DeepSpeed's and Megatron's optimizers.
+        state_dtype: Dtype for states in DeepSpeed's and Megatron's optimizers.
         offload_optimizer: `cpu`, `nvme` or `none`.
         offload_param: `cpu`, `nvme` or `none`.
-        lora_r: Rank of LoRA; 0 for none.
-        lora_target_modules: Modules that get adapters; None for all linear ones.
+        lora_r: LoRA rank; 0 for none.
+        lora_target_modules: Modules with adapters; None for all linear ones.
         qlora: Hold the frozen model in 4 bits.
     """
     stated, training, on = Stated.of(options), Training.of(options), Gpus.of(options)
@@ -143,12 +143,12 @@ def estimate(
 
 
 def _listed(names: str | Sequence[str] | None) -> tuple[str, ...] | None:
-    """Names, or a text with commas between them; None where there are none."""
+    """Return names from a sequence or a comma-separated text, or None if there are none."""
     return tuple(names.split(",") if isinstance(names, str) else names) if names else None
 
 
 def _gpu_memory(size: str | int) -> int:
-    """Return bytes.  GPUs are sold by the GB, so a small number alone is of these."""
+    """Return bytes. A small number alone means GB, as in GPU names."""
     if isinstance(size, int):
         size = f"{size}B" if size >= 1 << 16 else str(size)
     if not size.strip().replace(".", "", 1).isdecimal():

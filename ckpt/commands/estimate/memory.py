@@ -1,27 +1,28 @@
-"""What each GPU will hold in training, by strategy: pure arithmetic on shapes.
+"""Memory of each GPU in training, by strategy: pure arithmetic on shapes.
 
-Model states follow the accounting of the ZeRO paper (Rajbhandari et al. 2020, section 3.1) and what the engines
-allocate, with their padding, of the rank that holds most:
+Model states follow the ZeRO paper (Rajbhandari et al. 2020, section 3.1) and the engines' allocations, padding
+included. They count the rank with the most memory:
 
-* ddp: torch.nn.parallel.DistributedDataParallel.  Its buckets are a second copy of the gradients (torch docs,
-  `gradient_as_bucket_view`), and autocast keeps 16-bit copies of matrices until the backward pass is done.
-* zero1, zero2: DeepSpeed 0.19 runtime/zero/stage_1_and_2.py.  16-bit parameters whole, flat, padded to twice the number
-  of ranks; float32 masters and states of one part; at the step, float32 gradients of that part.  Gradients are all
-  there under zero1 until they are reduced; zero2 keeps those of each parameter that reaches into a rank's part, whole.
-* zero3: runtime/zero/stage3.py and partition_parameters.py.  Every parameter in as many parts as there are ranks, each
-  padded alone; whole copies of those in use (`stage3_max_live_parameters`) and of the smallest
-  (`stage3_param_persistence_threshold`).
-* Offload: DeepSpeed's `offload_optimizer` and `offload_param`, each alone or both, with device cpu or (stage 3) nvme:
-  ZeRO-Infinity's buffers in the host, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py.  FSDP's
-  CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
-* fsdp1, fsdp2: torch.distributed.fsdp, one unit for each layer and one for the rest, which stays gathered between
-  forward and backward.  FSDP2 cuts dim 0 of each parameter in equal chunks; FSDP1 cuts a unit's flat parameter, in
-  which each parameter begins at 16 bytes.
-* megatron: megatron-core 0.16, tensor and pipeline parallel, gradients in float32, distributed optimizer
-  (distributed/param_and_grad_buffer.py: parameters begin at multiples of 64, buffers end at one of 128 and of the data
-  parallel size).
+* ddp: torch.nn.parallel.DistributedDataParallel. Its buckets are a second copy of the gradients (torch docs,
+`gradient_as_bucket_view`). Autocast keeps 16-bit copies of matrices until the backward pass ends.
+* zero1, zero2: DeepSpeed 0.19 runtime/zero/stage_1_and_2.py. 16-bit parameters are whole, flat, and padded to twice the
+number of ranks. A rank has float32 masters and states for its partition, and float32 gradients for it during the step.
+zero1 keeps all gradients until they are reduced. zero2 keeps whole gradients of every parameter that overlaps the
+partition.
+* zero3: runtime/zero/stage3.py and partition_parameters.py. Every parameter is padded alone and partitioned over all
+ranks. There are whole copies of parameters in use (`stage3_max_live_parameters`) and of the smallest ones
+(`stage3_param_persistence_threshold`).
+* Offload: DeepSpeed's `offload_optimizer` and `offload_param`, alone or together, to device cpu or (stage 3) nvme.
+ZeRO-Infinity has buffers in host memory, runtime/swap_tensor/partitioned_{optimizer,param}_swapper.py. FSDP's
+CPUOffload and CPUOffloadPolicy move parameters, gradients and states together.
+* fsdp1, fsdp2: torch.distributed.fsdp, one unit per layer and one for the rest, which stays gathered between forward
+and backward. FSDP2 shards dim 0 of each parameter into equal chunks. FSDP1 shards a unit's flat parameter, which aligns
+parameters to 16 bytes.
+* megatron: megatron-core 0.16, tensor and pipeline parallel, float32 gradients, distributed optimizer
+(distributed/param_and_grad_buffer.py: parameters start at multiples of 64, buffers end at a multiple of 128 and of the
+data parallel size).
 
-Sizes are bytes.  Not counted: the CUDA context, NCCL's own buffers, and what an allocator loses to fragments.
+Sizes are in bytes. Not counted: the CUDA context, NCCL's own buffers, and the allocator's fragmentation.
 """
 
 from __future__ import annotations
@@ -38,22 +39,22 @@ from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, ITEMSIZES, NVME, ZERO1
 from ckpt.state.parameters import EXPERT, LINEAR, Block, Model, Parameter, Stage, num_elements
 
 _FP32 = 4
-#: FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).
+#: Alignment in FSDP1's flat parameters under use_orig_params, in bytes (_flat_param.py `_get_aligned_numel`).
 _FLAT_ALIGNMENT = 16
-#: bitsandbytes 4-bit: elements of a block that share a scale, and blocks whose 8-bit scales share a float32 one.
+#: bitsandbytes 4-bit: elements per scale, and 8-bit scales per float32 scale.
 _NF4_BLOCK, _NF4_NESTED = 64, 256
-#: Its tables: 16 values, 256 values for the scales, and their offset, in float32.
+#: Its float32 tables: 16 values, 256 values for the scales, and their offset.
 _NF4_TABLES = (16 + 256 + 1) * _FP32
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes on the GPU that holds most.
+    """Bytes on the GPU with the highest use.
 
-    `gathered` are whole copies of what is sharded, or cast, while it is used; `buffers` are those of communication,
-    `late` where they are largest at the end of the backward pass, when few activations are left.  `step` is what the
-    optimizer's step needs when there are none.  `activations` is None where the layers are not known.  `host` is what
-    one rank holds in the host's memory, without activations, and `nvme` what it writes to disks.
+    `gathered` counts temporary whole copies of sharded or cast tensors. `buffers` are for communication; `late` buffers
+    peak at the end of the backward pass, when few activations are left. `step` is for the optimizer's step, without
+    activations. `activations` is None for unknown layers. `host` counts one rank's host memory without activations,
+    `nvme` its data on disks.
     """
 
     parameters: int
@@ -74,7 +75,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.masters
 
     def total(self, *, checkpointing: bool) -> int:
-        """At the peak: in the backward pass, with gradients of earlier micro batches, or in the optimizer's step."""
+        """Return the peak: the backward pass with gradients of earlier micro batches, or the optimizer's step."""
         backward = 0
         if self.activations is not None:
             backward = self.activations.checkpointed if checkpointing else self.activations.kept
@@ -82,7 +83,7 @@ class Memory:
         return self.states + max(self.gathered + backward, self.step)
 
     def at_peak(self, *, checkpointing: bool) -> dict[str, int]:
-        """What the total is made of, each part that there is."""
+        """Return the non-zero parts of the total."""
         total, made = self.total(checkpointing=checkpointing), self.activations
         acts = 0 if made is None else made.checkpointed if checkpointing else made.kept
         parts = {
@@ -99,7 +100,7 @@ class Memory:
 
 
 def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
-    """A data-parallel strategy on all GPUs; UsageError for what it cannot do."""
+    """Estimate a data-parallel strategy on all GPUs. Raise UsageError if it does not support the setup."""
     frozen, trained = _frozen_and_trained(model, setup)
     if not setup.lora_rank and setup.quantized:
         raise UsageError("4-bit weights cannot be trained", expected="--lora-r with --qlora")
@@ -116,7 +117,7 @@ def estimate(model: Model, strategy: str, setup: Setup) -> Memory:
 def megatron(
     stages: Sequence[Stage], blocks: Sequence[Block], vocabulary: int, setup: Setup, tp: int, ep: int = 1
 ) -> Memory:
-    """The pipeline stage that holds most, of a model cut `tp` ways in each; `vocabulary` is that of the whole model."""
+    """Estimate the pipeline stage with the most memory. `vocabulary` is the whole model's, `tp` divides each stage."""
     if setup.lora_rank:
         raise UsageError("LoRA is not estimated for Megatron", found="--lora-r with the strategy megatron")
     pp = len(stages)
@@ -127,7 +128,7 @@ def megatron(
         )
     found = []
     for number, stage in enumerate(stages):
-        # The optimizer's states are divided among data and context parallel ranks.
+        # Data and context parallel ranks divide the optimizer's states.
         memory = _stage_memory(stage, setup, setup.gpus // (tp * pp), setup.gpus // (pp * (tp if ep == 1 else ep)))
         if blocks:
             mine = [blocks[layer] for layer in stage.layers]
@@ -141,7 +142,7 @@ def megatron(
 
 
 def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ...], tuple[Parameter, ...]]:
-    """Frozen and trained parameters."""
+    """Return frozen and trained parameters."""
     if not setup.lora_rank:
         return (), model.parameters
     made = [adapter for parameter in model.parameters for adapter in _adapters(parameter, setup)]
@@ -151,7 +152,7 @@ def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ..
 
 
 def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
-    """The two factors of a matrix's adapter; those of all experts of a layer are one pair."""
+    """Yield the two factors of a matrix's adapter. All experts of a layer share one pair."""
     times = parameter.adapter
     if setup.lora_targets is not None:
         module = parameter.name.removesuffix(".weight")
@@ -163,10 +164,10 @@ def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
 
 
 def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
-    """Bytes of a frozen parameter; in 4 bits, with an 8-bit scale per 64 weights and a float32 per 256 scales.
+    """Return the bytes of a frozen parameter. 4-bit ones add an 8-bit scale per 64 weights, a float32 per 256 scales.
 
-    QLoRA (Dettmers et al. 2023), section 3, double quantization; transformers quantizes linear layers, not the output
-    layer and not experts that are one tensor (integrations/bitsandbytes.py).
+    QLoRA (Dettmers et al. 2023), section 3, double quantization. transformers quantizes linear layers, but not the
+    output layer and not stacked experts (integrations/bitsandbytes.py).
     """
     if not (setup.quantized and parameter.kind == LINEAR):
         return parameter.numel * itemsize
@@ -175,7 +176,7 @@ def _frozen_bytes(parameter: Parameter, setup: Setup, itemsize: int) -> int:
 
 
 def _ddp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engine: str, setup: Setup) -> Memory:
-    # Adapters are held in float32 (PEFT's `autocast_adapter_dtype`), the frozen model as it was loaded.
+    # Adapters are float32 (PEFT's `autocast_adapter_dtype`), the frozen model keeps its loaded dtype.
     held = _FP32 if setup.mixed or frozen else setup.itemsize
     count = num_elements(trained)
     casts = setup.itemsize * sum(p.numel for p in trained if len(p.shape) > 1) if setup.itemsize < held else 0
@@ -204,16 +205,16 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage
     )
     if not setup.offload_optimizer:
         return made
-    # In the host: masters, states, gradients as the masters, and the updated parameters on their way back.  A gradient
-    # of the largest parameter is on its way, on either side.
+    # Host memory holds masters, states, gradients in the masters' dtype, and updated parameters on their way back. Both
+    # sides hold a gradient of the largest parameter in transfer.
     largest = item * max(p.numel // p.count for p in trained)
     host = made.optimizer + made.masters + master * part + item * part + largest
-    left = made.gradients if stage == ZERO1 else 0  # which are reduced at the end
+    left = made.gradients if stage == ZERO1 else 0  # reduced at the end
     return replace(made, gradients=left, optimizer=0, masters=0, step=0, buffers=made.buffers + largest, host=host)
 
 
 def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
-    """Bytes of an element of the masters, and of all states; engine.py asks for 16-bit masters where states are so."""
+    """Return bytes per master element, and bytes of all states. engine.py requires 16-bit masters for 16-bit states."""
     if setup.state_dtype != "fp32" and setup.master_dtype == "fp32":
         raise UsageError(
             "DeepSpeed keeps 16-bit states only beside 16-bit masters",
@@ -225,7 +226,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
-    """Elements of all parameters that reach into one part of `part` elements of them all, of the part with most."""
+    """Return the total size of parameters that overlap one partition of `part` elements, at most."""
     found = {0: 0}
     start = 0
     for parameter in (p for p in parameters if p.numel):
@@ -270,14 +271,14 @@ def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engin
 
 
 def _frozen_part(parameter: Parameter, setup: Setup) -> int:
-    """One rank's part of a frozen parameter under zero3."""
+    """Return the bytes of one rank's part of a frozen parameter under zero3."""
     if setup.quantized and parameter.kind == LINEAR:
         return ceil(_frozen_bytes(parameter, setup, setup.itemsize) / setup.gpus)
     return setup.itemsize * parameter.count * ceil(parameter.numel // parameter.count / setup.gpus)
 
 
 def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine: str, setup: Setup) -> Memory:
-    held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype in a unit: adapters have the model's
+    held = setup.itemsize if frozen or not setup.mixed else _FP32  # one dtype per unit: adapters have the model's
     item = setup.itemsize
     part = _flat_parts(trained, setup) if engine == FSDP1 else _chunks(trained, setup.gpus)
     still = _flat_parts(frozen, setup) if engine == FSDP1 else _chunks(frozen, setup.gpus)
@@ -288,8 +289,8 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine:
     for parameter in trained:
         gradients[parameter.layer] = gradients.get(parameter.layer, 0) + parameter.numel
     root = units.pop(None, 0)
-    # The root stays gathered; of the layers two are, one of them ahead of its use.  A unit's gradients are whole in the
-    # compute dtype, and again in that of the reduction.
+    # The root stays gathered, and two layers are gathered at a time, one ahead of its use. A unit's whole gradients
+    # exist in the compute dtype and in the reduction's dtype.
     layers = 2 * max(units.values(), default=0) if setup.reshard else sum(units.values())
     parameters = held * (part + still)
     if setup.quantized:
@@ -309,12 +310,12 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine:
 
 
 def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
-    """Elements of the first rank's chunks of dim 0, which are the largest; what has no dim is whole everywhere."""
+    """Return the elements in the first rank's dim 0 chunks, the largest ones. Scalars are whole everywhere."""
     return sum(p.count * ceil((*p.shape, 1)[0] / ranks) * prod(p.shape[1:]) for p in parameters)
 
 
 def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
-    """Elements of one rank's parts of the flat parameters; each unit has one flat parameter."""
+    """Return the elements of one rank's parts of all flat parameters, one per unit."""
     aligned = _FLAT_ALIGNMENT // setup.itemsize
     units: dict[int | None, int] = {}
     for parameter in parameters:
@@ -346,5 +347,5 @@ def _stage_memory(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory
 
 
 def multiple(number: int, of: int) -> int:
-    """The least multiple of `of` that is no less than `number`."""
+    """Return the smallest multiple of `of` that is at least `number`."""
     return -(-number // of) * of

@@ -1,4 +1,4 @@
-"""Options of `ckpt estimate`, of the function and of the command."""
+"""Options of `ckpt estimate`, for the function and the command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ckpt.commands.estimate.setup import Device, Optimizer, StateDType, TrainDTy
 
 @dataclass(frozen=True)
 class Stated(OptionGroup):
-    """What says how the run trains."""
+    """Sources for the run's settings."""
 
     strategy: Annotated[
         str | Sequence[str] | None,
@@ -47,7 +47,7 @@ class Stated(OptionGroup):
 
 @dataclass(frozen=True)
 class Training(OptionGroup):
-    """How a step is computed."""
+    """Options for computing a step."""
 
     dtype: Annotated[
         TrainDType | None,
@@ -91,7 +91,7 @@ class Training(OptionGroup):
 
 @dataclass(frozen=True)
 class Gpus(OptionGroup):
-    """The GPUs, and how the model is spread over them."""
+    """GPUs, and the model's parallel sizes on them."""
 
     gpus: Annotated[int | None, Flag(min=1, help="Number of GPUs. [default: 1]", section="GPUs")] = None
     gpu_memory: Annotated[
@@ -115,7 +115,7 @@ class Gpus(OptionGroup):
 
 @dataclass(frozen=True)
 class StateOptions(OptionGroup):
-    """What the optimizer keeps, and where."""
+    """Optimizer states and their place."""
 
     optimizer: Annotated[
         Optimizer | None, Flag(help="Optimizer, by what it keeps. [default: adam]", section="Optimizer")
@@ -143,7 +143,7 @@ class StateOptions(OptionGroup):
 
 @dataclass(frozen=True)
 class Lora(OptionGroup):
-    """The adapters that are trained."""
+    """Trained adapters."""
 
     lora_r: Annotated[
         int | None,

@@ -1,4 +1,4 @@
-"""What the config of a run says of its memory: DeepSpeed's JSON, Axolotl's YAML, Accelerate's, FSDP's."""
+"""Memory settings in a run's config: DeepSpeed's JSON, or the YAML of Axolotl, Accelerate or FSDP."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.runs.yaml_files import read_run_config
 
-#: Fields of DeepSpeed's zero_optimization, and what transformers puts for "auto" (integrations/deepspeed.py), which
-#: depends on the hidden size.  Stage 3's are also read without their prefix (zero/config.py, `populate_by_name`).
+#: Fields of DeepSpeed's zero_optimization, with transformers' value for "auto" (integrations/deepspeed.py), which
+#: depends on the hidden size. Stage 3's fields also work without their prefix (zero/config.py, `populate_by_name`).
 _ZERO: dict[str, tuple[str, Callable[[int], int] | None]] = {
     "reduce_bucket_size": ("reduce_bucket_size", lambda hidden: hidden * hidden),
     "max_live_parameters": ("stage3_max_live_parameters", None),
     "param_persistence_threshold": ("stage3_param_persistence_threshold", lambda hidden: 10 * hidden),
     "sub_group_size": ("sub_group_size", None),
 }
-#: Words of an optimizer's name, in the order in which they are looked for.
+#: Words in an optimizer's name, in search order.
 _OPTIMIZERS = (("adam", "adamw"), ("lion", "lion"), ("sgd", "sgd"))
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """What a config states: the model, the strategy, fields of `Setup` by their names, Megatron's sizes of axes."""
+    """Settings from a config: model, strategy, fields of `Setup` by name, sizes of Megatron's axes."""
 
     model: str | None = None
     strategy: str | None = None
@@ -33,7 +33,7 @@ class RunConfig:
     axes: Mapping[str, int] = field(default_factory=dict)
 
     def under(self, other: RunConfig) -> RunConfig:
-        """Both, with what `other` states where both state it."""
+        """Merge two configs. Settings in `other` win."""
         return RunConfig(
             other.model or self.model,
             other.strategy or self.strategy,
@@ -43,7 +43,7 @@ class RunConfig:
 
 
 def model_of(content: Mapping[str, Any], path: Path) -> str:
-    """The model that Axolotl's config trains."""
+    """Return the model that Axolotl's config trains."""
     if not isinstance(content.get("base_model"), str):
         raise CorruptError(
             "the config names no model",
@@ -55,7 +55,7 @@ def model_of(content: Mapping[str, Any], path: Path) -> str:
 
 
 def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
-    """What a config states of a run, for a model of this hidden size; UsageError for what is not estimated."""
+    """Return a config's settings for a model of this hidden size. Raise UsageError if a setting is unsupported."""
     if "base_model" in content:
         return _axolotl(content, path, hidden)
     if "distributed_type" in content:
@@ -111,8 +111,8 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     stage = stated.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UsageError("there is no such stage of ZeRO", path=path, expected="0, 1, 2 or 3", found=repr(stage))
-    # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer, which is not estimated; a fragment that
-    # states no stage states sizes only.
+    # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer, which is unsupported. A fragment without a
+    # stage gives sizes only.
     if "stage" in stated and not stage:
         raise UsageError("DeepSpeed without ZeRO is not estimated", path=path, expected="stage 1, 2 or 3", found=stage)
     return RunConfig(strategy=f"zero{stage}" if stage else None, setup=setup)
@@ -127,7 +127,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
-    """`Setup.optimizer` for the name that transformers, DeepSpeed or bitsandbytes has for one."""
+    """Return `Setup.optimizer` for an optimizer's name in transformers, DeepSpeed or bitsandbytes."""
     lower = name.lower().replace("-", "_")
     found = next((ours for word, ours in _OPTIMIZERS if word in lower), None)
     if found == "sgd" and momentum:
@@ -146,7 +146,7 @@ def _optimizer(name: str, path: Path, *, momentum: bool = False) -> str:
 
 
 def _fsdp(content: Mapping[str, Any], path: Path) -> RunConfig:
-    """`fsdp_config` of transformers, Axolotl (names without prefix) or Accelerate (with it); its parent, or itself."""
+    """Read `fsdp_config`, or a config around it: transformers, Axolotl (no prefix) or Accelerate (prefix `fsdp_`)."""
     inner = content.get("fsdp_config")
     inner = dict(inner) if isinstance(inner, dict) else dict(content)
     stated = {name.removeprefix("fsdp_"): value for name, value in inner.items()}
@@ -197,7 +197,7 @@ def _refuse_tensor_parallel(size: Any, path: Path) -> None:
 
 
 def _other(named: Any, path: Path, hidden: int) -> RunConfig:
-    """The DeepSpeed config that a config names: where the command runs, or beside the config."""
+    """Return the DeepSpeed config that a config names, from the current folder or the config's own."""
     if isinstance(named, dict):
         return understand(named, path, hidden)
     for place in (Path(str(named)), path.parent / str(named)):
@@ -249,7 +249,7 @@ def _axolotl(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
     if content.get("deepspeed"):
         return base.under(_other(content["deepspeed"], path, hidden))
     if content.get("fsdp") or content.get("fsdp_config"):
-        # Accelerate makes trained parameters float32 under mixed precision (utils/fsdp_utils.py).
+        # Accelerate keeps trained parameters in float32 under mixed precision (utils/fsdp_utils.py).
         return base.under(_fsdp(content, path)).under(RunConfig(setup={"mixed": content.get("bf16") != "full"}))
-    # The model is loaded in 16 bits, its gradients and states are in them too.
+    # The model is loaded in 16 bits, so gradients and states are 16-bit too.
     return base.under(RunConfig(strategy=DDP, setup={"mixed": not half}))

@@ -1,4 +1,4 @@
-"""What a run is, as its memory depends on it: strategy, sizes, precision, and where its states are kept."""
+"""Facts about a run that decide its memory: strategy, sizes, precision, and offloading."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Literal
 
 from ckpt.base.errors import UsageError
 
-TrainDType = Literal["bf16", "fp16", "fp32"]  # what a model may compute in
-StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # what an optimizer may keep its masters and states in
+TrainDType = Literal["bf16", "fp16", "fp32"]  # dtypes for computing
+StateDType = Literal["fp32", "bf16", "fp16", "fp8"]  # dtypes for masters and states
 Optimizer = Literal["adam", "adamw", "adamw_8bit", "lion", "lion_8bit", "momentum", "momentum_8bit", "sgd"]
-Device = Literal["none", "cpu", "nvme"]  # where states are offloaded to
+Device = Literal["none", "cpu", "nvme"]  # offloading targets
 
-#: In the order of a table: what shards more comes later.
+#: In table order: strategies with more sharding come later.
 STRATEGIES = (
     *("ddp", "zero1", "zero2", "zero2-offload", "zero3", "zero3-offload", "zero3-offload-params"),
     *("fsdp1", "fsdp2", "fsdp2-offload", "megatron"),
@@ -22,7 +22,7 @@ DDP, ZERO1, ZERO2, ZERO2_OFFLOAD, ZERO3, ZERO3_OFFLOAD, ZERO3_OFFLOAD_ALL = STRA
 FSDP1, FSDP2, FSDP2_OFFLOAD, MEGATRON = STRATEGIES[7:]
 
 CPU, NVME = "cpu", "nvme"
-#: Names for what is kept elsewhere: the engine, and where its optimizer and its parameters are.
+#: Short names for offloading: the engine, and the devices for its optimizer and its parameters.
 OFFLOADED = {
     ZERO2_OFFLOAD: (ZERO2, CPU, ""),
     ZERO3_OFFLOAD: (ZERO3, CPU, ""),
@@ -31,7 +31,7 @@ OFFLOADED = {
 }
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-#: How many states an optimizer keeps for each parameter; `_8bit` are those of bitsandbytes.
+#: Number of states per parameter. `_8bit` optimizers are bitsandbytes'.
 OPTIMIZER_STATES = {
     "adam": 2,
     "adamw": 2,
@@ -42,18 +42,18 @@ OPTIMIZER_STATES = {
     "momentum_8bit": 1,
     "sgd": 0,
 }
-#: What Megatron's `--recompute-modules` computes again, of what is counted here.
+#: Modules that `--recompute-modules` of Megatron recomputes, as far as they count here.
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
-#: bitsandbytes 0.50 optim/optimizer.py: elements that share a float32 scale; smaller tensors are not quantized.
+#: bitsandbytes 0.50 optim/optimizer.py: elements per float32 scale. Smaller tensors are not quantized.
 _8BIT_BLOCK, _8BIT_LEAST = 256, 4096
 
 
 @dataclass(frozen=True, slots=True)
 class ZeroOptions:
-    """DeepSpeed's `zero_optimization` options that decide sizes of buffers, in elements, with its defaults.
+    """DeepSpeed's `zero_optimization` options for buffer sizes, in elements, with its defaults.
 
-    The last four are of `offload_optimizer` and `offload_param` with device nvme (runtime/zero/offload_config.py).
+    The last four belong to `offload_optimizer` and `offload_param` with device nvme (runtime/zero/offload_config.py).
     """
 
     reduce_bucket_size: int = 500_000_000
@@ -69,18 +69,19 @@ class ZeroOptions:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A run.
+    """A training run.
 
-    `dtype` is what the model computes in.  `mixed` is for ddp and fsdp: float32 parameters under autocast or
-    MixedPrecision; otherwise everything is in `dtype`.  `batch` is the micro batch of one GPU, in sequences, each of
-    which `context_parallel` GPUs share.  With `lora_rank` the model is frozen, and `lora_targets` are the names of the
-    modules that get adapters, None for PEFT's "all-linear"; `quantized` holds the linear layers of the frozen model in
-    4 bits (QLoRA).
-
-    `master_dtype` and `state_dtype` are those of DeepSpeed's and Megatron's optimizers.  `fused_loss`: the logits are
-    never all there (Cut cross-entropy, Liger).  `eager_attention` keeps the scores.  `activation_offload` keeps the
-    inputs of checkpointed layers in the host's memory.  `recompute` names modules of Megatron's layers.  `offload_*`
-    are empty, "cpu" or "nvme".  `reshard`: FSDP frees what it gathered after a unit's forward pass.
+    - `dtype` is for computing. `mixed` (ddp, fsdp) keeps float32 parameters under autocast or MixedPrecision; otherwise
+      everything has `dtype`.
+    - `batch` counts sequences in one GPU's micro batch. `context_parallel` GPUs share each sequence.
+    - `lora_rank` freezes the model. `lora_targets` names modules with adapters, None for PEFT's "all-linear".
+    - `quantized` holds the frozen model's linear layers in 4 bits (QLoRA).
+    - `master_dtype` and `state_dtype` are for DeepSpeed's and Megatron's optimizers.
+    - `fused_loss` never holds all logits (Cut cross-entropy, Liger). `eager_attention` keeps the scores.
+    - `activation_offload` keeps inputs of checkpointed layers in host memory.
+    - `recompute` names modules of Megatron's layers.
+    - `offload_*` is empty, "cpu" or "nvme".
+    - `reshard` frees gathered parameters after a unit's forward pass (FSDP).
     """
 
     gpus: int = 1
@@ -108,7 +109,7 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of the dtype that the model computes in."""
+        """Bytes per element of the compute dtype."""
         return ITEMSIZES[self.dtype]
 
     @property
@@ -117,7 +118,7 @@ class Setup:
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Bytes of all optimizer states of a tensor with `numel` elements, if states have elements of `itemsize`."""
+        """Return the bytes of a tensor's optimizer states, with `itemsize` bytes per element unless they are 8-bit."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel
@@ -125,10 +126,10 @@ class Setup:
 
 
 def placed(strategy: str, setup: Setup) -> tuple[str, str, str]:
-    """The engine, and the devices to which its optimizer and its parameters are offloaded.
+    """Return the engine, and the devices for its optimizer and its parameters.
 
-    UsageError for what the engine cannot do: DeepSpeed offloads the optimizer from stage 1 on, to NVMe and the
-    parameters at stage 3; FSDP's CPUOffload moves parameters, gradients and states together.
+    Raise UsageError if the engine does not support the offloading. DeepSpeed offloads the optimizer from stage 1 on.
+    NVMe and parameters need stage 3. FSDP's CPUOffload moves parameters, gradients and states together.
     """
     if strategy in OFFLOADED:
         return OFFLOADED[strategy]

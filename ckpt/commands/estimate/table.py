@@ -1,4 +1,4 @@
-"""`ckpt estimate`: from a model's config or checkpoint to a table by strategy, and what fits."""
+"""Table of `ckpt estimate`: from a model's config or checkpoint to rows by strategy, and a suggestion."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from ckpt.state.parameters import EMBEDDING, LINEAR, OTHER, Model, Parameter, St
 
 
 class ParametersProtocol(Protocol):
-    """Shapes of a model's parameters, in transformers' memory and on ranks of Megatron's."""
+    """Shapes of a model's parameters, in transformers' memory and on Megatron's ranks."""
 
     def in_memory(self, config: Mapping[str, Any]) -> Model: ...
     def megatron_stages(self, config: Mapping[str, Any], *, tp: int, pp: int, ep: int) -> tuple[Stage, ...]: ...
@@ -50,12 +50,12 @@ class ParametersProtocol(Protocol):
 
 PARAMETERS: ParametersProtocol = late("converters.names.parameters")
 
-#: The part of a GPU's memory that an estimate may fill: the CUDA context, NCCL and fragments want the rest.
+#: Usable part of a GPU's memory. The CUDA context, NCCL and fragmentation need the rest.
 USABLE = 0.9
-#: Tensor parallelism beyond the GPUs of one node is slow; experts are rarely dealt to more ranks than this.
+#: Tensor parallelism across nodes is slow, and experts are rarely spread over more ranks.
 _MAX_TP, _MAX_EP = 8, 64
 _MAX_GPUS = 4096
-#: GPUs of a node: more of them come in such numbers.
+#: GPUs per node: larger numbers are multiples.
 _NODE = 8
 
 _LAYER = re.compile(r"\.(\d+)\.")
@@ -63,7 +63,7 @@ _LAYER = re.compile(r"\.(\d+)\.")
 
 @dataclass(frozen=True)
 class Subject:
-    """What is estimated: the model, its config where there is one, and notes on how it was found."""
+    """The model to estimate, its config if there is one, and notes on the search."""
 
     path: str
     model: Model
@@ -73,9 +73,9 @@ class Subject:
 
 @dataclass(frozen=True, slots=True)
 class EstimateRow:
-    """A line of the table; `options` are sizes of parallel axes and LoRA, by the names of the command's options.
+    """A row of the table. `options` holds parallel sizes and LoRA, by option name.
 
-    `stages` are the numbers of layers of Megatron's pipeline stages.
+    `stages` holds the number of layers in each of Megatron's pipeline stages.
     """
 
     strategy: str
@@ -93,7 +93,7 @@ class EstimateRow:
 
 @dataclass(frozen=True)
 class Sizing:
-    """The table for one model on so many GPUs."""
+    """Table for one model and a number of GPUs."""
 
     subject: Subject
     setup: Setup
@@ -106,10 +106,10 @@ class Sizing:
 
 
 def find(where: str) -> Subject:
-    """The model at `where`: a config.json or its folder, a Hub id, or a checkpoint of any format.
+    """Return the model at `where`: a config.json or its folder, a Hub id, or a checkpoint in any format.
 
-    A config is preferred to a checkpoint's tensors, which may be quantized or an adapter's.  Raises NotFoundError
-    where there is neither, UsageError for an architecture that is not known.
+    A config comes before a checkpoint's tensors, which may be quantized or an adapter's. Raise NotFoundError if neither
+    exists, UsageError for an unknown architecture.
     """
     path = Path(where)
     with translate_os_errors(path):
@@ -142,7 +142,7 @@ def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
 
 
 def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
-    """From the tensors that it holds; from its config, where that tells of the same number of elements."""
+    """Return the model by its config if the number of elements agrees, else by the checkpoint's tensors."""
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
     if is_adapter(fqn for fqn, _ in checkpoint.tensors):
@@ -186,7 +186,7 @@ def size(
     pp: int | None = None,
     ep: int | None = None,
 ) -> Sizing:
-    """Every strategy, or those that are named; `tp`, `pp` and `ep` are Megatron's, tried in turn otherwise."""
+    """Estimate every strategy, or the given ones. Without `tp`, `pp` or `ep`, try several sizes for Megatron."""
     rows = []
     for strategy in strategies or _default(subject, setup):
         if strategy == MEGATRON:
@@ -203,7 +203,7 @@ def size(
 
 
 def _default(subject: Subject, setup: Setup) -> list[str]:
-    if setup.offload_optimizer or setup.offload_params:  # as it is asked for, where it can be
+    if setup.offload_optimizer or setup.offload_params:  # as requested, for engines that can
         fsdp = [] if setup.offload_optimizer or setup.offload_params == NVME else [FSDP1, FSDP2]
         zero = [] if setup.offload_params or setup.offload_optimizer == NVME else [ZERO1, ZERO2]
         return [*zero, ZERO3, *fsdp]
@@ -231,7 +231,7 @@ def _row(subject: Subject, strategy: str, setup: Setup) -> EstimateRow:
 
 
 def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) -> EstimateRow:
-    """Megatron with these sizes of axes; UsageError where something does not divide."""
+    """Return Megatron's row for these sizes. Raise UsageError if a size does not divide."""
     if not _has_megatron(subject):
         raise UsageError("Megatron's layout of this model is not known", found=subject.model.name)
     assert subject.config is not None
@@ -248,9 +248,9 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
 
 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
-    """A row for each number of ranks that share a model, as many of them tensor parallel as can be.
+    """Yield a row for each number of ranks per model, with as much tensor parallelism as possible.
 
-    Experts are dealt to as many ranks as can be, which takes nothing from data parallelism.
+    Experts are spread over as many ranks as possible, which does not reduce data parallelism.
     """
     num_experts = max((block.num_experts for block in subject.model.blocks), default=0)
     most = _MAX_TP * (len(subject.model.blocks) + 2)
@@ -266,7 +266,7 @@ def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
 
 # -- what fits -----------------------------------------------------------------------------------------------
 
-#: In the order in which a user would take them: what shards and moves less is faster.
+#: In order of preference: less sharding and less traffic is faster.
 _PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)
 _OFFLOADED = (ZERO2_OFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD, ZERO3_OFFLOAD_ALL)
 
@@ -276,10 +276,10 @@ def fits(row: EstimateRow, gpu_memory: int, *, checkpointing: bool) -> bool:
 
 
 def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> Iterator[str]:
-    """Suggest the simplest strategies that fit, and more GPUs if none does.
+    """Suggest the simplest strategies that fit, or more GPUs if none does.
 
-    Data parallelism comes first, then the same with activation checkpointing, then offloading with LoRA named as the
-    alternative.  Megatron, another framework, comes after these.
+    Data parallelism comes first, then data parallelism with activation checkpointing, then offloading with LoRA as the
+    alternative. Megatron, another framework, comes last.
     """
     mine = [row for row in rows if bool(row.options.get("lora")) == bool(setup.lora_rank)]
     data_parallel = _first([row for s in _PREFERRED for row in mine if row.strategy == s], gpu_memory)
@@ -299,7 +299,7 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Esti
 
 
 def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> str:
-    """What helps where nothing of `rows` fits on any number of GPUs: fewer tokens, if all else would fit."""
+    """Return advice if no row fits on any number of GPUs: fewer tokens if everything else fits."""
     many = replace(setup, gpus=multiple(_MAX_GPUS, setup.context_parallel))
     tried = {row.strategy for row in rows}
     most_sharded = [_row(subject, strategy, many) for strategy in tried - {MEGATRON}]
@@ -317,9 +317,9 @@ def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Estima
 
 
 def _first(rows: Sequence[EstimateRow], gpu_memory: int) -> str | None:
-    """The first row that fits, without activation checkpointing if any does so.
+    """Describe the first row that fits, if possible without activation checkpointing.
 
-    Of Megatron the first that fits with checkpointing: that costs less than to cut the model once more.
+    Megatron's rows may use checkpointing, which costs less than more sharding.
     """
     for checkpointing in (False, True):
         for row in rows:
@@ -336,7 +336,7 @@ def _words(row: EstimateRow, gpu_memory: int, checkpointing: bool) -> str:
 
 
 def _more_gpus(subject: Subject, setup: Setup, gpu_memory: int, strategies: Sequence[str]) -> str | None:
-    """The fewest GPUs on which what shards most fits, in whole nodes where that is more than one."""
+    """Find the fewest GPUs for the strategy with the most sharding, in whole nodes beyond one."""
 
     searched = [s for s in (FSDP2, ZERO3) if s in strategies] or [s for s in _PREFERRED if s in strategies]
 

@@ -1,4 +1,4 @@
-"""The table of `ckpt estimate` as text of 80 columns, and as plain values."""
+"""Table of `ckpt estimate` as text in 80 columns, and as plain values."""
 
 from __future__ import annotations
 
@@ -16,7 +16,15 @@ from ckpt.state.parameters import LINEAR, flops_per_token, num_elements
 
 _WIDTH = 80
 _HEADS = ("param", "grads", "optim", "extra", "acts", "total", "acts*", "total*", "host", "nvme")
-_PARTS = ("parameters", "gradients", "optimizer", "masters", "gathered", "buffers", "step")  # of a `Memory`, in bytes
+_PARTS = (
+    "parameters",
+    "gradients",
+    "optimizer",
+    "masters",
+    "gathered",
+    "buffers",
+    "step",
+)  # fields of `Memory` in bytes
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 
@@ -49,7 +57,7 @@ def lines(sizing: Sizing) -> Iterator[str]:
 
 
 def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
-    """The model, and lines on how it is trained."""
+    """Return the model, and lines on its training."""
     model, setup = sizing.subject.model, sizing.setup
     precision = "mixed precision" if setup.mixed and setup.dtype != "fp32" else "pure"
     facts = (
@@ -62,7 +70,7 @@ def title_lines(sizing: Sizing) -> tuple[str, list[str]]:
 
 
 def bars(sizing: Sizing) -> list[Bar]:
-    """What each GPU holds at the peak, a bar for each strategy."""
+    """Return a bar with the peak memory for each strategy."""
     return [
         Bar(
             row.title,
@@ -79,7 +87,7 @@ def _flops(sizing: Sizing) -> int | None:
 
 
 def _scaled(count: int) -> str:
-    """`48.7 G`, in units of a thousand."""
+    """Return `48.7 G`: a count with an SI prefix."""
     power = min((len(str(count)) - 1) // 3, 5)
     return f"{count / 1000**power:.3g} {' kMGTP'[power].strip()}"
 
@@ -89,7 +97,7 @@ def _wrap(text: str) -> list[str]:
 
 
 def _choices(sizing: Sizing) -> str:
-    """What is not as by default and stands in no row's title."""
+    """Describe settings that are neither defaults nor in a row's title."""
     setup = sizing.setup
     chosen = [
         ("fused cross-entropy", setup.fused_loss),
@@ -170,13 +178,13 @@ def _sizing_notes(sizing: Sizing) -> Iterator[str]:
 
 
 def _runs(counts: Sequence[int]) -> str:
-    """`1, 2 x 47, 1`."""
+    """Return counts as `1, 2 x 47, 1`."""
     found = [(count, len(list(same))) for count, same in groupby(counts)]
     return ", ".join(f"{count} x {times}" if times > 1 else f"{count}" for count, times in found)
 
 
 def to_json(sizing: Sizing) -> dict[str, Any]:
-    """The table as plain values; sizes are bytes."""
+    """Return the table as plain values, with sizes in bytes."""
     setup = sizing.setup
     return {
         "model": sizing.subject.path,

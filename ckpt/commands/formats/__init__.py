@@ -1,1 +1,1 @@
-"""`ckpt formats`: the formats that can be read and written."""
+"""`ckpt formats`: readable and writable formats."""

@@ -1,4 +1,4 @@
-"""`ckpt formats`: what can be read and written."""
+"""API of `ckpt formats`: readable and writable formats."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS = ("name", "reads", "writes", "optimizer", "what it is")
 
 @dataclass(frozen=True, repr=False)
 class Formats(Returned):
-    """All formats, in the order in which a folder is asked what it is."""
+    """All formats, in detection order."""
 
     formats: tuple[Format, ...]
 
@@ -27,7 +27,7 @@ class Formats(Returned):
         return iter(self.formats)
 
     def rows(self) -> list[tuple[str, ...]]:
-        """The cells under `HEADS`."""
+        """Return the cells under `HEADS`."""
         return [(one.name, *map(_mark, (one.reads, one.writes, one.carries_optimizer)), _title(one)) for one in self]
 
     def lines(self) -> Iterator[str]:
@@ -48,7 +48,7 @@ class Formats(Returned):
 
 
 def formats() -> Formats:
-    """List the formats: what can be read and written, and what carries optimizer state."""
+    """List the formats, with their support for reading, writing and optimizer state."""
     return Formats(tuple(registry.all_formats()))
 
 
@@ -57,5 +57,5 @@ def _mark(able: bool) -> str:
 
 
 def _title(one: Format) -> str:
-    """What the format is, and the other names that are taken for it."""
+    """Return the format's title and its aliases."""
     return one.title + (f"; also {', '.join(one.aliases)}" if one.aliases else "")

@@ -1,1 +1,1 @@
-"""`ckpt hash`: digests of a checkpoint, whatever its format."""
+"""`ckpt hash`: digests of a checkpoint, independent of its format."""

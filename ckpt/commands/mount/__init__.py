@@ -1,1 +1,1 @@
-"""`ckpt mount`: a checkpoint as a folder of another format."""
+"""`ckpt mount`: view of a checkpoint as a folder in another format."""

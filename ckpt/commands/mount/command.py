@@ -45,12 +45,12 @@ def mount(
     from ckpt.views.mount import check_free, library
     from ckpt.views.mount import mount as mount_conversion
 
-    library()  # before anything is said
+    library()  # before any output
     if placeholder_files.is_standin(str(path)) and not foreground:
         hint = "--foreground serves it from this process; in a shell, with & behind the command"
         raise UsageError("a store cannot be served by a background process", path=path, hint=hint)
     conversion = api.plan(path, target, **vars(selection), **vars(precision), **vars(sharding), **options)
-    check_free(conversion, view)  # from here on the messages hold: another process will serve the files
+    check_free(conversion, view)  # from here on the output is true: another process will serve the files
     say_source(conversion.source, quiet=quiet)
     if not quiet:
         say(*lost_lines(conversion.to_json()))

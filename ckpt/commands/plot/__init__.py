@@ -1,1 +1,1 @@
-"""`ckpt plot`: the losses of runs over each other."""
+"""`ckpt plot`: loss curves of runs in one picture."""

@@ -1,8 +1,8 @@
-"""The losses of runs as a picture, and how far apart they are.
+"""Loss curves of runs as a picture, and the largest distance between them.
 
-A run is the folder of `python -m train` (its metrics.jsonl) or of a script of HF Trainer (the trainer_state.json of its
-newest checkpoint). A run that was resumed is one curve, with a mark where each start began; steps that were done twice
-are drawn twice. The picture is an SVG, and no library draws it.
+A run is a folder of `python -m train` (with metrics.jsonl) or of an HF Trainer script (with trainer_state.json in its
+newest checkpoint). A resumed run is one curve, with a mark at each start. Repeated steps are drawn twice. The SVG needs
+no drawing library.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: its number of ranks (0 where that is not recorded), and its losses by step."""
+    """One start of a run: number of ranks (0 if not recorded), and losses by step."""
 
     ranks: int
     losses: dict[int, float]
 
 
 def starts_of(run: Path) -> list[Start]:
-    """The starts of a run, in the order in which they trained."""
+    """Return a run's starts in order."""
     metrics = run / "metrics.jsonl"
     if metrics.is_file():
         lines = [json.loads(line) for line in metrics.read_text().splitlines()]
@@ -61,12 +61,12 @@ def starts_of(run: Path) -> list[Start]:
 
 
 def losses_of(starts: Sequence[Start]) -> dict[int, float]:
-    """The loss of each step; of one that was done twice, the last."""
+    """Return the loss of each step. For repeated steps, the last one counts."""
     return {step: loss for start in starts for step, loss in start.losses.items()}
 
 
 def furthest(one: dict[int, float], other: dict[int, float]) -> tuple[int, int, float]:
-    """How many steps two runs have in common, and the step in which they are furthest apart, by so much of the loss."""
+    """Return the number of common steps, and the step with the largest relative distance, with this distance."""
     common = sorted(one.keys() & other.keys())
     apart = {step: abs(one[step] - other[step]) / max(abs(one[step]), sys.float_info.min) for step in common}
     step = max(common, key=lambda step: apart[step], default=0)
@@ -84,14 +84,14 @@ class Axes:
 
     @classmethod
     def of(cls, starts: Sequence[Start]) -> Axes:
-        """The axes in which all of these fit, with some room."""
+        """Return axes that fit all starts, with a margin."""
         steps = [step for start in starts for step in start.losses]
         losses = [loss for start in starts for loss in start.losses.values() if math.isfinite(loss)] or [0.0]
         room = (max(losses) - min(losses)) * 0.06 or 1.0
         return cls(min(steps), max(steps), min(losses) - room, max(losses) + room)
 
     def at(self, step: float, loss: float) -> str:
-        """A place in the picture; of a loss that is no number, at the bottom."""
+        """Return a position in the picture. Losses that are not finite go to the bottom."""
         x = LEFT + (step - self.first) / max(1, self.last - self.first) * (WIDTH - LEFT - RIGHT)
         height = (loss - self.low) / (self.high - self.low) if math.isfinite(loss) else 0.0
         return f"{x:.2f} {TOP + (1 - height) * (HEIGHT - TOP - BOTTOM):.2f}"
@@ -109,7 +109,7 @@ class Axes:
 
 
 def draw(runs: dict[str, list[Start]]) -> str:
-    """The picture; the first run is drawn thick, so that it is seen below those that are the same."""
+    """Return the picture. The first run is thick, to stay visible below equal ones."""
     axes, height = Axes.of([start for starts in runs.values() for start in starts]), HEIGHT + 22 * len(runs)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" viewBox="0 0 {WIDTH} {height}">',
@@ -132,7 +132,7 @@ def draw(runs: dict[str, list[Start]]) -> str:
 
 
 def _curve(start: Start, axes: Axes) -> str:
-    """Lines between the losses; none to or from what is no number."""
+    """Return lines between the losses, with gaps at losses that are not finite."""
     text, is_on = "", False
     for step, loss in start.losses.items():
         if math.isfinite(loss):
@@ -156,7 +156,7 @@ def _described(name: str, starts: Sequence[Start]) -> str:
 
 
 def ticks(low: float, high: float) -> Iterator[float]:
-    """About six round numbers between two."""
+    """Yield about six round numbers between `low` and `high`."""
     step = 10 ** math.floor(math.log10((high - low) / 6 or 1))
     step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= 7)
     number = math.ceil(low / step)

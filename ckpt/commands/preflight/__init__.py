@@ -1,1 +1,1 @@
-"""`ckpt preflight`: are the nodes of a job alike?"""
+"""`ckpt preflight`: comparison of a job's nodes before training."""

@@ -1,13 +1,13 @@
-"""Looks over the nodes of a job within a minute: `srun python -m ckpt.training.preflight RUN_FOLDER`.
+"""Comparison of a job's nodes within a minute: `srun ckpt preflight RUN_FOLDER`.
 
     n2: deepspeed 0.18.1, and 0.19.8 on n1
     n2: no space in /shared/outputs: No space left on device
     n2: other data in corpus: 8c1f3c0d6e2a, and 51b7d1a80c44 on n1
     n3: not heard of within 40 s; its task did not start, or it cannot reach n1 at port 24017
 
-One task runs on each node. All tell the first what they have, over the port that training will meet at, and the first
-tries the way back. What differs is named by its node. It imports no framework: it is to be fast, and to find one that
-does not import.
+One task runs on each node. All nodes send their facts to the first node, at the port for training, and the first node
+tests the way back. It reports each difference by node. No framework is imported: imports are slow, and may fail on one
+node.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ _PIECE = 1 << 20
 
 @dataclass(frozen=True)
 class Job:
-    """The nodes of a job, and what each of them looks at.
+    """Nodes of a job, and the places to check on each.
 
-    `number` is this node's place in `names`; all meet at `port` of the first.  Without `names` they are those of
+    `number` is this node's index in `names`. All nodes meet at `port` of the first. The default `names` are those in
     Slurm's step.
     """
 
@@ -54,9 +54,9 @@ class Job:
 
 
 def preflight(job: Job) -> tuple[int, list[str]] | None:
-    """Return the number of nodes and what is wrong, on the first node; None on another, whose look it was told.
+    """Return the number of nodes and the problems on the first node, or None on other nodes.
 
-    Raises NotFoundError on another node that cannot reach the first.
+    Raise NotFoundError on a node that can't reach the first one.
     """
     names = job.names or _nodes_of_the_job()
     deadline = time.monotonic() + job.timeout
@@ -69,7 +69,7 @@ def preflight(job: Job) -> tuple[int, list[str]] | None:
 
 
 def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
-    """What this node has: facts that are to be the same on all nodes, and its own problems."""
+    """Return this node's facts that must be the same on all nodes, and its own problems."""
     same: dict[str, str | int] = {f"data in {path}": digest(path) for path in data}
     same |= {name: _version(name) for name in PACKAGES}
     same |= {"python": platform.python_version(), "GPUs": _gpus(), "NVIDIA driver": _driver()}
@@ -78,7 +78,7 @@ def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """A digest of a file or of a folder's files: their names, sizes, and the first and the last MiB of each."""
+    """Return a digest of a file, or of a folder's files: names, sizes, and each file's first and last MiB."""
     total = hashlib.sha256()
     files = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
     for file in files:
@@ -97,7 +97,7 @@ def digest(path: Path) -> str:
 def gather(
     names: Sequence[str], port: int, facts: dict[str, Any], deadline: float, patience: float
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """On the first node: problems of reaching each other, and the facts of all nodes that were heard of."""
+    """Return connection problems and the facts of all reachable nodes, on the first node."""
     problems: list[str] = []
     heard = {names[0]: facts}
     waiting: list[socket.socket] = []
@@ -109,7 +109,7 @@ def gather(
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(max(0.1, deadline - time.monotonic()))
                 told = json.loads(connection.makefile().readline())
-            except (OSError, ValueError):  # of a node that told nothing whole, nothing was heard
+            except (OSError, ValueError):  # an incomplete message counts as none
                 continue
             heard[told["node"]] = told["facts"]
             waiting.append(connection)
@@ -124,7 +124,7 @@ def gather(
 
 
 def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
-    """A line for each node and matter in which it differs from most others, or from the first where most is nobody."""
+    """Return a line for each difference from most other nodes, or from the first node without a majority."""
     lines = [f"{node}: {problem}" for node, facts in heard.items() for problem in facts["problems"]]
     first = next(iter(heard))
     for matter in heard[first]["same"]:
@@ -140,7 +140,7 @@ def compare(heard: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: float) -> None:
-    """On another node: tell the first one what is here, and wait until it has tried the way back."""
+    """Send this node's facts to the first node, and wait until it has tested the way back."""
     error: Exception = TimeoutError()
     with socket.create_server(("", 0)) as listener:
         told = {"node": node, "port": listener.getsockname()[1], "facts": facts}
@@ -151,7 +151,7 @@ def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: fl
                     if connection.recv(16):
                         return
                     raise NotFoundError(f"{node}: the first node has left", path=None, found=first[0])
-            except OSError as raised:  # the first node may not be there yet
+            except OSError as raised:  # the first node may not have started yet
                 error = raised
                 time.sleep(0.2)
     raise NotFoundError(f"{node}: cannot reach {first[0]} at port {first[1]}", found=str(error))
@@ -176,7 +176,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _no_space(place: Path, need_gb: float) -> str:
-    """What keeps this node from writing so much there; a MiB is written, because quotas are not seen otherwise."""
+    """Return the problem with writing `need_gb` at `place`, or "". Write a MiB, as only that shows quotas."""
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") as file:
             file.write(random.randbytes(_PIECE))
@@ -196,7 +196,7 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> int:
-    """GPUs that the driver knows, whatever this task was given."""
+    """Return the number of GPUs that the driver knows, whatever this task may use."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 

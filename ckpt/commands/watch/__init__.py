@@ -1,1 +1,1 @@
-"""`ckpt watch`: the rank of a run that died or stalled."""
+"""`ckpt watch`: search for a rank that died or stalled."""

@@ -50,11 +50,11 @@ def watch(
 
 
 def _say(text: str) -> None:
-    """Print, unless the reader has seen enough (`| head`): the exit code tells the rest."""
+    """Print, unless the reader has closed the pipe (`| head`): the exit code says the rest."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes again at exit
 
 
 COMMAND = Command(

@@ -1,8 +1,8 @@
-"""The rank of a run that died or stalled, with its stack.
+"""Search for a run's rank that died or stalled, with its stack.
 
-A rank is dead when its process is gone, frozen when it beats no more (a stopped process, a machine that is down), and
-stuck when it beats but has been in the same step and phase for too long. All ranks of a run are stuck when one is;
-the one named is not in a collective while others wait there, or is behind them.
+A rank is dead when its process is gone. It is frozen when it beats no more (a stopped process, a machine that is down).
+It is stuck when it beats, but has been in the same step and phase for too long. One stuck rank makes all ranks of the
+run stuck. The guilty rank is outside a collective while others wait in it, or is behind them.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
-#: Words in the names of functions in which a rank waits for others: torch.distributed's, DDP's, and those that wait for
-#: a GPU, whose collectives run on their own. Backward passes are among them, as DDP's C++ waits in these.
+#: Words in names of functions that wait for other ranks: torch.distributed's, DDP's, and waits for a GPU, which runs
+#: collectives on its own. Backward passes count too, as DDP's C++ waits in them.
 _WAITING = frozenset(
     ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
 )
-_INNERMOST = 2  # frames that are looked at
+_INNERMOST = 2  # frames to check
 
 
 @dataclass(frozen=True)
 class Finding:
-    """What is wrong with a rank: since when (seconds ago), in what, and where its stack is."""
+    """A problem with a rank: its kind, place, duration in seconds, and stack."""
 
     kind: str
     rank: int
@@ -62,7 +62,7 @@ class Finding:
 
 @dataclass
 class Seen:
-    """A rank as last read, and when (on this machine's clock) its beat and its place last changed."""
+    """Facts about a rank, and the times (this machine's clock) when its beat and its place last changed."""
 
     facts: dict[str, Any]
     beat: float
@@ -70,19 +70,19 @@ class Seen:
 
 
 class Watcher:
-    """Reads a run's heartbeats again and again. Times are this machine's: clocks of others may differ."""
+    """Reader of a run's heartbeats. Times are this machine's, as other clocks may differ."""
 
     def __init__(self, run: Path, silent: float, stuck: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.folder, self.silent, self.stuck, self.clock = run / FOLDER, silent, stuck, clock
         self.ranks: dict[int, Seen] = {}
 
     def look(self) -> None:
-        """Reads every rank's beat."""
+        """Read every rank's beat."""
         now = self.clock()
         for file in self.folder.glob("rank-*.json"):
             try:
                 facts = json.loads(file.read_text())
-            except (OSError, ValueError):  # being replaced, on a file system that does not do so at once
+            except (OSError, ValueError):  # being replaced, on a file system without atomic replacement
                 continue
             known = self.ranks.get(facts["rank"])
             if known is None or known.facts["started"] < facts["started"]:
@@ -90,35 +90,35 @@ class Watcher:
             elif known.facts["beats"] != facts["beats"]:
                 same = all(known.facts[key] == facts[key] for key in ("step", "phase", "since"))
                 self.ranks[facts["rank"]] = Seen(facts, now, known.moved if same else now)
-        # An earlier start has left the files of its ranks.
+        # An earlier start may have left files of more ranks.
         newest = max((seen.facts["started"] for seen in self.ranks.values()), default=0.0)
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
 
     @property
     def finished(self) -> bool:
-        """Whether every rank has said that it is done."""
+        """True if every rank has reported its end."""
         return bool(self.ranks) and all(seen.facts["phase"] == DONE for seen in self.ranks.values())
 
     def findings(self) -> list[Finding]:
-        """The ranks that are to blame, by the surest sign there is: ended, silent, or in one place for too long."""
+        """Return the guilty ranks by the surest sign: ended, silent, or stuck."""
         now = self.clock()
         running = [seen for seen in self.ranks.values() if seen.facts["phase"] != DONE]
         failed = [seen for seen in running if seen.facts["phase"].startswith(FAILED)]
         running = [seen for seen in running if seen not in failed]
         dead = [seen for seen in running if _is_gone(seen.facts)]
-        if dead or failed:  # who was first is to blame; the others lost it, or were ended by torchrun
+        if dead or failed:  # the first to end is guilty: others lost it, or torchrun ended them
             found = [(DEAD, seen) for seen in dead] + [(FAILED, seen) for seen in failed]
             found.sort(key=lambda one: one[1].facts["time"])
             return [self._finding(kind, seen, now - seen.beat) for kind, seen in found]
         if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
-            # One that only waits, in C code that holds the interpreter, still answers a signal.
+            # A rank that only waits, in C code that holds the interpreter, still answers a signal.
             return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
         if running and all(now - seen.moved > self.stuck for seen in running):
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
         return []
 
     def _suspects(self, stuck: list[Seen], patience: float) -> list[tuple[Seen, str]]:
-        """The ranks that do not say that they wait for others, or else all that are behind; with what they dumped."""
+        """Return the ranks that do not wait for others, or else all ranks behind, with their dumps."""
         dumps = self._dumps(stuck, patience)
         with_dumps = [(seen, dumps.get(seen.facts["rank"], "")) for seen in stuck]
         first = min(seen.facts["step"] for seen in stuck)
@@ -126,9 +126,9 @@ class Watcher:
         return [(seen, dump) for seen, dump in with_dumps if not is_waiting(dump)] or behind
 
     def _dumps(self, ranks: list[Seen], patience: float) -> dict[int, str]:
-        """The main threads' stacks of ranks, which write them now; those that come within `patience` seconds.
+        """Return the main threads' stacks that ranks write within `patience` seconds.
 
-        Asked for by signal on this machine, and by the request file elsewhere.
+        Ranks on this machine get a signal, other ranks see the request file.
         """
         files = {seen.facts["rank"]: self._file(seen.facts, "dump") for seen in ranks}
         before = {rank: _size(file) for rank, file in files.items()}
@@ -162,7 +162,7 @@ class Watcher:
 
 
 def main_stack(dump: str, thread: str) -> str:
-    """The part of faulthandler's dump that is thread `thread`, most recent call first; empty while it is not whole."""
+    """Return the stack of thread `thread` from faulthandler's dump, most recent call first, or "" if incomplete."""
     for part in re.split(r"\n(?=\n?(?:Current thread|Thread) 0x)", dump.rstrip() + "\n"):
         if re.match(rf"\s*(Current thread|Thread) {thread} ", part) and part.endswith("\n"):
             return part.strip()
@@ -170,13 +170,13 @@ def main_stack(dump: str, thread: str) -> str:
 
 
 def is_waiting(stack: str) -> bool:
-    """Whether a rank waits for others, by the innermost functions of faulthandler's stack of it."""
+    """Return True if the innermost functions of faulthandler's stack wait for other ranks."""
     innermost = re.findall(r" in (\S+)$", stack, re.MULTILINE)[:_INNERMOST]
     return any(word in _WAITING for name in innermost for word in name.split("_"))
 
 
 def _is_gone(facts: dict[str, Any]) -> bool:
-    """Whether a rank of this machine has ended without saying so."""
+    """Return True if a rank on this machine has ended without a report."""
     if facts["host"] != socket.gethostname():
         return False
     try:
@@ -191,7 +191,7 @@ def _size(path: Path) -> int:
 
 
 def call(webhook: str, run: Path, findings: list[Finding]) -> None:
-    """Posts the findings as JSON; `text` is what chat services show."""
+    """Post the findings as JSON. Chat services show `text`."""
     text = "\n".join(str(finding).partition("\n")[0] for finding in findings)
     body = {"text": f"{run}: {text}", "run": str(run), "findings": [asdict(finding) for finding in findings]}
     request = urllib.request.Request(webhook, json.dumps(body).encode(), {"Content-Type": "application/json"})
