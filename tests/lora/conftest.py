@@ -1,4 +1,4 @@
-"""Bases on which adapters are trained, and one adapter."""
+"""Base models for adapters, and one adapter."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def linear(bases: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="session")
 def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of our own, which transformers does not know."""
-    from tests.lora.test_kinds import Layers  # when it has been collected: pytest rewrites its assertions
+    """Save a model of a class unknown to transformers."""
+    from tests.lora.test_kinds import Layers  # pytest must rewrite its assertions first
 
     folder = tmp_path_factory.mktemp("own")
     torch.manual_seed(0)

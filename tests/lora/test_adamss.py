@@ -1,7 +1,6 @@
-"""`ckpt/commands/merge_lora/loaded_model.py`, `ckpt/commands/merge_lora/layer.py`: AdaMSS, whose groups of rows PEFT
-finds again with scikit-learn.
+"""`ckpt/commands/merge_lora/loaded_model.py`, `ckpt/commands/merge_lora/layer.py`: AdaMSS.
 
-`make test-peft` has scikit-learn beside the environment.
+PEFT recomputes AdaMSS's row groups with scikit-learn. `make test-peft` installs scikit-learn.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def test_what_was_made_anew_is_said(adapter: Path, own: Path, tmp_path: Path) ->
 
 @needs_sklearn
 def test_another_base_is_refused(adapter: Path, tmp_path: Path) -> None:
-    """PEFT goes on, and adds what was trained for some rows to others."""
+    """PEFT continues, and adds updates trained for some rows to other rows."""
     (tmp_path / "other").mkdir()
     torch.manual_seed(9)
     save_file(Layers().state_dict(), tmp_path / "other/model.safetensors")
@@ -108,7 +107,7 @@ def test_a_factor_that_lacks_is_refused_by_name(adapter: Path, own: Path, tmp_pa
 def test_without_scikit_learn_it_is_asked_for(
     has_folder: bool, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A folder of its package's name is not the package, and no other kind of adapter needs it."""
+    """A folder named sklearn is not the package, and no other adapter kind needs scikit-learn."""
     if has_folder:
         (tmp_path / "sklearn").mkdir()
         monkeypatch.syspath_prepend(tmp_path)

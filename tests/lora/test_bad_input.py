@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: what does not belong together is refused by name."""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: a mismatch is refused by name."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def with_tensors(adapter: Path, folder: Path, change: Callable[[dict[str, Any]],
 
 
 def on_hub(base: Path, folder: Path, name: str, commit: str) -> Path:
-    """The base as the Hub's cache has it."""
+    """Copy the base into the layout of the Hub's cache."""
     place = folder / f"models--org--{name}" / "snapshots" / (commit * 40)
     shutil.copytree(base, place)
     return place
@@ -48,7 +48,7 @@ def test_another_base_by_its_name(linear: Path, bases: dict[str, Path], tmp_path
 
 
 def test_another_base_by_its_revision(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
-    """The commit is the digest that PEFT records of a base."""
+    """The adapter's `revision` is the commit of its base."""
     adapter = edited(linear, tmp_path / "adapter", base_model_name_or_path="org/first", revision="b" * 40)
     other = on_hub(bases["llama"], tmp_path, "first", "a")
     refused([adapter], other, tmp_path / "out", 2, "not the base that the adapter was trained on", "b" * 40)
@@ -90,7 +90,7 @@ def test_the_config_is_missing(linear: Path, bases: dict[str, Path], tmp_path: P
     (adapter / "adapter_config.json").unlink()
     refused([adapter], bases["llama"], tmp_path / "out", 3, "there is no adapter_config.json", "with --config")
     factors = {name: 0 * tensor for name, tensor in weights(adapter).items()}
-    torch.save(factors, adapter / "adapter_model.bin")  # PEFT takes the other file
+    torch.save(factors, adapter / "adapter_model.bin")  # PEFT reads the other file
     given = ("--base", bases["llama"], "--config", linear)
     assert ckpt("merge-lora", adapter, *given, "-o", tmp_path / "out").code == 0
     assert ckpt("merge-lora", linear, *given, "-o", tmp_path / "expected").code == 0
@@ -107,7 +107,7 @@ def test_targets_that_are_not_in_the_model(linear: Path, bases: dict[str, Path],
 
 
 def test_both_factors_of_a_layer_are_missing(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
-    """PEFT merges what there is, and warns."""
+    """PEFT merges the other layers and warns."""
     layer = "model.layers.0.self_attn.q_proj"
     adapter = with_tensors(
         linear, tmp_path / "adapter", lambda t: {k: v for k, v in t.items() if f".{layer}." not in k}
@@ -181,7 +181,7 @@ def test_a_config_whose_layers_peft_cannot_find(
 
 
 def test_two_adapters_with_copies_that_they_change_are_named_as_such(bases: dict[str, Path], tmp_path: Path) -> None:
-    """Neither order is right, so no other one is advised."""
+    """Both orders are wrong, so the message doesn't suggest another order."""
     options = {"target_modules": ["embed_tokens"]}
     both = [save_adapter(bases["llama"], tmp_path / name, options) for name in ("first", "second")]
     refused(both, bases["llama"], tmp_path / "out", 2, "two adapters bring their own copy")

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/base_names.py`: adapters under the names of their base's files, or of transformers 4."""
+"""`ckpt/commands/merge_lora/base_names.py`: adapters with names from the base's files or from transformers 4."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.support.adapters import same, weights
 from tests.support.architectures import tiny_model
 from tests.support.commands import ckpt
 
-#: Architectures whose modules transformers renames as it loads them, and how many matrices it renames.
+#: Architectures with modules renamed by transformers on load, and the number of renamed matrices.
 RENAMED = {
     "gpt_neox": 1,
     "mixtral": 2,
@@ -45,7 +45,7 @@ RENAMED = {
 
 
 def adapter_of(modules: list[str], of: Checkpoint) -> Adapter:
-    """A LoRA adapter of these modules, without values."""
+    """Return a LoRA adapter for `modules` without values."""
     named = [f"base_model.model.{module}.lora_{one}.weight" for module in modules for one in "AB"]
     config = parse_config({"peft_type": "LORA", "r": 2, "lora_alpha": 2}, Path("adapter_config.json"))
     factors = {fqn: Factor(fqn, (2, 2), lambda: torch.zeros(2, 2), of) for fqn in named}
@@ -53,7 +53,7 @@ def adapter_of(modules: list[str], of: Checkpoint) -> Adapter:
 
 
 def matrices(checkpoint: Checkpoint) -> dict[Any, str]:
-    """Modules with a matrix by the place of their weight in the file."""
+    """Return modules with a matrix, by their weight's place in the file."""
 
     def place(tensor: Tensor) -> tuple[int, Any]:
         return next(fragment.extent.offset for fragment in tensor.fragments()), tensor.shape
@@ -127,9 +127,9 @@ def test_rows_that_are_permuted_are_no_renaming(tmp_path: Path) -> None:
     assert base_names.in_memory(adapter, memory) is adapter
 
 
-# -- merged --------------------------------------------------------------------------------------------------
+# -- merging -------------------------------------------------------------------------------------------------
 def save(folder: Path, modules: Mapping[str, tuple[int, int]], **config: Any) -> Path:
-    """Save an adapter of modules with these numbers of rows and columns."""
+    """Save an adapter for `modules`, given with rows and columns."""
     generator = torch.Generator().manual_seed(3)
     folder.mkdir()
     ranks = config.get("rank_pattern", {})

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/combine.py`: several adapters as one, against PEFT's own `add_weighted_adapter`."""
+"""`ckpt/commands/merge_lora/combine.py`: combined adapters match PEFT's `add_weighted_adapter`."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_combinations_are_pefts_own(model: str, bases: dict[str, Path], tmp_path
 
 @pytest.mark.parametrize("combination", ["cat", "linear", "svd"])
 def test_an_rslora_adapter_alone_stays_what_it_is(combination: str, tmp_path: Path) -> None:
-    """PEFT's own result is larger by the root of the rank."""
+    """PEFT's own result is too large by a factor of sqrt(rank)."""
     from ckpt.commands.merge_lora.combine import combine
 
     base = save_base("llama", torch.float32, tmp_path / "base")
@@ -98,7 +98,7 @@ def test_combinations_need_what_they_need(linear: Path, tmp_path: Path, options:
 
 
 def test_an_adapter_with_lora_bias_is_not_combined(bases: dict[str, Path], tmp_path: Path) -> None:
-    """PEFT combines the factors and forgets the biases."""
+    """PEFT combines the factors and loses the biases."""
     saved = save_adapter(bases["qwen2"], tmp_path / "adapter", {"target_modules": ["q_proj"], "lora_bias": True})
     result = ckpt("merge-lora", saved, saved, "--adapter-weights", "1,1", "-o", tmp_path / "out")
     assert result.code == UsageError.exit_code

@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/effect.py`, `ckpt/commands/merge_lora/command.py`: a merge says what it did to each layer
-that is targeted.
-"""
+"""`ckpt/commands/merge_lora/effect.py`, `ckpt/commands/merge_lora/command.py`: a merge reports its effect per layer."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ Q_PROJ = "model.layers.0.self_attn.q_proj"
 
 
 def with_factors(adapter: Path, folder: Path, wanted: str, factor: float) -> Path:
-    """A copy of the adapter whose `lora_B` of the layers with `wanted` in their names are multiplied."""
+    """Copy the adapter and multiply `lora_B` in layers with `wanted` in their names."""
     edited(adapter, folder)
     file = folder / "adapter_model.safetensors"
     tensors = load_file(file)
@@ -133,7 +131,7 @@ def test_rows_that_two_adapters_replace_are_the_later_ones_and_it_is_said(
 
 @pytest.mark.parametrize("number", [0, 1, 7919, -1])
 def test_one_value_of_many_is_a_change_and_the_update_behind_it_is_none(number: int) -> None:
-    """Most values of a weight are not among those that are compared first."""
+    """The first, sampled comparison skips most values of a weight."""
     weight = torch.zeros((300, 700), dtype=torch.bfloat16)
     changed = weight.clone()
     changed.view(-1)[number] = 1

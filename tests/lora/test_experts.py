@@ -18,7 +18,7 @@ BF16 = torch.bfloat16
 
 
 def base_of(model: str, folder: Path) -> tuple[Path, Any]:
-    """Save a tiny model with experts, and return it too."""
+    """Save and return a tiny model with experts."""
     import transformers
 
     torch.manual_seed(0)
@@ -33,7 +33,7 @@ def base_of(model: str, folder: Path) -> tuple[Path, Any]:
 
 
 def by_peft(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """The weight of a linear layer, [out, in], after PEFT's merge."""
+    """Return a linear layer's weight, [out, in], after PEFT's merge."""
     from peft import LoraConfig, get_peft_model
 
     layer = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
@@ -58,7 +58,7 @@ def saved(folder: Path, tensors: dict[str, torch.Tensor], **config: Any) -> Path
 
 
 def pair(*sizes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Random factors of a layer with so many rows and columns, or of several in one tensor."""
+    """Return random factors for a layer of (rows, columns), or for several layers in one tensor."""
     *many, rows, columns = sizes
     return torch.randn(*many, RANK, columns) * 0.1, torch.randn(*many, rows, RANK) * 0.1
 
@@ -67,7 +67,7 @@ EXPERTS = "model.layers.0.mlp.experts"
 
 
 def merged(base: Path, adapter: Path, model: Any, out: Path) -> None:
-    """Merge, and compare with the weights of `model`, as `save_pretrained` writes them."""
+    """Merge, and compare with `model`'s weights as written by `save_pretrained`."""
     done = ckpt("merge-lora", adapter, "--base", base, "-o", out)
     assert done.code == 0, done.err
     model.save_pretrained(out.parent / "truth")
@@ -78,7 +78,7 @@ def merged(base: Path, adapter: Path, model: Any, out: Path) -> None:
 
 
 def test_a_linear_layer_for_each_expert(tmp_path: Path) -> None:
-    """Unsloth's gpt-oss: `gate_up_projs` and `down_projs`, whose rows are the columns of the stacked tensor."""
+    """Unsloth's gpt-oss has `gate_up_projs` and `down_projs`. Their rows are the stacked tensor's columns."""
     base, model = base_of("gpt_oss", tmp_path / "base")
     tensors: dict[str, torch.Tensor] = {}
     layer = model.model.layers[0].mlp
@@ -97,7 +97,7 @@ def test_a_linear_layer_for_each_expert(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [None, "A", "B"])
 @pytest.mark.parametrize("kind", ["qwen3_moe", "gpt_oss"])
 def test_factors_of_all_experts_in_one_tensor(kind: str, shared: str | None, tmp_path: Path) -> None:
-    """Tinker's: w1 is the gate, w3 is up, w2 is down; experts may share a factor. gpt-oss has gate and up in turns."""
+    """Tinker: w1 is gate, w3 up, w2 down, and experts may share a factor. gpt-oss interleaves gate and up."""
     base, model = base_of(kind, tmp_path / "base")
     experts, is_oss = model.model.layers[0].mlp.experts, kind == "gpt_oss"
     tensors: dict[str, torch.Tensor] = {}

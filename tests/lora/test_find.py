@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`: which adapter and which base are meant, and which do not fit each other."""
+"""`ckpt/commands/merge_lora/find.py`: finds the adapter and base, and refuses a mismatch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.commands import ckpt
 
 
 def test_an_adapter_that_was_saved_empty_is_taken_from_its_partitions(fixtures: Path, tmp_path: Path) -> None:
-    """Saved under ZeRO-3 without gathering, an adapter's file has tensors of shape [0]; the shards beside it do not."""
+    """After a ZeRO-3 save without gathering, the adapter file has tensors of shape [0], but the shards are complete."""
     run = tmp_path / "run" / "checkpoint-2"
     shutil.copytree(fixtures / "lora-zero3", run)
     shutil.rmtree(run / "truth")
@@ -156,7 +156,7 @@ def test_another_base_is_refused(linear: Path, bases: dict[str, Path], tmp_path:
 
 
 def test_a_base_of_another_architecture_is_refused_though_its_shapes_fit(fixtures: Path, tmp_path: Path) -> None:
-    """The config beside a run's adapter tells; the names of a llama's and a qwen2's layers are the same."""
+    """Layers of llama and qwen2 have equal names. Only the config next to the adapter tells them apart."""
     run = Path(shutil.copytree(fixtures / "lora-zero3", tmp_path / "run"))
     assert ckpt("merge-lora", run, "-o", tmp_path / "base").code == 0
     for key, value in (("model_type", "mistral"), ("num_hidden_layers", 3)):

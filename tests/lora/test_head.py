@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/head.py`, `converters/names/hub/classes.py`: adapters of reward models and classifiers."""
+"""`ckpt/commands/merge_lora/head.py`, `converters/names/hub/classes.py`: adapters for reward models and classifiers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.adapters import BF16, edited, same, weights
 from tests.support.commands import ckpt
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-#: By name: the model type, more of its config, the class of the base, the class that is trained, and PEFT's options.
+#: By name: model type, other config entries, base class, trained class, and PEFT's options.
 TRAINED: dict[str, tuple[str, dict[str, Any], str, str, dict[str, Any]]] = {
     "a reward model": ("llama", {}, "LlamaForCausalLM", "LlamaForSequenceClassification", {"task_type": "SEQ_CLS"}),
     "a tied base": (
@@ -147,7 +147,7 @@ def test_labels_are_taken_from_the_config_beside_the_adapter(reward: Path, tmp_p
 
 
 def test_a_base_that_has_the_head_already(reward: Path, tmp_path: Path) -> None:
-    """The adapter's head takes the place of it."""
+    """The adapter's head replaces the base's head."""
     out = tmp_path / "out"
     assert ckpt("merge-lora", reward / "adapter", "--base", reward / "truth", "-o", out).code == 0
     assert same(weights(out)["score.weight"], weights(reward / "truth")["score.weight"])
@@ -168,7 +168,7 @@ def test_a_head_that_was_not_saved_is_refused(reward: Path, tmp_path: Path) -> N
 
 
 def test_a_layer_that_was_drawn_at_random_is_missed_or_taken(tmp_path: Path) -> None:
-    """PEFT does not save DeBERTa's pooler unless it is told to, and no base has one."""
+    """PEFT saves DeBERTa's pooler only on request, and no base has one."""
     deberta = ("deberta-v2", {}, "DebertaV2ForMaskedLM", "DebertaV2ForSequenceClassification")
     for saved in (None, ["pooler", "classifier"]):
         folder = tmp_path / ("whole" if saved else "part")
@@ -183,7 +183,7 @@ def test_a_layer_that_was_drawn_at_random_is_missed_or_taken(tmp_path: Path) -> 
 
 
 def test_a_class_that_takes_nothing_of_the_base_is_refused(tmp_path: Path) -> None:
-    """LlamaForQuestionAnswering calls its inner model otherwise, and transformers draws all of it at random."""
+    """LlamaForQuestionAnswering names its inner model differently, so transformers initializes everything at random."""
     make(tmp_path, "llama", {}, "LlamaForCausalLM", "LlamaForQuestionAnswering", {"task_type": "QUESTION_ANS"})
     refused = ckpt("merge-lora", tmp_path / "adapter", "--base", tmp_path / "base", "-o", tmp_path / "out")
     assert refused.code == 6 and "in neither the adapter nor the base" in refused.err

@@ -1,4 +1,4 @@
-"""`ckpt/adapters/config.py`: inits that take part of the base into the adapter: refused."""
+"""`ckpt/adapters/config.py`: refuse inits that move a part of the base into the adapter."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.commands import ckpt
 
 
 def prepared(init: str, model: Any) -> Any:
-    """The config of this init; what it takes of data is measured on the model, as its own scripts do it."""
+    """Return the config for `init`. Inits based on data run the model, as in PEFT's own scripts."""
     from peft import LoraConfig
     from peft.tuners.lora.config import CordaConfig, LoraGAConfig
     from peft.tuners.lora.loraga import preprocess_loraga
@@ -26,7 +26,7 @@ def prepared(init: str, model: Any) -> Any:
     ids = torch.randint(0, model.config.vocab_size, (4, 32), generator=torch.Generator().manual_seed(2))
     options: dict[str, Any] = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"]}
     if init == "corda":
-        # of the package attrs, which PEFT does not ask for, it takes this alone
+        # PEFT needs only this name from the package attrs, but does not require the package
         with mock.patch.dict(sys.modules, {"attr": types.SimpleNamespace(dataclass=dataclass)}):
             from peft.tuners.lora.corda import preprocess_corda
         config = LoraConfig(**options, init_lora_weights=init, corda_config=CordaConfig(corda_method="kpm"))
@@ -40,7 +40,7 @@ def prepared(init: str, model: Any) -> Any:
 
 
 def trained(init: str, base: Path, folder: Path) -> None:
-    """The adapter, the base that the init left, and the live model merged by PEFT, in three folders."""
+    """Save the adapter, the base as changed by the init, and PEFT's merge of the live model."""
     from peft import get_peft_model
 
     base_model = load_base(base)

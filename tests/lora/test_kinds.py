@@ -1,5 +1,6 @@
-"""`ckpt/commands/merge_lora/layer.py`, `ckpt/commands/merge_lora/empty_model.py`: PEFT's other kinds, merged with its
-bits.  The cases are those of peft 0.21.2, `tests/test_custom_models.py`.
+"""`ckpt/commands/merge_lora/layer.py`, `ckpt/commands/merge_lora/empty_model.py`: other PEFT kinds, bit for bit.
+
+The cases come from peft 0.21.2, `tests/test_custom_models.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ OFT = {"r": 2, "oft_block_size": 0}
 
 
 class Layers(nn.Module):
-    """Every class of layer that PEFT's kinds know, in a model of the user's own."""
+    """A custom model with every layer class supported by PEFT's kinds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +52,7 @@ def case(*targets: str, **options: Any) -> dict[str, Any]:
     return {"target_modules": list(targets), **options}
 
 
-#: By peft_type: the adapters that are merged into `Layers`.
+#: Adapters to merge into `Layers`, by peft_type.
 CASES: dict[str, list[dict[str, Any]]] = {
     "ADALORA": [case(*LINEAR, init_r=6, target_r=4, total_step=10), case("turned", total_step=1)],
     "BEFT": [case(*LINEAR), case("first", modules_to_save=["second"])],
@@ -132,14 +133,14 @@ CASES: dict[str, list[dict[str, Any]]] = {
         case("first", n_frequency=16, wavelet_family="db1", proportional_parameters=True),
     ],
 }
-#: And those into models of transformers, whose classes of layers are known: what differs from the first case there.
+#: Adapters to merge into transformers models with known layer classes, as changes to the kind's first case.
 OF_MODELS: dict[str, dict[str, Any]] = {
     "BOFT": {"boft_block_size": 5},
     "C3A": {"block_size": 5},
     "GRALORA": {"gralora_k": 5, "r": 10},
     "VBLORA": {"vector_length": 5},
 }
-#: Kinds that know transformers' Conv1D, which gpt2 has.
+#: Kinds with support for transformers' Conv1D in gpt2.
 OF_CONV1D = ["ADALORA", "DEFT", "FOURIERFT", "HIRA", "IA3", "WAVEFT"]
 #: Kinds that adapt embeddings.
 OF_EMBEDDINGS = ["HIRA", "OFT", "TRAINABLE_TOKENS"]
@@ -147,7 +148,7 @@ _MERGED_COPY = ".modules_to_save.default"
 
 
 def trained(model: nn.Module, kind: str, options: dict[str, Any], folder: Path) -> None:
-    """The adapter of this kind with random values everywhere, as PEFT saves it."""
+    """Save an adapter of this kind with PEFT, filled with random values."""
     from peft import PeftConfig, get_peft_model
 
     torch.manual_seed(1)
@@ -184,7 +185,7 @@ def test_a_kind_equals_pefts_own_merge(kind: str, own: Path, tmp_path: Path, tab
     for number, options in enumerate(CASES[kind]):
         saved, out = tmp_path / f"adapter-{number}", tmp_path / f"out-{number}"
         trained(base(own), kind, options, saved)
-        torch.manual_seed(number)  # what PEFT draws when it loads an adapter is none of its result
+        torch.manual_seed(number)  # PEFT's random draws on load must not affect the result
         theirs = PeftModel.from_pretrained(base(own), saved).merge_and_unload().state_dict()
         theirs = {k.replace(_MERGED_COPY, ""): t for k, t in theirs.items() if ".original_module." not in k}
         merge([saved], own, out)
@@ -198,7 +199,7 @@ def test_a_kind_equals_pefts_own_merge(kind: str, own: Path, tmp_path: Path, tab
 
 
 def models() -> Iterator[tuple[str, str, list[str]]]:
-    """The model, the kind and the layers that are adapted."""
+    """Yield the model, kind and adapted layers."""
     for kind in CASES:
         layers = ["input_layernorm"] if kind == "LN_TUNING" else ["q_proj"]
         if kind != "TRAINABLE_TOKENS":
@@ -211,7 +212,7 @@ def models() -> Iterator[tuple[str, str, list[str]]]:
 def test_a_kind_on_a_model_of_transformers(
     model: str, kind: str, layers: list[str], bases: dict[str, Path], tmp_path: Path, tables: Any
 ) -> None:
-    """In bf16, over weights that no two layers share."""
+    """The bf16 weights are not shared between layers."""
     options = CASES[kind][0] | {"target_modules": layers} | OF_MODELS.get(kind, {})
     options.pop("modules_to_save", None)
     trained(load_base(bases[model]), kind, options, tmp_path / "adapter")
@@ -223,7 +224,7 @@ def test_a_kind_on_a_model_of_transformers(
 
 
 def test_adalora_after_its_ranks_were_pruned(own: Path, tmp_path: Path) -> None:
-    """Each layer then has another rank, and the config has the rows that are kept."""
+    """After pruning, each layer has another rank, and the config records the kept rows."""
     from peft import AdaLoraConfig, PeftModel, get_peft_model
 
     options = {"target_modules": LINEAR, "init_r": 6, "target_r": 2, "tinit": 1, "tfinal": 2, "total_step": 6}
@@ -330,7 +331,7 @@ def test_layers_whose_class_nothing_tells_and_weights_that_two_share(
         assert [name for name in ours if not same(ours[name], theirs[name])] == [] and "lm_head.weight" in ours
 
 
-#: Kinds whose layers share tensors, which go by the largest layer or by the order of all.
+#: Kinds with tensors shared between layers. Their shape depends on the largest layer or the layers' order.
 SHARED: dict[str, list[dict[str, Any]]] = {
     "FROD": [{"sparse_rate": 0.1}, {"sparse_rate": 0.1, "save_projection": False}, {"projection_prng_key": 7}],
     "PVERA": [{"r": 4}, {"r": 4, "save_projection": False}],
@@ -351,7 +352,7 @@ SHARED: dict[str, list[dict[str, Any]]] = {
 
 
 def goes_by_order(kind: str, options: dict[str, Any]) -> bool:
-    """Return True if the merge goes by the order of layers and the adapter's file does not record it."""
+    """Return True if the merge depends on the layer order and the adapter's file does not record it."""
     recorded = {"FROD": options.get("save_projection", True), "UNILORA": options.get("save_indices")}
     return kind == "TINYLORA" or not recorded.get(kind, True)
 
@@ -395,7 +396,7 @@ def test_what_layers_share_takes_no_known_model_where_the_adapter_names_its_laye
 
 
 def test_a_layer_that_the_adapter_lacks_is_missed_in_a_model_that_is_not_known(own: Path, tmp_path: Path) -> None:
-    """The largest layer gives what the others share its shape."""
+    """The largest layer determines the shape of the shared tensors."""
     trained(base(own), "VERA", case(*LINEAR, r=4, save_projection=False), tmp_path / "adapter")
     file = tmp_path / "adapter/adapter_model.safetensors"
     save_file({name: tensor for name, tensor in load_file(file).items() if ".first." not in name}, file)

@@ -18,13 +18,13 @@ from tests.lora.test_kinds import case, trained
 from tests.support.adapters import compare, edited, load_base, merge, merge_by_peft, same, weights
 from tests.support.commands import ckpt
 
-#: Adapters whose file lacks what PEFT makes by the order of layers.
+#: Adapters whose file omits tensors that PEFT derives from the layer order.
 UNTOLD: dict[str, dict[str, Any]] = {
     "FROD": {"save_projection": False, "sparse_rate": 0.1},
     "TINYLORA": {"save_projection": False, "r": 2, "u": 6, "weight_tying": 0.4},
     "UNILORA": {"theta_d_length": 31},
 }
-#: Adapters whose file has it.
+#: Adapters whose file contains them.
 TOLD = {
     "FROD": {"sparse_rate": 0.1},
     "TINYLORA": {"r": 2, "u": 6, "weight_tying": 0.4},
@@ -34,7 +34,7 @@ LAYERS = ["q_proj", "v_proj"]
 
 
 class Tower(nn.Module):
-    """A model that transformers does not know, whose layers are not in the order of the alphabet."""
+    """A model unknown to transformers, with layers out of alphabetical order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def test_a_basis_of_another_machine_is_used_for_both_of_its_parts(bases: dict[st
 
 
 def test_several_adapters_in_turn(bases: dict[str, Path], tmp_path: Path) -> None:
-    """The basis is made of the weights that an earlier adapter brought; a later copy would hide the merge."""
+    """The basis depends on weights from an earlier adapter. A later copy would hide the merge."""
     base = bases["qwen2"]
     first = adapter_of(base, tmp_path / "first", "LORA", target_modules=["o_proj"], modules_to_save=["q_proj"])
     merge([first], base, tmp_path / "between")
@@ -145,7 +145,7 @@ def test_several_adapters_in_turn(bases: dict[str, Path], tmp_path: Path) -> Non
 
 
 def test_peft_computes_with_as_many_threads_as_the_process(tmp_path: Path) -> None:
-    """Tensors that are merged in parallel take one thread each, and another number gives FRoD other bits."""
+    """Parallel merges use one thread per tensor. With another number, FRoD's bits change."""
     from peft import PeftModel
 
     def wide() -> nn.Module:
@@ -225,7 +225,7 @@ def test_a_layer_to_which_nothing_is_added_is_told_from_one_that_is_rounded_away
 def test_a_kind_that_the_tables_do_not_have_is_merged_by_peft(
     kind: str, options: dict[str, Any], bases: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a kind of a newer PEFT would be; its config's entries are those of the installed PEFT."""
+    """The test imitates a newer PEFT's kind, with the installed PEFT's config entries."""
     adapter = adapter_of(bases["qwen2"], tmp_path / "adapter", kind, **options)
     for module in ("commands.merge_lora.merge", "commands.merge_lora.layer", "adapters.entries"):
         monkeypatch.setattr(f"ckpt.{module}.KINDS", ("LORA",))

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters against PEFT's own merge."""
+"""`ckpt/commands/merge_lora/merge.py`, `arithmetic.py`, `layer.py`: merged adapters match PEFT's own merge."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ BIASED = ("gpt2", "qwen2", "gpt_oss")
 
 
 def kinds(model: str) -> dict[str, list[dict[str, Any]]]:
-    """Options of the adapters that are merged, by kind."""
+    """Return options of adapters to merge, by kind."""
     n = MODELS[model]
     first, last = n.linear[0], n.linear[-1]
     found: dict[str, list[dict[str, Any]]] = {
@@ -114,7 +114,7 @@ def test_equals_pefts_own_merge(model: str, bases: dict[str, Path], tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64], ids=str)
-@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe"])  # gpt_oss keeps norms in fp32 over fp16
+@pytest.mark.parametrize("model", ["llama", "gpt2", "qwen3_moe"])  # gpt_oss keeps fp32 norms in an fp16 model
 def test_the_merge_is_in_the_bases_dtype(model: str, dtype: torch.dtype, tmp_path: Path, tables: Tables) -> None:
     base = save_base(model, dtype, tmp_path / "base")
     options: dict[str, Any] = {"target_modules": [*MODELS[model].linear, MODELS[model].embedding]}
@@ -139,7 +139,7 @@ def test_an_adapter_saved_in_bf16_is_merged_in_fp32_as_peft_loads_it(bases: dict
 
 
 def test_without_torch_it_says_what_it_takes(fixtures: Path, tmp_path: Path) -> None:
-    """In one line and before anything is written."""
+    """The message has one line and comes before any write."""
     script = "import sys\nsys.modules['torch'] = None\nfrom ckpt.cli import main\nmain()"
     done = process("merge-lora", fixtures / "lora-zero3", "-o", tmp_path / "out", script=script)
     assert (done.code, "Traceback" in done.err, (tmp_path / "out").exists()) == (2, False, False)
@@ -157,7 +157,7 @@ def test_an_adapter_in_a_torch_file(bases: dict[str, Path], tmp_path: Path) -> N
 
 
 class Convolutions(nn.Module):
-    """Every dimension of a convolution, a kernel of one, and a square matrix, in a model of the user's own."""
+    """A custom model with 1-, 2- and 3-dimensional convolutions, a 1x1 kernel and a square matrix."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_convolutions(use_dora: bool, tmp_path: Path, tables: Tables) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_of_torch_s_own(dtype: torch.dtype, tmp_path: Path, tables: Tables) -> None:
-    """`nn.MultiheadAttention`, whose output projection PEFT merges twice, as the trained forward pass does."""
+    """PEFT merges the output projection of `nn.MultiheadAttention` twice, like the trained forward pass."""
     from peft import LoraConfig, PeftModel, get_peft_model
 
     def fresh() -> nn.Module:
@@ -237,7 +237,7 @@ def test_convolutions_with_groups_are_not_merged(layer: nn.Module, tmp_path: Pat
 
 
 def test_an_adapter_of_single_experts(tmp_path: Path, tables: Tables) -> None:
-    """transformers 4 had a linear layer per expert, and so have the adapters of its time."""
+    """With transformers 4, each expert had its own linear layer, and adapters from that time match it."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     sizes = build_model(Config(model="qwen3_moe")).config.to_dict() | {"mlp_only_layers": []}
@@ -261,9 +261,9 @@ def test_an_adapter_of_single_experts(tmp_path: Path, tables: Tables) -> None:
     assert (equal, changed) == (total, 2 + 2 * 5 * 3)
 
 
-# -- adapters out of sharded runs ----------------------------------------------------------------------------
+# -- adapters from sharded runs ------------------------------------------------------------------------------
 def gathered(run: Path, config: Config) -> tuple[Any, Path]:
-    """The PEFT model with the weights that the live engine gathered, and the truth's file of logits."""
+    """Return the PEFT model with weights gathered by the live engine, and the file with its logits."""
     model: Any = build_model(config).to(torch.float32)
     (file,) = [path for path in (run / "truth").glob("*.safetensors") if "logits" not in path.name]
     truth = {name.removeprefix("weight/"): t for name, t in load_file(file).items() if name.startswith("weight/")}
@@ -273,7 +273,7 @@ def gathered(run: Path, config: Config) -> tuple[Any, Path]:
 
 @pytest.mark.slow
 def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
-    """zero3 and fsdp2: extracted as PEFT saves it, merged onto the checkpoint's own base, loaded, the same logits."""
+    """For zero3 and fsdp2: extract the adapter, merge it onto the checkpoint's base, load it, compare logits."""
     from peft import get_peft_model_state_dict
 
     options = {"model": "llama", "dtype": "fp32", "lora": 3, "steps": 2, "truth": True}
@@ -306,9 +306,9 @@ def test_adapter_of_a_sharded_run(tmp_path: Path, tables: Tables) -> None:
         tables[TABLE][f"out of a {job['strategy']} run"]["llama"] = f"{equal}/{len(theirs)} (14)"
 
 
-# -- memory, and what is refused -----------------------------------------------------------------------------
+# -- memory and errors ---------------------------------------------------------------------------------------
 def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> None:
-    """Experts that a merge computes as one tensor go to many tensors in several files."""
+    """A merge computes experts as one tensor, but writes many tensors to several files."""
     saved = save_adapter(bases["qwen3_moe"], tmp_path / "adapter", {"target_modules": [], "target_parameters": EXPERTS})
     merge([saved], bases["qwen3_moe"], tmp_path / "one")
     adapter = adapters.open_adapter(str(saved))
@@ -323,7 +323,7 @@ def test_shards_and_little_memory(bases: dict[str, Path], tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("method", ["bitsandbytes", "gptq", "mxfp4"])
 def test_a_quantized_base_is_refused(method: str, bases: dict[str, Path], tmp_path: Path) -> None:
-    """Names, shapes and dtypes of the weights as these libraries store them; the values do not matter."""
+    """Weights have the names, shapes and dtypes stored by these libraries. Their values don't matter."""
     model = "gpt_oss" if method == "mxfp4" else "llama"
     options = {"target_modules": ["q_proj"], "target_parameters": EXPERTS if method == "mxfp4" else None}
     saved = save_adapter(bases[model], tmp_path / "adapter", options)

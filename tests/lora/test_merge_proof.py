@@ -1,5 +1,6 @@
-"""`ckpt/commands/merge_lora/merge_proof.py`, `ckpt/state/same_model.py`, `ckpt/commands/verify/command.py`: a merged
-model is its base with what the adapter adds, and no more.
+"""`ckpt/commands/merge_lora/merge_proof.py`, `ckpt/state/same_model.py`, `ckpt/commands/verify/command.py`: proofs.
+
+A merged model equals its base plus the adapter's update, and nothing else.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ def by_peft(linear: Path, bases: dict[str, Path], tmp_path_factory: pytest.TempP
 
 
 def changed(model: Path, folder: Path, name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Path:
-    """A copy of the model in which one tensor is another."""
+    """Copy the model with one changed tensor."""
     folder.mkdir()
     (folder / "config.json").write_text((model / "config.json").read_text())
     tensors = {key: t for file in model.glob("*.safetensors") for key, t in load_file(file).items()}
@@ -109,7 +110,7 @@ def test_a_folder_that_is_the_base_is_no_merged_model(linear: Path, bases: dict[
 def test_another_rounding_is_told_from_another_adapter(
     linear: Path, bases: dict[str, Path], by_peft: Path, tmp_path: Path
 ) -> None:
-    """What another device adds in another order differs in last bits, by a small part of what the adapter adds."""
+    """Another device adds in another order. Its last bits differ by a small part of the adapter's update."""
     one_bit = changed(by_peft, tmp_path / "bit", Q_PROJ, lambda t: (t.view(torch.int16) ^ 1).view(t.dtype))
     report = package.verify_merge(bases["llama"], one_bit, linear)
     (found,) = report.deviations
@@ -188,7 +189,7 @@ def test_one_folder_alone_is_refused(linear: Path, bases: dict[str, Path]) -> No
 
 
 def test_a_base_in_fp32_of_a_merge_in_bf16(linear: Path, tmp_path: Path) -> None:
-    """The base is rounded first and merged into then, as `--dtype bf16` does."""
+    """The base is rounded before the merge, as `--dtype bf16` does."""
     base = save_base("llama", torch.float32, tmp_path / "base")
     package.merge_lora(linear, tmp_path / "merged", base=base, dtype="bf16")
     assert package.verify_merge(base, tmp_path / "merged", linear).equal

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters, merged with its bits."""
+"""`ckpt/commands/merge_lora/merge.py`: PEFT's own list of adapters, merged bit for bit."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from tests.support.adapters import merge, same
 
 pytestmark = pytest.mark.slow
 
-#: Outcome of a case: PEFT's bits; PEFT itself merges none; refused, though PEFT merges it; no adapter to be had.
+#: A case's outcomes: PEFT's bits, not merged by PEFT itself, refused although PEFT merges it, no adapter available.
 EQUAL, NOT_MERGED = "equal bits", "not merged by PEFT"
 REFUSED, NOT_MADE = "refused", "not made by PEFT here"
-#: How many cases of each kind in the list of peft 0.21.2 become what.
+#: Number of cases with each outcome in peft 0.21.2's list, by kind.
 EXPECTED: dict[str, dict[str, int]] = {
     "AdaLoraConfig": {EQUAL: 4},
     "AdamssConfig": {EQUAL if find_spec("sklearn") else NOT_MADE: 7},
@@ -65,7 +65,7 @@ EXPECTED: dict[str, dict[str, int]] = {
 
 
 class Listed:
-    """PEFT's list, by the class of config, and the models that it names."""
+    """PEFT's list by config class, and the models it names."""
 
     def __init__(self, folder: Path) -> None:
         package = ModuleType("peft_tests")
@@ -75,7 +75,7 @@ class Listed:
             "testing_utils": ["get_state_dict", "hub_online_once", "require_non_cpu", "set_init_weights_false"],
         }
         stand_ins = {"peft_tests": package}
-        for name, functions in helpers.items():  # they need diffusers and datasets, and the list needs none of them
+        for name, functions in helpers.items():  # they need diffusers and datasets, but the list doesn't
             module = stand_ins[f"peft_tests.{name}"] = ModuleType(name)
             vars(module).update({one: lambda given: given for one in functions}, PeftCommonTester=object)
         sys.modules.update(stand_ins)
@@ -112,7 +112,7 @@ def trained(base: Any, config: Any, folder: Path) -> Path:
 
 
 def merged_by_peft(base: Any, adapter: Path) -> dict[str, torch.Tensor]:
-    """The merged model's tensors, with the modules that were trained as a whole in the place of the base's."""
+    """Return the merged model's tensors, with fully trained modules in place of the base's."""
     from peft import PeftModel
 
     torch.manual_seed(5)
@@ -122,7 +122,7 @@ def merged_by_peft(base: Any, adapter: Path) -> dict[str, torch.Tensor]:
 
 
 def becomes(listed: Listed, model: str, config: Any, options: dict[str, Any], folder: Path) -> str:
-    """What becomes of a case; the names of tensors that differ, where some do."""
+    """Return the outcome of a case, or the names of differing tensors."""
     try:
         adapter = trained(listed.base(model), config(**copy.deepcopy(options)), folder / "adapter")
     except ImportError:

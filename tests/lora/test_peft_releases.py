@@ -1,7 +1,6 @@
-"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: square experts, to which releases of PEFT add
-differently.
+"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: PEFT releases that treat square experts differently.
 
-The fixture's logits are those of the live models with the PEFT that trained (fixtures/make_peft_experts.py).
+The fixture's logits come from live models under the PEFT release that trained them (fixtures/make_peft_experts.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from tests.support.places import FIXTURES
 FIXTURE = FIXTURES / "peft-experts"
 LIVE = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
 ADAPTERS = sorted(LIVE.keys() - {"ids"})
-#: Releases that lay the factors as the installed one does, by the model.
+#: Releases with the installed release's factor layout, by model.
 ALIKE = {"qwen3_moe-0.19.1", "gpt_oss-0.19.1", "gpt_oss-0.18.1"}
 
 

@@ -1,4 +1,4 @@
-"""`ckpt/adapters/peft_rules.py`, `entries.py`: settings of older and newer releases of PEFT."""
+"""`ckpt/adapters/peft_rules.py`, `entries.py`: settings of older and newer PEFT releases."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tests.support.adapters import edited, save_adapter, weights
 from tests.support.commands import ckpt
 
 LAYERS = ("layers.0.q_proj", "layers.0.v_proj", "lm_head")
-#: Alpha of these layers, 8 by default, by patterns of rank and alpha: as live models of PEFT 0.13.2, 0.14.0 and 0.15.2
-#: have it (0.8.2, 0.10.0 and 0.12.0 are like 0.13.2).
+#: Alpha of these layers (default 8) for patterns of rank and alpha, measured on live models under PEFT 0.13.2, 0.14.0
+#: and 0.15.2. PEFT 0.8.2, 0.10.0 and 0.12.0 behave like 0.13.2.
 LIVE: list[tuple[dict[str, int], dict[str, int], tuple[tuple[int, ...], ...]]] = [
     ({}, {"q_proj": 64}, ((64, 8, 8), (64, 8, 8), (64, 8, 8))),
     ({}, {"q_proj|v_proj": 64}, ((64, 8, 8), (64, 8, 8), (64, 64, 8))),
@@ -76,7 +76,7 @@ def test_entries_date_a_config_without_a_release() -> None:
     assert alphas(of_13) == (64, 8, 8)
     joint = {"rank_pattern": {"q_proj": 4}, "alpha_pattern": {".*q_proj": 64}}
     assert (alphas(of_14 | joint)[0], alphas(of_13 | joint)[0]) == (64, 8)
-    for dropped in ("eva_config", "exclude_modules", "use_rslora"):  # somebody has edited it
+    for dropped in ("eva_config", "exclude_modules", "use_rslora"):  # a hand-edited config
         with pytest.raises(UsageError):
             alphas({key: value for key, value in of_14.items() if key != dropped})
 

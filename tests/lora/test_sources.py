@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`, `merge.py`: what is read is never written over, nor into."""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`: never write over or into a source."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support.commands import ckpt
 
 @pytest.fixture
 def places(fixtures: Path, tmp_path: Path) -> Path:
-    """A run with an adapter, its copy, a second adapter and a base, side by side."""
+    """Create a run with an adapter, its copy, a second adapter and a base in one folder."""
     run = fixtures / "lora-zero3"
     assert ckpt("merge-lora", run, "-o", tmp_path / "base").code == 0
     assert ckpt("convert", "auto", "peft", run, "-o", tmp_path / "adapter").code == 0

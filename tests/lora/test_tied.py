@@ -1,6 +1,4 @@
-"""`ckpt/commands/merge_lora/tied.py`, `merge.py`, `merge_proof.py`: adapters on tied weights, against the live model
-that was trained.
-"""
+"""`ckpt/commands/merge_lora/tied.py`, `merge.py`, `merge_proof.py`: adapters on tied weights match the live model."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.support.commands import Result, ckpt
 IDS = torch.arange(16).reshape(2, 8)
 SIZES = {"vocab_size": 24, "hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
 BOTH = ["embed_tokens", "lm_head"]
-#: Options of adapters that change the tied weights in some of their layers only.
+#: Adapter options that change only some tied layers.
 DIVIDED: dict[str, dict[str, Any]] = {
     "head": {"target_modules": ["q_proj", "lm_head"]},
     "embedding": {"target_modules": ["embed_tokens"]},
@@ -34,7 +32,7 @@ DIVIDED: dict[str, dict[str, Any]] = {
     "PiSSA": {"target_modules": ["lm_head"], "init_lora_weights": "pissa"},
     "OLoRA": {"target_modules": ["lm_head"], "init_lora_weights": "olora"},
 }
-#: And of adapters that leave them equal.
+#: Adapter options that keep the tied weights equal.
 TIED: dict[str, dict[str, Any]] = {
     "rows": {"trainable_token_indices": [1, 5]},
     "LoRA, kept tied": {"target_modules": ["lm_head"], "ensure_weight_tying": True},
@@ -88,7 +86,7 @@ def save_base(model: Any, folder: Path) -> Path:
 
 
 def train(base: Path, folder: Path, config: Any, model: Any) -> tuple[torch.Tensor, Any]:
-    """An adapter of random values, as PEFT saves it; the logits of the live model, and the model."""
+    """Save a random adapter with PEFT. Return the live model's logits and the model."""
     from peft import get_peft_model
 
     live = get_peft_model(type(model).from_pretrained(base), config)
@@ -221,7 +219,7 @@ def test_one_adapter_after_the_other(stored_twice: bool, tmp_path: Path) -> None
     head = "base_model.model.lm_head.lora_"
     merged = weights(tmp_path / "out")
     assert torch.equal(merged["model.embed_tokens.weight"], expected)
-    added = 4 * factors[f"{head}B.weight"] @ factors[f"{head}A.weight"]  # alpha 8 of rank 2
+    added = 4 * factors[f"{head}B.weight"] @ factors[f"{head}A.weight"]  # alpha 8, rank 2
     assert torch.allclose(merged["lm_head.weight"], expected + added, atol=1e-6)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
 

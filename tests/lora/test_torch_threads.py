@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/arithmetic.py`, `ckpt/commands/merge_lora/merge.py`: one thread of torch per tensor."""
+"""`ckpt/commands/merge_lora/arithmetic.py`, `ckpt/commands/merge_lora/merge.py`: torch uses one thread per tensor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.commands.merge_lora import arithmetic
 from ckpt.commands.merge_lora.merging import merge_lora
 from tests.support.adapters import BF16, save_adapter, save_base
 
-#: Merges an adapter and prints if torch has as many threads afterwards, in this thread and in a new one.
+#: Merges an adapter, then prints if torch kept its number of threads, in this thread and in a new one.
 THREADS = """
 import sys, threading, torch
 from ckpt.commands.merge_lora import arithmetic

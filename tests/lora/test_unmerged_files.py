@@ -1,7 +1,6 @@
-"""`ckpt/commands/merge_lora/unmerged_files.py`, `converters/huggingface/peft.py`: files with trained weights next to an
-adapter.
+"""`ckpt/commands/merge_lora/unmerged_files.py`, `converters/huggingface/peft.py`: trained weights next to an adapter.
 
-A merge takes them along or refuses them by name.
+A merge includes them or refuses them by file name.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ EMBEDDINGS = {"model.embed_tokens.weight": torch.ones(7, 32)}
 LAYER = {"score.weight": torch.ones(1, 32)}
 FACTORS = {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight": torch.ones(3, 32)}
 
-#: Files with trained weights that PEFT's file does not hold, by the trainer or the habit that leaves them.
+#: Files with trained weights missing from PEFT's file, by trainer or user habit.
 TRAINED: dict[str, tuple[str, Mapping[str, torch.Tensor]]] = {
     "LLaMA-Factory": ("value_head.safetensors", HEAD),
     "LLaMA-Factory before": ("value_head.bin", HEAD),
@@ -92,7 +91,7 @@ def test_only_a_file_that_is_there_can_be_ignored(adapter: Path, bases: dict[str
 def test_copies_of_the_adapter_and_whole_models_are_listed(
     adapter: Path, linear: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """PEFT reads one of two adapter files, and a merged model in the same folder is a model by itself."""
+    """PEFT reads one of two adapter files. A merged model in the same folder is an independent model."""
     torch.save(load_file(adapter / "adapter_model.safetensors"), adapter / "adapter_model.bin")
     torch.save(FACTORS, adapter / "pytorch_model_fsdp.bin")
     shutil.copy(bases["llama"] / "model.safetensors", adapter)
@@ -116,10 +115,10 @@ def test_what_trainers_leave_next_to_an_adapter_is_not_listed(
     assert done.code == 0 and "not read" not in done.err
 
 
-# -- LLaVA: parameters that were trained in full, under PEFT's names ---------------------------------------------
+# -- LLaVA: fully trained parameters under PEFT's names ------------------------------------------------------
 @pytest.fixture(scope="module")
 def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a base, LoRA on its language model with a trained projector, and PEFT's merge of both."""
+    """Create a folder with a base, LoRA on its language model with a trained projector, and PEFT's merge."""
     import transformers
     from peft import LoraConfig, get_peft_model
 
@@ -133,7 +132,7 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
         image_token_index=96,
     )
     transformers.LlavaForConditionalGeneration(config).save_pretrained(folder / "base")
-    file = folder / "base/model.safetensors"  # under the Hub's names, which a loaded model is saved with
+    file = folder / "base/model.safetensors"  # under the Hub's names, because a loaded model is saved with them
     named = {name.replace("vision_tower.", "vision_tower.vision_model."): one for name, one in load_file(file).items()}
     save_file(named, file, {"format": "pt"})
     model = transformers.LlavaForConditionalGeneration.from_pretrained(folder / "base")
@@ -168,7 +167,7 @@ def test_parameters_trained_in_full_are_merged(llava: Path, tmp_path: Path) -> N
 
 
 def test_a_converted_adapter_has_the_parameters_trained_in_full(llava: Path, tmp_path: Path) -> None:
-    """In one file, which PEFT loads."""
+    """PEFT loads the single converted file."""
     from peft import PeftModel
     from transformers import LlavaForConditionalGeneration
 
@@ -194,7 +193,7 @@ def test_parameters_that_the_base_lacks_are_refused_by_their_file(
 
 
 def test_a_tensor_that_two_files_hold_with_other_values(adapter: Path, tmp_path: Path) -> None:
-    """A module that PEFT saves is also one that LLaVA's script saves."""
+    """LLaVA's script may save a module that PEFT also saves."""
     file, name = adapter / "adapter_model.safetensors", "base_model.model.score.weight"
     save_file(load_file(file) | {name: torch.ones(2, 32)}, file)
     other = {"base_model.model.score.modules_to_save.default.weight": torch.ones(2, 32)}

@@ -1,6 +1,6 @@
-"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: adapters of stacked experts as Unsloth trained them.
+"""`ckpt/commands/merge_lora/merge.py`, `ckpt/adapters/config.py`: adapters for stacked experts, trained by Unsloth.
 
-The fixture's logits are those of the live model under Unsloth's own forward (fixtures/make_unsloth.py).
+The fixture's logits come from the live model under Unsloth's own forward pass (fixtures/make_unsloth.py).
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def test_unsloths_mark_without_a_layout_is_refused_and_both_ways_are_named(
 
 @pytest.mark.parametrize(("tag", "code"), [("unsloth", 2), ("base_model:adapter:unsloth/Qwen3-30B-A3B", 0)])
 def test_unsloths_mark_may_be_in_the_model_card_alone(tag: str, code: int, tmp_path: Path) -> None:
-    """TRL's trainer wraps the model itself, and writes this tag; the name of a base is none."""
+    """TRL's trainer writes this tag when it wraps the model itself. A base's name is not the tag."""
     adapter = edited(GROUPED, tmp_path / "adapter", **{**UNRECORDED, "auto_mapping": None})
     card = adapter / "README.md"
     card.write_text(f"---\nlibrary_name: peft\ntags:\n- sft\n- {tag}\n---\n\n- unsloth\n")
@@ -132,7 +132,7 @@ def test_unsloths_mark_may_be_in_the_model_card_alone(tag: str, code: int, tmp_p
 def test_a_record_that_is_overruled_is_named(tmp_path: Path) -> None:
     command = ("merge-lora", GROUPED, RANK_MAJOR, "--base", BASE, "--accept-base", "-o", tmp_path / "out", "--dry-run")
     assert "otherwise than" not in ckpt(*command).out
-    outcome = ckpt(*command, "--expert-layout", "unsloth")  # which the second records otherwise
+    outcome = ckpt(*command, "--expert-layout", "unsloth")  # the second adapter's config differs
     note = "4 adapters of stacked experts read otherwise than their config records"
     assert outcome.code == 0 and note in outcome.out, outcome.out
 

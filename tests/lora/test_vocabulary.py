@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/merge.py`: adapters of a vocabulary that was resized before training."""
+"""`ckpt/commands/merge_lora/merge.py`: adapters trained after a resize of the vocabulary."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.commands import ckpt
 
 BEFORE, AFTER = 37, 40
 BOTH = ["embed_tokens", "lm_head"]
-#: By what they save of the embeddings: options of adapters that were trained after tokens had been added.
+#: Options of adapters trained after tokens were added, by the embeddings they save.
 CASES: dict[str, dict[str, Any]] = {
     "saved beside it": {},
     "the head, as a copy": {"modules_to_save": ["lm_head"]},
@@ -39,7 +39,7 @@ def save_base(folder: Path, *, tied: bool, rows: int = BEFORE) -> Path:
 
 
 def resized(base: Path, seed: int) -> Any:
-    """The base with rows for new tokens, which are drawn at random."""
+    """Return the base with random rows for new tokens."""
     from transformers import LlamaForCausalLM
 
     torch.manual_seed(seed)

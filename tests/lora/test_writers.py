@@ -1,5 +1,6 @@
-"""`ckpt/commands/merge_lora/find.py`, `ckpt/adapters/config.py`, `converters/huggingface/peft.py`: other trainers'
-adapters: verl's DTensors of two ranks, mlx-lm's live logits, others in PEFT's layout or refused.
+"""`ckpt/commands/merge_lora/find.py`, `ckpt/adapters/config.py`, `converters/huggingface/peft.py`: other trainers.
+
+verl saves DTensors on two ranks, and mlx-lm provides live logits. Others use PEFT's layout or are refused.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def equal(one: Path, other: Path) -> bool:
 
 
 def by_verl(base: Path, adapter: Path, folder: Path, *, whole: bool) -> Path:
-    """The folder of an actor on two ranks under FSDP2: the model with its adapter, or the adapter alone."""
+    """Save an actor on two ranks under FSDP2: the model with its adapter, or only the adapter."""
     from peft import PeftModel
 
     model = PeftModel.from_pretrained(load_base(base), adapter).to(torch.bfloat16)
@@ -55,7 +56,7 @@ def by_verl(base: Path, adapter: Path, folder: Path, *, whole: bool) -> Path:
 def test_a_config_further_away_is_not_that_of_verls_adapter(
     linear: Path, bases: dict[str, Path], tmp_path: Path
 ) -> None:
-    """The run that this one went on from left its own in the folder above."""
+    """The previous run left its own config in the parent folder."""
     actor = by_verl(bases["llama"], linear, tmp_path / "run/actor", whole=False)
     settings = json.loads((linear / "adapter_config.json").read_text())
     (tmp_path / "run/adapter_config.json").write_text(json.dumps(settings | {"lora_alpha": 70}))
@@ -110,7 +111,7 @@ def test_the_merged_model_computes_what_mlx_did(tmp_path: Path) -> None:
 
 
 def by_mlx(adapter: Path, base: Path, folder: Path, **changes: Any) -> Path:
-    """The adapter as mlx-lm lays it: `lora_a` [in, rank], `lora_b` [rank, out], `scale` in place of alpha."""
+    """Write the adapter in mlx-lm's layout: `lora_a` [in, rank], `lora_b` [rank, out], `scale` instead of alpha."""
     folder.mkdir()
     tensors = {}
     for name, t in load_file(adapter / "adapter_model.safetensors").items():
@@ -184,7 +185,7 @@ def test_other_writers_are_refused_by_name_with_the_way_out(
 
 
 def test_torchtunes_own_copy_for_peft_is_merged(linear: Path, bases: dict[str, Path], tmp_path: Path) -> None:
-    """torchtune since 0.5 writes few entries into its config, and `adapter_model.pt` beside the file for PEFT."""
+    """Since 0.5, torchtune writes few config entries, and `adapter_model.pt` next to PEFT's file."""
     adapter = edited(linear, tmp_path / "adapter")
     config = {"r": 3, "lora_alpha": 7, "target_modules": ["q_proj", "down_proj"], "peft_type": "LORA"}
     config["base_model_name_or_path"] = str(bases["llama"])
