@@ -10,9 +10,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import sqrt
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
-from ckpt.adapters import names
+from ckpt.adapters import entry_values, names
 from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.move.files import confined
 from ckpt.move.json_files import read_object
@@ -28,14 +28,12 @@ _OF_VERL = {"r", "lora_alpha", "task_type"}
 _OF_MLX = {"rank", "scale", "dropout", "keys", "alpha"}
 #: Larger than any rank or alpha. PEFT would merge it into infinite values.
 _TOO_LARGE = 1 << 127
-#: Values for LoRA's `bias`. PEFT raises NotImplementedError for any other.
-_BIASES = ("none", "all", "lora_only")
 #: LoraConfig options that make a merge different from W + BA, with their descriptions.
 _VARIANTS = {
     "arrow_config": "Arrow, which routes each token",
     "alora_invocation_tokens": "activated LoRA, which no merged model can express",
     "use_qalora": "QA-LoRA",
-    "layer_replication": "layer replication, which PEFT does not merge either",
+    "layer_replication": "layer replication, and PEFT adds the changes of all copies to the one layer that they share",
     "megatron_config": "LoRA over Megatron's parallel layers",
 }
 #: Inits that PEFT repeats on loading, and that change the base weights: random or based on data.
@@ -66,7 +64,7 @@ NOT_MERGED = (
 )
 _NAMED = (*KINDS, *NOT_MERGED)
 #: Config entries with one meaning in all kinds.
-_OF_ALL_KINDS = ("bias", "modules_to_save", "base_model_name_or_path", "revision")
+_OF_ALL_KINDS = ("bias", "modules_to_save", "trainable_token_indices", "base_model_name_or_path", "revision")
 #: Column packing in a `lora_B` with stacked experts: PEFT groups by rank, Unsloth before 2026.9.6 by expert.
 Columns = Literal["rank_major", "grouped_by_expert"]
 #: Unsloth's packing record, in the config or in its `auto_mapping` (unsloth_zoo 2026.10.9,
@@ -110,13 +108,11 @@ class AdapterConfig:
 
     def rank_of(self, key: str) -> int:
         """Return the rank for module (or targeted parameter) `key`."""
-        key = self.former.get(key, key)
-        return self.rank_pattern.get(self._pattern(self.rank_pattern, key), self.rank)
+        return int(self.of_pattern(self.rank_pattern, key, self.rank))
 
     def alpha_of(self, key: str) -> float:
         """Return the alpha for module (or targeted parameter) `key`."""
-        key = self.former.get(key, key)
-        return self.alpha_pattern.get(self._pattern(self.alpha_pattern, key), self.alpha)
+        return cast(float, self.of_pattern(self.alpha_pattern, key, self.alpha))
 
     def scaling(self, key: str) -> float:
         """Return alpha / r, or alpha / sqrt(r) with rsLoRA, after applying the patterns."""
@@ -179,7 +175,8 @@ class AdapterConfig:
             names.MAGNITUDE: ("use_dora", self.use_dora),
             names.BIAS: ("lora_bias", bool(self.raw.get("lora_bias"))),
             names.DIAGONAL: ("kasa_config", self.raw.get("kasa_config") is not None),
-            names.SAMPLER: ("monteclora_config", self.raw.get("monteclora_config") is not None),
+            names.SAMPLER: ("monteclora_config", isinstance(self.raw.get("monteclora_config"), Mapping)),
+            names.PROJECTION: ("velora_config", self.raw.get("velora_config") is not None),
         }
 
     @property
@@ -187,17 +184,18 @@ class AdapterConfig:
         """True if the init subtracted the adapter from the base weight."""
         return self.kind == LORA and self.raw.get("init_lora_weights") in _INITS_OF_BASE
 
-    def _pattern(self, patterns: Iterable[str], key: str) -> str:
-        """Return the first pattern that matches the end of `key` (peft `get_pattern_key`)."""
-        for pattern in patterns:
+    def of_pattern(self, values: Mapping[str, Any], key: str, default: Any) -> Any:
+        """Return the value of the first pattern that matches the end of `key` (peft `get_pattern_key`)."""
+        key = self.former.get(key, key)
+        for pattern, value in values.items():
             try:
                 if re.match(rf"(.*\.)?({pattern})$", key):
-                    return pattern
+                    return value
             except re.error as error:
                 raise CorruptError(
                     "a pattern of the adapter's config is no regular expression", path=self.path, found=repr(pattern)
                 ) from error
-        return key
+        return values.get(key, default)
 
     def targets_parameter(self, fqn: str) -> bool:
         """Return True if `target_parameters` names the parameter `fqn` (peft `_inject_parameters`)."""
@@ -333,6 +331,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         )
     if kind in NOT_MERGED:
         raise _unmerged_kind(kind, path)
+    entry_values.check(raw, path)
     for key, what in _VARIANTS.items():
         if raw.get(key):
             raise UsageError(f"this adapter is not merged: it uses {what}", path=path, found=f"{key}: {raw[key]!r}")
@@ -357,7 +356,7 @@ def parse_config(raw: Mapping[str, Any], path: Path) -> AdapterConfig:
         use_rslora=bool(fields.raw.get("use_rslora")),
         use_dora=bool(fields.raw.get("use_dora")),
         fan_in_fan_out=bool(fields.raw.get("fan_in_fan_out")),
-        bias=fields.one_of("bias", _BIASES) if kind == LORA else fields.get("bias", str, "none"),
+        bias=fields.get("bias", str, "none"),
         target_parameters=tuple(fields.strings("target_parameters")),
         saved=tuple(fields.strings("modules_to_save")),
         token_indices=fields.indices("trainable_token_indices"),
@@ -406,12 +405,6 @@ class _Fields:
                 raise self._fault(name, "integers above zero", number)
         return dict(value)
 
-    def one_of(self, name: str, values: tuple[str, ...]) -> str:
-        value = self.raw.get(name) or values[0]
-        if value not in values:
-            raise self._fault(name, ", ".join(values), value)
-        return str(value)
-
     def name(self, name: str) -> str | None:
         """Return a name used only in the search for the base: PEFT accepts any value."""
         value = self.raw.get(name)
@@ -431,8 +424,9 @@ class _Fields:
         return value
 
     def strings(self, name: str) -> Iterator[str]:
-        for value in self.get(name, list, []) if self.raw.get(name) else ():
-            if not isinstance(value, str):
+        given = self.raw.get(name) or ()
+        for value in given if isinstance(given, str | list | tuple | Mapping) else [given]:
+            if not isinstance(value, str) or not value:
                 raise self._fault(name, "a list of names", value)
             yield value
 

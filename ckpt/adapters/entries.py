@@ -105,7 +105,7 @@ def unknown(raw: Mapping[str, Any]) -> dict[str, Any]:
     found = {key: value for key, value in raw.items() if not is_known(kind, key) and value not in _OFF}
     init = raw.get(_INIT)
     is_known_init = isinstance(init, str) and (init.lower() in _INITS or init.startswith("pissa_niter_"))
-    if init and init is not True and not is_known_init:
+    if kind == "LORA" and init and init is not True and not is_known_init:
         found[_INIT] = init
     return found
 

@@ -27,10 +27,9 @@ PREFIX = "base_model.model."
 
 A, B, BIAS, EMBEDDING_A, EMBEDDING_B = "lora_A", "lora_B", "lora_B.bias", "lora_embedding_A", "lora_embedding_B"
 MAGNITUDE, TOKENS, SAVED, BASE = "lora_magnitude_vector", "trainable_tokens_delta", "modules_to_save", "base"
-SAMPLER, DIAGONAL = "lora_monteclora_sampler", "lora_diag"
-#: Factors that need this kind of tensor in the same layer, if the config turns it on. PEFT itself merges the other
-#: kinds, and notices missing tensors.
-_REACHED = {MAGNITUDE: (A, EMBEDDING_A), BIAS: (B,)}
+SAMPLER, DIAGONAL, PROJECTION = "lora_monteclora_sampler", "lora_diag", "lora_velora_embed"
+#: Factors that need this kind of tensor in the same layer, if the config turns it on.
+_REACHED = {MAGNITUDE: (A, EMBEDDING_A), BIAS: (B,), DIAGONAL: (A,), SAMPLER: (A,), PROJECTION: (A,)}
 
 _NAME = r"(?:\.(?P<name>[^.]+))?"
 _KINDS = (

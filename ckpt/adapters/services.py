@@ -25,6 +25,7 @@ class SettingsProtocol(Protocol):
         entry_option: str = "",
         release_option: str = "",
     ) -> AdapterConfig: ...
+    def adapter_differences(self, checkpoint: Checkpoint, config: AdapterConfig) -> tuple[list[str], list[str]]: ...
 
 
 class NamesProtocol(Protocol):

@@ -1,4 +1,4 @@
-"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `targets.py`: a mismatch is refused by name."""
+"""`ckpt/commands/merge_lora/find.py`, `merge.py`, `ckpt/adapters/targets.py`: a mismatch is refused by name."""
 
 from __future__ import annotations
 
@@ -169,7 +169,6 @@ def test_a_module_that_was_trained_as_a_whole_is_missing_in_one_layer(
     [
         {"target_modules": "*.q_proj"},
         {"exclude_modules": "("},
-        {"layers_to_transform": "1"},
         {"layers_to_transform": [1], "layers_pattern": ["("]},
     ],
 )

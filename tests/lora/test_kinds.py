@@ -293,7 +293,7 @@ def test_a_layer_whose_tensors_are_not_all_there(loha: Path, own: Path, tmp_path
 
 def test_what_does_not_fit_the_base(loha: Path, own: Path, tmp_path: Path) -> None:
     names = {"first": "third"}
-    other = edited(loha, tmp_path / "other")
+    other = edited(loha, tmp_path / "other", target_modules=["third", "second"])
     file = other / "adapter_model.safetensors"
     renamed = {name.replace("first", names["first"]): tensor for name, tensor in load_file(file).items()}
     save_file(renamed, file, metadata={"format": "pt"})

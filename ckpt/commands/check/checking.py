@@ -571,15 +571,23 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
         config = adapter_services.settings.adapter_settings(checkpoint)
     except CorruptError as error:
         yield problem_of(error, Path(checkpoint.path))
+        return
     except NotFoundError:  # a conversion reports the missing config
         return
     except CkptError as error:
         one = problem_of(error, Path(checkpoint.path))
         yield replace(one, kind=UNPROVED if isinstance(error, LossError) else LEFT, exit_code=0)
-    else:
-        if config.kind not in KINDS:
-            what = f"ckpt does not know the kind {config.kind}, so its settings and weights were not checked"
-            yield Problem(UNPROVED, ADAPTER_CONFIG, what)
+        return
+    if config.kind not in KINDS:
+        what = f"ckpt does not know the kind {config.kind}, so its settings and weights were not checked"
+        yield Problem(UNPROVED, ADAPTER_CONFIG, what)
+    differences, missing = adapter_services.settings.adapter_differences(checkpoint, config)
+    for what in differences:
+        yield Problem(LEFT, ADAPTER_CONFIG, what)
+    if missing:
+        names = ", ".join(missing)
+        what = f"modules_to_save names {names}, and the file has no tensor of it: merge-lora checks if the base has it"
+        yield Problem(UNPROVED, ADAPTER_CONFIG, what)
 
 
 def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:

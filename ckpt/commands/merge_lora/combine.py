@@ -112,7 +112,7 @@ def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
     state = get_peft_model_state_dict(wrapped, save_embedding_layers=False)
     factors = {fqn: factor for fqn, factor in adapter.factors.items() if fqn not in lora}
     factors |= {fqn: _in_memory(fqn, tensor, adapter.checkpoint) for fqn, tensor in state.items()}
-    kept = {key: adapter.config.raw.get(key) for key in whole}
+    kept = {key: value for key, value in adapter.config.raw.items() if key in whole}
     settings = parse_config(_plain_config(wrapped.peft_config["default"].to_dict()) | kept, Path(adapter.config.path))
     settings = replace(settings, given_layout="rank_major")  # PEFT has just stacked them
     note = "the adapter is of single experts; PEFT has converted it to the stacked ones of transformers 5"

@@ -123,8 +123,8 @@ class Noted:
     """Record of the computed weights by name, with the functions to `compute` the others.
 
     `made_anew` describes tensors that PEFT computed from the base because the adapter's file lacks them. `divided` maps
-    each adapter to the layers it changes while layers with tied weights stay unchanged. `untied` holds the aliases that
-    the result no longer ties.
+    each adapter to the layers it changes while layers with tied weights stay unchanged. `shared` maps
+    it to the tied layers that get one change together. `untied` holds the aliases that the result no longer ties.
     """
 
     num_adapters: int
@@ -132,6 +132,7 @@ class Noted:
     found: dict[str, list[_Done]] = field(default_factory=dict)
     made_anew: list[str] = field(default_factory=list)
     divided: dict[str, list[str]] = field(default_factory=dict)
+    shared: dict[str, list[str]] = field(default_factory=dict)
     untied: set[str] = field(default_factory=set)
 
     @cached_property

@@ -20,7 +20,7 @@ from ckpt.base.entries import late
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.commands.merge_lora.effect import Update
 from ckpt.commands.merge_lora.find import Adapter, Factor
-from ckpt.commands.merge_lora.layer import CONV1D, LINEAR, made_layer, model_of, with_adapter
+from ckpt.commands.merge_lora.layer import CONV1D, LINEAR, PEFT_ERRORS, made_layer, model_of, with_adapter
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape
@@ -105,7 +105,7 @@ class EmptyModel:
                 return self.wrap(empty_model(self.base, self.chosen, self.of_shapes))
             except ImportError as error:
                 raise UsageError(f"PEFT needs another package: {error}", path=path) from error
-            except (ValueError, RuntimeError, TypeError, KeyError) as error:
+            except PEFT_ERRORS as error:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=path) from error
 
     def wrap(self, model: Any) -> Any:

@@ -23,12 +23,12 @@ from itertools import permutations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ckpt.adapters import names
+from ckpt.adapters import names, targets
 from ckpt.adapters.config import BY_LAYER, BY_MODEL, KINDS, LORA, TRAINABLE_TOKENS, AdapterConfig
 from ckpt.adapters.names import AdapterName, parse_name
 from ckpt.base.errors import CkptError, CorruptError, LossError, StorageError, UsageError
 from ckpt.base.text import Brief, counted
-from ckpt.commands.merge_lora import base_names, targets, tied
+from ckpt.commands.merge_lora import base_names, tied
 from ckpt.commands.merge_lora.combine import loaded, require_peft
 from ckpt.commands.merge_lora.effect import Merge, Noted, Update, raw_bytes
 from ckpt.commands.merge_lora.empty_model import EmptyModel
@@ -376,6 +376,9 @@ class _Merge:
             for module, owner in placed.items():
                 self._update(owner, model.update(module))
             return
+        weights = (*self.shapes, *self.base.ties)
+        known = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
+        self.targets.extend(targets.notes(adapter.config, known, layers.keys()))
         for module, state in layers.items():
             if self._is_again(module, layers):
                 continue
@@ -479,8 +482,10 @@ class _Merge:
             shared = [owner, *self._shared(owner)]
             members = [one.removesuffix(".weight") for one in sorted(shared, key=lambda one: one != kept.get(owner))]
             found = {module: changes[module] for module in members if module in changes}
-            is_twice = self.as_peft and len(found) > 1 and not tied.are_rows(found)
-            if len(members) > 1 and (is_twice or tied.is_divided(members, found)):
+            is_twice, is_divided = len(found) > 1 and not tied.are_rows(found), tied.is_divided(members, found)
+            if is_twice and not (is_divided or self.as_peft):
+                self.noted.shared.setdefault(adapter.path, []).extend(found)
+            if len(members) > 1 and (is_divided or (is_twice and self.as_peft)):
                 self.noted.divided.setdefault(adapter.path, []).extend(found)
                 for alias in [] if self.as_peft else self._shared(owner):
                     self._untie(alias)
@@ -987,7 +992,7 @@ class _Merge:
             yield f"{counted(num, 'trained row')} of {fqn} from {path}, in place of those of an adapter before it"
         if self.untied:
             yield f"no longer tied: {', '.join(sorted(self.untied))}"
-        yield from tied.notes(self.noted.divided, as_peft=self.as_peft)
+        yield from tied.notes(self.noted.divided, self.noted.shared, as_peft=self.as_peft)
         if self.resized:
             rows = next(iter(self.resized.values()))
             yield f"the vocabulary has {counted(rows, 'row')}, as in training, and {self._vocabulary} in the base"

@@ -213,7 +213,7 @@ def verify_merge(
         peft = api.verify(second.as_written(), other, only="weights", measured=True) if second.noted.divided else report
         if not peft.exit_code:
             merge, made, report, as_peft = second, second.as_written(), peft, True
-    notes += tied.notes(merge.noted.divided, as_peft=as_peft)
+    notes += tied.notes(merge.noted.divided, merge.noted.shared, as_peft=as_peft)
     targets = {fqn for (fqn, role), tensor in made.tensors.items() if role in MODEL_ROLES and is_merged(tensor)}
     wrong = [one for one in report.results if one.status != "="]
     apart = _from_base(model, other, [one.fqn for one in wrong if one.kind == "values" and one.fqn in targets])

@@ -49,10 +49,14 @@ def are_rows(changes: Mapping[str, Parts]) -> bool:
     return all(part.keys() == {names.TOKENS} for part in changes.values())
 
 
-def notes(divided: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
-    """Yield a note for each adapter that changes only some tied layers. `divided` maps adapter paths to layers."""
+def notes(divided: Mapping[str, Sequence[str]], shared: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[str]:
+    """Yield a note for each adapter whose merge differs from PEFT's, or from training, by a tied weight.
+
+    `divided` maps an adapter's path to the layers that it changes while tied layers keep their weights. `shared` maps
+    it to the tied layers that get one change.
+    """
     for path, modules in divided.items():
-        changed = " and ".join(sorted(set(modules)))
+        changed = _in_words(modules)
         if as_peft:
             yield (
                 f"{changed} of {path}: the change went into every weight that is tied to it, as in PEFT's "
@@ -63,6 +67,15 @@ def notes(divided: Mapping[str, Sequence[str]], *, as_peft: bool) -> Iterator[st
                 f"{changed} of {path}: as trained, the weights that were tied to it do not change with it; --as-peft "
                 "writes what PEFT's merge_and_unload does"
             )
+    for path, modules in shared.items():
+        yield (
+            f"{_in_words(modules)} of {path}: as trained, their tied weight changes once; PEFT's merge_and_unload adds "
+            "the change once for each layer, and --as-peft writes that"
+        )
+
+
+def _in_words(modules: Sequence[str]) -> str:
+    return " and ".join(sorted(set(modules)))
 
 
 def _of_linear(parts: Parts) -> Parts:

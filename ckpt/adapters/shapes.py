@@ -1,0 +1,134 @@
+"""Sizes in an adapter's config that its tensors have, too: ranks, blocks, frequencies.
+
+Facts from peft 0.21.2 (`tuners/*/layer.py`); `tests/lora/test_contradictions.py` compares with live PEFT.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import isqrt
+from typing import Any
+
+from ckpt.adapters.config import KINDS, AdapterConfig
+from ckpt.adapters.names import PREFIX
+from ckpt.adapters.targets import matches
+from ckpt.base.errors import CorruptError
+from ckpt.plan.tensors import Shape
+
+#: Entry, value in the config, and size in the tensor.
+_Pairs = Iterator[tuple[str, Any, Any]]
+_Pair = Callable[[AdapterConfig, str, Shape], _Pairs]
+
+#: Prefix of the names of a layer's tensors, by kind.
+_PREFIXES = {kind: f"{kind.lower()}_" for kind in KINDS} | {"ADALORA": "lora_", "LOHA": "hada_"}
+#: Entry with other values for some layers, by the entry that it replaces there.
+_PATTERNS = {"r": "rank_pattern", "n_frequency": "n_frequency_pattern", "block_size": "block_size_pattern"}
+
+
+def _axes(**axes: int) -> _Pair:
+    """Return a reader of entries that are the size of a tensor along these axes."""
+
+    def pairs(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+        for entry, axis in axes.items():
+            if axis < len(shape):
+                yield entry, _value(config, entry, module), shape[axis]
+
+    return pairs
+
+
+def _value(config: AdapterConfig, entry: str, module: str) -> Any:
+    patterns = config.raw.get(_PATTERNS.get(entry, ""))
+    found = config.raw.get(entry)
+    return config.of_pattern(patterns, module, found) if isinstance(patterns, Mapping) else found
+
+
+def _unless(condition: Callable[[Mapping[str, Any]], Any], pair: _Pair) -> _Pair:
+    """Return a reader without results if `condition` is true of the config."""
+    return lambda config, module, shape: iter(()) if condition(config.raw) else pair(config, module, shape)
+
+
+def _of_deft(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+    """Yield the pair of DEFT, whose rank is at most the layer's number of outputs."""
+    rank = config.raw.get("r")
+    yield "r", min(rank, shape[0]) if isinstance(rank, int) else rank, shape[1]
+
+
+def _of_oft(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+    """Yield pairs of OFT: `r` blocks, or one if they are shared. PEFT takes other sizes if these do not fit."""
+    if config.raw.get("block_share"):
+        yield "block_share", 1, shape[0]
+        return
+    sizes = {"r": shape[0], "oft_block_size": (1 + isqrt(1 + 8 * shape[1])) // 2}
+    for entry, size in sizes.items():
+        wanted = config.raw.get(entry)
+        if wanted and (sizes["r"] * sizes["oft_block_size"]) % wanted == 0:
+            yield entry, wanted, size
+
+
+def _of_ia3(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+    """Yield pairs of IA3, which has a row for inputs and a column for outputs of a linear layer."""
+    if len(shape) == 2 and shape[0] != shape[1] and config.raw.get("feedforward_modules") is not None:
+        yield "feedforward_modules", matches(config.raw["feedforward_modules"], module), shape[0] == 1
+
+
+def _of_tokens(config: AdapterConfig, module: str, shape: Shape) -> _Pairs:
+    tokens = config.raw.get("token_indices")
+    if isinstance(tokens, list):
+        yield "token_indices", len(tokens), shape[0]
+
+
+#: What a tensor's shape says of entries, by kind and by the tensor's name.
+_PAIRS: Mapping[str, Mapping[str, _Pair]] = {
+    "ADALORA": {"lora_E": _unless(lambda raw: raw.get("rank_pattern"), _axes(init_r=0))},
+    "BOFT": {"boft_R": _axes(boft_n_butterfly_factor=0, boft_block_num=1, boft_block_size=2)},
+    "C3A": {"c3a_kernel": _axes(block_size=2)},
+    "DEFT": {"deft_P": _of_deft},
+    "DELORA": {"delora_A": _axes(r=0)},
+    "FOURIERFT": {"fourierft_spectrum": _axes(n_frequency=0)},
+    "GLORA": {f"glora_{one}.Xd": _axes(r=1) for one in "AB"},
+    "GRALORA": {"gralora_A": _axes(gralora_k=0, r=2)},
+    "HIRA": {"hira_A": _axes(r=0)},
+    "HRA": {"hra_u": _axes(r=1)},
+    "IA3": {"ia3_l": _of_ia3},
+    "LOHA": {"hada_w1_b": _axes(r=0)},
+    "LOKR": {"lokr_w1_b": _axes(r=0), "lokr_w2_b": _axes(r=0)},
+    "MISS": {"miss_block": _unless(lambda raw: raw.get("init_weights") == "bat", _axes(r=0))},
+    "OFT": {"oft_R.weight": _of_oft},
+    "PEANUT": {"peanut_A.weight": _axes(r=0)},
+    "PSOFT": {"psoft_R.vector_a": _axes(r=0)},
+    "PVERA": {"pvera_B": _axes(r=1)},
+    "RANDLORA": {"randlora_lambda": _axes(r=0)},
+    "TINYLORA": {"tinylora_v.0": _axes(u=0)},
+    "TRAINABLE_TOKENS": {"trainable_tokens_delta": _of_tokens},
+    "UNILORA": {"unilora_theta_d": _axes(theta_d_length=0)},
+    "VBLORA": {"vblora_vector_bank": _axes(num_vectors=0, vector_length=1), "vblora_logits_A": _axes(r=0)},
+    "VERA": {"vera_lambda_d": _axes(r=0)},
+    "WAVEFT": {"waveft_spectrum": _unless(lambda raw: raw.get("proportional_parameters"), _axes(n_frequency=0))},
+}
+
+
+def place(kind: str, fqn: str) -> tuple[str, str] | None:
+    """Return the layer and the name of an adapter's tensor; None for another tensor. Shared tensors have no layer."""
+    prefix = _PREFIXES.get(kind)
+    parts = fqn.removeprefix(PREFIX).split(".")
+    at = next((at for at, part in enumerate(parts) if prefix and part.startswith(prefix)), None)
+    if at is None:
+        return None
+    module = "" if not fqn.startswith(PREFIX) else ".".join(parts[:at]).removesuffix(".token_adapter")
+    return module, ".".join(parts[at:])
+
+
+def check(config: AdapterConfig, shapes: Mapping[str, Shape], path: str) -> None:
+    """Raise CorruptError if a tensor of an adapter of another kind than LoRA contradicts the config."""
+    readers = _PAIRS.get(config.kind, {})
+    for fqn, shape in shapes.items():
+        module, name = place(config.kind, fqn) or ("", "")
+        for entry, wanted, found in readers[name](config, module, shape) if name in readers else ():
+            if (wanted or wanted is False) and wanted != found:
+                raise CorruptError(
+                    f"the adapter's config and its weights do not agree on {entry}",
+                    path=path,
+                    fqn=fqn,
+                    expected=f"{entry} {wanted}, as {config.path} says",
+                    found=f"{entry} {found}, by shape {list(shape)}",
+                )

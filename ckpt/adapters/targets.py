@@ -1,0 +1,124 @@
+"""Layers that an adapter's config names, compared with the layers of its tensors.
+
+Facts from peft 0.21.2 (`tuners/tuners_utils.py`, `check_target_module_exists`).  PEFT warns of layers that it has to
+leave as they are, and passes over tensors of layers that it has not adapted.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from ckpt.adapters.config import LORA, TRAINABLE_TOKENS, AdapterConfig
+from ckpt.base.errors import CorruptError
+from ckpt.base.text import counted
+
+#: Entry of LoRA's files by PEFT. Configs that other trainers made name layers by their last names.
+_OF_PEFTS_FILES = "layers_to_transform"
+_ENTRIES = ("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern")
+#: Any list of layers before the first number in a name, if the config names no list.
+_ANY_LIST = r"[^.]*"
+#: Value of `target_modules` for every linear layer of the model, in any case of its letters.
+_ALL_LINEAR = "all-linear"
+
+
+def check(config: AdapterConfig, adapted: Collection[str]) -> None:
+    """Raise CorruptError if the config names none of the `adapted` layers, or not all of a kind that PEFT merges.
+
+    PEFT finds none of them either then: it refuses the adapter, or adapts other layers. It trains tokens of a tied
+    layer that the config does not name.
+    """
+    unnamed = list(_unnamed(config, adapted))
+    if not unnamed or (len(unnamed) < len(adapted) and config.kind in (LORA, TRAINABLE_TOKENS)):
+        return
+    few = len(unnamed) < len(adapted)
+    raise CorruptError(
+        f"the adapter's config names {'not all' if few else 'none'} of the layers in the adapter's file",
+        path=config.path,
+        fqn=unnamed[0],
+        expected=_layers_in_words(unnamed),
+        found=_entries_in_words(config.raw, always=_ENTRIES[0]),
+    )
+
+
+def unnamed(config: AdapterConfig, adapted: Collection[str]) -> Iterator[str]:
+    """Yield a note if the config does not name some of the `adapted` layers."""
+    if config.kind == LORA and (others := list(_unnamed(config, adapted))):
+        words = _layers_in_words(others)
+        yield f"target_modules does not name {words}: merged all the same, where PEFT would pass over them"
+
+
+def notes(config: AdapterConfig, layers: Collection[str], adapted: Collection[str]) -> Iterator[str]:
+    """Yield notes on `layers` of the base that the config names and that are not `adapted`, and the reverse.
+
+    Raise CorruptError if PEFT could not find a layer by the config's words.
+    """
+    if not _is_of_peft(config):
+        return
+    named = {layer for layer in layers if _is_adapted(config, layer)}
+    if not named:  # its names are those of another release of the model
+        return
+    if missing := sorted(named.difference(adapted)):
+        words = _layers_in_words(missing)
+        yield f"the adapter has no factors of {words}, which target_modules names: nothing is added there"
+    yield from unnamed(config, [layer for layer in adapted if layer in layers])
+
+
+def _unnamed(config: AdapterConfig, adapted: Iterable[str]) -> Iterator[str]:
+    """Yield the `adapted` layers that the config does not name; none if only a model tells which it names."""
+    targets = config.raw.get(_ENTRIES[0], _ALL_LINEAR)
+    is_open = isinstance(targets, str) and targets.lower() == _ALL_LINEAR
+    has_ties = bool(config.raw.get("ensure_weight_tying"))  # a name means all layers that are tied to it
+    if _is_of_peft(config) and not (is_open or has_ties):
+        yield from sorted(layer for layer in adapted if not _is_adapted(config, layer))
+
+
+def _is_of_peft(config: AdapterConfig) -> bool:
+    """Return True if PEFT wrote the config: only LoRA has other writers."""
+    return config.kind != LORA or _OF_PEFTS_FILES in config.raw
+
+
+def _is_adapted(config: AdapterConfig, layer: str) -> bool:
+    try:
+        return is_named(config.raw, layer) and not _is_saved(config.saved, layer)
+    except (re.error, TypeError) as error:
+        raise CorruptError(
+            f"the adapter's config does not name its layers as PEFT reads them: {error}",
+            path=config.path,
+            found=_entries_in_words(config.raw),
+        ) from error
+
+
+def _entries_in_words(raw: Mapping[str, Any], always: str = "") -> str:
+    return ", ".join(f"{entry}: {raw.get(entry)!r}" for entry in _ENTRIES if raw.get(entry) or entry == always)
+
+
+def _layers_in_words(layers: list[str]) -> str:
+    return f"{counted(len(layers), 'layer')} ({', '.join(layers[:3])}{', ...' if len(layers) > 3 else ''})"
+
+
+def _is_saved(saved: Iterable[str], layer: str) -> bool:
+    return any(f".{name}." in f".{layer}." for name in saved)
+
+
+def is_named(raw: Mapping[str, Any], layer: str) -> bool:
+    """Return True if the config names `layer` as one to adapt."""
+    targets, excluded = raw.get("target_modules"), raw.get("exclude_modules")
+    if not targets or matches(excluded, layer) or not matches(targets, layer):
+        return False
+    wanted = raw.get("layers_to_transform")
+    if isinstance(targets, str) or wanted is None or wanted == [] or layer in targets:
+        return True
+    lists = raw.get("layers_pattern") or [_ANY_LIST]
+    for pattern in [lists] if isinstance(lists, str) else lists:
+        if match := re.match(rf"(?:.*?\.)?{pattern}\.(?P<number>\d+)\.", layer):
+            return int(match["number"]) in ([wanted] if isinstance(wanted, int) else wanted)
+    return False
+
+
+def matches(given: object, layer: str) -> bool:
+    """Return True if a regular expression for the whole name, or a list of last parts of names, has the layer."""
+    if isinstance(given, str):
+        return re.fullmatch(given, layer) is not None
+    return isinstance(given, list | Mapping) and any(f".{layer}".endswith(f".{name}") for name in given)

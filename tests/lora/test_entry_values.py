@@ -1,0 +1,258 @@
+"""`ckpt/adapters/entry_values.py`, `ckpt/adapters/shapes.py`, `ckpt/adapters/targets.py`: configs that PEFT refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import ckpt as toolkit
+from ckpt.commands.merge_lora.find import open_adapter
+from ckpt.errors import CorruptError
+from tests.support.adapters import edited
+from tests.support.commands import ckpt
+
+TARGETS = ["up", "down"]
+#: An adapter of each kind, by the options that PEFT needs for these layers.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "LORA": {"r": 2},
+    "ADALORA": {"init_r": 3, "target_r": 2, "total_step": 10},
+    "BEFT": {},
+    "BOFT": {"boft_block_size": 2},
+    "C3A": {"block_size": 2},
+    "DEFT": {"r": 2},
+    "DELORA": {"r": 2},
+    "FOURIERFT": {"n_frequency": 5},
+    "GLORA": {"r": 2},
+    "GRALORA": {"r": 2, "gralora_k": 2},
+    "HIRA": {"r": 2},
+    "HRA": {"r": 2},
+    "IA3": {"feedforward_modules": ["down"]},
+    "LN_TUNING": {"target_modules": ["norm"]},
+    "LOHA": {"r": 2},
+    "LOKR": {"r": 1, "decompose_both": True},
+    "MISS": {"r": 2},
+    "OFT": {"r": 2, "oft_block_size": 0},
+    "PEANUT": {"r": 2},
+    "PSOFT": {"r": 2, "psoft_alpha": 2},
+    "PVERA": {"r": 2},
+    "RANDLORA": {"r": 2},
+    "ROAD": {"group_size": 2},
+    "SHIRA": {"r": 1},
+    "SUPERTUNING": {"sparsity": 0.5},
+    "TINYLORA": {"r": 2, "u": 4},
+    "TRAINABLE_TOKENS": {"token_indices": [0, 1], "target_modules": ["embed"]},
+    "UNILORA": {"r": 2, "theta_d_length": 16},
+    "VBLORA": {"vector_length": 2, "num_vectors": 5, "r": 2},
+    "VERA": {"r": 2},
+    "WAVEFT": {"n_frequency": 5},
+}
+
+
+class Layers(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = torch.nn.Embedding(6, 4)
+        self.norm = torch.nn.LayerNorm(4)
+        self.up, self.down = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+
+LAYERS = Layers()
+
+
+@pytest.fixture(scope="module")
+def adapters(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {kind: trained(kind, tmp_path_factory.mktemp("adapters") / kind) for kind in OPTIONS}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("base")
+    save_file(LAYERS.state_dict(), folder / "model.safetensors")
+    return folder
+
+
+def trained(kind: str, folder: Path, **options: Any) -> Path:
+    from peft import get_peft_model
+    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+
+    settings = {"target_modules": TARGETS, **OPTIONS[kind], **options}
+    made: Any = next(one for name, one in PEFT_TYPE_TO_CONFIG_MAPPING.items() if name == kind)
+    get_peft_model(copy.deepcopy(LAYERS), made(**settings)).save_pretrained(folder)
+    return folder
+
+
+def loads_in_peft(folder: Path) -> bool:
+    """Return True if PEFT loads and merges the adapter without making up a tensor."""
+    from peft import PeftModel
+
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        try:
+            PeftModel.from_pretrained(copy.deepcopy(LAYERS), folder).merge_and_unload()
+        except Exception:
+            return False
+    return not any("missing" in str(one.message).lower() for one in said)
+
+
+def is_refused(folder: Path) -> bool:
+    """Return True if `check` finds damage, and merge-lora names the same."""
+    checked = toolkit.check(folder)
+    try:
+        open_adapter(str(folder))
+    except CorruptError as error:
+        assert checked.exit_code == CorruptError.exit_code and error.what in str(checked), (error.what, str(checked))
+        return True
+    assert checked.exit_code == 0, str(checked)
+    return False
+
+
+def written(folder: Path, config: dict[str, Any]) -> Path:
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
+
+
+#: Values of each kind of entry, some of which PEFT takes for some.
+VALUES: tuple[Any, ...] = (None, -1, "x", [], [3], {})
+#: Entries whose values only the base tells apart, or that a merge leaves out.
+OF_THE_BASE = {
+    *("base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision", "runtime_config"),
+    *("init_lora_weights", "target_svd_config", "feedforward_modules", "alora_invocation_tokens", "sparsity"),
+}
+
+
+def cases(kind: str, folder: Path) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    raw = json.loads((folder / "adapter_config.json").read_text())
+    from ckpt.adapters.entry_values import known
+
+    unknown = {"target_modules"} if kind == "UNILORA" else set()  # whose tensors name no layers
+    for entry in sorted(known(kind) & raw.keys() - OF_THE_BASE - unknown):
+        for value in VALUES:
+            if value != raw[entry]:
+                yield entry, value, {**raw, entry: value}
+
+
+@pytest.mark.parametrize("kind", OPTIONS)
+def test_values_that_peft_refuses_are_refused(kind: str, adapters: dict[str, Path], tmp_path: Path) -> None:
+    folder = edited(adapters[kind], tmp_path / "changed")
+    assert loads_in_peft(folder) and not is_refused(folder)
+    wrong = [
+        (entry, value)
+        for entry, value, config in cases(kind, folder)
+        if not is_refused(written(folder, config)) and not loads_in_peft(folder)
+    ]
+    assert not wrong
+
+
+#: Values that PEFT loads.
+TAKEN: list[tuple[str, dict[str, Any]]] = [
+    *(("LORA", {"lora_dropout": value}) for value in (0, 1, 0.5, True)),
+    *(("LORA", {"modules_to_save": value}) for value in ("x", {"x": 1}, ["x"], "")),
+    *(("LORA", {"exclude_modules": value}) for value in (False, "", "x", [], ["x"], {})),
+    *(("LORA", {"target_modules": value}) for value in ("up|down", "(up|down)", ["up", "down", "x"])),
+    *(("LORA", {"layers_pattern": value}) for value in ("", [], False)),
+    *(("LORA", {"eva_config": value}) for value in (None, {}, {"rho": 1.0, "tau": 1})),
+    *(("LORA", {"monteclora_config": value}) for value in (False, [], "")),
+    *(("LORA", {"trainable_token_indices": value}) for value in (None, {})),
+    ("LORA", {"layers_to_transform": []}),
+    *(("ADALORA", {"init_lora_weights": value}) for value in ("x", 3)),
+    *(("LOHA", {"module_dropout": value}) for value in (None, "x", 3)),
+    *(("LOKR", {"target_modules": "up|down", "layers_to_transform": value}) for value in (None, [0])),
+    *(("DEFT", {"alpha": value}) for value in (None, 3)),
+    *(("TRAINABLE_TOKENS", {"modules_to_save": value}) for value in (None, [])),
+]
+
+
+@pytest.mark.parametrize(("kind", "entries"), TAKEN, ids=str)
+def test_values_that_peft_takes_are_taken(
+    kind: str, entries: dict[str, Any], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    changed = edited(adapters[kind], tmp_path / "changed", **entries)
+    assert loads_in_peft(changed) and not is_refused(changed)
+
+
+#: Sizes, blocks and layers that are not those of the tensors, and settings that contradict each other.
+CONTRADICTIONS: list[tuple[str, dict[str, Any]]] = [
+    *((kind, {"r": 1}) for kind in ("DEFT", "DELORA", "GLORA", "HIRA", "HRA", "LOHA", "MISS", "PEANUT", "PSOFT")),
+    *((kind, {"r": 1}) for kind in ("LORA", "PVERA", "RANDLORA", "VBLORA", "VERA")),
+    ("ADALORA", {"init_r": 2}),
+    ("BOFT", {"boft_block_size": 4}),
+    ("BOFT", {"boft_block_size": 0, "boft_block_num": 1}),
+    ("C3A", {"block_size": 4}),
+    ("C3A", {"block_size_pattern": {"up": 4}}),
+    ("FOURIERFT", {"n_frequency": 4}),
+    ("FOURIERFT", {"n_frequency_pattern": {"down": 4}}),
+    ("GRALORA", {"gralora_k": 1}),
+    ("IA3", {"feedforward_modules": ["up"]}),
+    ("OFT", {"r": 4}),
+    ("OFT", {"r": 0, "oft_block_size": 4}),
+    ("OFT", {"block_share": True}),
+    ("TINYLORA", {"u": 2}),
+    ("TRAINABLE_TOKENS", {"token_indices": [1]}),
+    ("UNILORA", {"theta_d_length": 8}),
+    ("VBLORA", {"num_vectors": 4}),
+    ("VBLORA", {"vector_length": 1}),
+    ("WAVEFT", {"n_frequency": 4}),
+    *((kind, {"target_modules": ["x"]}) for kind in ("LORA", "LOHA", "BOFT", "LN_TUNING", "VERA")),
+    *((kind, {"target_modules": ["norm"]}) for kind in ("IA3", "OFT", "ROAD")),
+    *((kind, {"target_modules": ["up"]}) for kind in ("IA3", "LOKR", "OFT", "SHIRA")),
+    ("LORA", {"exclude_modules": ["up", "down"]}),
+    ("LORA", {"layers_to_transform": [0], "target_modules": ["p", "n"]}),
+    ("LORA", {"target_modules": "up|down", "layers_to_transform": [0]}),
+    ("LORA", {"layers_pattern": "layers"}),
+    ("LORA", {"kasa_config": {}}),
+    ("LORA", {"velora_config": {}}),
+    ("LORA", {"monteclora_config": {}}),
+    ("LORA", {"use_bdlora": {}}),
+    ("LORA", {"use_bdlora": {"target_modules_bd_a": ["up"], "target_modules_bd_b": ["down"], "nblocks": "x"}}),
+    ("LORA", {"use_bdlora": {"target_modules_bd_b": ["up", "down"], "nblocks": 2}}),
+    ("LORA", {"eva_config": {"rho": 0.5}}),
+    ("LORA", {"velora_config": {"init_type": "x"}}),
+    ("LORA", {"monteclora_config": {"x": 1}}),
+    ("LORA", {"lora_bias": True, "use_dora": True}),
+    ("LORA", {"trainable_token_indices": [1]}),
+    ("ADALORA", {"trainable_token_indices": [1]}),
+]
+
+
+@pytest.mark.parametrize(("kind", "entries"), CONTRADICTIONS, ids=str)
+def test_contradictions_are_damage(
+    kind: str, entries: dict[str, Any], adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    assert is_refused(edited(adapters[kind], tmp_path / "changed", **entries))
+
+
+def test_bd_lora_that_is_turned_off_is_damage(tmp_path: Path) -> None:
+    from peft.tuners.lora.config import BdLoraConfig
+
+    blocks: Any = BdLoraConfig(target_modules_bd_b=TARGETS, nblocks=2)
+    adapter = trained("LORA", tmp_path / "whole", use_bdlora=blocks)
+    assert loads_in_peft(adapter) and not is_refused(adapter)
+    off = edited(adapter, tmp_path / "off", use_bdlora=None)
+    assert not loads_in_peft(off) and is_refused(off)
+
+
+def test_modules_without_tensors_are_not_proved(adapters: dict[str, Path], base: Path, tmp_path: Path) -> None:
+    missing = edited(adapters["LORA"], tmp_path / "missing", modules_to_save=["norm"])
+    checked = ckpt("check", missing)
+    assert checked.code == 0 and "names norm" in checked.out and "every part" not in checked.out, checked.out
+    merged = ckpt("merge-lora", missing, "--base", base, "-o", tmp_path / "out")
+    assert merged.code == CorruptError.exit_code and "modules_to_save names norm" in merged.err, merged.err
+    whole = trained("LORA", tmp_path / "whole", modules_to_save=["norm"])
+    heads = edited(whole, tmp_path / "heads", modules_to_save=["norm", "score", "classifier"])
+    assert toolkit.check(whole).whole and "norm" not in str(toolkit.check(heads))
+
+
+def test_layers_that_the_config_does_not_name_are_noted(adapters: dict[str, Path], tmp_path: Path) -> None:
+    partly = edited(adapters["LORA"], tmp_path / "partly", target_modules=["up"])
+    checked = ckpt("check", partly)
+    assert checked.code == 0 and "does not name 1 layer (down)" in checked.out, checked.out
+    everything = edited(adapters["LORA"], tmp_path / "everything", target_modules="all-linear")
+    assert "does not name" not in ckpt("check", everything).out
