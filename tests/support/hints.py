@@ -225,7 +225,8 @@ def paths_in(hint: str, words: Iterable[str], cwd: Path) -> list[str]:
     if not re.search(r"\bgive\b|such as|is in ", hint):
         return []
     places = [cwd, *(cwd / word for word in words if os.path.isdir(cwd / word))]
-    found = [token.strip("`'\"(),;:.?") for token in without_backticks(hint).split()]
+    elsewhere = re.sub(r"\bcopy of \S+", "", without_backticks(hint))
+    found = [token.strip("`'\"(),;:.?") for token in elsewhere.split()]
     there = [
         place / token
         for token in found
