@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 from ckpt.base.version import __version__
 
 if TYPE_CHECKING:
-    # what follows is written by tests/api/test_keywords.py
+    # tests/api/test_keywords.py writes these imports
     from ckpt.api import convert, diff, hash, mount, open, plan, verify
     from ckpt.base.errors import CkptError
     from ckpt.commands.check.checking import check
@@ -69,12 +69,12 @@ if TYPE_CHECKING:
         "verify_merge",
     ]
 else:
-    # A package of this name, which is loaded here so that no later import binds it, and left to the function.
+    # The package `ckpt.plan` is loaded first, so that no later import hides the function `plan`.
     from ckpt import plan
 
     del plan
 
-#: Modules of the public names that are not commands. Commands declare theirs (`Command.python`).
+#: Modules of public names other than commands. Commands declare theirs (`Command.python`).
 _FURTHER = {
     "CkptError": "ckpt.base.errors",
     "StorageReader": "ckpt.views.storage_reader",
@@ -87,7 +87,7 @@ _FURTHER = {
 
 
 def _module_of(name: str) -> str | None:
-    """Return the module of a public name; None for any other name."""
+    """Return the module of a public name, or None for any other name."""
     from ckpt.commands import places
 
     if name in _FURTHER or name not in places():
@@ -114,4 +114,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        return import_module("ckpt.views.without_torch").StorageReader  # of these names the only one that is torch's
+        return import_module("ckpt.views.without_torch").StorageReader  # the only public name that needs torch

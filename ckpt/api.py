@@ -1,4 +1,4 @@
-"""Open, plan, convert, verify: what the command line does, for use from Python."""
+"""Python functions of the commands: open, plan, convert, verify."""
 
 from __future__ import annotations
 
@@ -88,10 +88,10 @@ if TYPE_CHECKING:
     from ckpt.processes.group import Alone
     from ckpt.views.files import Views
 
-#: What functions read: a path or a URL, or what `ckpt.open` has made of it.
+#: Source of a function: a path, a URL, or the result of `ckpt.open`.
 Source = str | PathLike[str] | Checkpoint
 
-#: Value of an option for reading, which `typed` looks up.
+#: Value of a read option, resolved by `typed`.
 ReadOption = Annotated[OptionValue, registry.options_for_reading]
 
 _RANKS = Option("world_size", int, None, "Ranks of a sharded target", min=1, max=MAX_SIZE)
@@ -110,23 +110,20 @@ def open(
     accept_settings: Sequence[str] | None = None,
     **options: ReadOption,
 ) -> OpenCheckpoint:
-    """Describe the checkpoint at `path`, which may be a checkpoint or a run folder; no tensor data is read.
+    """Describe the checkpoint at `path`, or the newest in a run folder, without reading tensor data.
 
-    `path` may be a URL (`s3://bucket/run`, `hf://org/name`), of which only the bytes that are needed are fetched.
-    `format` is a name from the registry or `auto`; `tag` names a step folder; `config` is a folder, a config.json or a
-    Hub id; `replica` is the rank whose copy of replicated tensors is taken.  `accept_settings` names recorded settings
-    to ignore, though the target cannot hold them.  `options` are options for reading that formats declare: for an
-    adapter of a run of MultiLoRA, `adapter_slot="1:8:16"` is its slot, and the rank and alpha that it was claimed with.
-    How the checkpoint was found is in its `notes`.  Raises the errors of `ckpt.errors`.
+    With a URL (`s3://bucket/run`, `hf://org/name`), only the needed bytes are fetched. The result's `notes` say how the
+    checkpoint was found. Raises the errors of `ckpt.errors`.
 
     Args:
-        path: The checkpoint or run folder, or a URL of one.
+        path: The checkpoint or run folder, or its URL.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are taken.
-        accept_settings: Recorded settings to ignore, by name.
-        **options: Options for reading, such as `adapter_slot="1:8:16"`.
+        replica: The rank whose copies of replicated tensors are used.
+        accept_settings: Recorded settings to ignore, by name, even if the target can't hold them.
+        **options: The format's read options. `adapter_slot="1:8:16"` selects an adapter of a MultiLoRA run by slot,
+            rank and alpha.
     """
     place = None if config is None else fspath(config)
     asked: dict[str, Any] = {"tag": tag, "config": place, "replica": replica, "options": options}
@@ -135,7 +132,7 @@ def open(
 
 
 def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
-    """Return `source` where it has been opened, and otherwise what `open` makes of it."""
+    """Return `source` if it is open already, else open it."""
     if not isinstance(source, Checkpoint):
         return open(source, format, **options)
     asked = {"format": None if format == AUTO else format, **options}
@@ -145,10 +142,10 @@ def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
-    """Raise UsageError where `destination` is, holds or lies in what the user named or `checkpoint` was read from."""
+    """Raise UsageError if `destination` overlaps a path from the user or a file of `checkpoint`."""
     for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
-    for folder in checkpoint.folders:  # the config's too; output may lie in these, but not replace them
+    for folder in checkpoint.folders:  # config folders count too; output may lie inside them, but not replace them
         if lies_in(Path(folder), destination):
             raise UsageError(
                 "the destination holds files of the source",
@@ -159,9 +156,9 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
 
 
 def _check_replaceable(destination: Path) -> None:
-    """Raise UsageError unless the folder that `--overwrite` would delete is a checkpoint.
+    """Raise UsageError if `--overwrite` would delete a folder that is no checkpoint.
 
-    Guards against a home folder given by mistake.
+    This protects a home folder given by mistake.
     """
     if not is_filled(destination):
         return
@@ -170,7 +167,7 @@ def _check_replaceable(destination: Path) -> None:
             if one.find(destination, None) is not None:
                 return
         except CkptError:
-            return  # a damaged one is recognised, too
+            return  # a damaged checkpoint counts too
     raise UsageError(
         "the destination holds files that are no checkpoint, and --overwrite would delete them",
         path=destination,
@@ -180,18 +177,18 @@ def _check_replaceable(destination: Path) -> None:
 
 
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
-    """`checkpoint` with plain weights in place of those that are stored quantized (MXFP4, bitsandbytes, FP8).
+    """Return `checkpoint` with plain weights instead of quantized ones (MXFP4, bitsandbytes, FP8).
 
-    They have the bits that transformers and bitsandbytes compute, in `dtype` (None: the model config's), and are
-    computed where they are written.  Raises UsageError for a method of quantization that is not known, CorruptError
-    where a weight lacks a part or contradicts itself.
+    The values are bit for bit those of transformers and bitsandbytes, in `dtype` (None: the model config's), computed
+    on writing. Raise UsageError for an unknown quantization method, CorruptError if a weight lacks a part or
+    contradicts itself.
     """
     return services.dequantizing.dequantized(checkpoint, dtype)
 
 
 @dataclass(frozen=True, repr=False)
 class Conversion(Returned):
-    """A plan that has been proved and can be run; `source` is the checkpoint that is read."""
+    """A proved plan, ready to run. `source` is the checkpoint to read."""
 
     plan: Plan
     resources: Resources
@@ -199,12 +196,12 @@ class Conversion(Returned):
     source: Checkpoint
 
     def to_json(self, destination: str | None = None) -> dict[str, Any]:
-        """What it writes, moves, casts and leaves out, as `ckpt convert --dry-run --json` prints it."""
+        """Return the plan's writes, moves, casts and losses, as printed by `ckpt convert --dry-run --json`."""
         return self._report | {"destination": destination}
 
     @cached_property
     def _report(self) -> dict[str, Any]:
-        """The report without its destination, made once: the source's folders are listed for it."""
+        """Report without its destination, created once because it lists the source's folders."""
         from ckpt.runs.plan_lines import plan_report
 
         return plan_report(self.plan, None, self.peak_buffers)
@@ -219,13 +216,13 @@ class Conversion(Returned):
         return f"<{shown(self.plan.checkpoint.path)} to {self.format}: {counted(len(self.files), 'file')}, {size}>"
 
     def check_destination(self, destination: Path) -> None:
-        """Raise UsageError if `destination` overlaps an input, or if a trainer would take it for one of its steps."""
+        """Raise UsageError if `destination` overlaps an input, or if a trainer would mistake it for its own step."""
         check_apart(destination, self.plan.checkpoint)
         check_place(destination)
 
     @property
     def peak_buffers(self) -> int:
-        """Upper bound of the bytes of all buffers while it runs."""
+        """Upper bound for the bytes of all buffers while it runs."""
         return self.resources.peak_buffers(self.plan)
 
     @property
@@ -234,24 +231,24 @@ class Conversion(Returned):
         return tuple(file.name for file in self.plan.target.files)
 
     def as_written(self) -> Checkpoint:
-        """A description of what it writes; each tensor that is cast or computed is made where it is read."""
+        """Return a description of the output. Cast and computed tensors are computed on reading."""
         from ckpt.compare.output_checks import as_written
 
         return as_written(self.plan, every_cast=True)
 
     @cached_property
     def views(self) -> Views:
-        """The target's files to be read without being written, by offset and by several threads at a time."""
+        """The target's files for reading by offset without writing them, from several threads."""
         from ckpt.views.files import Views
 
         return Views(self.plan, self.resources.max_memory)
 
     def open(self, name: str) -> BufferedReader:
-        """A file of the target that is not written: the bytes that `run` would write are computed as they are read.
+        """Open a file of the target without writing it: its bytes are computed as they are read.
 
-        Read-only and seekable; each thread opens its own.  Replicas are not compared (`ckpt.verify` does).  Raises
-        NotFoundError where the target has no such file, and when it is read CorruptError where the source was
-        replaced meanwhile, StorageError.
+        The file is read-only and seekable. Each thread opens its own. Replicas are not compared (`ckpt.verify` does).
+        Raises NotFoundError if the target has no such file. Reading raises CorruptError if the source was replaced, or
+        StorageError.
         """
         return self.views.open(name)
 
@@ -271,14 +268,24 @@ class Conversion(Returned):
         group: Alone | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> int:
-        """Write it to `destination`, which must not overlap the source; see `ckpt.move.run.execute`.
+        """Write the target to `destination`, which must not overlap the source (see `ckpt.move.run.execute`).
 
-        It goes on with what the same conversion did before it was stopped, and returns how many bytes were there;
-        `restart` clears that first, or with "stale" only what cannot be gone on with, which is refused otherwise.
-        `check` first compares masters with the weights stored beside them (`ckpt.compare.compare.check_masters`);
-        `verify` reads back what was written, and compares it with the source, before it is moved to `destination`;
-        `manifest` adds `ckpt-manifest.json`, the digests of what was written; `describe` makes further files of the
-        filled folder: their content by name.  Where all processes of a `group` call it, each writes its share.
+        It continues an interrupted run of the same conversion, and returns the number of bytes that were there already.
+        If all processes of a `group` call it, each writes its share.
+
+        Args:
+            destination: The folder or URL to write to.
+            overwrite: Replace a checkpoint at `destination`.
+            restart: Delete the files of an interrupted run first; "stale" deletes only files that can't be continued,
+                which raise an error otherwise.
+            progress: Called with the number of bytes since the last call.
+            manifest: Add `ckpt-manifest.json` with digests of the output.
+            phase: Called with the name and the bytes of each phase.
+            check: First compare masters with the weights next to them (`ckpt.compare.compare.check_masters`).
+            verify: Read the output back and compare it with the source before moving it to `destination`.
+            describe: Returns more files for the written folder: their content by name.
+            group: The processes that each write their share.
+            say: Called with each note about the output.
         """
         from ckpt.move.run import execute
 
@@ -317,16 +324,18 @@ class Conversion(Returned):
         except (CorruptError, NotFoundError) as error:
             try:
                 for file in self.plan.checkpoint.files:
-                    file.check_unchanged()  # a file that was replaced meanwhile explains whatever else went wrong
+                    file.check_unchanged()  # a file replaced in the meantime explains any other error
             except SourceGoneError as gone:
-                vars(gone)["__notes__"] = [*getattr(error, "__notes__", ())]  # where what was written is kept
+                vars(gone)["__notes__"] = [
+                    *getattr(error, "__notes__", ())
+                ]  # keep the note on where the output is kept
                 raise
             raise
 
     def write(
         self, output: str | PathLike[str], *, manifest: bool = True, verify: bool = False, **options: Any
     ) -> Converted:
-        """Run it with the options of `run`, and return what has been written."""
+        """Run it with the options of `run`, and return the result."""
         start = monotonic()
         num_done = self.run(output, manifest=manifest, verify=verify, **options)
         return Converted(fspath(output), self, manifest, verify, monotonic() - start, num_done)
@@ -343,21 +352,21 @@ class Conversion(Returned):
             check_replicas_of(self.plan.checkpoint, keys)
 
     def _check_written(self, phase: Callable[[str, int], None], folder: Path, progress: Progress) -> None:
-        """Raise CkptError, with the exit code of a difference, where `folder` does not hold what the source does."""
+        """Raise CkptError, with the exit code for a difference, if `folder` differs from the source."""
         from ckpt.compare.compare import check_replicas_of
         from ckpt.compare.output_checks import as_written, changed_files, has_more, is_as_the_source, is_equal
 
         what = "what was written is not what the source holds, and is removed"
         if changed := [*changed_files(self.plan, folder)]:
             raise CkptError(what, path=folder, found="; ".join(changed[:4]))
-        # Blocks of quantized states are tensors in a plan, and states where they are read.
+        # Blocks of quantized states are tensors in a plan, and states when they are read.
         has_blocks = self.source.quantized.blocks and registry.get(self.format).carries_optimizer
         source = self.source if has_blocks else as_written(self.plan)
         how: dict[str, Any] = {"progress": progress, "expected": partial(phase, "verify")}
         written = OpenCheckpoint.of(open_checkpoint(folder, self.format, unfinished=True))
         report = verify(source, written, cast=bool(self.plan.casts), **how)
         check_replicas_of(written)
-        if has_more(report):  # tensors made of others, which have no partner in the source
+        if has_more(report):  # tensors computed from others have no partner in the source
             for name in self.files:
                 with self.open(name) as view:
                     if not is_equal(view, folder / name):
@@ -389,35 +398,33 @@ def plan(
     format: str = AUTO,
     **options: Unpack[PlanKeywords],
 ) -> Conversion:
-    """Plan the conversion of `source` to the format `to`, and prove it complete; nothing is written yet.
+    """Plan the conversion of `source` to the format `to`, and prove it complete, without writing anything.
 
-    `source` is a path, a URL or what `ckpt.open` returned; all options are those of `ckpt convert`, and `options` those
-    that the format `to` declares, as `tp=2`.  A `layout` of one's own says what is written in place of these.
-    `complete_from` is a model from which everything is taken that the run lacks of its own.  Raises LossError where a
-    tensor would go nowhere or part of the target would be filled by nothing, UsageError.
+    Options are the same as in `ckpt convert`. Raises LossError if a tensor would be lost or part of the target would
+    stay empty, UsageError for wrong options.
 
     Args:
-        source: A path, a URL or what `ckpt.open` returned.
+        source: A path, a URL or the result of `ckpt.open`.
         to: The format to write.
         layout: A layout of your own, in place of the options.
         resources: Memory and threads, in place of `max_memory` and `workers`.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are taken.
+        replica: The rank whose copies of replicated tensors are used.
         accept_settings: Recorded settings to ignore, by name.
         complete_from: A model with the tensors that the run lacks.
-        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
-        dequantize: Take the plain values of quantized weights.
+        dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Write the plain values of quantized weights.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
-        world_size: Ranks of a sharded target; None for the source's.
-        max_memory: Bound on all buffers together, in bytes or as `512MB`.
-        workers: Threads that copy; 0 chooses.
-        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
+        world_size: Number of ranks in a sharded target; None for the source's.
+        max_memory: Limit for all buffers together, in bytes or as `512MB`.
+        workers: Number of copying threads; 0 chooses.
+        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
     """
     from ckpt.move.workers import Resources
-    from ckpt.plan.planner import make_plan  # it takes numpy, which describing a checkpoint does not
+    from ckpt.plan.planner import make_plan  # imports numpy, which describing a checkpoint doesn't need
 
     asked, of_format = Planning.of(options), others(options, Planning)
     reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
@@ -447,11 +454,11 @@ def plan(
     if asked.optimizer_dtype == "fp32":
         _check_holds_optimizer(target, "--optimizer-dtype")
         checkpoint = checkpoint.with_plain_states()
-    # The reader's notes are known already.  A writer sees no notes, so those of the renaming are new.
+    # The reader's notes are known already. Writers see no notes, so the renaming's notes are new.
     if target.carries_optimizer:
         _check_states_are_plain(checkpoint, target, layout)
     named = replace(checkpoint, notes=())
-    if target.loads_from == "step" or target.namespace != TRANSFORMERS:  # DeepSpeed's engine has its model's wrappers
+    if target.loads_from == "step" or target.namespace != TRANSFORMERS:  # DeepSpeed's engine keeps its model's wrappers
         named = without_wrappers(named)
     named = to_namespace(named, _namespace(target, layout), layout)
     renamed = named.notes
@@ -476,7 +483,7 @@ def plan(
 
 
 def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkpoint:
-    """`checkpoint` with what it lacks of a model from `source`.  UsageError where that does not go together."""
+    """Return `checkpoint` completed from a model at `source`. Raise UsageError if the two do not match."""
     from ckpt.state.base_completion import completed
 
     if target.carries_optimizer or target.name == "peft":
@@ -497,7 +504,7 @@ def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkp
 
 @dataclass(frozen=True, repr=False)
 class Converted(Returned):
-    """A conversion that has been written to `path` in so many `seconds`; `num_done` bytes were there already."""
+    """Result of a conversion to `path` in `seconds`. `num_done` bytes were there already."""
 
     path: str
     conversion: Conversion
@@ -518,7 +525,7 @@ class Converted(Returned):
         return [*self.outcome(verbose), *loads_lines(self.to_json())]
 
     def outcome(self, verbose: bool = False) -> list[str]:
-        """Return what was lost, what was not read and what was written, a line each; all of it if `verbose`."""
+        """Return lines on lost, unread and written data, in full if `verbose`."""
         from ckpt.runs.plan_lines import model_dtypes, written_lines
 
         how: dict[str, Any] = {"seconds": self.seconds, "num_done": self.num_done, "verified": self.verified}
@@ -537,55 +544,55 @@ def convert(
 ) -> Converted:
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
-    It is `ckpt.plan` and `Conversion.run` in one, whose options it takes.
+    This combines `ckpt.plan` and `Conversion.run`, with the options of both.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        source: A path, a URL or what `ckpt.open` returned.
+        source: A path, a URL or the result of `ckpt.open`.
         to: The format to write.
         output: The folder or URL to write to.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
-        replica: The rank whose copies of replicated tensors are taken.
+        replica: The rank whose copies of replicated tensors are used.
         accept_settings: Recorded settings to ignore, by name.
         complete_from: A model with the tensors that the run lacks.
-        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
-        dequantize: Take the plain values of quantized weights.
+        dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Write the plain values of quantized weights.
         optimizer_dtype: `keep`, or `fp32` for the plain values of quantized states.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
-        world_size: Ranks of a sharded target; None for the source's.
-        max_memory: Bound on all buffers together, in bytes or as `512MB`.
-        workers: Threads that copy; 0 chooses.
-        check: First compare float32 masters with the weights stored next to them.
+        world_size: Number of ranks in a sharded target; None for the source's.
+        max_memory: Limit for all buffers together, in bytes or as `512MB`.
+        workers: Number of copying threads; 0 chooses.
+        check: First compare float32 masters with the weights next to them.
         manifest: Write digests of the output to ckpt-manifest.json.
         overwrite: Replace a checkpoint at `output`.
-        restart: Clear what a stopped run has kept, and begin anew.
-        verify: Read back and compare every bit that was written.
+        restart: Delete the files of an interrupted run, and start again.
+        verify: Read back and compare every written bit.
         progress: Called with the number of bytes since the last call.
         phase: Called with the name and the bytes of each phase.
         say: Called with each note about the output.
         planned: Called with the proved `Conversion`, before anything is written.
         group: The processes that each write their share.
-        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
+        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
     """
     with listed_once():
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
-        conversion.to_json()  # it lists the folders that were listed to open the source
+        conversion.to_json()  # also lists the folders that were listed to open the source
     how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
     return conversion.write(output, **how, **Watching.of(options).told(conversion))
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:
-    """schedulefree 1.4, `AdamWScheduleFree.train`: the parameters are another point than that of `eval`."""
+    """Return True if parameters are at schedulefree's training point (1.4, `AdamWScheduleFree.train`)."""
     return group.options.get("train_mode") is True and "weight_sum" in group.options
 
 
 def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layout) -> None:
-    """Raise LossError where optimizer states are stored quantized, and the target has no place for them as they are.
+    """Raise LossError if optimizer states are quantized, and the target can't hold them as they are.
 
-    It has one where it may hold blocks (its writer says which) and its names and shapes are the source's.
+    The target can if its writer supports blocks, and names and shapes match the source's.
     """
     to, has_place = target.name, target.carries_blocks
     is_renamed = _namespace(target, layout) not in (None, checkpoint.namespace) and checkpoint.namespace != OWN
@@ -603,7 +610,7 @@ def _check_states_are_plain(checkpoint: Checkpoint, target: Format, layout: Layo
 
 
 def _namespace(target: Format, layout: Layout) -> str | None:
-    """The names that are written.  UsageError where others are asked for than the format has."""
+    """Return the namespace to write. Raise UsageError if the format does not support the requested one."""
     names = layout.options.get("names")
     if target.namespace == TRANSFORMERS and names == TORCHTITAN:
         return TORCHTITAN
@@ -624,9 +631,9 @@ def _check_holds_optimizer(target: Format, option: str) -> None:
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Digests of every tensor under the name that the Hub's files give it; options as of `ckpt.compare.digest.digests`.
+    """Return digests of every tensor under its Hub name; options as in `ckpt.compare.digest.digests`.
 
-    Of a model that is not known the names are its own.
+    For an unknown model, names stay as they are.
     """
     from ckpt.compare.digest import digests as digests_as_named
     from ckpt.compare.skipped_content import not_hashed
@@ -643,10 +650,10 @@ def mount(
     view: str | PathLike[str] | None = None,
     **options: Unpack[MountKeywords],
 ) -> AbstractContextManager[Path]:
-    """Show a checkpoint as a read-only folder of the format `to` while a `with` block runs; nothing is copied.
+    """Show a checkpoint as a read-only folder in the format `to` during a `with` block, without copying.
 
-    The block is given the folder: `view`, which is empty or not there yet, or a temporary one.  Options are those of
-    `ckpt.plan`.  Raises what that raises, NotFoundError without FUSE, StorageError where nothing can be mounted.
+    The block gets the folder: `view`, which must be empty or new, or a temporary one. Options are the same as in
+    `ckpt.plan`. Raises its errors, NotFoundError without FUSE, and StorageError if mounting fails.
 
     Args:
         source: A path or a URL.
@@ -656,11 +663,11 @@ def mount(
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         accept_settings: Recorded settings to ignore, by name.
-        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
-        dequantize: Take the plain values of quantized weights.
+        dtype: Dtype of the weights: `keep`, `fp32`, `bf16` or `fp16`.
+        dequantize: Write the plain values of quantized weights.
         max_shard_size: Largest weight file, in bytes or as `5GB`.
-        world_size: Ranks of a sharded target; None for the source's.
-        **options: Options of the target format, such as `tp=2`, and for reading, as of `ckpt.open`.
+        world_size: Number of ranks in a sharded target; None for the source's.
+        **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
     """
     from ckpt.views.mount import check_free, library, served_by
 
@@ -688,21 +695,18 @@ def hash(
     workers: int = 0,
     progress: Progress | None = None,
 ) -> Digests:
-    """Compute digests of what a checkpoint holds: the same whatever its format, sharding and order of files.
-
-    `dtype` is the precision in which weights count, their own or as `ckpt.convert` casts them.  `progress` is told of
-    bytes.
+    """Compute digests of a checkpoint's contents, independent of format, sharding and file order.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        source: A path, a URL or what `ckpt.open` returned.
+        source: A path, a URL or the result of `ckpt.open`.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         accept_settings: Recorded settings to ignore, by name.
-        dtype: Precision of weights: `keep`, `fp32`, `bf16` or `fp16`.
-        workers: Threads that copy; 0 chooses.
+        dtype: Dtype of the hashed weights: `keep`, or `fp32`, `bf16` or `fp16` as cast by `ckpt.convert`.
+        workers: Number of reading threads; 0 chooses.
         progress: Called with the number of bytes since the last call.
     """
     WORKERS.check(workers)
@@ -735,25 +739,21 @@ def verify(
     loads: bool = False,
     **options: Unpack[VerifyKeywords],
 ) -> Report | RunReport | ManifestCheck | Loading:
-    """Compare two checkpoints of any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
+    """Compare two checkpoints in any formats, tensor by tensor and bit by bit, or the folder `a` with its manifest.
 
-    A float32 master or weight of a training checkpoint is rounded for a weight of 16 bits on the other side, as
-    `ckpt.convert` does; `exact` rounds nothing, and `cast` rounds the wider of any two floating dtypes to the narrower
-    one first.  `only` confines it to the model's tensors or to the optimizer's; `measured` adds how far apart tensors
-    are that differ.  With `run` the training states are compared instead of the tensors: schedule, scaler, random
-    states, data position.  With `loads` transformers loads the folder `a`, without data.  Of two checkpoints `expected`
-    is told first of how many bytes `progress` will be told.
+    A float32 master or weight in a training checkpoint is rounded to match a 16-bit weight on the other side, as in
+    `ckpt.convert`. `exact` turns this off.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        a: The first checkpoint: a path, a URL or what `ckpt.open` returned.
+        a: The first checkpoint: a path, a URL or the result of `ckpt.open`.
         b: The second checkpoint; None compares the folder `a` with its manifest.
         measured: Add the size of each difference.
-        run: Compare training states in place of tensors.
+        run: Compare training states instead of tensors: schedule, scaler, random states, data position.
         loads: Let transformers load `a`, without data.
         only: `all`, `weights` or `optimizer`.
-        cast: Round the wider of two dtypes to the narrower first.
+        cast: Round the wider of two floating-point dtypes to the narrower first.
         exact: Round nothing.
         from_a: The format of `a`.
         from_b: The format of `b`.
@@ -762,7 +762,7 @@ def verify(
         config: The model's config: a folder, a config.json or a Hub id.
         accept_settings: Recorded settings to ignore, by name.
         progress: Called with the number of bytes since the last call.
-        expected: Called first with the number of bytes that `progress` will add up to.
+        expected: Called first with the total number of bytes.
     """
     how, sides, measuring = Comparison.of(options), Sides.of(options), Measuring.of(options)
     check_goes_together(a, b, how, sides, run=run, loads=loads)
@@ -794,15 +794,15 @@ def diff(
     atol: float | None = None,
     **options: Unpack[DiffKeywords],
 ) -> Diff:
-    """Measure what changed from `a` to `b`, checkpoints of any formats: relative error, cosine and largest change.
+    """Measure the changes from `a` to `b`, in any formats: relative error, cosine and largest change.
 
-    Tensors of other dtypes are compared as numbers, nothing is rounded.  With `rtol` or `atol` an element of `b` may be
-    `atol + rtol * abs(a)` from that of `a`, and the result says whether all are `within` that.
+    Different dtypes are compared as numbers, without rounding. With `rtol` or `atol`, an element of `b` may differ by
+    `atol + rtol * abs(a)`, and the result's `within` is True if all elements stay inside.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        a: The first checkpoint: a path, a URL or what `ckpt.open` returned.
+        a: The first checkpoint: a path, a URL or the result of `ckpt.open`.
         b: The second checkpoint.
         only: `all`, `weights` or `optimizer`.
         rtol: Relative tolerance.
@@ -814,7 +814,7 @@ def diff(
         config: The model's config: a folder, a config.json or a Hub id.
         accept_settings: Recorded settings to ignore, by name.
         progress: Called with the number of bytes since the last call.
-        expected: Called first with the number of bytes that `progress` will add up to.
+        expected: Called first with the total number of bytes.
     """
     from ckpt.compare.changes import Tolerance
     from ckpt.compare.diff import diff as diff_same_names
@@ -832,7 +832,7 @@ def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoi
 
 
 def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool) -> None:
-    """Raise UsageError where `verify` is asked for things that do not go together."""
+    """Raise UsageError if the options of `verify` contradict each other."""
     if how.cast and how.exact:
         raise UsageError("--cast rounds, and --exact rounds nothing", hint="give one of the two")
     if run and (b is None or loads or how != Comparison()):
@@ -855,23 +855,23 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
 
 
 def _differing(group: OptionGroup) -> dict[str, Any]:
-    """Return the options of a group that differ from their defaults."""
+    """Return a group's options that differ from their defaults."""
     usual = vars(type(group)())
     return {name: value for name, value in vars(group).items() if value != usual[name]}
 
 
 def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
-    """Compare what two checkpoints record beside their tensors; see `ckpt.compare.training`."""
+    """Compare everything besides tensors in two checkpoints (see `ckpt.compare.training`)."""
     from ckpt.compare.training import compare_runs
 
     return compare_runs(a, b)
 
 
 def prove_names(path: Path) -> None:
-    """Prove that a model folder holds what the architecture that its config names would save, names and shapes.
+    """Prove that a model folder has exactly the names and shapes that its config's architecture would save.
 
-    Of an adapter's, that its names are ones that PEFT loads.  Any other folder passes, and a config that names no
-    architecture.  Raises LossError where it holds anything else, UsageError where nothing here knows the architecture.
+    For an adapter, prove that PEFT loads its names. Other folders pass, and so do configs without an architecture.
+    Raise LossError for any difference, UsageError for an unknown architecture.
     """
     if not path.is_dir():
         return
@@ -894,9 +894,9 @@ def prove_names(path: Path) -> None:
 
 
 def check_loads(path: Path) -> Loading:
-    """Have transformers load a folder, and compare its names with those that its architecture saves.
+    """Let transformers load a folder, and compare its names with the names that its architecture saves.
 
-    transformers loads some names that are not the Hub's, which others do not.  Errors as of
+    transformers loads some names that are not the Hub's and that other tools do not load. Raise the errors of
     `ckpt.compare.transformers_loads.check_loads`.
     """
     from ckpt.compare.transformers_loads import check_loads as check
@@ -915,14 +915,14 @@ def check_loads(path: Path) -> Loading:
 
 
 def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Both under the same names, as tensors are compared, and notes on what is left out of that."""
+    """Return both checkpoints under the same names, with notes on excluded tensors."""
     a, b, notes = _as_saved_adapters(a, b)
     a, b = map(_with_computing_dtype, _comparable(a, b))
     return a, b, notes
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Both as they are, but a run's checkpoint against a PEFT folder: as PEFT would save its adapter."""
+    """Return both checkpoints. A run compared with a PEFT folder becomes the adapter that PEFT would save."""
     from ckpt.adapters.names import is_adapter, under_saved_names
 
     sides, notes = [a, b], []
@@ -940,7 +940,7 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
 
 
 def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """`checkpoint` with the dtype that the run computes in as that of which its float32 weights are the masters."""
+    """Return `checkpoint` with the run's compute dtype as the native dtype of its float32 weights."""
     dtype, tensors = checkpoint.computes_in and checkpoint.computes_in.dtype, checkpoint.tensors
     if dtype is None:
         return checkpoint
@@ -950,7 +950,7 @@ def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
 
 
 def _comparable(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint]:
-    """Both checkpoints under the same names: the Hub's, unless both have the same or their own model's."""
+    """Return both checkpoints under the same names: the Hub's, unless both share another namespace."""
     a, b = without_wrappers(a), without_wrappers(b)
     spaces = {a.namespace, b.namespace}
     if spaces <= OF_THE_MODEL - {HUB}:

@@ -1,10 +1,10 @@
-"""The command `ckpt`.  Data goes to stdout, everything else to stderr.
+"""The command `ckpt`. Data goes to stdout, everything else to stderr.
 
 Exit codes: 0 done or equal; 1 different, or beyond a tolerance; 2 usage; 3 not found or not recognised; 4 corrupt or
-incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 an error of ckpt itself;
-130 interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
+incomplete; 5 refused as unsafe; 6 would lose information; 7 I/O, no space or no memory; 70 internal error; 130
+interrupted (Ctrl-C); 141 the reader of its output left; 143 terminated (SIGTERM).
 
-Each command declares itself in `ckpt.commands`, without typer.  Import slow modules only in the command that needs
+Each command declares itself in `ckpt.commands`, without typer. Import slow modules only inside the command that needs
 them: `ckpt --help` imports neither numpy nor torch.
 
 May import: `ckpt.base`, `ckpt.commands`, `ckpt.move`, `ckpt.options`, `ckpt.plan`, `ckpt.processes`, `ckpt.stores`.
@@ -46,13 +46,13 @@ def _options(
 
 
 def application(commands: Iterable[Command]) -> typer.Typer:
-    """Return the command line with `commands`."""
+    """Return a command line with `commands`."""
     app = typer.Typer(
         name="ckpt",
         cls=CommandGroup,
         help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
         context_settings={
-            # options may be typed with underscores, as DeepSpeed's and Accelerate's users do
+            # underscores work in options too, as in DeepSpeed and Accelerate
             "token_normalize_func": lambda name: name.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
         },
@@ -72,7 +72,7 @@ def _whole() -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    """Return `app`, the command line with all commands: made when it is asked for, as it imports them all."""
+    """Create `app` on first access, as it imports all commands."""
     if name == "app":
         return _whole()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names of any language on a terminal of any
+            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal can't show
     typed = sys.argv[1:2]
     if typed == ["convert"]:
         silence_all_but_one()
@@ -92,4 +92,4 @@ def main() -> None:
         say_error(error)
         sys.exit(error.exit_code)
     with completing_at_first_tab() if "--install-completion" in sys.argv else nullcontext():
-        app(prog_name="ckpt")  # for `python -m ckpt` too: shells complete the name of a command
+        app(prog_name="ckpt")  # for `python -m ckpt` too: shells complete a command by its name

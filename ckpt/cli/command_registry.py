@@ -1,4 +1,4 @@
-"""The commands: those in the folders of `ckpt.commands`, and those that other packages register."""
+"""Registry of commands: the folders in `ckpt.commands`, and other packages' entry points."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt.options.command import GROUP, SECTIONS, Command
 
 @cache
 def places() -> dict[str, str]:
-    """Return the `module:object` of each command by its name.
+    """Return the `module:object` of each command by name.
 
-    Raises UsageError if another package registers a name that ckpt or a third package has.
+    Raise UsageError if two packages register the same name, or a name of ckpt's own.
     """
     own = {name.replace("_", "-"): place for name, place in commands.places().items()}
     others = entries(GROUP)
@@ -29,7 +29,7 @@ def places() -> dict[str, str]:
 
 @cache
 def command(name: str) -> Command:
-    """Return the declaration of a command; UsageError for one that cannot be imported or is not declared."""
+    """Return a command's declaration. Raise UsageError if it can't be imported or is not declared."""
     found = load(places()[name])
     if not isinstance(found, Command) or found.name != name:
         what = f"the command {name!r} is not declared"
@@ -38,7 +38,7 @@ def command(name: str) -> Command:
 
 
 def all_commands() -> list[Command]:
-    """Return the declarations of all commands, in the order of the help."""
+    """Return all declarations, in the order of the help."""
     titles = [*SECTIONS, *sorted({command(name).section for name in places()} - {*SECTIONS})]
     found = [command(name) for name in places()]
     return sorted(found, key=lambda one: (titles.index(one.section), one.place, one.name))

@@ -1,10 +1,10 @@
-"""Defaults of options that a user sets once: `CKPT_CONVERT_MAX_MEMORY=4GB`, or a table in pyproject.toml.
+"""The user's defaults for options: `CKPT_CONVERT_MAX_MEMORY=4GB`, or a table in pyproject.toml.
 
     [tool.ckpt.convert]
     max-memory = "4GB"
 
-The command line goes first, then the environment, then the table of the nearest pyproject.toml from the working
-directory upward, then what is built in.  Functions of Python read neither.
+The command line comes first, then the environment, then the nearest pyproject.toml from the working directory upward,
+then built-in defaults. Python functions ignore both.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ckpt.base.text import did_you_mean
 from ckpt.cli import command_registry
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
-#: What a file, which may be somebody else's, does not set: where is written, what is replaced, what leaves the machine.
+#: Options that a file can't set, as it may be somebody else's: they write, replace or upload.
 _ASKED_ONLY = frozenset(
     {
         *("output", "overwrite", "restart", "accept-base"),
@@ -30,9 +30,9 @@ _ASKED_ONLY = frozenset(
 
 
 def of_command(name: str, params: list[Any]) -> dict[str, Any]:
-    """The defaults that are set for the command `name`, by its parameters' names.
+    """Return the user's defaults for the command `name`, by parameter name.
 
-    Raises UsageError for a command or an option that there is not, with what may be meant.
+    Raise UsageError with a suggestion for an unknown command or option.
     """
     known = {opt.lstrip("-"): one for one in params for opt in one.opts if opt[:2] == "--"}
     known.pop("help", None)
@@ -72,10 +72,10 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> str:
 
 
 def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """The table of each command, and the file in which they are; UsageError for anything else that stands there."""
+    """Return the file and its table of each command. Raise UsageError for anything else in it."""
     try:
         here = Path.cwd()
-    except FileNotFoundError:  # it was removed
+    except FileNotFoundError:  # the current folder was removed
         return None, {}
     path = next((place / FILE for place in (here, *here.parents) if os.path.isfile(place / FILE)), None)
     try:

@@ -1,4 +1,4 @@
-"""From declarations to a command line: help in sections, URLs, defaults, options of formats, and errors."""
+"""Command line from declarations: help in sections, URLs, defaults, formats' options, and errors."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ckpt.options.command import Command, taken_apart
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Commands for the end of `ckpt --help`, each with its meaning.
+#: Commands for the end of `ckpt --help`, with explanations.
 EXAMPLES = (
     ("ckpt convert auto hf outputs", "the newest checkpoint of a run, for transformers and vLLM"),
     ("ckpt inspect outputs --picture who-holds-what.svg", "what it holds, and which rank has which part"),
@@ -39,12 +39,12 @@ EXAMPLES = (
 
 
 _URL = re.compile(r"(?:-o|--(?:output|config|base|adapter|complete-from)=)?[a-z][a-z0-9+.-]+://(.*)", re.DOTALL)
-#: What the environment and a table say for yes.
+#: Values for yes in the environment and in tables.
 _TRUE = ("1", "t", "true", "y", "yes", "on")
 
 
 def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Replace each URL in `arguments` by a local stand-in.  UsageError if the argument takes no URL."""
+    """Replace each URL in `arguments` by a local stand-in. Raise UsageError if the argument takes no URL."""
 
     def placed(value: Any, is_taken: bool) -> Any:
         if isinstance(value, list):
@@ -66,7 +66,7 @@ def _with_urls(command: Command, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def guarded(function: Function, command: Command) -> Function:
-    """Turn our errors into one message on stderr and their exit code; a user's mistake gets no traceback."""
+    """Turn ckpt's errors into a message on stderr and an exit code, without a traceback for users' mistakes."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -80,7 +80,7 @@ def guarded(function: Function, command: Command) -> Function:
         except CkptError as error:
             if isinstance(error.__cause__, BrokenPipeError) and (code := code_of_reader()) is not None:
                 raise typer.Exit(code) from None
-            with contextlib.suppress(CkptError, typer.Exit):  # the options themselves may be at fault
+            with contextlib.suppress(CkptError, typer.Exit):  # the options themselves may be wrong
                 error.hint = error.hint and _for_command(error.hint, command.name)
             say_error(error, *_commands(error), *getattr(error, "__notes__", ()))
             raise typer.Exit(error.exit_code) from None
@@ -90,12 +90,12 @@ def guarded(function: Function, command: Command) -> Function:
     return run  # type: ignore[return-value]
 
 
-#: An option in a hint, but not one inside a command in backticks.
+#: An option in a hint, outside commands in backticks.
 _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def _for_command(hint: str, name: str) -> str:
-    """Return `hint` with the options of the command `name`; an option of `ckpt convert` alone is named as one."""
+    """Return `hint` with the options of the command `name`. Mark options that only `ckpt convert` has."""
     known = _options_of(name) if "--" in hint else set()
     if not known:
         return hint
@@ -117,7 +117,7 @@ def _for_command(hint: str, name: str) -> str:
 
 
 def _options_of(name: str) -> set[str]:
-    """Return all options of a command, with those that formats declare."""
+    """Return all options of a command, with formats' options."""
     if name not in command_registry.places():
         return set()
     params = _alone(command_registry.command(name)).params
@@ -128,23 +128,23 @@ def _commands(error: CkptError) -> list[str]:
     """Return the command for each run if there are several to choose from."""
     if not isinstance(error, SeveralRunsError):
         return []
-    path, normal = shown(str(error.path)), os.path.normpath  # of a URL it makes something else, and of both alike
+    path, normal = shown(str(error.path)), os.path.normpath  # normpath changes URLs, but both in the same way
     asked = [word for word in sys.argv[1:] if not word.startswith("-") and normal(word) == normal(path)]
     words = sys.argv[1:] if asked else [*sys.argv[1:], path]
     place = max(i for i, word in enumerate(words) if word == (asked[-1] if asked else path))
     return [f"  {shlex.join(['ckpt', *words[:place], shown(run), *words[place + 1 :]])}" for run in error.runs]
 
 
-#: How the title of a section of options begins that formats declare; `ckpt convert --help` says what these mean.
+#: Start of the title for a format's options. `ckpt convert --help` explains these.
 _OF_FORMATS = "Options of "
-#: Title of the options without a section.
+#: Title of options without a section.
 _OTHERS = "Options"
-#: What typer calls types, and what people read in their place.
+#: Names for typer's types in the help.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}
 
 
 class _Help:
-    """Help in sections with examples at the end, as plain text; a format's options have a `rich_help_panel`."""
+    """Help as plain text in sections, with examples at the end. A format's options have a `rich_help_panel`."""
 
     def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
         with saying_usage_errors(f"{parent.command_path} {info_name}" if parent else "ckpt"):
@@ -204,11 +204,11 @@ def _bold(title: str) -> str:
 
 
 class TypedCommand(_Help, TyperCommand):
-    """A command with its help in sections."""
+    """A command with help in sections."""
 
 
 class CommandGroup(_Help, TyperGroup):
-    """The commands.  Some get the options that formats declare when they are run, so that the others stay fast."""
+    """All commands. Formats' options are added only to the command that runs, to keep the others fast."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
@@ -228,7 +228,7 @@ class CommandGroup(_Help, TyperGroup):
         return super().parse_args(ctx, ["--version"] if args == ["version"] else args)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        if "" in args[1:]:  # no path: `Path("")` would be the current folder
+        if "" in args[1:]:  # an empty path: `Path("")` would be the current folder
             before = args[args.index("", 1) - 1]
             where = before if before.startswith("-") else None
             raise UsageError("an argument is empty", found=where, hint="is a variable of the shell not set?")
@@ -239,7 +239,7 @@ class CommandGroup(_Help, TyperGroup):
         for before, arg in pairwise(args):
             url = _URL.fullmatch(arg) if before.strip("-").replace("-", "_") not in declared.texts else None
             if url and not {"", "."}.isdisjoint(url[1].removesuffix("/").split("/")[1:]):
-                # `Path` would fold it into another key
+                # `Path` would normalise it to another key
                 raise UsageError("a part of this URL's path is empty or a dot", found=shown(arg))
         if declared.format_options:
             command = _alone(declared)
@@ -252,7 +252,7 @@ class CommandGroup(_Help, TyperGroup):
 
 
 def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
-    """Raise UsageError if one option is given under two names, such as --tag and --step: click takes the last."""
+    """Raise UsageError if one option is given under two names, such as --tag and --step. click would use the last."""
     given = [word.partition("=")[0].replace("_", "-") for word in takewhile(lambda word: word != "--", args)]
     for param in params:
         names = [name for name in param.opts if name.startswith("--") and name in given]
@@ -261,7 +261,7 @@ def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
 
 
 def _with_short_dtypes(args: Sequence[str]) -> list[str]:
-    """Return the words of a command line with `bf16` for `bfloat16` and `torch.bfloat16` after options of dtypes."""
+    """Return the words with `bf16` for `bfloat16` and `torch.bfloat16` after dtype options."""
     words, before = [], ""
     for word in args:
         option, equals, value = word.partition("=")
@@ -275,7 +275,7 @@ def _with_short_dtypes(args: Sequence[str]) -> list[str]:
 
 
 def _alone(command: Command) -> Any:
-    """Return a command alone, with the options that formats declare if it takes them."""
+    """Return a single command, with formats' options if it takes them."""
     from ckpt.plan import registry
 
     alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -284,7 +284,7 @@ def _alone(command: Command) -> Any:
 
 
 def add(app: typer.Typer, command: Command, owners: Mapping[type, Sequence[str]] | None = None) -> None:
-    """Add a command to `app`, with options that formats declare (`owners`: see `with_options`)."""
+    """Add a command to `app`, with formats' options (`owners`: see `with_options`)."""
     run = guarded(with_options(command.function, owners, command.format_options), command)
     app.command(command.name, cls=TypedCommand, rich_help_panel=command.section)(run)
 
@@ -294,10 +294,10 @@ def with_options(
     owners: Mapping[type, Sequence[str]] | None = None,
     kinds: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """`function` with an option for each field of its groups, and for each that the dataclasses of formats declare.
+    """Return `function` with an option for each field of its groups, and for each of the formats' options.
 
-    A group arrives as one object.  Of the formats' options (`owners` says whose each dataclass is) those of the `kinds`
-    that were asked for arrive in the argument `options`, by name.  Raises UsageError where two have the same name.
+    A group arrives as one object. `owners` maps each dataclass to its formats. Formats' options of the given `kinds`
+    arrive by name in the argument `options` if they were given. Raise UsageError if two options have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters, groups = taken_apart(function)
@@ -348,7 +348,7 @@ def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
     complete = getattr(completion, flag.complete) if flag.complete else None
     how: dict[str, Any] = {"autocompletion": complete, "metavar": flag.metavar, "hidden": flag.hidden}
     if isinstance(flag, Positional):
-        # Whoever opens an unreadable file says so; it is no matter of usage.
+        # Opening an unreadable file gives a better error than a usage error.
         info = typer.Argument(help=flag.help, readable=False, **how)
     else:
         names = flag.names or ([f"--{parameter.name.replace('_', '-')}"] if kind is bool else [])  # without a --no-
@@ -359,7 +359,7 @@ def _in_typer(parameter: inspect.Parameter) -> inspect.Parameter:
 
 def _parameter(one: Option, section: str) -> inspect.Parameter:
     kind: Any = Literal[one.choices] if one.choices else one.type
-    flags = [one.flag] if one.type is bool else []  # without a --no- of its own
+    flags = [one.flag] if one.type is bool else []  # without its own --no-
     metavar = f"<{'|'.join(one.choices)}>" if one.choices else one.metavar
     info = typer.Option(*flags, help=one.help, min=one.min, max=one.max, metavar=metavar, rich_help_panel=section)
     return inspect.Parameter(

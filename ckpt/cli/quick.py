@@ -1,4 +1,4 @@
-"""A quick start: typer 0.29 imports pydantic and builds a validator for every parameter, which takes 0.15 s."""
+"""Faster start: typer 0.29 imports pydantic and builds a validator for every parameter, which takes 0.15 s."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ class QuickArgument(TyperArgument):
 
 
 def quicken(params: Sequence[Any]) -> None:
-    """Let parameters that typer made convert plain values themselves."""
+    """Let typer's parameters convert plain values themselves."""
     kinds: dict[type, type] = {TyperOption: QuickOption, TyperArgument: QuickArgument}
     for param in params:
         param.__class__ = kinds.get(type(param), type(param))
 
 
 def _processed(param: Any, ctx: Any, value: Any, process: Callable[[Any, Any], Any]) -> Any:
-    """Return the value of `param`.  typer's `process` converts what is not plain, and explains what is wrong."""
-    plain = _plain(param, value) if hasattr(param, "type_descriptor") else ...  # typer 0.29 has it
+    """Return the value of `param`. typer's `process` converts other values, and explains errors."""
+    plain = _plain(param, value) if hasattr(param, "type_descriptor") else ...  # only since typer 0.29
     if plain is ... or (param.required and param.value_is_missing(plain)):
         return process(ctx, value)
     return plain if param.callback is None else param.callback(ctx, param, plain)
 
 
 def _plain(param: Any, value: Any) -> Any:
-    """Return the converted value, or ... if typer has to look at it."""
+    """Return the converted value, or ... if typer must handle it."""
     annotation, is_one = param.type_descriptor.annotation, param.nargs == 1
     if param.multiple and not value:
         return param.default

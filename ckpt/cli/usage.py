@@ -1,4 +1,4 @@
-"""What was typed and is not understood, said as all errors are: typer's own messages have another form."""
+"""Usage errors in ckpt's own form: typer's messages look different."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import typer
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, UsageError
 
-#: Options of other programs: what a command has to have for the hint to hold, and the hint.
+#: Options of other programs: the option that a command must have for the hint, and the hint.
 _MEANT = {
     "--bf16": ("--dtype", "--dtype bf16"),
     "--fp16": ("--dtype", "--dtype fp16"),
@@ -27,7 +27,7 @@ _MEANT = {
 
 
 def say_error(error: CkptError, *more: str) -> None:
-    """Print an error on stderr, and further lines below it; with `--json` as one object on one line."""
+    """Print an error on stderr with `more` lines below it, or as one JSON object with `--json`."""
     if streams.asks_for_json():
         said = error.to_json()
         said["hint"] = "; ".join(filter(None, [said["hint"], *getattr(error, "__notes__", ())])) or None
@@ -40,7 +40,7 @@ def say_error(error: CkptError, *more: str) -> None:
 
 @contextlib.contextmanager
 def saying_usage_errors(command: str) -> Iterator[None]:
-    """Print an error in what was typed behind `command` in our form, and exit with its code."""
+    """Print a usage error of `command` in ckpt's form, and exit with its code."""
     try:
         yield
     except UsageError as error:
@@ -55,7 +55,7 @@ def saying_usage_errors(command: str) -> Iterator[None]:
 
 
 def _ours(error: Any, command: str) -> UsageError:
-    """What typer says, in parts: what is wrong, what was expected and found, and a hint."""
+    """Split typer's message into what is wrong, expected and found, and a hint."""
     context, message = error.ctx, error.format_message().replace("Value error, ", "", 1).strip()
     hint = f"see `{command} --help`"
     usage = context.get_usage().removeprefix("Usage: ") if context else None
@@ -74,7 +74,9 @@ def _ours(error: Any, command: str) -> UsageError:
     if found := re.match(r"Option '(.*)' requires an argument", message):
         return UsageError(f"the option {found[1]} takes a value, and none is given", hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: '(.*)' is not one of (.*?)\.?$", message, re.DOTALL):
-        spelled = (getattr(error.param, "metavar", None) or "").strip("<>").replace("|", ", ")  # typer's has hyphens
+        spelled = (
+            (getattr(error.param, "metavar", None) or "").strip("<>").replace("|", ", ")
+        )  # typer's own choices have hyphens
         expected = f"one of {spelled or found[3].replace(chr(39), '')}"
         return UsageError(f"the value of {_name(found[1])} is not known", expected=expected, found=found[2], hint=hint)
     if found := re.match(r"Invalid value for '?(.*?)'?: (?:Input should be )?(.*)", message, re.DOTALL):
@@ -84,12 +86,12 @@ def _ours(error: Any, command: str) -> UsageError:
 
 
 def _name(hint: str) -> str:
-    """`--output` of typer's `-o' / '--output`."""
+    """Return `--output` for typer's `-o' / '--output`."""
     return hint.rpartition(" / ")[2].strip("'")
 
 
 def _meant(option: str, context: Any) -> str | None:
-    """The hint at what a command has for an option of another program."""
+    """Return a hint for an option of another program."""
     needed, hint = _MEANT.get(option, (None, None))
     known = {name for one in context.command.params for name in (*one.opts, one.metavar)} if context else set()
     return hint if needed in known else None

@@ -1,4 +1,4 @@
-"""What commands share: their declaration, options and groups of options, completion, printing, pictures and pages.
+"""Shared parts of commands: declaration, options, completion, printing, pictures and pages.
 
 May import: `ckpt.api`, `ckpt.base`, `ckpt.move`, `ckpt.pictures`, `ckpt.plan`, `ckpt.runs`.
 """

@@ -1,4 +1,4 @@
-"""Axolotl's YAML in place of the run folder that it names, as Axolotl's own commands take it."""
+"""Axolotl's YAML in place of a run folder, as in Axolotl's own commands."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ SUFFIXES = (".yaml", ".yml")
 
 
 def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
-    """The run folder that the YAML at `where` names, and its base model where that is a folder here.
+    """Return the run folder in the YAML at `where`, and its base model if that is a local folder.
 
-    Anything else stays as it is.  Both are looked for where the command runs, as Axolotl does.  Raises UsageError for
-    a YAML without `output_dir`.
+    Anything but a YAML is returned as it is. Both folders are relative to the current one, as in Axolotl. Raise
+    UsageError for a YAML without `output_dir`.
     """
     path = Path(where)
     if path.suffix not in SUFFIXES or not path.is_file():
@@ -37,7 +37,7 @@ def run_of(where: str, *, quiet: bool) -> tuple[str, str | None]:
 
 
 def run_and_config(path: Path, config: Config, *, quiet: bool) -> tuple[Path, Config]:
-    """The run folder that a YAML names, with the folder of its base's config where the run has none of its own."""
+    """Return the YAML's run folder, and its base's folder as the config if the run has none."""
     from ckpt.runs.model_files import CONFIG
 
     where, base = run_of(str(path), quiet=quiet)

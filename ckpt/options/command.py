@@ -1,4 +1,4 @@
-"""The declaration of a command."""
+"""Declaration of a command."""
 
 from __future__ import annotations
 
@@ -10,29 +10,32 @@ from typing import Annotated, Any, Literal, get_origin
 
 from ckpt.base.flags import OptionGroup
 
-#: Entry-point group of the commands of other packages.
+#: Entry-point group for commands in other packages.
 GROUP = "ckpt.commands"
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command, declared in one place: the `command.py` of its folder, or a module of another package.
+    """A command, declared in the `command.py` of its folder or in a module of another package.
 
-    Commands of other packages are registered in the entry-point group `ckpt.commands`, as `module:OBJECT`.
+    Other packages register commands in the entry-point group `ckpt.commands`, as `module:OBJECT`.
+
+    Example:
+        COMMAND = Command("greet", "Other commands", greet, (("ckpt greet outputs", "say hello"),))
 
     Attributes:
         name: Word on the command line, such as `merge-lora`.
         section: Title in `ckpt --help`, one of `ckpt.options.command.SECTIONS` or a new one.
-        function: Function that runs it.  Each parameter is an argument or option in typer's notation or with a
-            `ckpt.base.flags.Flag`, or a dataclass with an option for each field.  Its docstring is the help.
-        examples: Commands for the end of the help, each with its meaning.
-        guide: Page of the documentation about it.
+        function: Function that runs it. A parameter is an argument or option, in typer's notation or with a
+            `ckpt.base.flags.Flag`. A dataclass parameter gives one option per field. The docstring is the help.
+        examples: Commands for the end of the help, with explanations.
+        guide: Documentation page.
         urls: Parameters that may be URLs.
-        texts: Parameters that are no places, whatever they look like.
-        writes: True if its work is the files that it writes, not the text that it prints.
-        format_options: Kinds of options that formats declare and that it takes, in the parameter `options`.
-        place: Place in its section; equal ones come in the order of their names.
-        python: Function of the package `ckpt` that does the same, as `module:function`.
+        texts: Parameters that are never paths or URLs, whatever they look like.
+        writes: True if its result is files instead of printed text.
+        format_options: Kinds of formats' options that it takes, in the parameter `options`.
+        place: Position in its section. Equal positions are sorted by name.
+        python: Equivalent function in the package `ckpt`, as `module:function`.
     """
 
     name: str
@@ -48,13 +51,13 @@ class Command:
     python: str | None = None
 
 
-#: Titles in `ckpt --help`, in this order; further ones follow.
+#: Titles in `ckpt --help`, in order. New ones follow.
 CONVERT, LOOK, BEFOREHAND = SECTIONS = ("Convert and go on", "Look and compare", "Know beforehand")
 
 
 @cache
 def taken_apart(function: Callable[..., Any]) -> tuple[dict[str, inspect.Parameter], dict[str, tuple[type, list[str]]]]:
-    """Return the parameters of a command by name, each field of a group by itself, and the groups with their fields."""
+    """Return a command's parameters by name, with groups split into fields, and the groups with their fields."""
     parameters: dict[str, inspect.Parameter] = {}
     groups: dict[str, tuple[type, list[str]]] = {}
     for name, parameter in inspect.signature(function, eval_str=True).parameters.items():

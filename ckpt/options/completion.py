@@ -1,6 +1,6 @@
-"""What the shell is offered behind Tab: formats, step folders, tensors.  Where nothing is, it offers files itself.
+"""Shell completion for formats, step folders and tensors. Everywhere else, the shell completes files.
 
-A mistake in what was typed so far is no matter of completion: nothing is offered then.
+Errors in the words before are ignored: completion is then empty.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from ckpt.base.errors import CkptError
 
 _MAX_OFFERED = 500
 
-#: Line for the end of zsh's file: typer's only defines the function at the first Tab, and offers nothing.
+#: Last line of zsh's file. typer's own file only defines the function at the first Tab, without completing.
 _AT_FIRST_TAB = '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then _ckpt_completion "$@"; fi\n'
 
 
 @contextlib.contextmanager
 def completing_at_first_tab() -> Iterator[None]:
-    """Complete the file for zsh that typer installs meanwhile."""
+    """Append the missing line to zsh's file after typer has written it."""
     try:
         yield
     finally:
@@ -31,14 +31,14 @@ def completing_at_first_tab() -> Iterator[None]:
 
 
 def sources(incomplete: str) -> list[str]:
-    """Formats to read."""
+    """Return the formats to read."""
     from ckpt.runs.opening import AUTO
 
     return [*_beginning(lambda: [AUTO], incomplete), *_beginning(_formats, incomplete)]
 
 
 def targets(incomplete: str) -> list[str]:
-    """Formats to write."""
+    """Return the formats to write."""
     return _beginning(_formats, incomplete)
 
 
@@ -49,7 +49,7 @@ def _formats() -> list[str]:
 
 
 def tags(ctx: Any, incomplete: str) -> list[str]:
-    """Step folders of the run that was typed."""
+    """Return the step folders of the given run."""
     from ckpt.runs.steps import run_at
 
     path = _path(ctx)
@@ -57,7 +57,7 @@ def tags(ctx: Any, incomplete: str) -> list[str]:
 
 
 def tensors(ctx: Any, incomplete: str) -> list[str]:
-    """Names of the tensors of the checkpoint that was typed."""
+    """Return the tensor names of the given checkpoint."""
     from ckpt import api
 
     path = _path(ctx)
@@ -65,7 +65,7 @@ def tensors(ctx: Any, incomplete: str) -> list[str]:
 
 
 def _path(ctx: Any) -> Path | None:
-    """What stands on the command line as PATH; before an option without its value it is not parsed yet."""
+    """Return the PATH on the command line. It is not parsed yet if an option without its value follows."""
     typed = [ctx.params.get("path"), *ctx.args]
     return next((Path(word) for word in reversed(typed) if word and Path(word).exists()), None)
 

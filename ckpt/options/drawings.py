@@ -1,4 +1,4 @@
-"""Pictures and pages: the options that ask for them, and the files that they are written into."""
+"""Options for pictures and pages, and their files."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from ckpt.base.results import Returned
     from ckpt.plan.checkpoint import Checkpoint
 
-#: What each kind of file is called, and what stands in its first bytes: nothing else is replaced.
+#: Name of each kind of file, and a mark in its first bytes. Files without the mark are never replaced.
 _KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a page of ckpt's", b'content="ckpt"')}
 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """The page of a comparison."""
+    """Page of a comparison."""
 
     html: Annotated[
         Path | None,
@@ -28,14 +28,14 @@ class HeatMap:
     overwrite: Annotated[bool, Flag(help="Replace an existing page.", section=WRITTEN)] = False
 
     def check(self, *checkpoints: Checkpoint) -> None:
-        """Raise UsageError where the page cannot be written."""
+        """Raise UsageError if the page can't be written."""
         if self.html is not None:
             check_place(self.html, ".html", *checkpoints)
         elif self.overwrite:
             raise UsageError("--overwrite goes with --html")
 
     def write(self, report: Returned, *, quiet: bool) -> None:
-        """Write the page of a report, if one was asked for."""
+        """Write the page of a report, if requested."""
         if self.html is not None:
             from ckpt.pictures.pages import heat_map
 
@@ -43,7 +43,7 @@ class HeatMap:
 
 
 def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
-    """Raise UsageError where `path` has another suffix, lies in a checkpoint, or is a file of another kind."""
+    """Raise UsageError if `path` has another suffix, lies in a checkpoint, or is a file of another kind."""
     from ckpt import api
 
     kind, expected, _ = _KINDS[suffix]
@@ -61,7 +61,7 @@ def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
 
 
 def write(path: Path, text: str, *, overwrite: bool, quiet: bool) -> None:
-    """Write a picture or a page whose place has been checked, and say where it is unless `quiet`."""
+    """Write a picture or a page to a checked path, and print the path unless `quiet`."""
     from ckpt.move import files
     from ckpt.options.printing import say
 

@@ -1,4 +1,4 @@
-"""Options of the command line alone that several commands share; `ckpt.plan.groups` has those of functions, too."""
+"""Shared options of the command line alone. `ckpt.plan.groups` has the options shared with functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ VerboseOption = Annotated[bool, Flag(("-v", "--verbose"), help="Print every tens
 
 @dataclass(frozen=True)
 class Outcome:
-    """What is done with a plan, and what is printed of it."""
+    """Options for executing a plan and printing its result."""
 
     dry_run: Annotated[bool, Flag(help="Print the plan and write nothing.", section=HOW)] = False
     as_json: JsonOption = False
@@ -26,7 +26,7 @@ class Outcome:
 
 
 def by_name(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a command, with the options of its groups each by its own name."""
+    """Return a command's arguments by name, with groups split into options."""
     return {
         name: value
         for key, argument in arguments.items()

@@ -1,4 +1,4 @@
-"""Python's keywords for options, derived from the declarations of commands and formats."""
+"""Python keywords for options, from the declarations of commands and formats."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ckpt.plan.options import options_of
 
 
 def keywords() -> dict[str, Keyword]:
-    """Return the keyword for each option of the built-in commands that are functions, by the option's name."""
+    """Return the keyword for each option of the built-in commands with a function, by option name."""
     found: dict[str, Keyword] = {}
     for place in import_module("ckpt.commands").places().values():
         command = load(place)
@@ -32,12 +32,12 @@ def keywords() -> dict[str, Keyword]:
 
 
 def add(found: dict[str, Keyword], option: str, name: str, kind: Any, metavar: str | None) -> None:
-    """Add an option; several commands may have it, with other choices."""
+    """Add an option. Several commands may have it, with different choices."""
     option = option.partition("/")[0].removeprefix("--")
     choices = get_args(kind) if get_origin(kind) is Literal else ()
     known = found.get(option)
     if known is not None and known.name != name and option != name.replace("_", "-"):
-        return  # the option of another command has this very name
+        return  # this name belongs to another command's option
     plain = str if choices else list if get_origin(kind) is list else kind if isinstance(kind, type) else str
     if known is not None:
         choices = (*known.choices, *choices)

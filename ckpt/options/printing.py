@@ -1,4 +1,4 @@
-"""What the commands print: plans, outcomes and sources."""
+"""Output of the commands: plans, results and sources."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ Written = TypeVar("Written", bound="Converted")
 
 
 def terminal_width() -> int | None:
-    """Return the columns of stdout, or None unless it is a terminal."""
+    """Return the columns of stdout, or None if it is no terminal."""
     return width_of(sys.stdout)
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Print a report on stdout, folded between words if that is a terminal."""
+    """Print a report on stdout, wrapped on a terminal."""
     print("\n".join(folded(line, sys.stdout) for line in lines), flush=True)
 
 
 def print_table(heads: Sequence[str], rows: Sequence[Sequence[str]], right: Sequence[str] = ()) -> None:
-    """A table on stdout, the columns called `right` to the right; on a terminal long cells are folded to fit it."""
+    """Print a table on stdout, with the columns `right` right-aligned. On a terminal, wrap long cells."""
     if (width := terminal_width()) is None:
         print("\n".join(aligned(heads, rows, right)))
         return
@@ -59,9 +59,9 @@ def carry_out(
     outcome: Outcome,
     show: Callable[[Planned], None],
 ) -> Written | None:
-    """Call `convert`, a function of the package that plans and writes, and say on stderr what it does and has written.
+    """Call `convert`, a function that plans and writes, and report its progress and result on stderr.
 
-    `show` is called with what was planned. A dry run calls `plan` instead, prints what it planned, and returns None.
+    `show` is called with the plan. A dry run calls `plan` instead, prints the plan, and returns None.
     """
     from ckpt.runs import unread_files
     from ckpt.runs.plan_lines import plan_lines
@@ -92,7 +92,7 @@ def carry_out(
             phase=lambda *what: meter.phase(*what),
             say=None if outcome.quiet else lambda line: meter.say(f"note: {line}"),
         )
-    if outcome.quiet:  # what may be lost is reported even then
+    if outcome.quiet:  # possible losses are reported even with --quiet
         state = [one for one in written.to_json()["not_read"] if one["kind"] == unread_files.STATE]
         say(*unread_files.lines(state, verbose=outcome.verbose))
     else:
@@ -101,16 +101,18 @@ def carry_out(
 
 
 def say_result(report: dict[str, Any], outcome: Outcome) -> None:
-    """Print on stdout where the result is, or the report as JSON; then say what can load it."""
+    """Print the result's folder on stdout, or the report as JSON. Then report on stderr what can load it."""
     from ckpt.runs.plan_lines import loads_lines
 
     where = shown(json.dumps(report, indent=2)) if outcome.as_json else printable(report["destination"])
     print(where, flush=True)
-    if not outcome.quiet or (report["loads"] and report["loads"]["can"] is False):  # a folder of no use is no success
+    if not outcome.quiet or (
+        report["loads"] and report["loads"]["can"] is False
+    ):  # a folder that nothing can load is no success
         say(*loads_lines(report))
 
 
-#: How lines begin, and the style of this beginning on a terminal.
+#: Start of a line, with its style on a terminal.
 _STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
     "notes:": {"fg": "yellow"},
@@ -126,13 +128,13 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def say(*lines: str) -> None:
-    """Print lines on stderr: on a terminal folded to its width between words, and what matters in colour."""
+    """Print lines on stderr. On a terminal, wrap them and colour their starts."""
     for line in lines:
         print(in_colour(folded(line)), file=sys.stderr)
 
 
 def in_colour(text: str) -> str:
-    """Return `text` with its beginning in colour, if stderr takes colours."""
+    """Return `text` with a coloured start if stderr supports colours."""
     start = next((one for one in _STYLES if text.startswith(one)), "") if coloured(sys.stderr) else ""
     import typer
 
@@ -140,12 +142,12 @@ def in_colour(text: str) -> str:
 
 
 def say_notes(notes: Sequence[str], *, verbose: bool = True) -> None:
-    """Print notes on stderr, a line each if `verbose`, otherwise the short forms of all in one line."""
+    """Print notes on stderr: one per line if `verbose`, else a short form of all in one line."""
     say(*note_lines(notes, verbose))
 
 
 def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False, verbose: bool = False) -> None:
-    """Print on stderr what was opened, and what is to be known about it; if `quiet`, only what was passed over."""
+    """Print the opened checkpoint and its notes on stderr. If `quiet`, print only skipped checkpoints."""
     if quiet:
         say_notes(checkpoint.passed_over)
         return
@@ -157,7 +159,7 @@ def say_source(checkpoint: Checkpoint, prefix: str = "", *, quiet: bool = False,
 
 
 def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tuple[Checkpoint, Checkpoint]:
-    """Both checkpoints, after saying what they are."""
+    """Open both checkpoints and print them."""
     from ckpt import api
 
     one, other = api.open_sides(a, b, sides)
@@ -167,7 +169,7 @@ def open_sides(a: Path, b: Path, sides: Sides, quiet: bool, verbose: bool) -> tu
 
 
 def conclude(report: Returned, lines: Iterable[str], as_json: bool, quiet: bool) -> None:
-    """Print a report, as its `lines` or as JSON, and exit with its code."""
+    """Print a report as `lines` or JSON, and exit with its code."""
     if as_json:
         print(shown(json.dumps(report.to_json(), indent=2)))
     elif not quiet:

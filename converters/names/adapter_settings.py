@@ -112,7 +112,7 @@ def _check_factors(checkpoint: Checkpoint, config: AdapterConfig, ranks: Mapping
         )
     for module, rank in ranks.items() if not config.target_parameters else ():
         config.scaling(module)
-        is_own = ".base_layer." not in module  # patterns name the module that PEFT wraps, such as nn.MultiheadAttention
+        is_own = ".base_layer." not in module  # patterns match the wrapped module, such as nn.MultiheadAttention
         if is_own and config.rank_of(module) != rank:
             raise CorruptError(
                 "the adapter's config and its weights have different ranks",
