@@ -1,5 +1,7 @@
-"""Names in published peers' mapping tables: `python -m tests.names.peer_names FOLDER` reads unpacked wheels and writes
-`peer_names.json`: pairs of Megatron's name and the Hub's names, with `*` for a number and `**` for the rest.
+"""Names in published peers' mapping tables.
+
+`python -m tests.names.peer_names FOLDER` reads unpacked wheels and writes `peer_names.json`: pairs of a Megatron name
+and Hub names. `*` stands for a number and `**` for the rest.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-#: The file of each architecture's bridge, and its class where there are several in it.
+#: Bridge file for each architecture, with the class if the file has several.
 MEGATRON_BRIDGE = {
     "llama": "llama/llama_bridge.py",
     "mistral": "mistral/mistral_bridge.py",
@@ -30,7 +32,7 @@ MEGATRON_BRIDGE = {
     "glm4v_moe": "glm_vl/glm_45v_bridge.py",
     "mistral3": "ministral3/ministral3_bridge.py",
 }
-#: What a later version has besides.
+#: Bridges added in a later version.
 LATER = {
     "bailing_moe_v2": "bailing/bailing_moe2_bridge.py",
     "exaone_moe": "exaone/exaone_moe/exaone_moe_bridge.py",
@@ -51,7 +53,7 @@ MBRIDGE = {
     "qwen2_5_vl": "qwen2_5_vl/__init__.py",
     "glm4v_moe": "glm4_vl/__init__.py:Glm4VLBridgeMoe",
 }
-#: Classes of what is around the language model; of that itself code puts names together.
+#: Classes for modules around the language model. Names inside the language model are built in code.
 MCORE_BRIDGE = {
     "qwen2_vl": "qwen.py:Qwen2_5VL_Vit",
     "qwen2_5_vl": "qwen.py:Qwen2_5VL_Vit",
@@ -62,7 +64,7 @@ MCORE_BRIDGE = {
 }
 RECORD = Path(__file__).parents[1] / "names" / "peer_names.json"
 
-#: What names of Megatron's begin with.
+#: First parts of Megatron's names.
 _MEGATRONS = ("embedding.", "decoder.", "output_layer.")
 
 Pair = tuple[str, tuple[str, ...]]
@@ -90,7 +92,7 @@ def _pairs_of(root: Path, place: str) -> Iterator[Pair]:
 
 
 def pairs(source: ast.AST) -> Iterator[Pair]:
-    """Names that a source relates: entries of dictionaries, mappings with a `megatron_param`, and modules."""
+    """Yield related names in a source: dictionary entries, mappings with a `megatron_param`, and modules."""
     for node in ast.walk(source):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "module_mapping":
             for hub, own in ast.literal_eval(node.value).items():
@@ -108,13 +110,13 @@ def pairs(source: ast.AST) -> Iterator[Pair]:
 def _pair(key: ast.expr | None, names: list[ast.expr]) -> Iterator[Pair]:
     megatron, hubs = _text(key), [_text(name) for name in names]
     if megatron and "." in megatron and all(hub and "." in hub for hub in hubs):
-        if len(hubs) == 1 and hubs[0] and hubs[0].startswith(_MEGATRONS):  # a table the other way round
+        if len(hubs) == 1 and hubs[0] and hubs[0].startswith(_MEGATRONS):  # a table in the other direction
             megatron, hubs = hubs[0], [megatron]
         yield megatron, tuple(hub for hub in hubs if hub)
 
 
 def _text(node: ast.expr | None) -> str | None:
-    """A string of the source with `*` for what is filled in; None for what is none."""
+    """Return a string in the source with `*` for interpolated parts, or None if `node` is no string."""
     if isinstance(node, ast.JoinedStr):
         parts = [part.value if isinstance(part, ast.Constant) else "*" for part in node.values]
         return "".join(map(str, parts))

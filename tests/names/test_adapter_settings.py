@@ -58,7 +58,7 @@ ACCEPTED: list[dict[str, Any]] = [
     *({"revision": 3}, {"task_type": None}, {"target_parameters": None}, {"nope": None}, {"nope": 0}),
     *({"auto_mapping": 3}, {"peft_version": 3}, {"runtime_config": None}, {"trainable_token_indices": None}),
 ]
-#: Values that PEFT does not load.
+#: Values that PEFT rejects.
 BROKEN: list[dict[str, Any]] = [
     *({"lora_alpha": value} for value in (None, "x", [16])),
     *({"r": value} for value in (None, "3", 3.0, 0, -1, True, 16)),

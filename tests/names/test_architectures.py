@@ -1,6 +1,7 @@
-"""`converters/names/transformers/transformers_source.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: every
-tiny architecture of transformers against `save_pretrained`, with ckpt's tables alone and with transformers beside
-them.
+"""`converters/names/transformers/transformers_source.py`, `relation.py`, `tables.py`, `tracing.py`, `rules.py`: models.
+
+A tiny model of every architecture in transformers is compared with `save_pretrained`, both with ckpt's tables alone and
+with transformers.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from tests.support.loaded import save_loaded
 transformers = pytest.importorskip("transformers", minversion="5.23")
 
 MAX_PARAMETERS = 30_000_000
-#: Types whose shrunk config transformers does not accept, that want packages that are not here, or that stay large.
+#: Model types that can't be built here: transformers rejects the shrunk config, a package is missing, or the model
+#: stays large.
 NOT_BUILT = set(
     """
     blt chameleon cohere_compass cohere_compass_text dbrx deepseek_ocr2 dots3_note dots3_note_text emu3 ernie4_5_vl_moe
@@ -39,21 +41,21 @@ NOT_BUILT = set(
     musicgen_melody nemotron_h_omni perception_lm pi0 reformer t5gemma2 unlimited_ocr
     """.split()  # noqa: SIM905
 )
-#: Types that no table of ckpt's has.  With transformers installed, it is asked.
+#: Model types missing from ckpt's tables. They need transformers.
 NOT_IN_TABLES = set(
     """
     deepseek_v4 diffusion_gemma hrm_text hunyuan_vl hy_v4 inkling2_text kimi_k25 mistral_large4 molmo2 qianfan_ocr
     qwen4_exp qwen4_exp_text shieldgemma2 step3p7 vision-encoder-decoder
     """.split()  # noqa: SIM905
 )
-#: The class of the causal map is not the model's: what it saves is not read back under the names that it has.
+#: The causal map names a class of another model, so the saved names don't load.
 NOT_EQUAL = {"shieldgemma2"}
 
 Tensors = Mapping[str, torch.Tensor]
 
 
 class Sample:
-    """A tiny model whose elements all differ: its state dict, as a training script stores it, and what it saves."""
+    """A tiny model with distinct elements: its state dict as stored by a training script, and its saved files."""
 
     def __init__(self, model_type: str, folder: Path) -> None:
         model = numbered(tiny_model(model_type))
@@ -66,7 +68,7 @@ class Sample:
         self.memory = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
 
     def faults(self, **options: str) -> list[str]:
-        """What `ckpt convert full hf` makes otherwise than `save_pretrained`, and memory otherwise than the model."""
+        """Compare `ckpt convert full hf` with `save_pretrained`, and memory with the model. Return the differences."""
         out = self.folder / "out"
         shutil.rmtree(out, ignore_errors=True)
         ckpt.plan(ckpt.open(self.stored, "full"), "hf", Layout(options=options)).run(out, manifest=False)
@@ -89,9 +91,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def known_from(config: Mapping[str, Any]) -> str | None:
-    """Who knows what becomes of this model's names between memory and the Hub; None where nobody does.
+    """Return the source that maps this model's names between memory and the Hub, or None.
 
-    `tables` are ckpt's own; `transformers` is the installed one, of release 5 or later, which has this model type.
+    `tables` are ckpt's own. `transformers` is the installed package, if it is release 5 or later and has the model
+    type.
     """
     if declared(config) is not None:
         return "tables"
@@ -102,7 +105,7 @@ def known_from(config: Mapping[str, Any]) -> str | None:
 
 
 def forget() -> None:
-    """What was read of transformers' source text."""
+    """Clear the caches of transformers' source code."""
     for cached in (
         transformers_source.converted_identifiers,
         transformers_source.model_folder,
@@ -159,7 +162,7 @@ def test_every_architecture_is_written_as_save_pretrained_writes_it(
                 continue
             try:
                 faults = sample.faults()
-            except (LossError, UsageError) as error:  # what is known is another; or nothing is
+            except (LossError, UsageError) as error:  # the model is unknown or known differently
                 (refused if isinstance(error, LossError) else unproved)[hidden].add(model_type)
                 faults = sample.faults(names="own")
             if faults:
@@ -196,14 +199,14 @@ def test_an_architecture_is_written_as_save_pretrained_writes_it(
 
 @pytest.mark.parametrize("model_type", ["bart", "m2m_100", "prophetnet", "ibert"])
 def test_a_tensor_that_an_inner_model_ties_is_written_once(tmp_path: Path, model_type: str) -> None:
-    """DCP stores it under each of its names, here three; I-BERT declares the one that is kept as a pattern."""
+    """DCP stores the tensor under three names. I-BERT declares the kept name as a pattern."""
     config = tiny_config(model_type)
     classes = auto.MODEL_FOR_MASKED_LM_MAPPING if model_type == "ibert" else auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING
     assert from_dcp(classes[type(config)](config), tmp_path) == set()
 
 
 def chosen_inside(kind: str) -> transformers.PreTrainedModel:
-    """A model that has another inside, of the class that the inner config chooses."""
+    """Return a model whose inner model's class depends on the inner config."""
     sizes = {"vocab_size": 37, "num_attention_heads": 2, "num_hidden_layers": 2, "hidden_size": 12}
     sizes |= {"intermediate_size": 10, "max_position_embeddings": 16}
     bert = transformers.BertConfig(**sizes)
@@ -231,7 +234,7 @@ def test_what_a_model_chosen_by_an_inner_config_ties_is_written_once(tmp_path: P
 
 @pytest.mark.parametrize("shared", [True, False])
 def test_what_marian_ties_by_its_config_is_written_once(tmp_path: Path, shared: bool) -> None:
-    """Its positions, which it computes, stand in a checkpoint, and `save_pretrained` leaves them out."""
+    """A checkpoint contains Marian's computed positions, but `save_pretrained` omits them."""
     config = tiny_config("marian")
     config.share_encoder_decoder_embeddings = shared
     positions = {f"model.{part}.embed_positions.weight" for part in ("encoder", "decoder")}
@@ -239,7 +242,7 @@ def test_what_marian_ties_by_its_config_is_written_once(tmp_path: Path, shared: 
 
 
 def from_dcp(model: transformers.PreTrainedModel, folder: Path) -> set[str]:
-    """Names that `ckpt` writes of a DCP checkpoint beside what `save_pretrained` does, whose bytes have to be equal."""
+    """Return extra names that `ckpt` writes from a DCP checkpoint. All saved tensors must have equal bytes."""
     model = numbered(model)
     model.save_pretrained(folder / "saved")
     dcp.save(model.state_dict(), checkpoint_id=str(folder / "stored"), no_dist=True)
@@ -251,7 +254,7 @@ def from_dcp(model: transformers.PreTrainedModel, folder: Path) -> set[str]:
 
 
 def test_a_class_that_serves_two_model_types_is_proved(tmp_path: Path) -> None:
-    """InternLM3's configs name Llama's class, which transformers' maps give them."""
+    """InternLM3's configs name Llama's class, as in transformers' maps."""
     assert Sample("internlm3", tmp_path).faults() == []
 
 
@@ -261,7 +264,7 @@ def test_a_class_that_serves_two_model_types_is_proved(tmp_path: Path) -> None:
 def test_the_tables_link_as_transformers_converts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
-    """The same links in both directions from our tables and from the code that transformers runs."""
+    """ckpt's tables and transformers' code give the same links in both directions."""
     sample = Sample(model_type, tmp_path)
     saved = {name: tuple(tensor.shape) for name, tensor in tensors(sample.saved).items()}
     memory = sample.memory
@@ -275,7 +278,7 @@ def test_the_tables_link_as_transformers_converts(
 
 
 def test_experts_of_files_that_have_them_transposed_are_turned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Qwen's own files of Qwen3-VL-MoE are [experts, in, out]; `save_pretrained` writes what is in memory."""
+    """Qwen's own Qwen3-VL-MoE files store [experts, in, out], but `save_pretrained` keeps the memory layout."""
     sample = Sample("qwen3_vl_moe", tmp_path)
     stored = {
         name: (shape[0], shape[2], shape[1]) if ".experts." in name else shape for name, shape in sample.memory.items()

@@ -1,4 +1,4 @@
-"""`converters/names/families/composites.py`: tables of models that see."""
+"""`converters/names/families/composites.py`: tables for models with images."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Files = dict[str, Any]
 
 
 def saved_model(folder: Path, model_type: str, **entries: Any) -> tuple[dict[str, Any], Files]:
-    """The config and the tensors that `save_pretrained` writes of a tiny model."""
+    """Return config and tensors written by `save_pretrained` for a tiny model."""
     config = transformers.CONFIG_MAPPING[model_type](**entries)
     save_loaded(numbered(getattr(transformers, composites.COMPOSITES[model_type].cls)(config)), folder)
     return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
@@ -61,7 +61,7 @@ def test_gemma3(tmp_path: Path, head: bool, change: dict[str, Any]) -> None:
     assert found is not None and dict(found.required) == shapes(files)
 
 
-#: Sizes of Qwen's towers: no two are the same, so that none is taken for another.
+#: Sizes of Qwen's towers. All differ, so that a mix-up shows.
 QWEN_TOWER = {"depth": 2, "num_heads": 2, "patch_size": 6, "temporal_patch_size": 4, "spatial_merge_size": 3}
 QWEN_TOWER |= {"in_channels": 5}
 QWEN_TOWERS: dict[str, dict[str, Any]] = {
@@ -81,7 +81,7 @@ QWEN_TOWERS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("model_type", QWEN_TOWERS)
 @pytest.mark.parametrize("change", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}])
 def test_qwen(tmp_path: Path, model_type: str, change: dict[str, Any]) -> None:
-    """The output layer is tied by the whole model's config, biases are the text model's."""
+    """The whole model's config ties the output layer, and the text model's config sets biases."""
     bias = {"attention_bias": change["attention_bias"]} if "attention_bias" in change else {}
     inner = {"text_config": {**TEXT, **bias}, "vision_config": QWEN_TOWERS[model_type]}
     tied = {name: value for name, value in change.items() if name not in bias}
@@ -95,7 +95,7 @@ _PATCHED = {"depth": 2, "num_heads": 2, "patch_size": 7, "temporal_patch_size": 
 GLM_TOWER = {**_PATCHED, "hidden_size": 20, "intermediate_size": 26, "out_hidden_size": 24, "image_size": 28}
 EXPERTS = {"moe_intermediate_size": 11, "num_experts_per_tok": 2, "num_experts": 5, "num_local_experts": 5}
 GLM_EXPERTS = {**EXPERTS, "n_routed_experts": 5, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
-#: A case: the model type, its text model, its vision tower, what the whole config says beside these.
+#: By name: model type, text model, vision tower, and other entries in the whole config.
 LATER: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "llava_next": ("llava_next", {"model_type": "mistral"}, {"model_type": "clip_vision_model", **TOWER}, {}),
     "llava_onevision": (
@@ -136,7 +136,7 @@ def test_later_ones(tmp_path: Path, case: str) -> None:
 
 @pytest.mark.parametrize("case", [*LATER, *QWEN_TOWERS, "llava-clip", "llava-siglip"])
 def test_the_order_of_rows_is_that_of_the_modules(case: str) -> None:
-    """An optimizer knows parameters by their order alone."""
+    """An optimizer knows parameters only by order."""
     towers = {"llava-clip": "clip_vision_model", "llava-siglip": "siglip_vision_model"}
     if case in towers:
         model_type, text, vision = "llava", {"model_type": "llama"}, {"model_type": towers[case], **TOWER}
@@ -170,7 +170,7 @@ def test_a_config_with_another_part_or_a_size_that_is_none_has_no_answer() -> No
 
 
 def test_what_a_config_does_not_say_has_no_answer() -> None:
-    """The classes have sizes of their own then, which only transformers knows."""
+    """Without these entries the classes use their own sizes, known only to transformers."""
     vision = {"model_type": "siglip_vision_model", **TOWER}
     text = {"model_type": "gemma3_text", **TEXT}
     config = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
@@ -186,7 +186,7 @@ def test_what_a_config_does_not_say_has_no_answer() -> None:
 
 
 def test_files_of_another_release_are_those_of_the_model(tmp_path: Path) -> None:
-    """transformers 5.6 and later write no `vision_model.` if they made the model of a config."""
+    """Files from transformers 5.6 or later omit `vision_model.` if the model was built from a config."""
     inner = {"text_config": {"model_type": "gemma3_text", **TEXT}}
     inner |= {"vision_config": {"model_type": "siglip_vision_model", **TOWER}}
     config, files = saved_model(tmp_path / "now", "gemma3", **inner)
@@ -208,7 +208,7 @@ def test_files_of_another_release_are_those_of_the_model(tmp_path: Path) -> None
     one_wrong = {name.replace("post_layernorm", "last_layernorm"): shape for name, shape in shapes(before).items()}
     memory = relation(config, shapes(files), "to_memory")
     assert memory is not None
-    for wrong in (one_wrong, memory.b_shapes):  # what a state dict has is no name of files
+    for wrong in (one_wrong, memory.b_shapes):  # state dict names are not file names
         with pytest.raises(LossError, match="this is not what save_pretrained of Gemma3"):
             prove(config, wrong, "x")
     saved = composites.saved(config)

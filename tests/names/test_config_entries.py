@@ -1,4 +1,4 @@
-"""`converters/names/families/config.py`: no entry of a config that transformers' own model reads is unknown here."""
+"""`converters/names/families/config.py`: ckpt knows every config entry read by transformers' models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.places import REPOSITORY
 
 _HOME = REPOSITORY / "converters" / "names"
 ROWS = sorted(path.stem for path in (_HOME / "megatron" / "architectures").glob("[a-z]*.py"))
-#: Entries that do not change what the language model computes from the same weights, with the reason.
+#: Entries without effect on the language model's result for the same weights, with the reason.
 HARMLESS = {
     **dict.fromkeys(
         ("use_cache", "output_attentions", "output_hidden_states", "return_dict", "use_return_dict"), "outputs"
@@ -38,12 +38,12 @@ HARMLESS = {
 
 @pytest.fixture(scope="module")
 def known() -> set[str]:
-    """Return the words in the sources of the tables and of the rules for configs."""
+    """Return the words in the sources of the tables and config rules."""
     return {word for path in _HOME.rglob("*.py") for word in re.findall(r"\w+", path.read_text())}
 
 
 def source(architecture: str) -> Path | None:
-    """Return the file of transformers' model; None if it is remote code."""
+    """Return the source file of transformers' model, or None if it is remote code."""
     if architecture not in CONFIG_MAPPING:
         return None
     found = find_spec(CONFIG_MAPPING[architecture].__module__.replace("configuration", "modeling"))

@@ -21,7 +21,7 @@ from tests.support.commands import ckpt
 
 SIZES = {"hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2, "vocab_size": 16, "head_dim": 4}
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
-#: Values that transformers refuses, and that tensors do not show.
+#: Values that transformers refuses, without effect on tensors.
 REFUSED: Mapping[str, list[dict[str, Any]]] = {
     "llama": [
         *({"hidden_act": value} for value in ("nope", None, 3)),
@@ -37,7 +37,7 @@ REFUSED: Mapping[str, list[dict[str, Any]]] = {
         *({"hidden_activation": "nope"}, {"sliding_window": "x"}),
     ],
 }
-#: Values that it takes, and of these the ones for which it is not asked.
+#: Accepted values, and True if ckpt accepts them without transformers.
 TAKEN: list[tuple[dict[str, Any], bool]] = [
     *(({"hidden_act": value}, True) for value in ("silu", "gelu", "relu2")),
     *(({"rope_parameters": value}, True) for value in ({"rope_type": "default", "rope_theta": 1e4}, None)),
@@ -118,7 +118,7 @@ def test_without_transformers_an_unknown_value_is_named(monkeypatch: pytest.Monk
 
 
 def configs() -> Iterator[Any]:
-    """Yield the config classes of all architectures of the tables, and those of their parts."""
+    """Yield the config classes of all architectures in the tables, and their parts."""
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     waiting = [CONFIG_MAPPING[name] for name in (*tables.FAMILIES, *composites.COMPOSITES) if name in CONFIG_MAPPING]
@@ -166,7 +166,7 @@ def test_every_architecture_accepts_the_types_of_the_table() -> None:
 
 
 def test_configs_of_samples_are_known(fixtures: Path) -> None:
-    """transformers takes seconds to import, so it is not asked about usual values."""
+    """Importing transformers takes seconds, so usual values must not need it."""
     found = {}
     for path in fixtures.rglob("config.json"):
         config = json.loads(path.read_text())

@@ -1,6 +1,7 @@
-"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `unsupported.py`, `centered_norms.py`,
-`architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py`, `model/splits.py`:
-tables, rows by hand, padding, refusals; slow: names and logits of megatron-core's own models.
+"""`converters/names/megatron/relation.py`, `table.py`, `rows.py`, `args.py`, `unsupported.py`, `centered_norms.py`.
+
+Also `architectures/deepseek_v3.py`, `architectures/nemotron_h.py`, `model/axes.py`, `model/spelling.py` and
+`model/splits.py`: tables, manual rows, padding and errors. Slow tests compare megatron-core's own names and logits.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from train.config import ARCHITECTURES as TRAINED
 
 EMBEDDING, OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 
-#: A case for the logits: the architecture, and what its config has otherwise than the trainer's tiny one.
+#: Cases for the logits: architecture, and changes to the trainer's tiny config.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "llama-3.1": (
@@ -179,7 +180,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 SEEING = [name for name, (architecture, _) in CASES.items() if architecture in COMPOSITES]
 ARCHITECTURES = sorted({architecture for architecture, _ in CASES.values()})
 
-#: fp32 sums of tens of products in another order: a few units in the last place of the largest logit.
+#: Another order of fp32 sums with tens of products: a few units in the last place of the largest logit.
 TOLERANCE = 2e-6
 
 
@@ -200,7 +201,7 @@ def without(values: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def answer_of(config: Mapping[str, Any], architecture: str) -> tuple[dict[str, Any], Any]:
-    """Megatron's arguments, but for what means the same or is of no layer; and all shapes."""
+    """Return Megatron's arguments and all shapes. Drop arguments with equal meaning or without a layer."""
     table = table_of(architecture)
     sizes = table.family.sizes(config)
     args = {
@@ -218,7 +219,7 @@ def relation_of(config: Mapping[str, Any], padded: int | None = None) -> tuple[R
 
 
 def described(shapes: Mapping[str, Shape], config: Mapping[str, Any] | None, namespace: str = HUB) -> Checkpoint:
-    """A checkpoint of tensors that lie nowhere, for what needs no data."""
+    """Return a checkpoint without stored data, for tests that only need descriptions."""
 
     def tensor(name: str, shape: Shape) -> Tensor:
         return Tensor(name, WEIGHT, BFLOAT16, shape, Whole(Extent.contiguous(f"{name}.bin", 0, BFLOAT16, shape)))
@@ -232,13 +233,13 @@ def hub_of(config: Mapping[str, Any]) -> Checkpoint:
 
 
 def saved(folder: Path, architecture: str, **more: Any) -> dict[str, torch.Tensor]:
-    """A random model as transformers saves it, and its tensors."""
+    """Save a random model with transformers and return its tensors."""
     save(random_model(architecture, more), folder, architecture)
     return load_file(folder / "model.safetensors")
 
 
 def arguments(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Megatron-LM's arguments in it."""
+    """Return the checkpoint's Megatron-LM arguments."""
     return dict(checkpoint.state.args or {})
 
 
@@ -312,12 +313,12 @@ class TestTables:
 
 
 class TestHybrids:
-    """Gated delta nets and gated attention, whose arrangement is computed here once more, by torch."""
+    """Gated delta nets and gated attention. The tests compute the arrangement again in torch."""
 
     def test_queries_and_gates_change_places_by_query_group(self, tmp_path: Path) -> None:
         hub, there = saved(tmp_path, "qwen3_next"), moved(tmp_path)
         q, k, v = (hub[f"model.layers.1.self_attn.{part}_proj.weight"] for part in "qkv")
-        heads = q.reshape(3, 2, 2, 16, 36)  # query groups, heads of each, queries and gates
+        heads = q.reshape(3, 2, 2, 16, 36)  # query groups, heads in each, queries and gates
         keys, values = k.reshape(3, 16, 36), v.reshape(3, 16, 36)
         groups = [
             torch.cat([*heads[group, :, 0], *heads[group, :, 1], keys[group], values[group]]) for group in range(3)
@@ -435,7 +436,7 @@ class TestWhatMegatronLacks:
         assert not MISSING.keys() & set(architectures())
 
     def test_norms_inside_latent_attention_have_another_epsilon(self) -> None:
-        """transformers' class has 1e-6 there, whatever the config states; Megatron has one for all."""
+        """Whatever the config states, transformers' class uses 1e-6 there. Megatron has one epsilon for all norms."""
         for epsilon, said in ((1e-6, 0), (1e-5, 1)):
             config = config_of("deepseek_v3", rms_norm_eps=epsilon)
             there = to_namespace(hub_of(config), MEGATRON, Layout())
@@ -449,11 +450,11 @@ class TestWhatMegatronLacks:
 
 
 class TestTrainingState:
-    """What a run of transformers' model, and one of Megatron's, make of the other's."""
+    """Optimizer states moved between runs of transformers and Megatron."""
 
     @pytest.mark.parametrize("architecture", [a for a in ARCHITECTURES if a not in TWINS or a in SAME_NAMES])
     def test_param_groups_are_in_the_order_of_transformers_modules(self, architecture: str) -> None:
-        """Which parameter lies where in a ZeRO partition, an engine knows by that order alone."""
+        """An engine locates parameters in a ZeRO partition only by this order."""
         model = random_model(architecture, {})
         registered = [name for name, _ in model.named_parameters()]
         hub = hub_of(config_of(architecture))
@@ -473,7 +474,7 @@ class TestTrainingState:
         assert state.args is not None
         assert state.args["consumed_train_samples"] == 96
         assert state.opt_param_scheduler["num_steps"] == 96
-        # Which schedule it is, the next run's options say: megatron-core compares these, or takes its own instead.
+        # The next run's options set the schedule. megatron-core compares them or uses its own.
         assert {value for name, value in state.opt_param_scheduler.items() if name != "num_steps"} == {None}
 
     def test_sequences_seen_and_the_peak_of_the_rate_come_back(self) -> None:
@@ -487,7 +488,7 @@ class TestTrainingState:
 
 
 class TestArrangement:
-    """Which row goes where, by lists written by hand."""
+    """Row order, compared with lists written by hand."""
 
     def test_queries_keys_and_values_by_group(self, tmp_path: Path) -> None:
         """4 heads of 2 in 2 groups: q0 q1 k0 v0 q2 q3 k1 v1, two rows each."""
@@ -517,7 +518,7 @@ class TestArrangement:
         assert torch.equal(there["decoder.layers.0.mlp.linear_fc1.weight"][...], torch.cat(halves))
 
     def test_mimos_multi_token_prediction_takes_the_embedding_first(self, tmp_path: Path) -> None:
-        """Its matrix reads the hidden state, then the embedding; Megatron's reads them the other way round."""
+        """MiMo's matrix reads the hidden state first, then the embedding. Megatron's reads the embedding first."""
         hub = saved(tmp_path, "mimo", num_nextn_predict_layers=2, tie_word_embeddings=False)
         there = moved(tmp_path)
         for layer in range(2):
@@ -526,7 +527,7 @@ class TestArrangement:
             assert torch.equal(found, torch.cat([embedding, hidden], dim=1))
 
     def test_gpt_oss_gate_and_up_take_turns_in_the_hub_alone(self, tmp_path: Path) -> None:
-        """3 gate and 3 up columns g0 u0 g1 u1 g2 u2 are rows g0 g1 g2 u0 u1 u2; down is transposed, though square."""
+        """3 gate and 3 up columns g0 u0 g1 u1 g2 u2 are rows g0 g1 g2 u0 u1 u2. down is transposed, though square."""
         more = {"intermediate_size": 3, "hidden_size": 3, "num_hidden_layers": 1, "num_local_experts": 2}
         hub, there = saved(tmp_path, "gpt_oss", **more), moved(tmp_path)
         experts, order = "model.layers.0.mlp.experts", [0, 2, 4, 1, 3, 5]
@@ -538,7 +539,7 @@ class TestArrangement:
             assert torch.equal(there[f"{ours}.linear_fc2.bias"][...], hub[f"{experts}.down_proj_bias"][e])
 
     def test_gpt_oss_stacks_are_a_few_copies(self) -> None:
-        """Columns in turns are boxes with a step, not one box per column."""
+        """Interleaved columns are boxes with a step, not one box per column."""
         there = to_namespace(hub_of(config_of("gpt_oss")), MEGATRON, Layout())
         back = to_namespace(there, HUB)
         assert (
@@ -552,7 +553,7 @@ class TestArrangement:
         assert len(list(back.tensors["model.layers.0.mlp.experts.gate_up_proj", WEIGHT].fragments())) == 2 * 5
 
     def test_experts_keep_their_numbers(self, tmp_path: Path) -> None:
-        """Compare every expert, and stop at a name that matches nothing (Megatron-LM#5844)."""
+        """Every expert matches, and a name without a match is an error (Megatron-LM#5844)."""
         hub, there = saved(tmp_path, "mixtral"), moved(tmp_path)
         for n in range(2):
             for e in range(5):
@@ -567,7 +568,7 @@ class TestArrangement:
         assert error.exit_code == 6 and error.fqn == name.format("stacked")
 
     def test_equal_values_say_nothing(self, tmp_path: Path) -> None:
-        """Place tensors by names alone, whatever their values are (lmms-engine#160)."""
+        """Names alone place tensors, whatever their values (lmms-engine#160)."""
         saved(tmp_path, "qwen3_moe")
         ones = {name: torch.ones_like(tensor) for name, tensor in load_file(tmp_path / "model.safetensors").items()}
         save_file(ones, tmp_path / "model.safetensors", {"format": "pt"})
@@ -580,7 +581,7 @@ class TestArrangement:
 class TestPadding:
     @pytest.mark.parametrize("tp, padded", [(1, 384), (2, 512), (3, 384), (8, 1024)])
     def test_rows_are_zero_up_to_what_megatron_pads_to(self, tmp_path: Path, tp: int, padded: int) -> None:
-        """Pad a vocabulary that ranks do not divide (Megatron-Bridge#1853)."""
+        """Ranks don't divide the vocabulary, so it is padded (Megatron-Bridge#1853)."""
         hub, there = saved(tmp_path, "llama"), moved(tmp_path, tp=tp)
         for ours, theirs in ((EMBEDDING, "model.embed_tokens.weight"), (OUTPUT, "lm_head.weight")):
             found = there[ours][...]
@@ -590,7 +591,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("architecture", ["llama", "qwen2"])
     def test_padding_is_cut_from_both_ends_of_the_model(self, tmp_path: Path, architecture: str) -> None:
-        """Cut rows that Megatron added, whatever they hold (Megatron-Bridge#625)."""
+        """Megatron's extra rows are cut, whatever they contain (Megatron-Bridge#625)."""
         hub = saved(tmp_path / "hub", architecture)
         there = moved(tmp_path / "hub")
         tensors = {name: there[name][...].clone() for name, _ in there.tensors}
@@ -624,7 +625,7 @@ class TestPadding:
         assert set(there.state.scalars["step"]) == set(there.state.param_groups[0].fqns)
 
     def test_param_groups_of_experts_are_those_of_the_others_elsewhere(self) -> None:
-        """Join Megatron's param groups of experts with the others, as DeepSpeed expects."""
+        """DeepSpeed expects experts in the same param groups as other parameters."""
         there = to_namespace(hub_of(config_of("qwen3_moe")), MEGATRON, Layout())
         names = [fqn for fqn, _ in there.tensors]
         experts = tuple(name for name in names if ".experts." in name)
@@ -641,7 +642,7 @@ class TestPadding:
         assert sorted(named) == sorted(fqn for fqn, _ in back.tensors)
 
     def test_resharding_pads_anew(self, tmp_path: Path) -> None:
-        """From tp 1 to 4 the vocabulary of 259 takes 512 rows instead of 384; back again it is the same 384."""
+        """From tp 1 to 4, a vocabulary of 259 takes 512 rows instead of 384. Back at tp 1 it has 384 again."""
         saved(tmp_path, "llama")
         one = moved(tmp_path)
         args = {**arguments(one), "tensor_model_parallel_size": 1}
@@ -654,7 +655,7 @@ class TestPadding:
         assert api.verify(one, four).equal
 
     def test_padding_that_is_asked_for(self, tmp_path: Path) -> None:
-        """--make-vocab-size-divisible-by, from the Hub and of a run that had another one."""
+        """--make-vocab-size-divisible-by applies to Hub models and to runs with another value."""
         saved(tmp_path, "llama")
         one = moved(tmp_path, make_vocab_size_divisible_by=1)
         assert one.tensors[EMBEDDING, WEIGHT].shape[0] == 259
@@ -768,7 +769,7 @@ class TestRefusals:
 
     @pytest.mark.parametrize("architecture", sorted(set(ARCHITECTURES) - set(TWINS)))
     def test_what_a_config_leaves_out_is_the_default_of_its_class(self, architecture: str) -> None:
-        """Or is refused; or the files' shapes contradict it.  Each entry of the config in turn, and of those inside."""
+        """Drop each config entry, also nested ones. The default applies, the config is refused, or shapes differ."""
         from huggingface_hub.errors import StrictDataclassError
         from transformers import AutoConfig
 
@@ -784,11 +785,11 @@ class TestRefusals:
                 read = AutoConfig.for_model(**{**config, "model_type": architecture}).to_dict()
                 expected = answer_of(json.loads(json.dumps(read)), architecture)
             except (CkptError, StrictDataclassError):
-                continue  # what the class makes of it is no model, either
+                continue  # the class can't build a model from it either
             assert found[1] != expected[1] or found[0] == expected[0]
 
     def test_exaone_ties_its_embeddings_where_the_config_is_silent(self) -> None:
-        """LGAI-EXAONE/EXAONE-3.0-7.8B-Instruct, configuration_exaone.py."""
+        """See LGAI-EXAONE/EXAONE-3.0-7.8B-Instruct, configuration_exaone.py."""
         config = {name: value for name, value in config_of("exaone").items() if name != "tie_word_embeddings"}
         found, (top, *_) = answer_of(config, "exaone")
         assert not found["untie_embeddings_and_output_weights"] and "lm_head.weight" not in top
@@ -819,7 +820,7 @@ class TestRefusals:
             ("glm4_moe", {"rope_theta": 1e6, "rope_scaling": None}, (1000000, 0.5)),
             ("stablelm", {"rope_parameters": {"rope_type": "default"}, "rope_theta": 2e4}, (20000, 0.25)),
             ("gpt_neox", {"rotary_emb_base": 500, "rotary_pct": 0.5}, (500, 0.5)),
-            ("llama", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}, (1000000, 1.0)),  # no factor of its class
+            ("llama", {"rope_theta": 1e6, "partial_rotary_factor": 0.5}, (1000000, 1.0)),  # the class has no default
         ],
     )
     def test_rotary_positions_are_stated_in_older_configs_as_transformers_reads_them(
@@ -858,7 +859,7 @@ class TestRefusals:
     def test_biases_that_megatron_has_in_all_layers_or_in_none(
         self, architecture: str, more: dict[str, Any], name: str
     ) -> None:
-        """A config may ask for biases of the attention alone, of which o_proj's has no place in Megatron."""
+        """A config may ask for biases only in attention. Megatron has no place for o_proj's bias then."""
         config = config_of(architecture, **more)
         hub = families.saved(config)
         assert hub is not None
@@ -892,7 +893,7 @@ class TestRefusals:
 
 class TestWhatFilesReallyHold:
     def test_tensors_that_follow_from_the_config_are_left_out_and_named(self, tmp_path: Path) -> None:
-        """GPT-2's own files have the causal mask in every layer, and no prefix."""
+        """GPT-2's own files have a causal mask in every layer, and no prefix."""
         hub = saved(tmp_path, "gpt2")
         tensors = {name.removeprefix("transformer."): tensor for name, tensor in hub.items()}
         tensors |= {f"h.{n}.attn.bias": torch.ones(1, 1, 4, 4) for n in range(2)}
@@ -939,7 +940,7 @@ class TestWhatFilesReallyHold:
             check_replicas(moved(tmp_path).tensors[EMBEDDING, WEIGHT], reader)
 
     def test_layers_of_multi_token_prediction(self, tmp_path: Path) -> None:
-        """The release has layer 61 with its own copies of embedding and output layer; transformers drops all of it."""
+        """The release has layer 61 with copies of embedding and output layer. transformers drops the whole layer."""
         hub = saved(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
         there = moved(tmp_path)
         assert arguments(there)["mtp_num_layers"] == 1
@@ -961,7 +962,7 @@ class TestWhatFilesReallyHold:
         assert "num_nextn_predict_layers" in str(error.hint)
 
     def test_a_run_of_transformers_goes_over_the_hubs_names(self) -> None:
-        """Experts that transformers 5 stacks in memory."""
+        """In memory, transformers 5 stacks experts."""
         config = config_of("qwen3_moe")
         memory = to_namespace(hub_of(config), TRANSFORMERS)
         assert ("model.layers.1.mlp.experts.gate_up_proj", WEIGHT) in memory.tensors
@@ -978,7 +979,7 @@ class TestWhatFilesReallyHold:
 
 
 def test_a_model_of_deepseek_v3s_size_takes_seconds() -> None:
-    """46,000 tensors of the Hub; the relation, its proof and both translations."""
+    """Build the relation, its proof and both translations for 46,000 Hub tensors."""
     from transformers import DeepseekV3Config
 
     config = {**DeepseekV3Config().to_dict(), "num_nextn_predict_layers": 1}
@@ -993,13 +994,13 @@ def test_a_model_of_deepseek_v3s_size_takes_seconds() -> None:
 
 
 def test_padding_reads_as_zeros_of_any_dtype() -> None:
-    """What stands for padding is a file of zeros, so every reader of extents reads it."""
+    """Padding points to a file of zeros, so every reader of extents can read it."""
     assert np.fromfile(ZEROS, np.uint8, 64).any() == np.False_
 
 
 @pytest.fixture(scope="module")
 def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the worker found of each case."""
+    """Return the worker's result for each case."""
     pytest.importorskip("megatron.core")
     cases = [(name, *case) for name, case in CASES.items()]
     start = (1, "tests.support.megatron_logits", [str(tmp_path_factory.mktemp("logits")), json.dumps(cases)])
@@ -1016,7 +1017,7 @@ class TestAgainstMegatronCore:
 
     @pytest.mark.parametrize("architecture", TRAINED)
     def test_arguments_are_the_trainers(self, outcome: dict[str, dict[str, Any]], architecture: str) -> None:
-        """But for what a run of the trainer fixes or leaves to its options."""
+        """Differences remain only for arguments that a trainer run fixes or leaves to its options."""
         fixed = {"params_dtype", "bf16", "fp16", "attention_dropout", "hidden_dropout", "mtp_num_layers"}
         padding = {"make_vocab_size_divisible_by", "padded_vocab_size"}
         assert set(outcome[architecture]["arguments"]) <= fixed | padding
@@ -1038,12 +1039,12 @@ class TestAgainstMegatronCore:
     def test_megatrons_optimizer_takes_each_state_for_the_parameter_that_it_is_of(
         self, outcome: dict[str, dict[str, Any]], case: str
     ) -> None:
-        """Of a run of transformers' model; megatron-core numbers parameters in the order of the modules."""
+        """The run comes from transformers. megatron-core numbers parameters in module order."""
         assert outcome[case]["misplaced"] == []
 
     @pytest.mark.parametrize("case", SEEING)
     def test_an_image_between_tokens_gives_the_same_logits(self, outcome: dict[str, dict[str, Any]], case: str) -> None:
-        """The tower is transformers' own, loaded by the names that Megatron-Bridge's model has for its tensors."""
+        """The tower comes from transformers, loaded under Megatron-Bridge's tensor names."""
         if CASES[case][0] in TEXT_ALONE:
             assert outcome[case]["seen"] is None
         else:
@@ -1072,10 +1073,10 @@ def test_sizes_that_the_model_has_no_use_for(
         assert "None" not in refused.err
 
 
-# -- files of ranks ------------------------------------------------------------------------------------------
+# -- rank files ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("asked", [{"tp": 2, "pp": 2, "ep": 2}, {"tp": 2, "ep": 4, "etp": 1}, {"pp": 2}])
 def test_files_of_ranks_are_those_that_each_would_have_for_itself(asked: dict[str, int]) -> None:
-    """Files that differ only in the boxes of tensors that they hold are laid out once."""
+    """Files with other tensor boxes but otherwise equal content are laid out once."""
     layout = Layout(**asked)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_attention_heads": 4}
     hub = hub_of(config_of("qwen3_moe", num_experts=4, num_key_value_heads=2, **sizes))

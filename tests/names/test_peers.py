@@ -1,5 +1,6 @@
-"""`converters/names/megatron/table.py`, `rows.py`, `vision.py`: names against the tables of megatron-bridge 0.3.1 and
-0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5 (`peer_names.py`).
+"""`converters/names/megatron/table.py`, `rows.py`, `vision.py`: peers' tables have the same names.
+
+Peers are megatron-bridge 0.3.1 and 0.6.2, mbridge 0.15.1 and mcore-bridge 1.6.5 (`peer_names.py`).
 """
 
 from __future__ import annotations
@@ -18,33 +19,33 @@ from tests.names.peer_names import RECORD
 from tests.names.test_megatron import config_of, described, hub_of
 
 PEERS: Mapping[str, Mapping[str, list[tuple[str, list[str]]]]] = json.loads(RECORD.read_text())
-#: What is around the language model in mcore-bridge's models; `mbridge` has one such module under a name of its own.
+#: Modules around the language model in mcore-bridge. One module in `mbridge` has another name.
 AROUND = PEERS["mcore-bridge 1.6.5"]
 CASES = [(peer, name) for peer, found in PEERS.items() if found is not AROUND for name in found]
 
-#: What peers name otherwise.  In each case they are wrong, or name what no released file has.
+#: Other names in peers. Each is wrong, or belongs to no released file.
 DIFFERENCES = {
-    # GLM-4.5 has no gate of its shared experts, in transformers or in its files.
+    # GLM-4.5 has no gate for its shared experts, in transformers or in its files.
     ("megatron-bridge 0.3.1", "glm4_moe", "mlp.shared_experts.router.weight"),
-    # A dense MLP in the layer of multi-token prediction, whose Hub names are Megatron's: no release has one.
+    # A dense MLP in the multi-token prediction layer, with Megatron's names on the Hub. No release has it.
     ("megatron-bridge 0.3.1", "glm4_moe", "mlp.linear_fc1.weight"),
     ("megatron-bridge 0.3.1", "glm4v_moe", "mlp.shared_experts.router.weight"),
-    # A tower of megatron-core's own layers, which other ranks share: its checkpoints are refused.
+    # A tower made from megatron-core's layers and split over ranks. ckpt refuses such checkpoints.
     ("mbridge 0.15.1", "qwen2_5_vl", "vision_model.**"),
-    # transformers' tower under another name than Megatron-Bridge's, which is the one that is written; both are read.
+    # transformers' tower under another name. ckpt reads both names and writes Megatron-Bridge's.
     ("mbridge 0.15.1", "glm4v_moe", "vision_model.**"),
-    # K-EXAONE's multi-token prediction, which is left out here, as a note says: transformers' class has none.
+    # K-EXAONE's multi-token prediction. ckpt drops it with a note, because transformers' class lacks it.
     *(
         ("megatron-bridge 0.6.2", "exaone_moe", f"{name}.weight")
         for name in ("enorm", "hnorm", "eh_proj", "final_layernorm")
     ),
-    # Stacks, as released: they are read, and what save_pretrained writes is written.
+    # Stacked experts, as released. ckpt reads them, but writes the names from save_pretrained.
     *(
         ("megatron-bridge 0.6.2", "qwen3_5_moe_text", f"mlp.experts.local_experts.{{e}}.linear_fc{number}.weight")
         for number in (1, 2)
     ),
 }
-#: Norms that megatron-core's own layers have by themselves.
+#: Norms that are separate in megatron-core's own layers.
 _BY_THEMSELVES = {
     "pre_mlp_layernorm.weight": "mlp.linear_fc1.layer_norm_weight",
     "norm.weight": "mixer.in_proj.layer_norm_weight",
@@ -60,12 +61,12 @@ _ON_HUB = re.compile(
     r"^(?:language_model\.|\*\.?)?(?:(?:model\.(?:language_model\.)?|backbone\.)?(?:mtp_)?layers\.[*\d]+\."
     r"|mtp\.(?:layers\.[*\d]+\.)?)"
 )
-#: Where a vision tower has many names of its own, one stands for all.
+#: One name that stands for all names in a vision tower.
 _TOWER = re.compile(r"^vision_model\..*")
 
 
 def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
-    """The Hub's names by Megatron's, in a layer without what the names of the layer begin with."""
+    """Return Hub names by Megatron's names within a layer, without the layer's path prefix."""
     table = table_of(architecture)
     found: dict[str, set[tuple[str, ...]]] = {}
     rows: Iterator[MegatronRow] = iter(
@@ -83,7 +84,7 @@ def ours(architecture: str) -> dict[str, set[tuple[str, ...]]]:
 def theirs(pairs: list[tuple[str, list[str]]]) -> Iterator[tuple[str, tuple[str, ...]]]:
     for megatron, hubs in pairs:
         if megatron.endswith("*") and not _EXPERTS.search(megatron):
-            continue  # the source fills in several names there
+            continue  # the source interpolates several names there
         name = _LAYER.sub("", megatron)
         name = f"mlp.{name}" if name.startswith("shared_experts.") else _TOWER.sub("vision_model.**", name)
         if match := _EXPERTS.fullmatch(name):
@@ -95,12 +96,12 @@ def theirs(pairs: list[tuple[str, list[str]]]) -> Iterator[tuple[str, tuple[str,
 
 @pytest.mark.parametrize(("peer", "architecture"), CASES)
 def test_names_are_the_peers(peer: str, architecture: str) -> None:
-    """MiMo's are the same too, though mbridge leaves the halves of `eh_proj` as they are: it trains other weights."""
+    """MiMo's names agree too. mbridge keeps the halves of `eh_proj` in place, so it trains other weights."""
     known, compared = ours(architecture), 0
     different = set()
     for name, hubs in theirs(PEERS[peer][architecture]):
         places = {name, _BY_THEMSELVES.get(name, name)}
-        # A second copy of the embedding or the output layer is a row of its own here.
+        # A second copy of the embedding or output layer has its own row here.
         if any(hubs in known.get(place, ()) or {(hub,) for hub in hubs} <= known.get(place, set()) for place in places):
             compared += 1
         else:
@@ -111,7 +112,7 @@ def test_names_are_the_peers(peer: str, architecture: str) -> None:
 
 @pytest.mark.parametrize("architecture", [*AROUND, "glm4v_moe of mbridge"])
 def test_modules_under_the_peers_names_are_read(architecture: str) -> None:
-    """mcore-bridge has in one more, `visual`, what is side by side with the language model in Megatron-Bridge's."""
+    """mcore-bridge nests modules in `visual`. Megatron-Bridge has them next to the language model."""
     name, _, other = architecture.partition(" ")
     pairs = [("vision_model.**", ["model.visual.**"])] if other else AROUND[name]
     hub = hub_of(config_of(name))

@@ -1,4 +1,4 @@
-"""`converters/names/transformers/tables.py`: prefixes that transformers removes from names by the type of the model."""
+"""`converters/names/transformers/tables.py`: path prefixes that transformers removes, by model type."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""`converters/names/hub/proof.py`: nothing is written as `hf` under names that the config's architecture does not have,
-unless it is asked for.
-"""
+"""`converters/names/hub/proof.py`: `hf` files have only names of the config's architecture, unless asked otherwise."""
 
 from __future__ import annotations
 
@@ -41,7 +39,7 @@ Change = Callable[[dict[str, torch.Tensor], dict[str, Any]], None]
 
 
 def run(folder: Path, change: Change = lambda tensors, config: None) -> Path:
-    """A run's `full` checkpoint of a tiny Llama, as trained, with its config beside it."""
+    """Save a trained tiny Llama as a `full` checkpoint with its config."""
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig.from_dict(LLAMA))
     tensors, config = {name: tensor.clone() for name, tensor in model.state_dict().items()}, dict(LLAMA)
     change(tensors, config)
@@ -142,7 +140,7 @@ def test_what_is_right_is_written_and_one_line_says_that_it_loads(tmp_path: Path
 
 
 def test_a_name_flipped_in_the_header_is_told_when_it_is_read(tmp_path: Path) -> None:
-    """The config's model tells; the bytes of the file do not."""
+    """Only the model in the config reveals the flip. The file's bytes don't."""
     folder = convert(run(tmp_path / "run"))
     assert ckpt.open(folder).notes == ()
     file = folder / "model.safetensors"
@@ -180,7 +178,7 @@ def test_an_architecture_that_nothing_here_knows(tmp_path: Path, monkeypatch: py
 
 
 def test_a_class_of_another_architecture(tmp_path: Path) -> None:
-    """The config contradicts itself: no class of transformers' has these names."""
+    """The config contradicts itself: no transformers class has these names."""
     folder = run(tmp_path / "run", lambda tensors, config: config.update(architectures=["Qwen2ForCausalLM"]))
     with pytest.raises(UsageError, match="model_type 'llama', Qwen2ForCausalLM"):
         convert(folder)
@@ -196,7 +194,7 @@ def test_a_model_without_a_config_keeps_its_names_unchecked(tmp_path: Path) -> N
     assert loads is not None and loads.can is False and "no model_type" in loads.why
 
 
-# -- what is right is not refused ------------------------------------------------------------------------------
+# -- correct input is accepted ---------------------------------------------------------------------------------
 def hub(folder: Path, tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> Path:
     folder.mkdir()
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -261,7 +259,7 @@ def test_weights_in_mxfp4(tmp_path: Path, wrong: bool) -> None:
 # -- models inside other modules -------------------------------------------------------------------------------
 @pytest.mark.parametrize("prefix", ["_forward_module.", "_forward_module.model.", "model.", "module.net."])
 def test_a_prefix_that_all_names_have_is_left_out_and_it_is_said(tmp_path: Path, prefix: str) -> None:
-    """Lightning's wrapper and a LightningModule's own attribute."""
+    """Lightning's wrapper and a LightningModule's attribute add such path prefixes."""
 
     def wrapped(tensors: dict[str, torch.Tensor], config: dict[str, Any]) -> None:
         every = {prefix + name: tensor for name, tensor in tensors.items()}
@@ -275,12 +273,12 @@ def test_a_prefix_that_all_names_have_is_left_out_and_it_is_said(tmp_path: Path,
     written = load_file(convert(folder) / "model.safetensors")
     assert written.keys() == {name.removeprefix(prefix) for name in truth}
     assert all(torch.equal(written[name.removeprefix(prefix)], tensor) for name, tensor in truth.items())
-    again = ckpt.plan(ckpt.open(folder, "full"), "dcp").plan  # what the run itself goes on from keeps its names
+    again = ckpt.plan(ckpt.open(folder, "full"), "dcp").plan  # the run's own checkpoint keeps its names
     assert {fqn for fqn, _ in again.checkpoint.tensors} == {name.removeprefix("module.") for name in truth}
 
 
 def test_a_model_whose_own_names_have_one_beginning_is_in_no_other_module(tmp_path: Path) -> None:
-    """In memory all of gemma3 is below `model`, as no file of its is."""
+    """In memory, all of gemma3 is below `model`, but none of its files are."""
     parts = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.Gemma3Config(
         text_config={**parts, "vocab_size": 64, "head_dim": 8, "num_key_value_heads": 1},
@@ -300,7 +298,7 @@ def test_a_model_whose_own_names_have_one_beginning_is_in_no_other_module(tmp_pa
     )
 
 
-# -- what loads and is not the Hub's ---------------------------------------------------------------------------
+# -- models that load, but not under the Hub's names -----------------------------------------------------------
 def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path: Path) -> None:
     config = transformers.MixtralConfig(
         hidden_size=16,
@@ -321,7 +319,7 @@ def test_names_that_only_transformers_loads_are_a_problem_of_the_folder(tmp_path
 
 
 def test_a_config_without_a_class_judges_no_names(tmp_path: Path) -> None:
-    """Whisper's config makes a decoder alone by default; a shape it contradicts, or other names, are still refused."""
+    """By default Whisper's config builds only a decoder. Contradicting shapes and other names are still refused."""
     transformers = pytest.importorskip("transformers")
     sizes = {"d_model": 16, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16}
     heads = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "vocab_size": 32, "num_mel_bins": 8}

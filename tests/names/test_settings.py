@@ -1,6 +1,4 @@
-"""`converters/names/megatron/settings.py`, `run_settings.py`, `config_against_args.py`: no recorded setting passes in
-silence.
-"""
+"""`converters/names/megatron/settings.py`, `run_settings.py`, `config_against_args.py`: no setting is ignored."""
 
 from __future__ import annotations
 
@@ -46,7 +44,7 @@ FIELDS = {
 }
 RUNS = ["megatron-lm", "megatron-lm-muon", "megatron-llm-jp/run", "megatron-torch-dcp", "megatron-0.15-fully"]
 RUNS += ["megatron-0.17-dp", "megatron-0.18-dp", "megatron-dist-flattened", "megatron-fsdp", "megatron-bridge-run/run"]
-#: Fields that tensors decide: with another value names or shapes differ, which readers and relations refuse.
+#: Fields checked through tensors: other values change names or shapes, so readers and relations refuse them.
 BY_TENSORS = names_in(
     """
     add_bias_linear add_qkv_bias ffn_hidden_size qk_layernorm moe_ffn_hidden_size moe_layer_freq mtp_num_layers
@@ -54,7 +52,7 @@ BY_TENSORS = names_in(
     linear_attention_freq is_hybrid_model
     """
 )
-#: Fields that only mean something next to another one, which is compared.
+#: Fields with meaning only together with another, compared field.
 LATENT = """
     q_lora_rank kv_lora_rank qk_head_dim qk_pos_emb_head_dim v_head_dim rope_type mscale mscale_all_dim beta_fast
     beta_slow original_max_position_embeddings rotary_scaling_factor
@@ -64,12 +62,12 @@ BY_OTHERS: dict[str, dict[str, Any]] = {
     "moe_router_group_topk": {"moe_router_num_groups": 4},
     "moe_router_num_groups": {"moe_router_group_topk": 1},
 }
-#: Names under which messages have a field.
+#: Names of fields in messages.
 SAID = {"layernorm_epsilon": "norm_epsilon", "layernorm_zero_centered_gamma": "apply_layernorm_1p"}
 SAID |= dict.fromkeys(("rope_type", "mscale", "mscale_all_dim"), "rotary_scaling_factor")
 
 
-#: Values that change something, of fields whose other values may not.
+#: Values with an effect, for fields with other values that have none.
 VALUES: dict[str, list[Any]] = {
     "num_query_groups": [9],
     "window_size": [(3, 0), "something"],
@@ -80,7 +78,7 @@ VALUES: dict[str, list[Any]] = {
     "moe_router_topk_scaling_factor": [2.5],
     "moe_token_dropping": [],  # True is Megatron-DeepSpeed's default
     "moe_router_pre_softmax": [],  # the class's own is True
-    "mrope_section": [],  # in a text the same
+    "mrope_section": [],  # no effect on text
     "num_moe_experts": [],  # read as num_experts
 }
 
@@ -89,7 +87,7 @@ LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq
 LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 2.0, "mscale": 0.7, "mscale_all_dim": 0.7}
 YARN |= {"beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 64}
-#: Entries of configs beside those of the architecture alone, by a name of such a model.
+#: Extra config entries and their architecture, by name of the model.
 CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3 with YaRN": ("deepseek_v3", {"rope_parameters": YARN}),
     "gpt_neox in parallel": ("gpt_neox", {"use_parallel_residual": True}),
@@ -99,20 +97,20 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @cache
 def model_of(model: str) -> tuple[Table, Sizes]:
-    """Return the table and the sizes of an architecture, or of one of `CONFIGS`."""
+    """Return table and sizes for an architecture or a name in `CONFIGS`."""
     architecture, more = CONFIGS.get(model, (model, {}))
     table = table_of(architecture)
     return table, table.family.sizes(config_of(architecture, **more))
 
 
 def run_of(architecture: str, **recorded: Any) -> tuple[Checkpoint, Table, Sizes]:
-    """Return a run of an architecture with the arguments of its config, and with more."""
+    """Return a run of an architecture with the arguments from its config and more."""
     table, sizes = model_of(architecture)
     state = TrainingState(args={**table.args(sizes), **recorded})
     return Checkpoint("run", "megatron", {}, (), namespace=MEGATRON, state=state), table, sizes
 
 
-#: Models with fields that mean nothing to others.
+#: Models for fields without meaning in other models.
 MODELS = {
     **dict.fromkeys(LATENT.split(), "deepseek_v3 with YaRN"),
     **dict.fromkeys(("mamba_state_dim", "mamba_head_dim", "mamba_num_groups", "mamba_num_heads"), "nemotron_h"),
@@ -151,7 +149,7 @@ def test_code_that_builds_another_model_is_refused_and_hooks_of_a_training_are_n
 
 
 def other_values(name: str) -> list[Any]:
-    """Return values of a field that are not its default."""
+    """Return non-default values of a field."""
     default = FIELDS[name].default
     if default is MISSING or default is None or callable(default):
         return ["something", 7, True, [1, 0]]
@@ -163,14 +161,14 @@ def other_values(name: str) -> list[Any]:
 
 
 def test_no_field_with_another_value_passes_in_silence() -> None:
-    """Draw fields and values: each is refused by name, or is a setting of the training program."""
+    """Random fields and values are refused by name, unless they are settings of the training program."""
     draw = random.Random(40)
     compared = 0
     for name in FIELDS:
         if is_run_setting(name) or name in BY_TENSORS:
             continue
         value = draw.choice([one for one in VALUES.get(name, other_values(name)) if not is_off(one)] or [None])
-        if value is None:  # a flag that is on by default
+        if value is None:  # a flag with default True
             continue
         more = BY_OTHERS.get(name, {})
         said = refusal(MODELS.get(name, "qwen3_moe"), **{**more, name: value})
@@ -180,7 +178,7 @@ def test_no_field_with_another_value_passes_in_silence() -> None:
     assert compared > 45
 
 
-#: Arguments with which a name in `COMPARED` means something: a model, and what it records besides.
+#: Arguments that make a name in `COMPARED` meaningful: a model and other recorded arguments.
 WITH: dict[str, tuple[str, dict[str, Any]]] = {
     "num_key_value_heads": (
         "llama",
@@ -198,7 +196,7 @@ DEPENDING += ["qwen3_vl", "gpt2", "megatron-bert"]
 
 
 def outcome(model: str, recorded: dict[str, Any]) -> Any:
-    """Return what a run with these settings ends in: its refusal or notes, and the tensors that it should have."""
+    """Return a run's result: its refusal or notes, and its expected tensors."""
     run, table, sizes = run_of(model, **recorded)
     try:
         said: Any = refuse_another_models(run, table, sizes)
@@ -289,7 +287,7 @@ def test_an_accepted_setting_is_ignored_and_named() -> None:
         ("gpt_neox", {}, None),
         ("gpt_neox", {"gpt_j_residual": True}, "use_parallel_residual False"),
         ("gpt_neox in parallel", {}, None),
-        ("gpt_neox in parallel", {"gpt_j_residual": None}, None),  # in files of GPT-NeoX only the config decides
+        ("gpt_neox in parallel", {"gpt_j_residual": None}, None),  # in GPT-NeoX files only the config decides
         ("gpt_neox in parallel", {"gpt_j_residual": False}, "gpt_j_residual False"),
         ("qwen3_moe", {"num_experts": None, "num_moe_experts": 99}, "num_experts 99"),
         ("qwen3_moe", {"num_experts": None, "num_moe_experts": 5}, None),
@@ -326,7 +324,7 @@ def test_what_is_refused_and_what_is_not(architecture: str, recorded: dict[str, 
     ],
 )
 def test_two_names_of_a_setting_have_one_value(model: str, recorded: dict[str, Any], wrong: dict[str, Any]) -> None:
-    """The second name was ignored in silence if the first agreed with the config."""
+    """The second name was silently ignored if the first agreed with the config."""
     grouped = {"group_query_attention": True} if "num_query_groups" in recorded else {}
     assert refusal(model, **grouped, **recorded) is None
     assert refusal(model, **grouped, **{**recorded, **wrong})
@@ -384,7 +382,7 @@ def test_recorded_layers_of_multi_token_prediction_are_there(
     try:
         refuse_another_models(run, table, sizes)
     except (CorruptError, LossError) as error:
-        assert ("multi-token prediction" in str(error)) is not passes  # a repeated layer has no place in a config
+        assert ("multi-token prediction" in str(error)) is not passes  # a config can't express a repeated layer
     else:
         assert passes
 
@@ -394,7 +392,7 @@ def test_recorded_layers_of_multi_token_prediction_are_there(
     "name", ["rotary_scaling_factor", "beta_fast", "beta_slow", "original_max_position_embeddings"]
 )
 def test_yarn_is_compared_however_a_run_records_it(name: str, together: bool) -> None:
-    """In one argument, or as the fields of megatron-core's config."""
+    """A run records YaRN in one argument, or as fields in megatron-core's config."""
     args = run_of("gpt_oss")[0].state.args or {}
     fields = {
         one: args.get(f"yarn_{one}", args.get(one))

@@ -1,5 +1,6 @@
-"""`converters/names/megatron/vision.py` and the tables of models with images: names in files, other releases' names,
-optimizer states, refusals.  `test_megatron.py` has what holds for all tables, and the logits.
+"""`converters/names/megatron/vision.py` and tables for models with images: file names, releases, optimizers, errors.
+
+`test_megatron.py` has the tests for all tables, and the logits.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from tests.support.megatron_logits import random_model
 from tests.support.tiny_sizes import even_sizes, tiny_sizes
 
 SEEING = sorted(name for name in architectures() if name in COMPOSITES)
-#: Where CLIP and SigLIP have one module more on the Hub than in a model of a config.
+#: Position of a module that CLIP and SigLIP have on the Hub, but not in a model built from a config.
 TOWER = re.compile(r"^vision_tower\.(?=embeddings\.\w+_embedding\b|encoder\.layers|p\w+norm|head\.)")
 LAYER = "language_model.decoder.layers.0.self_attention"
 
@@ -49,7 +50,7 @@ def test_tables_of_both_sides_are_of_the_same_tensors(model_type: str) -> None:
 
 @pytest.mark.parametrize("model_type", SEEING)
 def test_files_of_ranks_have_the_names_of_megatron_bridges_model(model_type: str, tmp_path: Path) -> None:
-    """The language model has a prefix, each tensor parallel rank of the first stage the whole tower, no other any."""
+    """The language model has a path prefix. Only ranks in the first stage have the tower, and each has all of it."""
     hub = saved(tmp_path / "hub", model_type, **even_sizes(model_type, {}))
     folder = written(api.open(tmp_path / "hub"), "megatron", tmp_path / "out", tp=2, pp=2) / "release"
     ranks = {
@@ -129,7 +130,7 @@ def test_two_spellings_of_one_tensor_are_refused(tmp_path: Path) -> None:
 
 
 def test_experts_that_a_release_has_with_its_dims_exchanged(tmp_path: Path) -> None:
-    """The files of Qwen3-VL's release have each expert as [in, out], what transformers 5 saves [out, in]."""
+    """Qwen3-VL's release stores each expert as [in, out], but transformers 5 saves [out, in]."""
     hub = saved(tmp_path / "hub", "qwen3_vl_moe")
     config = json.loads((tmp_path / "hub" / "config.json").read_text())
     released = {name: t.transpose(1, 2).contiguous() if ".experts." in name else t for name, t in hub.items()}
@@ -141,7 +142,7 @@ def test_experts_that_a_release_has_with_its_dims_exchanged(tmp_path: Path) -> N
 
 
 def test_a_square_stack_among_exchanged_ones_is_refused() -> None:
-    """transformers would take it as it is, and so compute with the transposed matrix."""
+    """Without the refusal, transformers would load it unchanged and compute with the transposed matrix."""
     config = config_of("qwen3_vl_moe")
     config["text_config"] = {
         **config["text_config"],
@@ -156,7 +157,7 @@ def test_a_square_stack_among_exchanged_ones_is_refused() -> None:
     )
 
 
-#: Configs as releases have them: shapes stand for themselves, and what the class takes for what is not there.
+#: Released configs. They state shapes and omit entries with the class's defaults.
 RELEASED: dict[str, dict[str, Any]] = {
     "llava-1.5-7b": {
         "model_type": "llava",
@@ -251,7 +252,7 @@ RELEASED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("release", RELEASED)
 def test_a_config_of_a_release_means_what_transformers_reads_in_it(release: str) -> None:
-    """Sizes that are flat, or left to the class, and words of an earlier release."""
+    """Sizes may be flat or left to the class, and entries may come from an earlier release."""
     from transformers import AutoConfig
 
     config = RELEASED[release]
@@ -278,7 +279,7 @@ def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> No
 
 @pytest.mark.parametrize("model_type", ["mistral3", "internvl"])
 def test_an_output_layer_that_is_stored_is_one_where_no_config_says(model_type: str) -> None:
-    """The class ties it by default, and transformers does not where files have another."""
+    """The class ties the layer by default, but transformers unties it if files have a separate layer."""
     config = config_of(model_type)
     hub = hub_of(config)
     del config["tie_word_embeddings"]
@@ -300,7 +301,7 @@ def _file_of(state: dict[str, torch.Tensor], folder: Path) -> Path:
 
 
 def test_a_tower_of_megatron_cores_own_layers_is_refused(tmp_path: Path) -> None:
-    """Megatron-LM's LLaVAModel and mbridge's models have one, whose tensors tensor parallel ranks share."""
+    """Megatron-LM's LLaVAModel and mbridge's models have such a tower, split over tensor parallel ranks."""
     state = {"language_model.embedding.word_embeddings.weight": torch.zeros(4, 2)}
     state |= {f"{LAYER}.linear_qkv.weight": torch.zeros(6, 2)}
     state["vision_model.decoder.layers.0.self_attention.linear_proj.lora.weight"] = torch.zeros(2, 2)
@@ -316,7 +317,7 @@ def test_a_language_model_without_its_other_modules_is_refused(tmp_path: Path) -
 
 
 def test_a_text_model_that_megatron_cannot_compute_is_refused() -> None:
-    """Ministral 3 scales queries by their position."""
+    """Ministral 3 scales queries by position."""
     config = config_of("mistral3", text_config={**tiny_sizes("mistral3")["text_config"], "model_type": "ministral3"})
     found = composites.saved(config)
     assert found is not None
@@ -326,7 +327,7 @@ def test_a_text_model_that_megatron_cannot_compute_is_refused() -> None:
 
 @pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl_moe"])
 def test_a_resume_keeps_the_optimizers_states(model_type: str, tmp_path: Path) -> None:
-    """From HF Trainer's folder to the files of two ranks and back by way of `torch_dist`, every state bit for bit."""
+    """From HF Trainer to two ranks' files and back through `torch_dist`, every state stays bit for bit."""
     model = random_model(model_type, even_sizes(model_type, {}))
     source = api.open(trained(model, tmp_path / "run"))
     assert {role for _, role in source.tensors} >= {"exp_avg", "exp_avg_sq"}
@@ -338,12 +339,12 @@ def test_a_resume_keeps_the_optimizers_states(model_type: str, tmp_path: Path) -
         assert len(keys) > 100
         for fqn, role in keys:
             assert raw(back[fqn, role][...]) == raw(source[fqn, role][...]), (fqn, role)
-    with pytest.raises(LossError, match="in another order"):  # keys of torch_dist are in none
+    with pytest.raises(LossError, match="in another order"):  # torch_dist keys have no order
         written(api.open(dist), "megatron", tmp_path / "no")
 
 
 def test_buffers_of_the_distributed_optimizer_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They lie in the order of modules, which keys do not tell of transformers'."""
+    """The buffers follow transformers' module order, but the keys don't record it."""
     from converters.megatron.dist import read
 
     saved(tmp_path / "hub", "qwen2_vl")

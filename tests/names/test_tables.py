@@ -1,5 +1,6 @@
-"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/saving.py`: the tables of what the Hub's
-files hold, against what transformers' models of the same config really save.
+"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/saving.py`: tables of Hub files.
+
+They must match what transformers' models save for the same config.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from tests.support.twins import SAME_NAMES, TWINS, twin_of
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-#: No two sizes are the same, so that none is taken for another.  Applied as far as a config class has the attribute.
+#: All sizes differ, so that a mix-up shows. Each applies if the config class has the attribute.
 SIZES: dict[str, Any] = {
     **dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32),
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads"), 4),
-    "num_layers": 24,  # GPT-Neo's list of kinds of layers has as many
+    "num_layers": 24,  # length of GPT-Neo's list of layer kinds
     **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 5),
     "num_key_value_heads": 2,
     "head_dim": 10,
@@ -57,7 +58,7 @@ SIZES: dict[str, Any] = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-#: What else changes which tensors there are: each value is tried by itself where the class has the entry.
+#: Other entries that change the tensors. Each value is tried separately if the class has the entry.
 CHANGES: dict[str, Any] = {
     "decoder_sparse_step": 2,
     "mlp_only_layers": [1],
@@ -71,21 +72,21 @@ CHANGES: dict[str, Any] = {
     "block_size": 16,
     "max_position_embeddings": 73,
 }
-#: Entries that the class has turned round, one by one.
+#: Flags to invert one at a time.
 FLAGS = (
     *("attention_bias", "attention_out_bias", "mlp_bias", "use_bias", "qkv_bias", "use_qkv_bias", "lm_head_bias"),
     *("tie_word_embeddings", "use_qk_norm", "qk_layernorm", "use_parallel_residual", "multi_query", "use_conv_bias"),
 )
-#: Types whose class is another's.
+#: Model types that use another type's class.
 BORROWED = {"internlm3": "llama", "iquestcoder": "llama"}
-#: Classes read it from the config whether or not they declare it, but for these.
+#: Exceptions: other classes read `head_dim` from the config even if they don't declare it.
 NO_HEAD_DIM = ("phi", "gpt2")
 
 
 def variants(model_type: str) -> list[dict[str, Any]]:
     known = transformers.CONFIG_MAPPING[model_type]().to_dict()
     found: list[dict[str, Any]] = [{}]
-    if model_type == "internlm3":  # whose class has these two alike
+    if model_type == "internlm3":  # its class sets both together
         return [*found, {"attention_bias": True, "mlp_bias": True}]
     found += [{flag: not known[flag]} for flag in FLAGS if flag in known]
     found += [{name: value} for name, value in CHANGES.items() if name in known]
@@ -99,7 +100,7 @@ def base_of(model_type: str) -> dict[str, Any]:
 
 
 def really_saved(model_type: str, cls: Any, change: dict[str, Any], folder: Path) -> tuple[dict, dict]:
-    """The config.json that `save_pretrained` writes, and the tensors' shapes by name."""
+    """Save a model and return its config.json and the tensor shapes by name."""
     config = transformers.CONFIG_MAPPING[model_type].from_dict({**base_of(model_type), **change})
     config.num_labels = 3
     cls(config).save_pretrained(folder)
@@ -130,7 +131,7 @@ def test_a_table_says_what_is_really_saved(tmp_path: Path, model_type: str) -> N
 
 @pytest.mark.parametrize("model_type", ["gemma2", "gpt_neox", "qwen3_moe"])
 def test_transformers_is_asked_for_what_it_really_saves(tmp_path: Path, model_type: str) -> None:
-    """The second opinion, by itself."""
+    """The second opinion, alone."""
     for tied in (False, True):
         cls = getattr(transformers, FAMILIES[model_type].stem + "ForCausalLM")
         config, truth = really_saved(model_type, cls, {"tie_word_embeddings": tied}, tmp_path / str(tied))
@@ -148,10 +149,10 @@ def test_a_model_type_without_a_class_has_the_tensors_of_its_twin(model_type: st
     assert found.required == other.required
 
 
-#: `ministral`'s class takes no silent config.
+#: `ministral`'s class rejects a config without these entries.
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TWINS.keys() - {"ministral"}))
 def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> None:
-    """transformers 4 wrote no entry that had its base class's value; a release may lack what came later."""
+    """Configs from transformers 4 omit the base class's defaults. A release may lack entries added later."""
     family = FAMILIES[model_type]
     config = {**base_of(model_type), "model_type": model_type, "architectures": [family.stem + family.causal]}
     silent = {name: value for name, value in config.items() if value is not None and name != "head_dim"}
@@ -162,7 +163,7 @@ def test_what_a_config_leaves_out_is_what_its_class_takes(model_type: str) -> No
 
 @pytest.mark.parametrize("model_type", sorted(FAMILIES.keys() - TWINS.keys()))
 def test_entries_that_a_class_does_not_read_change_nothing(model_type: str) -> None:
-    """As another architecture's configs have them, of whose names this one's may be."""
+    """A config may come from another architecture with the same tensor names."""
     known, family = transformers.CONFIG_MAPPING[model_type], FAMILIES[model_type]
     stray = dict.fromkeys(set(FLAGS) - known().to_dict().keys() - known.attribute_map.keys(), True)
     config = known.from_dict(base_of(model_type)).to_dict() | {"architectures": [family.stem + family.causal]}
@@ -187,7 +188,7 @@ def test_megatrons_tables_and_these_are_of_the_same_tensors(model_type: str) -> 
 
 
 def test_layers_of_multi_token_prediction_may_be_there() -> None:
-    """A release of DeepSeek-V3 has them; transformers leaves them out."""
+    """DeepSeek-V3's release has the layers, but transformers omits them."""
     config = {**base_of("deepseek_v3"), "model_type": "deepseek_v3", "num_nextn_predict_layers": 1}
     found = families.saved(config)
     assert found is not None

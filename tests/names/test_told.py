@@ -1,4 +1,4 @@
-"""`converters/names/megatron/shapes_from_args.py`: the tensors that Megatron-LM's arguments tell of."""
+"""`converters/names/megatron/shapes_from_args.py`: tensors derived from Megatron-LM's arguments."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from converters.names.megatron.model.spelling import OUTPUT
 from converters.names.megatron.shapes_from_args import check_args, told, told_of
 from tests.names.test_megatron import CASES, config_of, relation_of, table_of
 
-#: Those without which nothing is told.
+#: Arguments required to derive any tensor.
 SIZES = {"num_layers": 2, "hidden_size": 8, "ffn_hidden_size": 16, "num_attention_heads": 2, "kv_channels": 4}
-#: Architectures whose layers are not all of one kind, or attend otherwise: their arguments tell of nothing here.
+#: Architectures with mixed layers or other attention. Their arguments predict no tensors here.
 UNTOLD = {
     "deepseek_v2",
     "deepseek_v3",
@@ -32,7 +32,7 @@ UNTOLD = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_arguments_tell_of_what_the_table_has(case: str) -> None:
-    """Each tensor of it, in its shape; the table was proved on megatron-core's own models."""
+    """Every predicted tensor has the table's shape. megatron-core's own models prove the table."""
     architecture, more = CASES[case]
     relation, sizes = relation_of(config_of(architecture, **more), padded=384)
     args = {**table_of(architecture).args(sizes), "padded_vocab_size": 384}
@@ -73,7 +73,7 @@ def test_arguments_that_are_not_all_there_tell_of_nothing() -> None:
     ],
 )
 def test_arguments_of_another_kind_tell_of_nothing(more: dict[str, Any]) -> None:
-    """With the first, examples of Megatron-LM have sizes that differ from these arguments."""
+    """Megatron-LM's examples with the first setting have sizes that differ from these arguments."""
     assert told({**SIZES, **more}) == {}
 
 
@@ -88,12 +88,12 @@ def test_arguments_of_another_kind_tell_of_nothing(more: dict[str, Any]) -> None
     ],
 )
 def test_layers_that_have_other_tensors_are_held_against_nothing(name: str) -> None:
-    """As of attention that a derived trainer has without an argument for it."""
+    """A derived trainer may have other attention without an argument for it."""
     check_args(SIZES, {f"decoder.layers.1.{name}": (8,)}, Path("run"))
 
 
 def test_the_head_of_a_reward_model_and_norms_of_all_heads_are_not_refused() -> None:
-    """The first as in `--task_type seq_cls` of ms-swift, the second as in OLMoE."""
+    """ms-swift's `--task_type seq_cls` has such a head, and OLMoE such norms."""
     args = {**SIZES, "padded_vocab_size": 32, "untie_embeddings_and_output_weights": True, "qk_layernorm": True}
     shapes = told(args)
     norms = {name: (8,) for name in shapes if "q_layernorm" in name}

@@ -1,4 +1,4 @@
-"""`converters/names/torchtitan.py`: torchtitan's checkpoints, against what its own adapters make of them."""
+"""`converters/names/torchtitan.py`: torchtitan's checkpoints match the output of its own adapters."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_hubs_files_are_those_of_torchtitans_adapter(fixtures: Path, tmp_pat
 
 
 def test_an_optimizers_states_are_turned_alike(fixtures: Path) -> None:
-    """Its moments have the shape of their parameter, and the order of its rows."""
+    """Moments have their parameter's shape and row order."""
     source = ckpt.open(fixtures / "torchtitan-llama3" / "step-2", "dcp")
     named = torchtitan.to_hub(source)
     assert named.namespace == HUB
@@ -61,13 +61,13 @@ def test_its_own_runs_go_on_under_its_names(fixtures: Path, tmp_path: Path) -> N
 
 
 def stored(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Keys and shapes of all that a DCP folder holds, as torch reads them."""
+    """Return keys and shapes in a DCP folder, as read by torch."""
     found = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
     return {key: tuple(getattr(value, "size", ())) for key, value in found.items()}
 
 
 def test_a_run_is_written_in_the_layout_that_it_loads(fixtures: Path, tmp_path: Path) -> None:
-    """The model at the top and the optimizer flattened: every key of torchtitan's own, and no other."""
+    """The model is at the top and the optimizer flattened, with exactly torchtitan's keys."""
     folder = fixtures / "torchtitan-llama3" / "step-2"
     ckpt.plan(ckpt.open(folder, "dcp"), "dcp", Layout(world_size=2)).run(tmp_path / "dcp")
     assert stored(tmp_path / "dcp") == stored(folder)
@@ -79,7 +79,7 @@ def test_a_run_is_written_in_the_layout_that_it_loads(fixtures: Path, tmp_path: 
 
 
 def test_a_model_of_the_hub_is_written_as_torchtitan_has_it(fixtures: Path, tmp_path: Path) -> None:
-    """Against the tensors that torchtitan 0.3.0 saved, from what its adapter made of them."""
+    """The result must match torchtitan 0.3.0's tensors. The source is its own adapter's output."""
     folder = fixtures / "torchtitan-llama3-0.3"
     hub = tmp_path / "hub"
     hub.mkdir()
@@ -102,7 +102,7 @@ def test_names_that_a_format_does_not_write(fixtures: Path) -> None:
 
 
 def test_without_a_config_names_stay(fixtures: Path, tmp_path: Path) -> None:
-    """Nothing tells the number of heads, without which queries cannot be turned."""
+    """Queries can't be permuted without the number of heads."""
     shutil.copytree(fixtures / "torchtitan-llama3" / "step-2", tmp_path / "step-2")
     loads = ckpt.plan(ckpt.open(tmp_path / "step-2"), "hf").plan.target.loads
     assert loads is not None and loads.can is False and loads.why == "config.json is missing"

@@ -1,5 +1,6 @@
-"""`converters/names/transformers/relation.py`, `transformers_source.py`, `ties.py`: transformers' names in memory
-against the Hub's, with `save_pretrained` and `from_pretrained` as the oracle.
+"""`converters/names/transformers/relation.py`, `transformers_source.py`, `ties.py`: names in memory and on the Hub.
+
+`save_pretrained` and `from_pretrained` are the oracle.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from tests.support.loaded import save_loaded
 
 transformers = pytest.importorskip("transformers", minversion="5")
 
-#: What the Hub's files are to have, as a pattern, and whether memory differs from it.
+#: True if memory differs from the Hub, and a pattern that Hub files must contain.
 MODELS: dict[str, tuple[bool, str]] = {
     "llama": (False, r"model\.layers\.1\.mlp\.gate_proj\.weight"),
     "mistral": (False, r"model\.layers\.1\.mlp\.gate_proj\.weight"),
@@ -62,12 +63,12 @@ MODELS: dict[str, tuple[bool, str]] = {
     "hunyuan_v1_moe": (True, r"model\.layers\.1\.mlp\.experts\.11\.up_proj\.weight"),
     "ernie4_5_moe": (True, r"model\.layers\.1\.mlp\.experts\.11\.up_proj\.weight"),
     "nemotron_h": (True, r"backbone\.layers\..*"),
-    # scoped tables, and prefixes that the Hub has elsewhere
+    # scoped tables, and path prefixes at another place on the Hub
     "llava": (True, r"language_model\.model\.layers\.1\.mlp\.up_proj\.weight"),
     "qwen2_vl": (True, r"visual\.blocks\.0\.norm1\.weight"),
     "qwen2_5_vl": (True, r"visual\.blocks\.0\.norm1\.weight"),
     "gemma3": (True, r"language_model\.model\.layers\.1\.mlp\.up_proj\.weight"),
-    # tensors that are fused the other way round, permuted row by row, reshaped
+    # tensors fused in the other direction, permuted by rows, or reshaped
     "mistral_large4": (True, r"vision_encoder\..*\.attention\.wq\.weight"),
     "inkling2_text": (True, r".*experts\.w13_weight"),
     "vit": (True, r".*attention\.attention\.query\.weight"),
@@ -76,17 +77,17 @@ MODELS: dict[str, tuple[bool, str]] = {
 
 
 def without_aliases(model: Any) -> dict[str, torch.Tensor]:
-    """The state dict as an engine stores it: tied tensors once."""
+    """Return the state dict as an engine stores it, with tied tensors once."""
     aliases = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     aliases -= {name for name, _ in model.named_parameters()}
-    if aliases:  # `named_parameters` keeps the first name, transformers the one that is no declared alias
+    if aliases:  # `named_parameters` keeps the first name, transformers the undeclared alias
         aliases = set(model.get_expanded_tied_weights_keys(all_submodels=True))
     ignored = aliases | set(model._keys_to_ignore_on_save or ())
     return {name: tensor for name, tensor in model.state_dict().items() if name not in ignored}
 
 
 class Saved:
-    """A tiny model: what is in memory, and what `save_pretrained` made of it."""
+    """A tiny model in memory and its files from `save_pretrained`."""
 
     def __init__(self, model_type: str, folder: Path) -> None:
         model = tiny_model(model_type)
@@ -100,7 +101,7 @@ class Saved:
         save_file(contiguous, self.plain / "model.safetensors", metadata={"format": "pt"})
 
     def in_memory(self) -> Checkpoint:
-        """As a training checkpoint describes it."""
+        """Return the model as a training checkpoint describes it."""
         checkpoint = HF.read(self.plain, ReadRequest())
         folders = (str(self.hub),)
         return replace(checkpoint, config=self.config, namespace=TRANSFORMERS, folders=folders)
@@ -129,13 +130,13 @@ def to_memory(checkpoint: Checkpoint) -> Checkpoint:
 
 @pytest.fixture
 def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model is one that only the installed transformers knows."""
+    """Make only the installed transformers know the model."""
     monkeypatch.setattr(relations, "declared", lambda config: None)
 
 
 @pytest.mark.parametrize("model_type", MODELS)
 def test_what_is_in_memory_becomes_the_file_that_save_pretrained_writes(tmp_path: Path, model_type: str) -> None:
-    """Byte for byte the whole safetensors file; and what is read back is what was in memory."""
+    """The whole safetensors file is equal byte for byte, and reading it restores the memory names."""
     differs, pattern = MODELS[model_type]
     saved = Saved(model_type, tmp_path)
     checkpoint = saved.in_memory()
@@ -155,7 +156,7 @@ def test_what_is_in_memory_becomes_the_file_that_save_pretrained_writes(tmp_path
 
 @pytest.mark.parametrize("model_type", ["mixtral", "qwen3_moe", "deepseek_v3", "gpt_neox", "llava", "vit"])
 def test_names_that_are_the_hubs_already_pass_unchanged(tmp_path: Path, model_type: str) -> None:
-    """A run under transformers 4 held per-expert tensors in memory."""
+    """A run under transformers 4 has per-expert tensors in memory."""
     saved = Saved(model_type, tmp_path)
     checkpoint = replace(HF.read(saved.hub, ReadRequest()), namespace=TRANSFORMERS)
     assert relation(saved.config, shapes(checkpoint), "to_hub") is None
@@ -189,7 +190,7 @@ def test_names_of_ones_own_beside_a_models_stay(tmp_path: Path) -> None:
 
 
 def test_the_class_that_was_trained_is_found_by_its_names(tmp_path: Path) -> None:
-    """The base model's names have no `model.` in front; the config may still tell of the causal model."""
+    """The base model's names lack `model.`, though the config may name the causal model."""
     config = tiny_config("qwen3_moe")
     model = transformers.AutoModel.from_config(config)
     stated = {**config.to_dict(), "architectures": ["Qwen3MoeForCausalLM"]}
@@ -206,7 +207,7 @@ def test_architectures_that_say_nothing(tmp_path: Path, architectures: object) -
 
 
 def test_old_names_are_taken_in_but_never_written(tmp_path: Path) -> None:
-    """BERT's first files have `LayerNorm.gamma`; `save_pretrained` writes `LayerNorm.weight`."""
+    """BERT's first files have `LayerNorm.gamma`, but `save_pretrained` writes `LayerNorm.weight`."""
     saved = Saved("bert", tmp_path)
     now = shapes(saved.in_memory())
     assert relation(saved.config, now, "to_hub") is None and relation(saved.config, now, "to_memory") is None
@@ -216,7 +217,7 @@ def test_old_names_are_taken_in_but_never_written(tmp_path: Path) -> None:
 
 
 def test_a_file_of_the_base_model_gets_the_prefix(tmp_path: Path) -> None:
-    """The first GPT-2 files lack `transformer.`; memory, and what is saved from there, has it."""
+    """The first GPT-2 files lack `transformer.`, but memory and saved files have it."""
     saved = Saved("gpt2", tmp_path)
     now = shapes(saved.in_memory())
     bare = {name.removeprefix("transformer."): shape for name, shape in now.items()}
@@ -246,7 +247,7 @@ def test_experts_that_do_not_fit_together_are_refused(tmp_path: Path, change: st
 
 
 class Doubling:
-    """An operation of a transformers to come that is no rearrangement."""
+    """Operation of a future transformers release that is not a rearrangement."""
 
     supports_many_to_many = False
 
@@ -274,7 +275,7 @@ def test_an_operation_that_is_no_rearrangement_is_refused_by_name(monkeypatch: p
     with pytest.raises(LossError, match="mul") as caught:
         relation(config, {"model.layers.0.self_attn.q_proj.weight": (32, 32)}, "to_hub")
     assert caught.value.fqn == "model.layers.0.self_attn.q_proj.weight"
-    # not of a tensor that is not there
+    # missing source tensor
     assert relation(config, {"model.norm.weight": (32,)}, "to_hub") is None
 
 
@@ -311,7 +312,7 @@ def test_a_hostile_config_is_refused_at_once(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", HOSTILE)
 def test_a_hostile_config_of_a_model_in_the_tables(config: dict[str, Any]) -> None:
-    """They build no model: what would make them lay out too much is refused, and nothing else is looked at."""
+    """Tables build no model. Configs with too many layers are refused, and other entries are ignored."""
     if 10**9 in config.values():
         with pytest.raises(CorruptError, match="too many"):
             relation(config, {"model.norm.weight": (4,)}, "to_hub")
@@ -378,7 +379,7 @@ def test_transformers_is_imported_only_for_models_that_no_table_has() -> None:
     assert done.stdout.strip() == "[]"
 
 
-# -- ties: read from the source text, compared with the classes themselves ----------------------------------
+# -- ties: read from the source code, compared with the classes ----------------------------------------------
 @pytest.mark.parametrize(
     "name",
     [
@@ -448,7 +449,7 @@ def test_the_default_of_tying_is_that_of_the_config_class(model_type: str) -> No
 @pytest.mark.parametrize("model_type", ["gpt2", "bert", "t5", "gemma2", "bloom", "opt"])
 @pytest.mark.parametrize("turned", [False, True])
 def test_the_kept_name_is_the_one_that_save_pretrained_keeps(tmp_path: Path, model_type: str, turned: bool) -> None:
-    """Whichever direction the engine recorded."""
+    """The kept name doesn't depend on the direction recorded by the engine."""
     model = tiny_model(model_type)
     model.save_pretrained(tmp_path)
     saved = load_file(tmp_path / "model.safetensors")

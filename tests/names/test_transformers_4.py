@@ -1,4 +1,4 @@
-"""`converters/names/transformers/relation.py`: the names that we write are those that transformers 4.51 loads."""
+"""`converters/names/transformers/relation.py`: transformers 4.51 loads the written names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.names.test_transformers import Saved, convert, to_hub
 from tests.names.transformers_4 import digest
 
 TABLE: dict[str, str] = json.loads(Path(__file__).with_name("transformers_4.json").read_text())
-#: Types without a config for a tiny model: each takes seconds.
+#: Model types without a tiny config. Each takes seconds.
 LARGE = {"aria", "rt_detr", "rt_detr_v2", "depth_pro"}
 
 

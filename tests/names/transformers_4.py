@@ -1,5 +1,7 @@
-"""Load what we write with transformers 4, and record the names: `python -m tests.names.transformers_4 write FOLDER`,
-then `PYTHON tests/names/transformers_4.py load FOLDER` with transformers 4.51.3 prints `transformers_4.json`.
+"""Load ckpt's files with transformers 4 and record the names.
+
+Run `python -m tests.names.transformers_4 write FOLDER`. Then `PYTHON tests/names/transformers_4.py load FOLDER`, with
+transformers 4.51.3, prints `transformers_4.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from safetensors import safe_open
 
 
 def names(folder: Path) -> list[str]:
-    """Return the names of the tensors in `model.safetensors`."""
+    """Return the tensor names in `model.safetensors`."""
     with safe_open(folder / "model.safetensors", "pt") as file:
         return sorted(file.keys())
 
@@ -24,7 +26,7 @@ def digest(folder: Path) -> str:
 
 
 def write(place: Path) -> None:
-    """Write a tiny model of each type that transformers 5 can build, as it is in memory and as we write it."""
+    """Write a tiny model for each type that transformers 5 can build, both as in memory and as ckpt writes it."""
     from transformers import CONFIG_MAPPING
 
     from tests.names.test_transformers import Saved, convert, to_hub
@@ -34,12 +36,12 @@ def write(place: Path) -> None:
         folder.mkdir(parents=True)
         try:
             convert(to_hub(Saved(model_type, folder).in_memory()), folder / "ours")
-        except Exception as error:  # no tiny model of it
+        except Exception as error:  # no tiny model available
             print(model_type, type(error).__name__, file=sys.stderr)
 
 
 def load(place: Path) -> dict[str, str]:
-    """Return the digests of the types that the installed transformers loads without a difference."""
+    """Return digests for the types that the installed transformers loads without differences."""
     import transformers
 
     found = {}
