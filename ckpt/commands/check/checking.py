@@ -118,7 +118,7 @@ class Checked:
 
     @property
     def exit_code(self) -> int:
-        """Exit code of the first error that prevented a verdict, or 0."""
+        """Exit code of the error that prevented a verdict, or 0."""
         return next((problem.exit_code for problem in self.problems if problem.kind == UNKNOWN), 0)
 
     @property
@@ -150,7 +150,7 @@ class Checked:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class CheckReport(Returned):
-    """All checkpoints in a folder, newest first, with problems of the folder itself."""
+    """All checkpoints in a folder, newest first, and the folder's own problems."""
 
     verdict: ClassVar[str] = ".whole"
 
@@ -169,7 +169,7 @@ class CheckReport(Returned):
 
     @property
     def exit_code(self) -> int:
-        """0 if everything is whole, 4 if anything is not, or the code of an error that prevented a verdict."""
+        """0 if whole, 4 if not, or the exit code if an error prevented a verdict."""
         problems = [*self.problems, *(problem for one in self.checkpoints for problem in one.problems)]
         if any(problem.kind in (INCOMPLETE, DAMAGED, HALF, NOT_READ) for problem in problems):
             return CorruptError.exit_code
@@ -248,7 +248,7 @@ def check(
 
 @listed_once()
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
-    """Check the first `limit` checkpoints in `path`. Only count the files of very large checkpoints."""
+    """Check the first `limit` checkpoints in `path`. For very large ones, only count files."""
     with translate_os_errors(path):
         return [_counted(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
 
@@ -263,7 +263,7 @@ def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
 
 
 def expected_bytes(path: str | Path, tag: str | None = None) -> int:
-    """Return the total size of the files that `check` reads."""
+    """Return the total size in bytes for `check` to read."""
     path = local(path)
     with translate_os_errors(path):
         return size_of(files_below(path if tag is None else _tagged(path, tag, AUTO)))
@@ -306,7 +306,7 @@ def _is_stray(one: Format, place: Path) -> bool:
 
 
 def _tagged(path: Path, tag: str, format: str) -> Path:
-    """Return the folder of step `tag` in `path`, or in a step or run there, as every command does."""
+    """Return the folder for `tag`: in `path`, or in a step or run there."""
     if path.is_dir() and tag:
         named, steps = confined(path, tag), run_at(path).tagged(tag)
         if named != path and (named.is_dir() or steps):
@@ -323,7 +323,7 @@ def _recorded(path: Path) -> dict[str, str]:
 
 
 def _run_problems(path: Path, places: list[Path]) -> Iterator[Problem]:
-    """Yield problems of the files that name the current step, and unfinished steps."""
+    """Yield problems with unfinished steps and with files that name the current step."""
     recorded = _recorded(path)
     for name in (LATEST, LATEST_UNIVERSAL, TRACKER):
         said = recorded_step(path / name)
@@ -434,7 +434,7 @@ def _check_one(
 
 
 def _together(models: list[Checkpoint], place: Path) -> Checkpoint:
-    """Return the only model of a save, or the first model with the files of all."""
+    """Return the save's only model, or the first one with all models' files."""
     if len(models) == 1:
         return models[0]
     files = {file.path: file for one in models for file in one.files}
@@ -464,7 +464,7 @@ def _findings(
 
 
 def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Checkpoint | None:
-    """Return the checkpoint of the previous step in the run, or None if it can't be read."""
+    """Return the run's previous step, or None if it can't be read."""
     steps = every if place in every[:-1] else [step.path for step in run_at(place.parent).steps]
     earlier = steps[steps.index(place) + 1 :] if place in steps else []
     for other in earlier[:1]:
@@ -476,7 +476,7 @@ def _step_before(checkpoint: Checkpoint, place: Path, every: list[Path]) -> Chec
 
 
 def _own_formats(place: Path, format: str, others: list[Path]) -> Iterator[str]:
-    """Yield formats that open `place` itself, without any of the `others` below it."""
+    """Yield formats that open `place` itself instead of `others` below it."""
     below = [other for other in others if other.is_relative_to(place)]
     is_first = True
     for one in registry.all_formats():
@@ -551,7 +551,7 @@ def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield missing or unexpected parts of quantized weights, and an unknown quantization method."""
+    """Yield missing and unexpected quantization parts, and an unknown quantization method."""
     weights = services.quantization.quantized_weights(checkpoint)
     for fault in weights.faults[:_MAX_SHOWN]:
         yield Problem(INCOMPLETE if fault.is_missing else DAMAGED, fault.fqn, fault.what)
@@ -564,7 +564,7 @@ def _quantized(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield adapter settings that contradict its weights, or that merge-lora does not support."""
+    """Yield adapter settings that contradict the weights, or that merge-lora can't use."""
     if not checkpoint.is_adapter or checkpoint.namespace != OWN:
         return
     try:
@@ -604,7 +604,7 @@ def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
-    """Yield names and shapes that contradict the config, as found by renaming to the Hub's names."""
+    """Yield names and shapes that contradict the config."""
     if checkpoint.namespace in OF_THE_MODEL or checkpoint.is_adapter:
         return
     namespace = registry.namespace(checkpoint.namespace)
@@ -622,7 +622,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
-    """Yield problems with files outside the checkpoint's folder that a conversion copies."""
+    """Yield problems with files that a conversion copies from outside the checkpoint's folder."""
     carried: set[Path] = set()
     for model in models:
         try:
@@ -634,9 +634,9 @@ def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoi
 
 
 def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
-    """Yield a problem if the file that the trainer writes last is missing: the save was interrupted.
+    """Yield a problem if the trainer's last file is missing: the save was interrupted.
 
-    HF Trainer's file counts only if other steps of the run have it.
+    HF Trainer's file counts only if the run's other steps have it.
     """
     if name := missing_last_of_megatron(place, checkpoint is not None and checkpoint.namespace == OWN):
         yield Problem(INCOMPLETE, name, "missing; megatron-core writes it last, and loads no folder without it")

@@ -91,12 +91,12 @@ def files_below(folder: Path, without: Iterable[Path] = ()) -> list[Path]:
 
 
 def size_of(files: Iterable[Path]) -> int:
-    """Return the total size in bytes. Broken links count as 0."""
+    """Return the total size in bytes, with 0 for broken links."""
     return sum(file.stat().st_size for file in files if not is_broken_link(file))
 
 
 def problems_of(root: Path, files: Iterable[Path], sound: Container[str] = ()) -> Iterator[Problem]:
-    """Yield problems of `files` below `root`, alone and as sets. Paths in `sound` are not read."""
+    """Yield problems with `files` below `root`, alone and as sets. Files in `sound` are not read."""
     by_folder: dict[Path, set[str]] = {}
     for path in files:
         by_folder.setdefault(path.parent, set()).add(path.name)
@@ -144,7 +144,7 @@ def relative(path: Path, root: Path) -> str:
 
 
 def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
-    """Yield kind, name and reason for each missing file of a set."""
+    """Yield kind, name and reason for each missing file."""
     sets: dict[tuple[str, str, int], set[int]] = {}
     for name in names:
         if (shard := SHARD.fullmatch(name)) is not None:
@@ -190,7 +190,7 @@ def _named_by_index(index: Path) -> set[str]:
 
 @dataclass(slots=True)
 class ComparedBytes:
-    """Number of bytes compared with a checksum, and of bytes read without one."""
+    """Bytes compared with a checksum, and bytes without one."""
 
     compared: int = 0
     without: int = 0
@@ -199,7 +199,7 @@ class ComparedBytes:
 def read_all(
     root: Path, files: Iterable[Path], count: ComparedBytes, progress: Callable[[int], None]
 ) -> Iterator[Problem]:
-    """Read every byte of `files`, and compare the CRC-32s in torch's zip files."""
+    """Read all bytes in `files`, and compare CRC-32s in torch's zip files."""
     places = cache(lambda folder: read_metadata(folder).places)  # for all `.distcp` files in a folder
     for path in files:
         size = 0
@@ -222,7 +222,7 @@ def read_all(
 
 
 def _read_items(path: Path, places: Places, count: ComparedBytes) -> None:
-    """Compare the items in a file of torch's distributed checkpoint: consecutive zip files, or safetensors."""
+    """Compare the items in a `.distcp` file: consecutive zip files, or safetensors."""
     here = {row for row, name in enumerate(places.paths) if Path(name).name == path.name}
     with open_stream(path) as file:
         for offset, length in sorted({(places.offsets[row], places.lengths[row]) for row in here}):
@@ -241,7 +241,7 @@ def _read_on(file: io.BufferedReader, count: ComparedBytes) -> None:
 
 
 def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> None:
-    """Read each record of a zip file and compare its CRC-32. 0 means that torch was told to write none."""
+    """Read each zip record and compare its CRC-32. 0 means that torch wrote none."""
     try:
         with zipfile.ZipFile(file) as archive:
             for info in archive.infolist():
@@ -256,7 +256,7 @@ def _compare(file: IO[bytes] | _FileRange, path: Path, count: ComparedBytes) -> 
 
 
 class _FileRange(Seekable):
-    """A file object over `length` bytes at `offset` of an open file."""
+    """A file object for `length` bytes at `offset` in an open file."""
 
     def __init__(self, file: io.BufferedReader, offset: int, length: int) -> None:
         super().__init__(length)

@@ -28,7 +28,7 @@ _SHOWN = 3
 
 @dataclass(frozen=True, slots=True)
 class ValueFinding:
-    """A finding in a tensor: number of elements, and index of the first."""
+    """A finding in a tensor: number of elements, and the first one's index."""
 
     kind: str
     fqn: str
@@ -55,7 +55,7 @@ class ValueFinding:
 
 
 def sentences(found: Iterable[ValueFinding]) -> Iterator[str]:
-    """Yield one line for each kind of finding, without damage."""
+    """Yield a line per kind of finding, without damage."""
     notes = sorted((one for one in found if not one.is_damage), key=lambda one: one.kind)
     for kind, group in groupby(notes, key=lambda one: one.kind):
         every = list(group)

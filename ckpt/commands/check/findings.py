@@ -51,10 +51,7 @@ _BLOCK = 8 << 20  # bytes per comparison
 def findings(
     checkpoint: Checkpoint, before: Checkpoint | None, progress: Callable[[int], None] | None = None
 ) -> list[ValueFinding]:
-    """Read every value of `checkpoint` once and return the findings, damage first.
-
-    `before` is the checkpoint of the previous step.
-    """
+    """Read all values once and return the findings, damage first. `before` is the previous step."""
     weights = services.quantization.quantized_weights(checkpoint)
     values = scan(checkpoint, weights.exponents, progress)
     found = [*_of_values(checkpoint, values, weights.parts, weights.packed)]
@@ -118,7 +115,7 @@ def _constant(one: Values) -> str:
 
 
 def _of_parts(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
-    """Yield parts of quantized weights with values out of range or in conflict with another part."""
+    """Yield quantization parts with values out of range or in conflict with another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]
         bits = _all_bits(checkpoint, tensor)
@@ -187,7 +184,7 @@ def _equal_experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iter
 
 
 def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[list[_Expert]]:
-    """Yield the experts of each matrix in each layer, stacked or single."""
+    """Yield each matrix's experts in a layer, stacked or single."""
     apart: dict[tuple[str, str, str], list[_Expert]] = defaultdict(list)
     for (fqn, role), tensor in checkpoint.tensors.items():
         if role not in (WEIGHT, MASTER) or not tensor.numel or values[fqn, role].is_constant:
@@ -204,7 +201,7 @@ def _experts(checkpoint: Checkpoint, values: Mapping[Key, Values]) -> Iterator[l
 
 
 def _unchanged(checkpoint: Checkpoint, before: Checkpoint) -> Iterator[ValueFinding]:
-    """Yield trainable tensors with the same bits as in the previous step."""
+    """Yield trainable tensors equal to the previous step's."""
     for fqn in dict.fromkeys(fqn for fqn, _ in checkpoint.tensors):
         role = MASTER if (fqn, MASTER) in checkpoint.tensors else WEIGHT
         now, then = checkpoint.get(fqn, role), before.get(fqn, role)
@@ -226,7 +223,7 @@ def _is_trainable(checkpoint: Checkpoint, fqn: str) -> bool:
 
 
 def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return the first bytes of a box's first and last rows."""
+    """Return bytes from a box's first and last rows."""
     if not box.sizes:
         return _read_bytes(checkpoint, tensor, box)
     last = min(box.sizes[-1], _SAMPLE // tensor.dtype.itemsize)
@@ -237,7 +234,7 @@ def _sample(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
 
 
 def _digest(checkpoint: Checkpoint, tensor: Tensor, box: Box) -> bytes:
-    """Return a digest of all bytes in a box, read in blocks of rows."""
+    """Return a digest of a box, read in blocks of rows."""
     found = hashlib.blake2b(digest_size=16)
     axis = next((number for number, size in enumerate(box.sizes) if size > 1), None)
     if axis is None:

@@ -28,9 +28,9 @@ _MAX_WORKERS = 4
 
 @dataclass(frozen=True, slots=True)
 class FloatBits:
-    """Bit layout of a float type: size in bytes, and smallest magnitude of an infinity and a NaN.
+    """Bit layout: size in bytes, and smallest magnitudes for infinity and NaN.
 
-    `nan_is_minus_zero` marks formats whose only NaN has the bits of -0.0.
+    `nan_is_minus_zero` marks formats with the bits of -0.0 as their only NaN.
     """
 
     size: int
@@ -45,7 +45,7 @@ class FloatBits:
 
     @property
     def lowest(self) -> int | None:
-        """The smallest magnitude that is not finite."""
+        """Smallest magnitude that is not finite."""
         return self.nan if self.infinity is None else self.infinity
 
 
@@ -71,7 +71,7 @@ E8M0 = BY_NAME["float8_e8m0fnu"]
 
 
 class Values:
-    """Scan results for one tensor: counts, first positions, and the value of a constant."""
+    """Scan results for one tensor: counts, first positions, and a constant's value."""
 
     __slots__ = ("_lock", "dtype", "first_infinity", "first_nan", "infinities", "nans", "scanned", "shape", "single")
 
@@ -115,7 +115,7 @@ def _added(count: int, first: int | None, places: NDArray, start: int) -> tuple[
 
 
 def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | None:
-    """Return the positions of NaN and infinities, or None for a clean block."""
+    """Return positions with NaN and with infinities, or None for a clean block."""
     signed = block.view(f"i{bits.size}")
     if bits.nan_is_minus_zero:
         lowest = np.iinfo(signed.dtype).min
@@ -131,7 +131,7 @@ def _not_finite(block: NDArray, bits: FloatBits) -> tuple[NDArray, NDArray] | No
 
 
 def _single(block: NDArray, bits: FloatBits | None) -> int:
-    """Return the bits of the block's only value, or -1 for several values. Both zeros count as one value."""
+    """Return the bits if the block has one value, else -1. Both zeros count as one value."""
     first = int(block[0])
     if bits is not None and bits.has_sign and not bits.nan_is_minus_zero and first in (0, bits.sign):
         sample = (int(block[-1]), int(block[block.size // 2]))
@@ -159,7 +159,7 @@ class _Block:
 def scan(
     checkpoint: Checkpoint, exponents: Iterable[str] = (), progress: Callable[[int], None] | None = None
 ) -> dict[Key, Values]:
-    """Return the values of every tensor. `exponents` names byte tensors that are float8_e8m0fnu scales.
+    """Return every tensor's values. `exponents` names byte tensors with float8_e8m0fnu scales.
 
     Raise read errors, and CorruptError if a file ends early.
     """
@@ -192,7 +192,7 @@ def scan(
 
 
 def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: OpenFiles, buffer: NDArray) -> NDArray:
-    """Return a block's bits as unsigned integers. Complex numbers give two each."""
+    """Return a block's bits as unsigned integers, two per complex number."""
     bits = FLOATS.get(tensor.dtype.name)
     unsigned = f"u{bits.size if bits else tensor.dtype.itemsize}"
     if block.box is not None:
@@ -203,7 +203,7 @@ def _read_block(block: _Block, tensor: Tensor, checkpoint: Checkpoint, sources: 
 
 
 def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
-    """Yield blocks that cover every tensor, in file order if it is known."""
+    """Yield blocks for every tensor, in file order if known."""
     tensors = [tensor for tensor in checkpoint.tensors.values() if tensor.numel]
     placed = [(tensor, _runs(tensor, checkpoint)) for tensor in tensors]
     in_files = sorted((item for item in placed if item[1]), key=lambda item: (item[1][0][2].path, item[1][0][2].offset))
@@ -221,13 +221,13 @@ def _scan_blocks(checkpoint: Checkpoint) -> Iterator[_Block]:
 
 
 def _runs(tensor: Tensor, checkpoint: Checkpoint) -> list[tuple[int, int, Extent, int]]:
-    """Return the contiguous runs of a tensor in files, or nothing for computed and strided tensors."""
+    """Return a tensor's contiguous runs in files, or nothing if it is computed or strided."""
     found = [(start, stop, extent, at) for start, stop, extent, at, _ in tensor.runs() or ()]
     return [] if any(extent.path in checkpoint.computed for _, _, extent, _ in found) else found
 
 
 def _boxes(tensor: Tensor) -> Iterator[_Block]:
-    """Yield boxes of whole rows, about one block each."""
+    """Yield boxes with whole rows, each about as large as a block."""
     if not tensor.shape:
         yield _Block(tensor.key, 0, 1, box=Box((), ()))
         return
@@ -240,5 +240,5 @@ def _boxes(tensor: Tensor) -> Iterator[_Block]:
 
 
 def bits_of(tensor: Tensor, box: Box, computed: Mapping[str, Callable[[], memoryview]]) -> NDArray:
-    """Return the bits of a tensor's box, flat."""
+    """Return a box's bits, flat."""
     return read_box(tensor, box, computed).reshape(-1).view(storage_dtype(tensor.dtype))

@@ -75,7 +75,7 @@ class Cleaned(Returned):
 
     @property
     def num_bytes(self) -> int:
-        """Size on disk of everything removable or removed."""
+        """Total size on disk, removable or removed."""
         return sum(one.num_bytes for one in self.removable)
 
     def _summary(self) -> str:
@@ -159,7 +159,7 @@ def _leftovers(run: Path) -> Iterator[Leftover]:
 
 
 def _staging(run: Path) -> Iterator[Leftover]:
-    """Yield staging folders in and next to the run, and outputs whose replacement was interrupted."""
+    """Yield staging folders, and outputs whose replacement was interrupted."""
     neighbours = [
         place for place in folders_in(run.parent) if place.name.startswith((f".{run.name}-", f".{run.name}."))
     ]
@@ -182,7 +182,7 @@ def _newest_step(run: Path) -> int | None:
 
 
 def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str, bool]:
-    """Return the reason to remove or keep a copy of `step`, and True to keep it."""
+    """Return the reason to remove or keep a copy, and True to keep it."""
     name = "this step" if step is None else f"step {step}"
     if newest is None:
         return f"the run holds no complete checkpoint: this may be the only copy of {name}", True
@@ -196,9 +196,9 @@ def _judged(step: int | None, newest: int | None, is_current: bool) -> tuple[str
 
 
 def _conversions(run: Path) -> Iterator[Leftover]:
-    """Yield conversions of the run's steps that a newer conversion of the same kind replaces.
+    """Yield conversions that a newer one with the same target replaces.
 
-    A conversion's name starts with its run and step: `run-2-checkpoint-4-hf` belongs to the run `run-2`.
+    A conversion's name starts with its run and step: `run-2-checkpoint-4-hf` belongs to `run-2`.
     """
     neighbours = [place for place in folders_in(run.parent) if place.name.startswith(f"{run.name}-")]
     places = [*neighbours, *(inner for place in neighbours for inner in folders_in(place))]

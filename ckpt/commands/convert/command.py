@@ -166,7 +166,7 @@ def _meant(
 
 
 def _one_is_missing(words: list[str], formats: Sequence[str]) -> UsageError:
-    """Return the error for two words that are not PATH and TO, with a suggested command."""
+    """Return an error with a suggestion for two words other than PATH and TO."""
     from ckpt.runs.opening import AUTO
 
     given = [word for word in words if word in formats]

@@ -1,1 +1,1 @@
-"""`ckpt doctor`: facts about installation and machine, and the commands that work on a checkpoint."""
+"""`ckpt doctor`: facts about installation and machine, and usable commands for a checkpoint."""

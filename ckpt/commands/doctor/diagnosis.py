@@ -1,4 +1,4 @@
-"""API of `ckpt doctor`: facts about installation and machine, and the commands that work on a checkpoint."""
+"""API of `ckpt doctor`: facts about installation and machine, and usable commands for a checkpoint."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Proof = tuple[str, Callable[[], Any], bool]
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Returned):
-    """Facts about the installation, and the `commands` that work on a `checkpoint`."""
+    """Facts about the installation, and usable `commands` for a `checkpoint`."""
 
     facts: Facts
     checkpoint: Checkpoint | None = None
@@ -42,7 +42,7 @@ class Diagnosis(Returned):
         return f"<ckpt {self.facts.version}: {works} of {counted(len(self.commands), 'command')} work>"
 
     def lines(self, width: int | None = None) -> Iterator[str]:
-        """Yield the command's output, with tables of at most `width` columns."""
+        """Yield the command's output, in tables up to `width` columns."""
         yield from text.lines(self.facts, width)
         if self.checkpoint is not None:
             left = [one.to_json() for one in not_read(self.checkpoint)]
@@ -60,9 +60,9 @@ class Diagnosis(Returned):
 
 @typed
 def doctor(path: str | PathLike[str] | None = None) -> Diagnosis:
-    """Describe this installation and machine, and find the commands that work on the checkpoint at `path`.
+    """Describe this installation and machine, and find usable commands for the checkpoint at `path`.
 
-    Every command runs as far as it writes nothing.
+    Every command runs up to its first write.
 
     Args:
         path: A checkpoint or run folder; None for the installation alone.
@@ -73,7 +73,7 @@ def doctor(path: str | PathLike[str] | None = None) -> Diagnosis:
 
 
 def gather(path: Path | None) -> Facts:
-    """Return the facts of this machine, with the disk of `path`."""
+    """Return this machine's facts, with the disk at `path`."""
     from ckpt.move.threads import num_cores
     from ckpt.views.mount import library
 
@@ -84,13 +84,13 @@ def gather(path: Path | None) -> Facts:
 
 
 def diagnosed(facts: Facts, path: Path) -> Diagnosis:
-    """Return the diagnosis of the checkpoint at `path`. Raise the errors of `ckpt.open`."""
+    """Return the diagnosis for the checkpoint at `path`."""
     checkpoint = api.open(path)
     return Diagnosis(facts, checkpoint, tuple(known.attempt(*one) for one in _proofs(path, checkpoint)))
 
 
 def _proofs(path: Path, checkpoint: Checkpoint) -> Iterator[Proof]:
-    """Yield commands for `checkpoint`, each with everything that it does before it writes."""
+    """Yield commands for `checkpoint`, each with a function for its read-only part."""
     from ckpt.commands.resume.resuming import source_of
     from ckpt.compare import manifest
 

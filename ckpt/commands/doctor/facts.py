@@ -48,7 +48,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Extra:
-    """An extra of ckpt: its purpose and its packages."""
+    """An extra with its purpose and packages."""
 
     name: str
     unlocks: str
@@ -61,7 +61,7 @@ class Extra:
 
 @dataclass(frozen=True)
 class System:
-    """Operating system and resources of this process. `memory` is None if unknown."""
+    """Operating system and this process's resources. `memory` is None if unknown."""
 
     name: str
     python: str
@@ -83,7 +83,7 @@ class Disk:
 
 @dataclass(frozen=True)
 class Cache:
-    """Cache of the Hugging Face Hub."""
+    """Hugging Face Hub's cache."""
 
     path: str
     num_repositories: int
@@ -105,7 +105,7 @@ class Trial:
 
 @dataclass(frozen=True)
 class Facts:
-    """All facts without a checkpoint. `namesake` is the version of another project called `ckpt`."""
+    """All facts without a checkpoint. `namesake` is another project's version, also called `ckpt`."""
 
     version: str
     packages: tuple[Package, ...]
@@ -129,7 +129,7 @@ def gather(places: list[Path], cores: int, mount: Trial) -> Facts:
 
 
 def requirements() -> Mapping[str, tuple[Package, ...]]:
-    """Return the packages of ckpt itself (under "") and of each listed extra. Empty if ckpt is not installed."""
+    """Return packages by listed extra, with "" for ckpt itself. Empty if ckpt is not installed."""
     try:
         lines = metadata.requires(DISTRIBUTION) or []
     except metadata.PackageNotFoundError:
@@ -164,7 +164,7 @@ def system_of(cores: int) -> System:
 
 
 def disk_of(path: Path) -> Disk:
-    """Return the file system of `path`: the last and deepest mount above it."""
+    """Return the file system around `path`: the last and deepest mount."""
     real, found, kind = os.path.realpath(path), "", "unknown"
     for line in _text("/proc/self/mounts").splitlines():
         point, name = line.split()[1:3]

@@ -1,4 +1,4 @@
-"""Facts as lines of text. The block for a bug report contains no paths, which are private."""
+"""Facts as text. The block for a bug report contains no paths, as they are private."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ckpt.commands.doctor.facts import DISTRIBUTION, NAMESAKE, Disk, Extra, Fact
 
 
 def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
-    """Yield all facts in sections, with tables of at most `width` columns."""
+    """Yield all facts in sections, in tables up to `width` columns."""
     yield f"ckpt {facts.version}"
     if facts.namesake is not None:
         yield f"warning: another project, {NAMESAKE} {facts.namesake}, is installed, with the same module and command"

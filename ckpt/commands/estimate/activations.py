@@ -46,7 +46,7 @@ class Activations:
 
 
 def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
-    """Return the bytes that transformers' modules save per token and layer, with elements of `itemsize` bytes.
+    """Return saved bytes per token and layer in transformers, with `itemsize` bytes per element.
 
     Eager attention saves scores for `keys` tokens, and keys and values for each query head.
     """
@@ -70,14 +70,14 @@ def per_token(block: Block, itemsize: int, keys: int = 0) -> int:
 
 
 def _norm(block: Block, itemsize: int) -> int:
-    """Return the bytes of a norm and its output, the next layer's input."""
+    """Return the bytes for a norm and its output, the next layer's input."""
     if block.layer_norm:  # torch's own: input, output, mean and deviation
         return 2 * itemsize * block.hidden + 2 * itemsize
     return (_FP32 + 2 * itemsize) * block.hidden + _FP32
 
 
 def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
-    """Return the bytes of the last norm, the logits and the loss, at the start of the backward pass.
+    """Return the bytes for last norm, logits and loss, at the start of the backward pass.
 
     Logits have the model's dtype. The softmax and both gradients (loss, logits) are float32.
     """
@@ -89,7 +89,7 @@ def _loss(hidden: int, vocabulary: int, setup: Setup) -> int:
 
 
 def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
-    """Return the bytes of gradients (last hidden states, output layer if trained) and of one chunk's logits."""
+    """Return the bytes for gradients (last hidden states, output layer if trained) and one chunk's logits."""
     chunks = -(-vocabulary // hidden)
     chunk = min(setup.tokens, 1 << (-(-setup.tokens // chunks) - 1).bit_length())
     weight = 0 if setup.lora_rank else vocabulary * hidden
@@ -105,7 +105,7 @@ def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setu
 
 
 def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Activations:
-    """Return the activations of a micro batch on one GPU with all layers."""
+    """Return a micro batch's activations on one GPU with all layers."""
     item, tokens, hidden = setup.itemsize, setup.tokens, blocks[0].hidden
     keys = setup.length if setup.eager_attention else 0
     layers = [tokens * per_token(block, item, keys) for block in blocks]
@@ -138,9 +138,9 @@ def megatron(
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:
-    """Return bytes per token of a fused layer: inputs of norms, linear layers, attention and activation.
+    """Return bytes per token in a fused layer: inputs to norms, linear layers, attention and activation.
 
-    Outputs of recomputed modules do not count.
+    Recomputed modules' outputs do not count.
     """
     norms = 2 if "layernorm" in recompute else 4
     inside = block.queries + block.keys + block.values + block.attended + 2 * block.latent

@@ -75,7 +75,7 @@ class Memory:
         return self.parameters + self.gradients + self.optimizer + self.masters
 
     def total(self, *, checkpointing: bool) -> int:
-        """Return the peak: the backward pass with gradients of earlier micro batches, or the optimizer's step."""
+        """Return the peak: in the backward pass with earlier micro batches' gradients, or in the optimizer's step."""
         backward = 0
         if self.activations is not None:
             backward = self.activations.checkpointed if checkpointing else self.activations.kept
@@ -83,7 +83,7 @@ class Memory:
         return self.states + max(self.gathered + backward, self.step)
 
     def at_peak(self, *, checkpointing: bool) -> dict[str, int]:
-        """Return the non-zero parts of the total."""
+        """Return the total's non-zero parts."""
         total, made = self.total(checkpointing=checkpointing), self.activations
         acts = 0 if made is None else made.checkpointed if checkpointing else made.kept
         parts = {
@@ -152,7 +152,7 @@ def _frozen_and_trained(model: Model, setup: Setup) -> tuple[tuple[Parameter, ..
 
 
 def _adapters(parameter: Parameter, setup: Setup) -> Iterable[Parameter]:
-    """Yield the two factors of a matrix's adapter. All experts of a layer share one pair."""
+    """Yield a matrix's adapter factors. A layer's experts share one pair."""
     times = parameter.adapter
     if setup.lora_targets is not None:
         module = parameter.name.removesuffix(".weight")
@@ -214,7 +214,7 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage
 
 
 def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
-    """Return bytes per master element, and bytes of all states. engine.py requires 16-bit masters for 16-bit states."""
+    """Return bytes per master element, and total state bytes. engine.py needs 16-bit masters for 16-bit states."""
     if setup.state_dtype != "fp32" and setup.master_dtype == "fp32":
         raise UsageError(
             "DeepSpeed keeps 16-bit states only beside 16-bit masters",
@@ -226,7 +226,7 @@ def _deepspeed_optimizer(part: int, setup: Setup) -> tuple[int, int]:
 
 
 def _touching(parameters: Sequence[Parameter], part: int) -> int:
-    """Return the total size of parameters that overlap one partition of `part` elements, at most."""
+    """Return the largest total size of parameters that overlap one partition."""
     found = {0: 0}
     start = 0
     for parameter in (p for p in parameters if p.numel):
@@ -271,7 +271,7 @@ def _zero3(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], _engin
 
 
 def _frozen_part(parameter: Parameter, setup: Setup) -> int:
-    """Return the bytes of one rank's part of a frozen parameter under zero3."""
+    """Return bytes per rank for a frozen parameter under zero3."""
     if setup.quantized and parameter.kind == LINEAR:
         return ceil(_frozen_bytes(parameter, setup, setup.itemsize) / setup.gpus)
     return setup.itemsize * parameter.count * ceil(parameter.numel // parameter.count / setup.gpus)
@@ -315,7 +315,7 @@ def _chunks(parameters: Iterable[Parameter], ranks: int) -> int:
 
 
 def _flat_parts(parameters: Iterable[Parameter], setup: Setup) -> int:
-    """Return the elements of one rank's parts of all flat parameters, one per unit."""
+    """Return elements per rank in all flat parameters, one per unit."""
     aligned = _FLAT_ALIGNMENT // setup.itemsize
     units: dict[int | None, int] = {}
     for parameter in parameters:
@@ -347,5 +347,5 @@ def _stage_memory(stage: Stage, setup: Setup, dp: int, expert_dp: int) -> Memory
 
 
 def multiple(number: int, of: int) -> int:
-    """Return the smallest multiple of `of` that is at least `number`."""
+    """Round `number` up to a multiple of `of`."""
     return -(-number // of) * of

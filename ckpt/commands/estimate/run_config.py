@@ -43,7 +43,7 @@ class RunConfig:
 
 
 def model_of(content: Mapping[str, Any], path: Path) -> str:
-    """Return the model that Axolotl's config trains."""
+    """Return Axolotl's model."""
     if not isinstance(content.get("base_model"), str):
         raise CorruptError(
             "the config names no model",
@@ -55,7 +55,7 @@ def model_of(content: Mapping[str, Any], path: Path) -> str:
 
 
 def understand(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig:
-    """Return a config's settings for a model of this hidden size. Raise UsageError if a setting is unsupported."""
+    """Return a config's settings for this hidden size. Raise UsageError if a setting is unsupported."""
     if "base_model" in content:
         return _axolotl(content, path, hidden)
     if "distributed_type" in content:
@@ -197,7 +197,7 @@ def _refuse_tensor_parallel(size: Any, path: Path) -> None:
 
 
 def _other(named: Any, path: Path, hidden: int) -> RunConfig:
-    """Return the DeepSpeed config that a config names, from the current folder or the config's own."""
+    """Return the config's DeepSpeed config, from the current folder or next to it."""
     if isinstance(named, dict):
         return understand(named, path, hidden)
     for place in (Path(str(named)), path.parent / str(named)):

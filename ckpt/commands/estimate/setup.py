@@ -109,16 +109,16 @@ class Setup:
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element of the compute dtype."""
+        """Bytes per element while computing."""
         return ITEMSIZES[self.dtype]
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro batch on one GPU."""
+        """Tokens per micro batch and GPU."""
         return ceil(self.batch * self.length / self.context_parallel)
 
     def state_bytes(self, numel: int, itemsize: int) -> int:
-        """Return the bytes of a tensor's optimizer states, with `itemsize` bytes per element unless they are 8-bit."""
+        """Return a tensor's optimizer state bytes, with `itemsize` per element unless they are 8-bit."""
         states = OPTIMIZER_STATES[self.optimizer]
         if not self.optimizer.endswith("_8bit"):
             return states * itemsize * numel

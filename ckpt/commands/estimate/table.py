@@ -1,4 +1,4 @@
-"""Table of `ckpt estimate`: from a model's config or checkpoint to rows by strategy, and a suggestion."""
+"""Table for `ckpt estimate`: from a config or checkpoint to rows by strategy, and a suggestion."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Subject:
 class EstimateRow:
     """A row of the table. `options` holds parallel sizes and LoRA, by option name.
 
-    `stages` holds the number of layers in each of Megatron's pipeline stages.
+    `stages` counts the layers in Megatron's pipeline stages.
     """
 
     strategy: str
@@ -93,7 +93,7 @@ class EstimateRow:
 
 @dataclass(frozen=True)
 class Sizing:
-    """Table for one model and a number of GPUs."""
+    """Table for one model and number of GPUs."""
 
     subject: Subject
     setup: Setup
@@ -142,7 +142,7 @@ def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
 
 
 def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
-    """Return the model by its config if the number of elements agrees, else by the checkpoint's tensors."""
+    """Build the model from its config if the number of elements agrees, else from the checkpoint's tensors."""
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
     if is_adapter(fqn for fqn, _ in checkpoint.tensors):
@@ -248,7 +248,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
 
 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
-    """Yield a row for each number of ranks per model, with as much tensor parallelism as possible.
+    """Yield a row per model size in ranks, with as much tensor parallelism as possible.
 
     Experts are spread over as many ranks as possible, which does not reduce data parallelism.
     """
@@ -299,7 +299,7 @@ def suggest(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Esti
 
 
 def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[EstimateRow]) -> str:
-    """Return advice if no row fits on any number of GPUs: fewer tokens if everything else fits."""
+    """Return advice if nothing fits on any number of GPUs: fewer tokens if everything else fits."""
     many = replace(setup, gpus=multiple(_MAX_GPUS, setup.context_parallel))
     tried = {row.strategy for row in rows}
     most_sharded = [_row(subject, strategy, many) for strategy in tried - {MEGATRON}]
@@ -319,7 +319,7 @@ def _help(subject: Subject, setup: Setup, gpu_memory: int, rows: Sequence[Estima
 def _first(rows: Sequence[EstimateRow], gpu_memory: int) -> str | None:
     """Describe the first row that fits, if possible without activation checkpointing.
 
-    Megatron's rows may use checkpointing, which costs less than more sharding.
+    Megatron's rows may use checkpointing: it costs less than more sharding.
     """
     for checkpointing in (False, True):
         for row in rows:

@@ -34,9 +34,9 @@ _MAX_STEPS = 20  # steps to check without `everything`
 
 @dataclass(frozen=True, repr=False)
 class Inspection(Returned):
-    """Contents of a `checkpoint`, with all checkpoints of its `run` if there are several.
+    """A checkpoint's contents, with its `run` if there are several steps.
 
-    `matching` holds the tensors to show with the positions of their parts. `not_read` lists unread files.
+    `matching` holds tensors to show part by part. `not_read` lists unread files.
     """
 
     checkpoint: Checkpoint
@@ -75,13 +75,13 @@ class Inspection(Returned):
         return table.getvalue()
 
     def page(self, only: Only = "all") -> tuple[str, tuple[Damage, ...]]:
-        """Return the page of `ckpt inspect --html`, with all tensors, ranks and steps, and the damage that it shows."""
+        """Return the page for `ckpt inspect --html`, and its damaged tensors."""
         steps = [HEADS, *(one.row() for one in self.run)] if self.run else []
         content, damaged = inspection(self.checkpoint, self.not_read, steps, only)
         return page("inspect", content), damaged
 
     def parts(self) -> Iterator[list[str]]:
-        """Yield lines with the positions of each `matching` tensor's parts."""
+        """Yield the lines for each `matching` tensor's parts."""
         for one in self.matching or ():
             yield [shown(line) for line in part_lines(one, self.checkpoint.path)]
 
@@ -98,17 +98,17 @@ def inspect(
     tensor: str | Sequence[str] = (),
     everything: bool = False,
 ) -> Inspection:
-    """Describe the contents of a checkpoint and the steps of its run, without reading tensor data.
+    """Describe a checkpoint's contents and its run's steps, without reading tensor data.
 
     Raises the errors of `ckpt.errors`.
 
     Args:
-        source: A path, a URL or the result of `ckpt.open`.
+        source: A path, a URL or an open checkpoint.
         format: The format to read; `auto` finds it.
         tag: The step's folder or number; None for the latest.
         config: The model's config: a folder, a config.json or a Hub id.
         tensors: List every tensor.
-        tensor: Name patterns of tensors to show with the positions of their parts.
+        tensor: Name patterns: show the positions of these tensors' parts.
         everything: Show all lists and values in full.
     """
     run: tuple[Checked, ...] = ()
@@ -125,7 +125,7 @@ def inspect(
 
 
 def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[Tensor, ...]:
-    """Return the tensors with names that match any of `patterns`. Raise UsageError for a pattern without a match."""
+    """Return the tensors whose names match any of `patterns`. Raise UsageError for a pattern without a match."""
     names = list(dict.fromkeys(fqn for fqn, _ in checkpoint.tensors))
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):
@@ -137,7 +137,7 @@ def matching_tensors(checkpoint: Checkpoint, patterns: Sequence[str]) -> tuple[T
 
 
 def run_of(path: Path, tag: str | None, everything: bool) -> list[Checked]:
-    """Return all checkpoints of a run folder, or an empty list for a single one."""
+    """Return all checkpoints in a run folder, or an empty list for a single one."""
     every = checkpoints_of(path) if tag is None and path.is_dir() else []
     return survey(path, every, None if everything else _MAX_STEPS) if len(every) > 1 else []
 

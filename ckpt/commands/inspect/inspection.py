@@ -42,7 +42,7 @@ def inspection(
     steps: Sequence[Sequence[str]] = (),
     only: Only = "all",
 ) -> tuple[dict[str, Any], tuple[Damage, ...]]:
-    """Return the page's content and the damage. `steps` holds head and rows of the run's table."""
+    """Return the page's content and the damage. `steps` holds the run's table with its head."""
     tensors, padding = wanted_tensors(checkpoint, only), padding_of(checkpoint)
     sketcher = Sketcher(naming(checkpoint, tensors))
     names, roles, dtypes, shapes = _Table[str](), _Table[str](), _Table[Any](), _Table[Any]()
@@ -94,7 +94,7 @@ def _holders(
 
 
 def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[list[Any]]:
-    """Return each sketch's copies, holders, directions, faults, remarks and patches (None if not drawn)."""
+    """Return a row per sketch: copies, holders, directions, faults, remarks and patches (None if not drawn)."""
     groups: dict[tuple[Holder, ...], list[int]] = {}
     found, room = [], _MAX_PATCHES
     for sketch in sketches:
@@ -115,7 +115,7 @@ def _looks(sketches: Sequence[Sketch], numbers: Mapping[Holder, int]) -> list[li
 
 
 def _runs(numbers: Sequence[int]) -> list[int]:
-    """Return the first and last number of each run in ascending numbers."""
+    """Return first and last number of each run in ascending numbers."""
     runs: list[int] = []
     for number in numbers:
         if runs and number == runs[-1] + 1:

@@ -33,10 +33,10 @@ _MANY = 200_000  # tensors times ranks; counting more would take too long
 def describe(
     checkpoint: Checkpoint, not_read: NotRead = (), *, tensors: bool = False, everything: bool = False
 ) -> dict[str, Any]:
-    """Return the checkpoint as plain JSON values: limited in length, finite, without control characters.
+    """Return the checkpoint as plain JSON values: short, finite, without control characters.
 
-    `not_read` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` raises the limits far
-    above the values that frameworks save.
+    `not_read` lists unread files of its folder. `tensors` adds one entry per tensor. `everything` allows much longer
+    values than frameworks save.
     """
     bounds = FULL if everything else SHORT
     found = {
@@ -75,9 +75,9 @@ def _model_facts(checkpoint: Checkpoint) -> dict[str, JSON] | None:
 
 
 def _parameters(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return numbers of tensors and elements. Each parameter counts once.
+    """Return numbers of tensors and elements, with each parameter counted once.
 
-    A parameter is trainable if the optimizer lists it or has state for it. The number is None without an optimizer.
+    A parameter is trainable if the optimizer lists it or has state for it. Without an optimizer, the count is None.
     """
     trained = {fqn for fqn, role in checkpoint.tensors if role not in (WEIGHT, BUFFER)}
     trained.update(fqn for values in checkpoint.state.scalars.values() for fqn in values)
@@ -201,14 +201,14 @@ def _training(checkpoint: Checkpoint, bounds: Bounds) -> dict[str, JSON]:
 
 
 def _quantized(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield notes on quantized states, which are smaller in the files than the values shown here."""
+    """Yield notes on quantized states: they are smaller in the files than shown here."""
     for method, count in Counter(checkpoint.quantized.methods.values()).items():
         states = f"{counted(count, 'optimizer state')} {'is' if count == 1 else 'are'}"
         yield f"{states} stored quantized by {method}; shown here with the values computed from the blocks"
 
 
 def _scalars(values: Mapping[str, Any]) -> dict[str, JSON]:
-    """Return the number of parameters with this scalar, and its values if they are few."""
+    """Return the scalar's number of parameters, and its values if they are few."""
     values = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in values.items()}
     distinct = {type(value).__name__ + str(value): value for value in values.values() if _is_number(value)}
     others = any(not _is_number(value) for value in values.values())
@@ -257,13 +257,13 @@ def lines(
 
 
 def named_facts(checkpoint: Checkpoint, not_read: NotRead = (), *, everything: bool = False) -> list[tuple[str, str]]:
-    """Return the description as names and texts. Further texts of a kind have an empty name."""
+    """Return the description as names and texts. Further texts under the same name have an empty one."""
     facts = describe(checkpoint, not_read, everything=everything)
     return [(name, text) for name, text in _facts(facts, mesh_text(checkpoint), everything) if text]
 
 
 def _facts(facts: dict[str, Any], mesh_words: str, everything: bool) -> Iterator[tuple[str, str]]:
-    """Yield names and texts of all facts. Further lines of a kind have an empty name."""
+    """Yield names and texts for all facts. Further texts under the same name have an empty one."""
     limit = FULL.text if everything else SHORT.text
 
     def _named(name: str, texts: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -348,7 +348,7 @@ RIGHT = ("bytes", "fragments")
 
 
 def rows(checkpoint: Checkpoint) -> list[tuple[str, ...]]:
-    """Return the table of all tensors, with cells under `HEADS`."""
+    """Return a table row per tensor, with cells under `HEADS`."""
     return [_row(_tensor(tensor)) for tensor in checkpoint.tensors.values()]
 
 

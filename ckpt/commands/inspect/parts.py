@@ -1,4 +1,4 @@
-"""Position of each part of a tensor: elements, file and offset, for `ckpt inspect --tensor`."""
+"""Position of each tensor part: elements, file and offset, for `ckpt inspect --tensor`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Rows of `ckpt inspect --picture`: a checkpoint's tensors as slices, with their ranks.
+"""Rows for `ckpt inspect --picture`: a checkpoint's tensors as slices, with their ranks.
 
-This module is pure and works on the description alone. Tensors that look the same share a row. A model of a hundred
-layers has as many rows as one layer has tensors, and each row names its layers.
+This module is pure and works on the description alone. Similar tensors share a row: a model with a hundred layers has
+as many rows as one layer has tensors, and each row names its layers.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Row:
 
 @dataclass(frozen=True)
 class Picture:
-    """All rows of a picture. `by_role` holds the stored bytes of each rank or file by role, in order.
+    """All rows in a picture. `by_role` holds each rank's or file's stored bytes by role, in order.
 
-    `rows_left_out` is the number of rows beyond the limit.
+    `rows_left_out` counts the rows beyond the limit.
     """
 
     rows: tuple[Row, ...]
@@ -71,7 +71,7 @@ class Picture:
 
 
 def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, only: Only = "all") -> Picture:
-    """Return the picture of the tensors selected by `only`.
+    """Return the picture for the tensors in `only`.
 
     `padding` holds padded boxes by name. None asks the namespace for them.
     """
@@ -96,13 +96,13 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
 
 
 def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
-    """Return padded boxes without meaning, as far as the namespace knows them."""
+    """Return padded boxes, if the namespace knows them."""
     space = checkpoint.namespace
     return {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
 
 
 def wanted_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
-    """Return the model's tensors as stored, the optimizer's tensors, or both."""
+    """Return the model's stored tensors, the optimizer's tensors, or both."""
     tensors = list(checkpoint.tensors.values())
     if only == "weights":
         parameters = checkpoint.parameters
@@ -125,7 +125,7 @@ def naming(checkpoint: Checkpoint, tensors: Sequence[Tensor]) -> Callable[[Fragm
 
 
 def _first_place(tensor: Tensor) -> tuple[str, int | None]:
-    """Return file and rank of a tensor's first element, without listing all fragments."""
+    """Return file and rank for a tensor's first element, without listing all fragments."""
     if hasattr(tensor.source, "runs") and (runs := runs_of(tensor.source, tensor.shape, 0, min(1, tensor.numel))):
         return runs[0][2].path, runs[0][4]
     return next(((one.extent.path, one.rank) for one in tensor.fragments()), ("", -1))
@@ -175,7 +175,7 @@ def _name(fqns: Sequence[str]) -> str:
 
 
 def _fold_layers(rows: list[Row]) -> list[Row]:
-    """Reduce the number of rows: put all layers of a frequent tensor into one row, with one cell each.
+    """Reduce the number of rows: put a frequent tensor's layers into one row, with one cell each.
 
     Damaged tensors keep their rows, unless there are still too many rows.
     """

@@ -41,7 +41,7 @@ Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A rectangle in a row: edges as fractions of the row's width and height, and its region of the tensor."""
+    """A rectangle in a row: edges as fractions of width and height, and its region."""
 
     kind: Kind
     left: float
@@ -111,7 +111,7 @@ class Sketcher:
         return found
 
     def _parts(self, tensor: Tensor) -> tuple[tuple[tuple[_Part, ...], ...], tuple[_Part, ...]]:
-        """Return the parts of each copy of the tensor, and its padding."""
+        """Return the parts in each copy, and the tensor's padding."""
         copies = tuple(
             tuple(
                 _Part(fragment.region, self._name(fragment), fragment.extent.nbytes)
@@ -179,12 +179,12 @@ def _sketch(
 
 
 def _place(region: Region, shape: Shape) -> Region:
-    """Return the same region for equal parts of a tensor, whatever their description."""
+    """Return the same region for equal parts, whatever their description."""
     return region if isinstance(region, FlatRange) else flat_range(region, shape) or region
 
 
 def _cut_otherwise(parts: Sequence[_Part], copies: Sequence[Sequence[_Part]], shape: Shape) -> Iterator[str]:
-    """Yield notes on copies with different slices, which can't be drawn as stripes."""
+    """Yield notes on copies with different slices: stripes can't show them."""
     drawn = {_place(part.region, shape) for part in parts}
     for number, copy in enumerate(copies, 2):
         others = [part.holder for part in copy if _place(part.region, shape) not in drawn]
@@ -208,7 +208,7 @@ class _Plane:
 
     @classmethod
     def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, behind: int) -> _Plane:
-        """Return the plane in which these regions, and the `marked` boxes, are rectangles."""
+        """Return a plane that shows these regions and the `marked` boxes as rectangles."""
         if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
             return cls(shape, prod(shape) + behind)
         boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]

@@ -37,7 +37,7 @@ PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 7, 1, 0, 4, 2,
 
 
 def part_of(name: str) -> str:
-    """Return the kind of module that a tensor's name suggests."""
+    """Guess the kind of module from a tensor's name."""
     # a norm before attention or an MLP counts as a norm
     last = ".".join(name.split(".")[-2:])
     if re.search(PARTS["norms"], last):
@@ -66,7 +66,7 @@ def facts(checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def draw_head(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, title: str, *, by_part: bool) -> None:
-    """Draw everything above the rows. `by_part` colours parts of the model instead of ranks."""
+    """Draw everything above the rows. `by_part` colours the model's parts instead of ranks."""
     canvas.line(title, "h", 26)
     canvas.line(" · ".join(one_line(fact, 100) for fact in facts(checkpoint)), "g", 20)
     if words := mesh_text(checkpoint):
@@ -107,7 +107,7 @@ def _say_damage(canvas: Canvas, picture: Picture) -> None:
 
 
 def _draw_parts(canvas: Canvas, rows: Sequence[Row], *, by_part: bool) -> None:
-    """Draw a strip of all bytes by kind of module, in colours, or in greys if colours mean ranks."""
+    """Draw a strip for all bytes by kind of module, in greys if colours mean ranks."""
     sizes: Counter[str] = Counter()
     for row in rows:
         sizes[part_of(row.name)] += row.nbytes
@@ -234,7 +234,7 @@ def _draw_mesh(canvas: Canvas, picture: Picture, checkpoint: Checkpoint) -> None
 
 
 def _draw_kinds(canvas: Canvas, picture: Picture) -> None:
-    """Draw the legend for everything besides plain slices of one rank. Faults always have an entry."""
+    """Draw the legend for everything besides a single rank's plain slices. Faults always have an entry."""
     patches = [patch for row in picture.rows for patch in row.sketch.patches]
     kinds = {patch.kind for patch in patches}
     any_two = list(picture.holders)[:2]
@@ -269,7 +269,7 @@ def draw_patch(
     *,
     has_label: bool = True,
 ) -> None:
-    """Draw a slice, hole, overlap or padding of a tensor. A browser shows `text` with it."""
+    """Draw a slice, hole, overlap or padding. A browser shows `text` with it."""
     if patch.kind == "hole":
         canvas.rect(x + 0.75, y + 0.75, width - 1.5, height - 1.5, PAPER, text, ' class="p o"')
         canvas.mark(x, y, width, height, "hole", "l r")

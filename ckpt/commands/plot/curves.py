@@ -30,7 +30,7 @@ _STYLE = (
 
 @dataclass(frozen=True)
 class Start:
-    """One start of a run: number of ranks (0 if not recorded), and losses by step."""
+    """A start: number of ranks (0 if not recorded), and losses by step."""
 
     ranks: int
     losses: dict[int, float]
@@ -61,7 +61,7 @@ def starts_of(run: Path) -> list[Start]:
 
 
 def losses_of(starts: Sequence[Start]) -> dict[int, float]:
-    """Return the loss of each step. For repeated steps, the last one counts."""
+    """Return losses by step. A repeated step's last loss counts."""
     return {step: loss for start in starts for step, loss in start.losses.items()}
 
 
@@ -91,7 +91,7 @@ class Axes:
         return cls(min(steps), max(steps), min(losses) - room, max(losses) + room)
 
     def at(self, step: float, loss: float) -> str:
-        """Return a position in the picture. Losses that are not finite go to the bottom."""
+        """Return a position in the picture. NaN and infinite losses go to the bottom."""
         x = LEFT + (step - self.first) / max(1, self.last - self.first) * (WIDTH - LEFT - RIGHT)
         height = (loss - self.low) / (self.high - self.low) if math.isfinite(loss) else 0.0
         return f"{x:.2f} {TOP + (1 - height) * (HEIGHT - TOP - BOTTOM):.2f}"
@@ -132,7 +132,7 @@ def draw(runs: dict[str, list[Start]]) -> str:
 
 
 def _curve(start: Start, axes: Axes) -> str:
-    """Return lines between the losses, with gaps at losses that are not finite."""
+    """Return lines between the losses, with gaps at NaN and infinities."""
     text, is_on = "", False
     for step, loss in start.losses.items():
         if math.isfinite(loss):

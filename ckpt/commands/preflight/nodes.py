@@ -40,7 +40,7 @@ _PIECE = 1 << 20
 class Job:
     """Nodes of a job, and the places to check on each.
 
-    `number` is this node's index in `names`. All nodes meet at `port` of the first. The default `names` are those in
+    `number` is this node's index in `names`. All nodes meet at the first node's `port`. By default, `names` come from
     Slurm's step.
     """
 
@@ -54,9 +54,9 @@ class Job:
 
 
 def preflight(job: Job) -> tuple[int, list[str]] | None:
-    """Return the number of nodes and the problems on the first node, or None on other nodes.
+    """On the first node, return the number of nodes and the problems. On others, return None.
 
-    Raise NotFoundError on a node that can't reach the first one.
+    Raise NotFoundError if a node can't reach the first one.
     """
     names = job.names or _nodes_of_the_job()
     deadline = time.monotonic() + job.timeout
@@ -69,7 +69,7 @@ def preflight(job: Job) -> tuple[int, list[str]] | None:
 
 
 def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
-    """Return this node's facts that must be the same on all nodes, and its own problems."""
+    """Return this node's own problems, and its facts for comparing."""
     same: dict[str, str | int] = {f"data in {path}": digest(path) for path in data}
     same |= {name: _version(name) for name in PACKAGES}
     same |= {"python": platform.python_version(), "GPUs": _gpus(), "NVIDIA driver": _driver()}
@@ -78,7 +78,7 @@ def look(folder: Path, data: Sequence[Path], need_gb: float) -> dict[str, Any]:
 
 
 def digest(path: Path) -> str:
-    """Return a digest of a file, or of a folder's files: names, sizes, and each file's first and last MiB."""
+    """Return a digest: names, sizes, and each file's first and last MiB."""
     total = hashlib.sha256()
     files = sorted(found for found in path.rglob("*") if found.is_file()) if path.is_dir() else [path]
     for file in files:
@@ -97,7 +97,7 @@ def digest(path: Path) -> str:
 def gather(
     names: Sequence[str], port: int, facts: dict[str, Any], deadline: float, patience: float
 ) -> tuple[list[str], dict[str, dict[str, Any]]]:
-    """Return connection problems and the facts of all reachable nodes, on the first node."""
+    """Collect other nodes' facts on the first node. Return connection problems and all facts."""
     problems: list[str] = []
     heard = {names[0]: facts}
     waiting: list[socket.socket] = []
@@ -176,7 +176,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _no_space(place: Path, need_gb: float) -> str:
-    """Return the problem with writing `need_gb` at `place`, or "". Write a MiB, as only that shows quotas."""
+    """Return the problem with writing `need_gb` at `place`, or "". Write a MiB to detect quotas."""
     try:
         with tempfile.NamedTemporaryFile(dir=place, prefix=".preflight-") as file:
             file.write(random.randbytes(_PIECE))
@@ -196,7 +196,7 @@ def _version(package: str) -> str:
 
 
 def _gpus() -> int:
-    """Return the number of GPUs that the driver knows, whatever this task may use."""
+    """Return the driver's number of GPUs, whatever this task may use."""
     folder = Path("/proc/driver/nvidia/gpus")
     return len(list(folder.iterdir())) if folder.is_dir() else 0
 

@@ -93,7 +93,7 @@ class Push:
             )
 
     def again(self, folder: Path) -> str:
-        """Return a hint with the command that repeats a failed push of `folder`."""
+        """Return a hint with the command for pushing `folder` again."""
         options = {"--repo-id": self.repo_id, "--revision": self.revision, "--commit-message": self.message}
         words = ["ckpt", "push", str(folder)]
         words += [word for name, value in options.items() if value is not None for word in (name, value)]
@@ -105,7 +105,7 @@ class Push:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Pushed(Returned):
-    """Verified result of a push. `url` points to the commit or pull request."""
+    """Verified result. `url` points to the commit or pull request."""
 
     repo_id: str
     url: str
@@ -195,7 +195,7 @@ def push(
 
 
 def _upload(api: HfApi, folder: Path, files: Mapping[str, Path], hidden: Iterable[str], message: str, to: Push) -> Any:
-    """Send `files` of `folder`. Files in a store are streamed without local copies."""
+    """Send `files`. Files in a store are streamed without local copies."""
     where: dict[str, Any] = {"repo_id": to.repo_id, "commit_message": message, "revision": to.revision}
     if not is_standin(str(folder)):
         left = [glob.escape(name) for name in hidden] + [CARD] * (CARD not in files)
@@ -317,14 +317,14 @@ def _is_others_card(api: HfApi, files: Mapping[str, Path], remote: Mapping[str, 
 
 
 def files_to_push(folder: Path) -> list[str]:
-    """Return the names of the files that a push of `folder` uploads."""
+    """Return the file names for a push."""
     return list(_local_files(folder, lambda _: None)[0])
 
 
 def _local_files(folder: Path, say: Callable[[str], None]) -> tuple[dict[str, Path], list[str]]:
-    """Return the files to push by name, and the hidden files and folders. Print a note on skipped files.
+    """Return files to push by name, and hidden files and folders. Print a note on skipped files.
 
-    Raise UnsafeError for a symlink that leads out of `folder`.
+    Raise UnsafeError if a symlink leads out.
     """
     if not folder.is_dir():
         raise NotFoundError("there is no folder to push", path=folder, hint="give the folder that convert wrote")
@@ -377,7 +377,7 @@ def _check_manifest(folder: Path, say: Callable[[str], None]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _HubFile:
-    """Size and checksum of a file on the Hub. `kind` is sha256 or git."""
+    """A file's size and checksum on the Hub. `kind` is sha256 or git."""
 
     size: int
     kind: str
@@ -394,7 +394,7 @@ def _remote_files(api: HfApi, repo_id: str, revision: str) -> dict[str, _HubFile
 
 
 def _verify(files: Mapping[str, Path], extra: Mapping[str, bytes], remote: Mapping[str, _HubFile], to: Push) -> None:
-    """Raise CorruptError for the first file, by name, that differs on the Hub."""
+    """Raise CorruptError for the first differing file, by name."""
     found: dict[str, str] = {}
 
     def checksum(names: Iterator[str]) -> None:
@@ -473,7 +473,7 @@ def _translated(again: str, to: Push) -> Iterator[None]:
 
 @contextmanager
 def _not_for_ever() -> Iterator[None]:
-    """Limit the time of requests: huggingface_hub's client would wait forever."""
+    """Limit requests: huggingface_hub's client would wait forever."""
     from huggingface_hub.utils import get_session
 
     def limit(request: Any) -> None:

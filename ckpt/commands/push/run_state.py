@@ -18,7 +18,7 @@ _MAX_SHOWN = 8
 
 
 def check_no_run(folder: Path, names: Collection[str]) -> None:
-    """Raise LossError if any of the files `names` in `folder` belongs to a training run instead of a model."""
+    """Raise LossError if any file in `names` belongs to a training run instead of a model."""
     found = list(dict.fromkeys(_run_files(folder, names)))
     if not found:
         return

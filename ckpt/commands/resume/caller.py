@@ -1,4 +1,4 @@
-"""Processes and engine of the running training script, as recorded by launchers and libraries."""
+"""Running training script's processes and engine, as recorded by launchers and libraries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _KINDS = {"SHARDED_STATE_DICT": "dcp", "FULL_STATE_DICT": "full"}
 class Caller:
     """Facts about the running script, or None if unknown.
 
-    `format` is the engine's checkpoint format and `world_size` the number of processes. `dtype` is DeepSpeed's dtype
-    for the model, which is part of its file names.
+    `format` is the engine's checkpoint format and `world_size` counts processes. `dtype` is DeepSpeed's model dtype, a
+    part of its file names.
     """
 
     format: str | None = None
@@ -60,7 +60,7 @@ def _deepspeed_config(environment: Mapping[str, str]) -> Any:
 
 
 def _format(environment: Mapping[str, str]) -> str | None:
-    """Return the format that Accelerate's launcher (accelerate/utils/launch.py, 1.15) or FSDP plugin sets."""
+    """Return the format in Accelerate's launcher (accelerate/utils/launch.py, 1.15) or FSDP plugin."""
     if _is_true(environment.get("ACCELERATE_USE_DEEPSPEED")):
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
@@ -74,7 +74,7 @@ def _format(environment: Mapping[str, str]) -> str | None:
 
 
 def _live_accelerator() -> Mapping[str, Any]:
-    """Return the state of this process's Accelerator, or an empty mapping."""
+    """Return this process's Accelerator state, or an empty mapping."""
     accelerate = sys.modules.get("accelerate.state")
     found: Mapping[str, Any] = accelerate.AcceleratorState._shared_state if accelerate is not None else {}
     return found
@@ -85,14 +85,14 @@ def _is_true(value: str | None) -> bool:
 
 
 def _zero(config: Any) -> str | None:
-    """Return the format of DeepSpeed's saves under `config`, or None if the stage is "auto"."""
+    """Return DeepSpeed's format under `config`, or None if the stage is "auto"."""
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
     stage = zero.get("stage", 0) if isinstance(zero, Mapping) else 0
     return f"zero{stage}" if stage in (0, 1, 2, 3) else None
 
 
 def _precision(config: Any) -> str | None:
-    """Return DeepSpeed's dtype for the model under `config`, or None if it is still "auto"."""
+    """Return DeepSpeed's model dtype under `config`, or None if it is still "auto"."""
     sections = {name: config.get(name) for name in ("bf16", "fp16")} if isinstance(config, Mapping) else {"": "auto"}
     enabled = {name: one.get("enabled", False) if isinstance(one, Mapping) else one for name, one in sections.items()}
     if "auto" in enabled.values():

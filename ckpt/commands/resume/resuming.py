@@ -203,7 +203,7 @@ def resume(
 
 
 def _by_convert(hint: str | None, source: Checkpoint, format: str) -> str | None:
-    """Turn a hint about an option of `ckpt convert` into the full command."""
+    """Turn a hint with an option for `ckpt convert` into the full command."""
     option = re.match(r"(--optimizer-dtype \w+) (.*)", hint or "")
     if option is None:
         return hint
@@ -246,7 +246,7 @@ def _in_all(action: Callable[[], T] | None, path: Path, group: Alone) -> T | Non
 
 
 def _check_same_files(path: Path, group: Alone) -> None:
-    """Raise the same StorageError in all processes if some lack files below `path` that others see."""
+    """Raise the same StorageError everywhere if some processes lack files below `path`."""
     below = frozenset(str(found.relative_to(path)) for found in path.rglob("*") if found.is_file())
     seen = group.gather((socket.gethostname(), below))
     every = frozenset[str]().union(*(names for _, names in seen))
@@ -396,7 +396,7 @@ def _way(
 
 
 def _refuse_to_lose_models(place: Path, misfit: str | None, wanted: str) -> None:
-    """Raise LossError for a save of several models that needs a conversion: all but one would be lost."""
+    """Raise LossError if several models need a conversion: all but one would be lost."""
     save = save_around(place)
     models = list(models_of(save).values())
     others = "".join(f", then {one}" for one in models[1:])
@@ -416,7 +416,7 @@ def _models_in(path: Path, opened: Collection[str]) -> list[str]:
 
 
 def _is_opened(one: Format, path: Path, opened: Collection[str]) -> bool:
-    """Return True if all files of the model in `path` are `opened`."""
+    """Return True if the model's files in `path` are all `opened`."""
     try:
         return all(file.path in opened for file in one.read(path, ReadRequest()).files)
     except CkptError:
@@ -549,16 +549,16 @@ def _name(checkpoint: Checkpoint, wanted: str, layout: Layout) -> str:
 
 
 def _sources(checkpoint: Checkpoint) -> list[list[Any]]:
-    """Return the facts of all files with training state, independent of the current folder."""
+    """Return facts about all files with training state, independent of the current folder."""
     beside = [confined(path.parent, path.name) for path in run_files(checkpoint)]
     files = (*checkpoint.files, *(SourceFile.stat(str(path)) for path in beside))
     return [list(astuple(replace(file, path=os.path.abspath(file.path)))) for file in files]
 
 
 def _clear(path: Path, used: _Way, newest: int | None, say: Callable[[str], None]) -> None:
-    """Remove copies and staging folders whose source changed or is gone, and copies older than step `newest`.
+    """Remove copies and staging folders with a changed or missing source, and copies before step `newest`.
 
-    `say` gets the size of the copy in use, and when it will be removed.
+    `say` gets the used copy's size, and when it will be removed.
     """
     kept = kept_folder(path)
     for copy in copies_in(kept):

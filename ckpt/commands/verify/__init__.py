@@ -1,1 +1,1 @@
-"""`ckpt verify`: bit-for-bit comparison of two checkpoints, or of a folder with its manifest."""
+"""`ckpt verify`: bit-for-bit comparison with another checkpoint or with the folder's manifest."""

@@ -162,7 +162,7 @@ class Watcher:
 
 
 def main_stack(dump: str, thread: str) -> str:
-    """Return the stack of thread `thread` from faulthandler's dump, most recent call first, or "" if incomplete."""
+    """Return thread `thread`'s part in faulthandler's dump, most recent call first, or "" if incomplete."""
     for part in re.split(r"\n(?=\n?(?:Current thread|Thread) 0x)", dump.rstrip() + "\n"):
         if re.match(rf"\s*(Current thread|Thread) {thread} ", part) and part.endswith("\n"):
             return part.strip()
