@@ -1,4 +1,4 @@
-"""The declarations of the formats in `converters`: where a real sample of each comes from, and what its truth is."""
+"""Declarations of the formats in `converters`: a real sample for each, and its truth."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:
-    """A committed run folder with `truth/<tag>.safetensors` beside its checkpoint."""
+    """Return a function that copies a committed run and loads its `truth/<tag>.safetensors`."""
 
     def make(folder: Path) -> tuple[Path, Tensors]:
         run = folder / name
@@ -39,7 +39,7 @@ def from_fixture(name: str) -> Callable[[Path], tuple[Path, Tensors]]:
 
 
 def saved_by_trainer(folder: Path) -> tuple[Path, Tensors]:
-    """HF Trainer's step of a model whose experts are stacked in memory, and are so in its optimizer."""
+    """Copy an HF Trainer step. Its experts are stacked both in memory and in the optimizer."""
     run, truth = from_fixture("trainer-plain")(folder)
     return run / "checkpoint-2", truth
 
@@ -58,7 +58,7 @@ def saved_by_transformers(folder: Path) -> tuple[Path, Tensors]:
 
 @functools.cache
 def universal() -> Path:
-    """A ZeRO-3 run, made universal by DeepSpeed's own converter (which fails on the toy model's 0-d parameter)."""
+    """Convert a ZeRO-3 run with DeepSpeed's own converter, which fails on the toy model's 0-d parameter."""
     folder = Path(tempfile.mkdtemp(prefix="universal-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     output = folder / "universal" / "global_step2_universal"
@@ -73,7 +73,7 @@ def converted_by_deepspeed(folder: Path) -> tuple[Path, Tensors]:
 
 
 def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:
-    """The full state dicts of a model and its optimizer, as torch gathers and Accelerate names them."""
+    """Save full state dicts of model and optimizer, gathered by torch and named by Accelerate."""
     import torch
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -94,11 +94,11 @@ def gathered_by_torch(folder: Path) -> tuple[Path, Tensors]:
 
 
 def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
-    """What two ranks of FSDP2 wrote, each by itself, with the full state dicts that they gathered."""
+    """Return the files written separately by two FSDP2 ranks, and the gathered full state dicts."""
     import torch
 
     source = FIXTURES / "verl-fsdp2"
-    no_config = shutil.ignore_patterns("huggingface")  # the model is none of transformers'
+    no_config = shutil.ignore_patterns("huggingface")  # transformers does not know the model
     shutil.copytree(source / "global_step_3/actor", folder / "actor", ignore=no_config)
     weights, states = (torch.load(source / "truth" / name) for name in ("pytorch_model_fsdp.bin", "optimizer.bin"))
     ties = ckpt.open(folder / "actor").ties
@@ -109,7 +109,7 @@ def saved_by_ranks(folder: Path) -> tuple[Path, Tensors]:
 
 
 def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
-    """An adapter with a bias of its own, and a module that was trained as a whole."""
+    """Save an adapter with its own bias and a fully trained module."""
     import torch
     from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 
@@ -122,52 +122,52 @@ def saved_by_peft(folder: Path) -> tuple[Path, Tensors]:
 
 
 def saved_by_megatron(folder: Path) -> tuple[Path, Tensors]:
-    """Two pipeline stages of two tensor-parallel ranks each, with the distributed optimizer."""
+    """Return a run with two pipeline stages, two tensor-parallel ranks each, and the distributed optimizer."""
     run = folder / "run"
     shutil.copytree(megatron_runs.sample("llama"), run, ignore=shutil.ignore_patterns("truth"))
     return run, megatron_runs.truth(megatron_runs.sample("llama")).tensors
 
 
 def saved_by_pipeline(folder: Path) -> tuple[Path, Tensors]:
-    """Two stages of DeepSpeed's pipeline on two data-parallel ranks each; the embedding is also the output layer."""
+    """Return a run with two stages in DeepSpeed's pipeline, two data-parallel ranks each, and tied embeddings."""
     run = folder / "run"
     shutil.copytree(pipeline_runs.sample("qwen2"), run, ignore=shutil.ignore_patterns("truth"))
     return run, pipeline_runs.truth("qwen2").tensors
 
 
 def unknown_to_megatron(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
-    """Megatron's formats take models of known architectures."""
+    """Return the refusal, if any: Megatron's formats need a known architecture."""
     known = checkpoint.namespace == MEGATRON or sample.is_known_model
     return None if known else ((UsageError, NotFoundError, LossError), None)
 
 
 def unknown_to_pipelines(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
-    """Nor is there a place for norms of queries and keys in those of Megatron-DeepSpeed."""
+    """Return the refusal, if any: Megatron-DeepSpeed has no place for query and key norms."""
     if any(fqn.endswith("q_norm.weight") for fqn, _ in checkpoint.tensors) and sample.is_known_model:
         return (LossError,), "no place"
     return unknown_to_megatron(sample, checkpoint)
 
 
 def without_an_adapter(sample: Declaration, _: Checkpoint) -> Refusal | None:
-    """Only what PEFT has wrapped holds an adapter, whose config is needed."""
+    """Return the refusal, if any: only a PEFT model has an adapter and its config."""
     words = "no LoRA adapter|no adapter_config.json"
     return None if sample.format == "peft" else ((UsageError, NotFoundError), words)
 
 
 def with_an_adapter(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
-    """A folder of transformers' holds a model, not one that PEFT wraps."""
+    """Return the refusal, if any: a transformers folder can't hold a PEFT-wrapped model."""
     wrapped = any(fqn.startswith("base_model.model.") for fqn, _ in checkpoint.tensors)
     return ((UsageError,), "ckpt merge-lora") if wrapped else None
 
 
 def empty_parameters(_: Declaration, checkpoint: Checkpoint) -> Refusal | None:
-    """Stage 3 has no place for a parameter without elements."""
+    """Return the refusal, if any: stage 3 has no place for a parameter without elements."""
     empty = any(not tensor.numel for tensor in checkpoint.with_role(WEIGHT))
     return ((LossError,), "without elements") if empty else None
 
 
 def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | None:
-    """HF Trainer's optimizer has numbers, in an order that an architecture tells."""
+    """Return the refusal, if any: HF Trainer numbers its optimizer states in the architecture's order."""
     if not checkpoint.state.param_groups:
         return (UsageError,), "no optimizer"
     known = checkpoint.namespace == MEGATRON or sample.is_known_model
@@ -175,7 +175,7 @@ def without_an_order(sample: Declaration, checkpoint: Checkpoint) -> Refusal | N
 
 
 # -- other containers --------------------------------------------------------------------------------------------
-#: Three tensors of one size, and one of another: what a container places alike is not taken for one tensor.
+#: Three tensors with one size and one with another. Equal placement in a container must not merge tensors.
 ALIKE = ("layers.0.weight", "layers.1.weight", "layers.2.weight", "head.weight")
 
 
@@ -187,7 +187,7 @@ def alike() -> dict[str, torch.Tensor]:
 
 
 def saved_by_dcp(make: Callable[[Path], object], *, is_nested: bool = True) -> Callable[[Path], tuple[Path, Tensors]]:
-    """What torch's `dcp.save` writes through the storage writer that `make` returns."""
+    """Return a function that saves with torch's `dcp.save` through the storage writer from `make`."""
 
     def save(folder: Path) -> tuple[Path, Tensors]:
         import torch.distributed.checkpoint as dcp
@@ -220,7 +220,7 @@ def in_whole_tensors(folder: Path) -> object:
 
 
 def saved_by_torch(*, is_zip: bool, is_stream: bool = False) -> Callable[[Path], tuple[Path, Tensors]]:
-    """A state dict in a file of `torch.save`: a zip or the older form, written by name or through a buffer."""
+    """Return a function that saves a state dict with `torch.save`: zip or legacy, to a path or a buffer."""
 
     def save(folder: Path) -> tuple[Path, Tensors]:
         import io
@@ -269,7 +269,7 @@ CONTAINERS = [
     Declaration("full", saved_by_torch(is_zip=True, is_stream=True), ("*.bin",), container="stream"),
 ]
 
-#: Samples that take several processes to make.
+#: Samples that need several processes.
 SLOW = (pytest.mark.slow,)
 
 DECLARATIONS = [
@@ -297,7 +297,7 @@ DECLARATIONS = [
         "megatron-dist",
         from_fixture("megatron-dist-flattened"),
         ("iter_0000002/.metadata", "iter_0000002/common.pt", "iter_0000002/__*_*.distcp"),
-        reads_head=(".metadata",),  # its first names tell Megatron's from others
+        reads_head=(".metadata",),  # the first names distinguish Megatron's checkpoints
         refuses=unknown_to_megatron,
     ),
     Declaration(

@@ -264,7 +264,7 @@ def test_a_class_that_serves_two_model_types_is_proved(tmp_path: Path) -> None:
 def test_the_tables_link_as_transformers_converts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model_type: str
 ) -> None:
-    """ckpt's tables and transformers' code give the same links in both directions."""
+    """Tables in ckpt and code in transformers give the same links in both directions."""
     sample = Sample(model_type, tmp_path)
     saved = {name: tuple(tensor.shape) for name, tensor in tensors(sample.saved).items()}
     memory = sample.memory

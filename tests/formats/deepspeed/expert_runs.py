@@ -1,5 +1,7 @@
-"""DeepSpeed's engine around MoE layers: `python -m tests.formats.deepspeed.expert_runs save|load FOLDER` on each rank;
-what it holds before and after the third step goes to FOLDER/NAME...-{before,after}.safetensors.
+"""DeepSpeed's engine around MoE layers.
+
+Run `python -m tests.formats.deepspeed.expert_runs save|load FOLDER` on each rank. The state before and after the third
+step goes to FOLDER/NAME...-{before,after}.safetensors.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from safetensors.torch import save_file
 from fixtures.make_experts import build, fill, gathered
 from train import launch
 
-#: Runs: their stage, and whether they are in bf16.
+#: Stage of each run, and True for bf16.
 RUNS = {"zero1": (1, False), "zero2": (2, True)}
 
 
@@ -61,7 +63,7 @@ def _step(engine: Any, step: int) -> None:
 
 
 def _hold(engine: Any, name: str, path: Path) -> None:
-    """Write what the engine holds, and what it holds after the third step."""
+    """Write the engine's state before and after the third step."""
     for when in ("before", "after"):
         if when == "after":
             _step(engine, 2)

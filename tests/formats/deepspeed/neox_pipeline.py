@@ -1,6 +1,7 @@
-"""DeepSpeed's pipeline engine around layers of GPT-NeoX: `python -m tests.formats.deepspeed.neox_pipeline SIZES FOLDER
-OUTPUT` on each stage; SIZES is JSON, OUTPUT/RANK.pt gets state and logits.  Names are those of EleutherAI/gpt-neox,
-gpt2_model.py and transformer.py.
+"""DeepSpeed's pipeline engine around GPT-NeoX layers.
+
+Run `python -m tests.formats.deepspeed.neox_pipeline SIZES FOLDER OUTPUT` on each stage. SIZES is JSON. OUTPUT/RANK.pt
+gets state and logits. Names come from EleutherAI/gpt-neox, gpt2_model.py and transformer.py.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def main() -> None:
     )
     assert loaded is not None
     held = {"client": dict(client), "state": dict(engine.module.state_dict())}
-    if trained:  # before a step nothing else links the states that were loaded
+    if trained:  # the engine links loaded states only in a step
         engine.optimizer._hp_optimizer_states_linked = False
         engine.optimizer._lazy_init_hp_params_optimizer_state()
     for role in ROLES if trained else ():

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/autoep.py`, `layer_names.py`: DeepSpeed's AutoEP against what the live engines held."""
+"""`converters/deepspeed/autoep.py`, `layer_names.py`: DeepSpeed's AutoEP matches the live engines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.support.stored import stored
 NAME, STEP = "autoep-full", "global_step2"
 RUNS = ("autoep-zero0", "autoep-zero1", "autoep-zero2", "autoep-zero3")
 LAYER = "model.layers.{}.mlp."
-#: Names of the Hub's by those in AutoEP's files of experts.
+#: Hub names by the names in AutoEP's expert files.
 NAMES = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 
 
@@ -52,7 +52,7 @@ def test_weights_are_those_of_the_run(fixtures: Path, converted: Path) -> None:
 
 
 def test_the_model_computes_what_the_engine_computed(fixtures: Path, converted: Path) -> None:
-    """Within bf16's rounding, and not with gates and ups exchanged."""
+    """Logits agree within bf16's rounding, but not if gates and ups are swapped."""
     truth = load_file(fixtures / NAME / "truth/experts.safetensors")
     model = Qwen3MoeForCausalLM.from_pretrained(converted, dtype=torch.bfloat16).eval()
 
@@ -81,7 +81,7 @@ def test_another_architecture_is_not_guessed(fixtures: Path, tmp_path: Path) -> 
     assert done.code == 6 and not (tmp_path / "out").exists()
 
 
-# -- runs as they are ------------------------------------------------------------------------------------------------
+# -- unchanged runs --------------------------------------------------------------------------------------------------
 def truth_of(fixtures: Path, name: str) -> Truth:
     return Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors")
 
@@ -101,7 +101,7 @@ def test_equals_what_the_ranks_held(fixtures: Path, name: str) -> None:
     }
 
 
-#: Data parallel ranks that have experts 0 and 1.
+#: Data parallel ranks with experts 0 and 1.
 HOLDERS = {"autoep-zero1": {0, 1}, "autoep-zero2": {0, 2}, "autoep-zero3": {0, 2}}
 
 
@@ -140,7 +140,7 @@ def test_masters_and_states_go_on_to_dcp(fixtures: Path, tmp_path: Path, name: s
     api.plan(api.open(fixtures / name), "dcp", Layout(world_size=2)).run(tmp_path / "out")
     written = api.open(tmp_path / "out", "dcp")
     for (fqn, role), expected in truth_of(fixtures, name).tensors.items():
-        if role != WEIGHT:  # for which the masters are there
+        if role != WEIGHT:  # the masters exist
             assert content(written.tensors[fqn, WEIGHT if role == MASTER else role]) == expected, (fqn, role)
 
 
@@ -159,7 +159,7 @@ def change(path: Path, edit: Callable[[Any], object]) -> None:
 
 
 def layers(edit: Callable[[list[dict[str, Any]]], object], name: str = "mp_rank_00") -> Callable[[Path], object]:
-    """A change of what each model file of this name records of AutoEP's layers."""
+    """Return a fault that edits the record of AutoEP's layers in each model file named `name`."""
     return lambda step: [
         change(path, lambda state: edit(state["ds_autoep_layers"])) for path in step.glob(f"{name}_model_states.pt")
     ]
@@ -171,7 +171,7 @@ def maps(layer: dict[str, Any]) -> dict[str, Any]:
 
 
 def exchanged(layer: dict[str, Any]) -> None:
-    """What the two ranks have of a layer's w1, the other way round."""
+    """Swap the two ranks' parts of a layer's w1."""
     ranks = maps(layer)[layer["expert_key_prefix"] + ".w1"]["ranks"]
     ranks[0], ranks[1] = ranks[1], ranks[0]
 
@@ -181,7 +181,7 @@ def expert(number: int) -> str:
 
 
 def shared_by(edit: Callable[[dict[str, Any]], object]) -> Callable[[Path], object]:
-    """A change of what rank 0 records of the sub-group of experts."""
+    """Return a fault that edits rank 0's record of the experts' partition group."""
 
     def of_file(state: dict[str, Any]) -> None:
         groups = state["optimizer_state_dict"]["ds_zero_partition_groups"]

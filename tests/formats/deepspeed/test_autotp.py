@@ -1,4 +1,4 @@
-"""`converters/deepspeed/autotp.py`: DeepSpeed's AutoTP: a committed run against what the engine gathered."""
+"""`converters/deepspeed/autotp.py`: a committed AutoTP run matches the engine's gathered state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.engines import Truth
 from tests.support.stored import stored
 
 NAME, STEP = "autotp-zero1", "global_step2"
-#: Runs, and the ranks of each.
+#: Runs and their ranks.
 RUNS = {NAME: 4, "autotp-zero2": 4, "autotp-zero3": 4, "autotp-zero0": 4, "autotp-zero0-fp32": 2}
 
 
@@ -61,7 +61,7 @@ def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, nam
     written = api.open(tmp_path / "out", target)
     for (fqn, role), expected in truth.tensors.items():
         if role == WEIGHT and target in ("zero3", "dcp"):
-            continue  # the masters are the weights there
+            continue  # here the masters are the weights
         key = (fqn, WEIGHT if role == MASTER and target == "dcp" else role)
         assert content(written.tensors[key]) == expected, key
 

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/dealt_experts.py`, `experts.py`: MoE layers on other ranks, loaded by DeepSpeed."""
+"""`converters/deepspeed/dealt_experts.py`, `experts.py`: DeepSpeed loads MoE layers on other ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TARGETS = ((2, 4), (4, 4), (1, 4), (2, 2), (1, 2), (1, 1))
 
 @pytest.fixture(scope="session")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each engine held as it saved, and what those of other ranks held as they had loaded."""
+    """Return the state of each engine when it saved, and of engines on other ranks after loading."""
     folder = tmp_path_factory.mktemp("experts")
     worker = "tests.formats.deepspeed.expert_runs"
     fork_once(folder, [(4, worker, ["save", str(folder)])], ["deepspeed"])
@@ -60,7 +60,7 @@ def contents(folder: Path) -> dict[str, Any]:
 
 
 def same(ours: Any, theirs: Any, at: str) -> list[str]:
-    """Where they differ; entries may be in another order, but for those of lists and of `param_shapes`."""
+    """Return the paths of differences. Only lists and `param_shapes` must keep their order."""
     if isinstance(theirs, torch.Tensor):
         return [] if isinstance(ours, torch.Tensor) and raw(ours) == raw(theirs) else [at]
     if isinstance(theirs, dict) and isinstance(ours, dict) and ours.keys() == theirs.keys():
@@ -75,7 +75,7 @@ def same(ours: Any, theirs: Any, at: str) -> list[str]:
 
 
 def test_the_same_layout_is_written_as_it_was(fixtures: Path, tmp_path: Path) -> None:
-    """`use_data_before_expert_parallelism`, and experts in two param groups: every entry of DeepSpeed's own files."""
+    """DeepSpeed's files have `use_data_before_expert_parallelism` and experts in two param groups."""
     api.plan(api.open(fixtures / "experts-zero1"), "zero1").run(tmp_path / "out")
     ours, theirs = contents(tmp_path / "out" / STEP), contents(fixtures / "experts-zero1" / STEP)
     assert ours.keys() == theirs.keys()

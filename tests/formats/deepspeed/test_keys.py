@@ -1,4 +1,4 @@
-"""`converters/deepspeed/keys.py`: the table of entries against DeepSpeed's files and ours."""
+"""`converters/deepspeed/keys.py`: the table of entries matches the files of DeepSpeed and ckpt."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_what_is_written_is_in_the_table(fixtures: Path, tmp_path: Path, target:
 
 @pytest.mark.parametrize("target", ["zero2", "zero3"])
 def test_weights_alone_record_no_frozen_parameters(fixtures: Path, tmp_path: Path, target: str) -> None:
-    """The engine takes no dict that lacks one that it will freeze (engine.py, `load_module_state_dict`)."""
+    """The engine rejects a dict that lacks parameters it will freeze (engine.py, `load_module_state_dict`)."""
     ckpt.plan(ckpt.open(fixtures / "trl-zero3/outputs/qwen3-sft"), "hf").run(tmp_path / "model")
     ckpt.plan(ckpt.open(tmp_path / "model"), target, Layout(world_size=2)).run(tmp_path / "out")
     (path, *_) = (tmp_path / "out").rglob("*_model_states.pt")
@@ -50,7 +50,7 @@ def test_weights_alone_record_no_frozen_parameters(fixtures: Path, tmp_path: Pat
 
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
 def test_every_reader_takes_the_same_for_the_users(tmp_path: Path, write: Callable[..., Path]) -> None:
-    """The engine's `sparse_tensor_module_names` is no client state, an elastic schema's step no training state."""
+    """`sparse_tensor_module_names` is no client state, and an elastic schema's step no training state."""
 
     def add(model: dict[str, Any], rank: int) -> None:
         model |= {"sparse_tensor_module_names": ["embed"], "mine": 1}

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/neox.py`, `sums.py`, `layer_names.py`: GPT-NeoX without a pipeline against live ranks."""
+"""`converters/deepspeed/neox.py`, `sums.py`, `layer_names.py`: GPT-NeoX without a pipeline matches live ranks."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.support.engines import Truth, raw
 from tests.support.stored import stored
 
 STEP = "global_step2"
-#: Runs: format, ranks, and how many parameters' states are not known.
+#: Runs: format, ranks, and number of parameters without known states.
 RUNS = {"neox-zero1": ("zero1", 4, 4), "neox-zero0": ("zero0", 2, 0), "neox-tp1": ("zero1", 2, 0)}
-VOCAB = 22  # of 24 rows
+VOCAB = 22  # padded to 24 rows
 PADDED = ("embed_in.weight", "embed_out.weight")
 
 
 def truth_of(fixtures: Path, name: str) -> dict[tuple[str, str], Any]:
-    """What the ranks held, without the vocabulary's padding."""
+    """Return the ranks' state without vocabulary padding."""
     found = Truth.load(fixtures / name / "truth" / f"{STEP}.safetensors").tensors
     for (fqn, role), (dtype, shape, data) in found.items():
         if fqn.endswith(PADDED):
@@ -80,7 +80,7 @@ def test_weights_go_to_the_hub(fixtures: Path, tmp_path: Path, name: str) -> Non
 
 
 def test_own_names_go_on_to_one_tensor_parallel_rank(fixtures: Path, tmp_path: Path) -> None:
-    """As GPT-NeoX has them there, its arguments included."""
+    """The output has GPT-NeoX's own names and arguments."""
     api.plan(api.open(fixtures / "neox-zero1"), "zero1", Layout(world_size=2)).run(tmp_path / "out")
     written = api.open(tmp_path / "out")
     assert {key[0] for key in written.tensors} == {key[0] for key in api.open(fixtures / "neox-tp1").tensors}
@@ -89,7 +89,7 @@ def test_own_names_go_on_to_one_tensor_parallel_rank(fixtures: Path, tmp_path: P
 
 
 def test_rotary_frequencies_are_left_out(fixtures: Path, tmp_path: Path) -> None:
-    """Older versions of GPT-NeoX have them in each layer."""
+    """Older GPT-NeoX versions store rotary frequencies in each layer."""
     run = Path(shutil.copytree(fixtures / "neox-zero1", tmp_path / "run"))
 
     def add(state: dict[str, Any]) -> None:
@@ -196,7 +196,7 @@ def test_faults_are_refused(fixtures: Path, tmp_path: Path, fault: str, name: st
 
 
 def test_biases_that_are_told_to_be_the_same_are_compared(fixtures: Path, tmp_path: Path) -> None:
-    """Those of a run with a parallel residual are not: the config is of another run."""
+    """Biases of a run with a parallel residual differ, so the config belongs to another run."""
     run = Path(shutil.copytree(fixtures / "neox-zero1", tmp_path / "run"))
     config(run, use_parallel_residual=False)
     done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "out")

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/pipeline/write.py`: models with a parallel residual, loaded by DeepSpeed."""
+"""`converters/deepspeed/pipeline/write.py`: DeepSpeed loads models with a parallel residual."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def in_pipeline(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """As GPT-NeoX's tools/ckpts/convert_hf_to_sequential.py numbers and names them; the vocabulary padded."""
+    """Rename like GPT-NeoX's tools/ckpts/convert_hf_to_sequential.py, and pad the vocabulary."""
     found = {}
     for name, tensor in state.items():
         layer, _, rest = name.removeprefix("gpt_neox.layers.").partition(".")
@@ -79,7 +79,7 @@ def in_pipeline(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """A script's file after a step of the model, and the optimizer's states by name."""
+    """Train one step, save a script's file, and return the model with its optimizer states by name."""
     found = transformers.GPTNeoXForCausalLM.from_pretrained(model.folder)
     optimizer = torch.optim.AdamW(found.named_parameters(), lr=1e-3)
     found(INPUT, labels=INPUT).loss.backward()
@@ -97,7 +97,7 @@ def trained(model: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(scope="module")
 def held(model: Any, trained: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], list[Any]]:
-    """What each rank of DeepSpeed's engine has of the model and of the trained one, on one stage and on two."""
+    """Return the state of each DeepSpeed rank for both models, on one stage and on two."""
     folder, starts = tmp_path_factory.mktemp("held"), []
     for name, source in (("model", model), ("trained", trained)):
         for stages in (1, 2):

@@ -1,5 +1,7 @@
-"""`converters/deepspeed/pipeline/read.py`, `layers.py`, `format.py`: Megatron-DeepSpeed's pipelines against
-DeepSpeed's PipelineEngine and transformers' logits.  GPT-NeoX runs on no CPU: tests with its names by hand say so.
+"""`converters/deepspeed/pipeline/read.py`, `layers.py`, `format.py`: Megatron-DeepSpeed's pipelines.
+
+They must match DeepSpeed's PipelineEngine and transformers' logits. GPT-NeoX does not run on a CPU, so its tests edit
+files by hand.
 """
 
 from __future__ import annotations
@@ -76,7 +78,7 @@ def test_fragments_have_the_ranks_that_deepspeed_gives_them(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers_computes_the_same_logits(name: str, tmp_path: Path, tables: Any) -> None:
-    """Within rounding: tensor parallel ranks add up halves of a sum, each of them rounded."""
+    """Logits agree within rounding: tensor parallel ranks round each half before they add."""
     from transformers import AutoModelForCausalLM
 
     done = commands.ckpt("convert", "megatron-deepspeed", "hf", str(sample(name)), "-o", str(tmp_path / "hf"))
@@ -103,7 +105,7 @@ def test_ranks_that_hold_the_same_are_compared(tmp_path: Path) -> None:
     fqn = "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight"
     assert len(checkpoint.tensors[fqn, WEIGHT].replicas) == 1
     done = commands.ckpt("verify", str(run), str(run))
-    assert done.code == 4, done.out  # what a side says twice, and not the same, is no value to compare
+    assert done.code == 4, done.out  # a value with contradicting replicas can't be compared
     assert fqn in done.out and "could not be read" in done.out
     tied = ckpt.open(sample("qwen2-tp")).tensors
     assert len(tied["embedding.word_embeddings.weight", MASTER].replicas) == 1
@@ -232,7 +234,7 @@ def test_kinds_of_layers() -> None:
     assert kind_of(["norm.weight", "norm.bias"]) is kind_of(["weight"]) is Kind.NORM
     assert kind_of(["final_linear.weight"]) is Kind.OUTPUT
     assert kind_of(["conv.weight"]) is None
-    # BLOOM: a function more in front of the transformer layers, and learned positions' norm is none of ours.
+    # BLOOM has another function before the transformer layers. Its embedding norm is unsupported.
     layers = Layers.of_names(
         {
             1: ["word_embeddings.weight"],

@@ -1,5 +1,6 @@
-"""`converters/deepspeed/pipeline/write.py`: every layout converted to every other one has the same bytes as from any
-source, and DeepSpeed's pipeline engine loads them.
+"""`converters/deepspeed/pipeline/write.py`: every layout converts to every other.
+
+The bytes don't depend on the source layout, and DeepSpeed's pipeline engine loads them.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ MATRIX = "Megatron-DeepSpeed: (TP,PP,DP) to (TP,PP,DP), files and loaded engine 
 OTHERS = "Megatron-DeepSpeed, written and loaded by DeepSpeed's engine"
 RESUMED = "4 steps, resharded, 4 steps (fp32): loss of each, and of the unbroken run"
 LAYOUTS = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 1), (2, 1, 2), (2, 2, 1)]
-#: Sums in another order, over four steps of fp32.
+#: Another order of sums, over four steps in fp32.
 BOUND = 1e-5
 
 
@@ -59,7 +60,7 @@ def write(source: Path, target: Path, layout: Layout, to: str = FORMAT, **option
 
 @dataclass(frozen=True)
 class Load:
-    """A run, of megatron-core where `is_megatron`, that is written by way of the formats `via`, and loaded."""
+    """A source run, converted through the formats in `via` and loaded. `is_megatron` marks a megatron-core run."""
 
     source: str
     run: Run
@@ -98,7 +99,7 @@ LOADS = [
     _to("llama-fp16", pp=4),
     _to("qwen2-tp"),
     _to("gpt_neox", pp=2),
-    # Other formats write a vocabulary that is padded to 128 rows anew.
+    # Other formats pad the vocabulary again, to 128 rows.
     _to("qwen2-tp", tp=2, via=("zero3",), vocab_multiple=128),
     _to("llama", pp=2, via=("universal", "zero2"), vocab_multiple=128),
     _to("llama-fp16", pp=2, via=("dcp",), vocab_multiple=128, scheduler="none"),
@@ -110,7 +111,7 @@ LOADS = [
 
 @dataclass(frozen=True)
 class Loaded:
-    """Everything that was written, and what came of it: folders by layout or number."""
+    """All written folders and their results, by layout or number."""
 
     written: dict[tuple[int, int, int], Path] = field(default_factory=dict)
     matrix: dict[tuple[int, int, int], Path] = field(default_factory=dict)
@@ -123,7 +124,7 @@ RESUMES = [(1, 2, 2), (2, 1, 2), (2, 2, 1)]
 
 @pytest.fixture(scope="module")
 def loaded() -> Loaded:
-    """One launch per number of ranks for all that is written here."""
+    """Write everything, with one launch per number of ranks."""
     folder = Path(tempfile.mkdtemp(prefix="written-", dir=sample("base").parent))
     found, loads = Loaded(), []
     for sizes in LAYOUTS:
@@ -149,7 +150,7 @@ def loaded() -> Loaded:
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the files of the step, by name."""
+    """Return digests of the step's files by name."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted((folder / TAG).iterdir())}
 
 
@@ -179,7 +180,7 @@ def test_the_engine_loads_what_is_written(number: int, loaded: Loaded, tables: A
     expected, held = load.truth, loaded_truth(output)
     ours, theirs = without_padding(held), without_padding(expected)
     weights_only = load.via == ("hf",)
-    if weights_only:  # the masters are then the weights, upcast
+    if weights_only:  # then the masters are upcast weights
         ours, theirs = ({key: one[key] for key in one if key[1] == WEIGHT} for one in (ours, theirs))
     assert ours == theirs
     assert held.ties == expected.ties
@@ -208,9 +209,9 @@ def losses(run: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-# -- what is in the files ------------------------------------------------------------------------------------
+# -- content of the files ------------------------------------------------------------------------------------
 def plain(value: Any) -> Any:
-    """An object of a file for comparison: tensors as bytes, objects as what they hold."""
+    """Convert an object for comparison: tensors to bytes, objects to their contents."""
     if isinstance(value, torch.Tensor):
         return (*raw(value), value.requires_grad)
     if isinstance(value, Mapping):
@@ -227,7 +228,7 @@ def of_file(path: Path) -> Any:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-fp16", "qwen2"])
 def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
-    """Every entry of every file is there again; BF16_Optimizer's partitions have those of ZeRO-1 besides."""
+    """Every entry of every file is equal. BF16_Optimizer's partitions also get ZeRO-1's entries."""
     conversion = ckpt.plan(ckpt.open(sample(name)), FORMAT)
     assert not conversion.plan.target.not_written
     conversion.run(tmp_path / "out")
@@ -247,7 +248,7 @@ ZERO1 = {"loss_scaler", "dynamic_loss_scale", "overflow", "zero_stage", "param_a
 
 @pytest.mark.slow
 def test_bf16_optimizer_deals_nothing(tmp_path: Path) -> None:
-    """By hand: a config that says round_robin_gradients, which BF16_Optimizer (see the test above) does not look at."""
+    """BF16_Optimizer (see the test above) ignores round_robin_gradients in the edited config."""
     run = copy_of("qwen2", tmp_path)
     for path in (run / TAG).glob("*_states.pt"):
         if not path.name.startswith("layer"):
@@ -261,7 +262,7 @@ def test_bf16_optimizer_deals_nothing(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_random_states_stay_with_their_ranks(tmp_path: Path) -> None:
-    """By hand: what Megatron-DeepSpeed saves beside, each slice its own, and the patterns of universal checkpoints."""
+    """Files edited by hand: each slice's own random state, and patterns for universal checkpoints."""
     run = copy_of("llama", tmp_path)
     for path in (run / TAG).glob("mp_rank_*"):
         state = [{"random_rng_state": (3, (int(path.name[8:10]),), None), "torch_rng_state": torch.ones(4)}]
@@ -282,7 +283,7 @@ def test_random_states_stay_with_their_ranks(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_names_of_gpt_neox_are_kept(tmp_path: Path) -> None:
-    """By hand, as in the reader's test, but with the optimizer: layers' numbers and names, and rotary frequencies."""
+    """Files edited by hand, with the optimizer: layer numbers and names, and rotary frequencies."""
     run = write(sample("gpt_neox"), tmp_path / "run", Layout(tp=1, pp=2))
     expected = {key: content(tensor) for key, tensor in ckpt.open(run).tensors.items()}
     hub = write(run, tmp_path / "hub", Layout(), "hf")
@@ -308,7 +309,7 @@ def test_names_of_gpt_neox_are_kept(tmp_path: Path) -> None:
         ckpt.plan(source, FORMAT, Layout(tp=2))
 
 
-# -- what does not fit ---------------------------------------------------------------------------------------
+# -- mismatches ----------------------------------------------------------------------------------------------
 #: Layouts of llama_wide: 4 layers, 8 heads in 4 groups.
 MISFITS: dict[str, tuple[Layout, type[CkptError], str]] = {
     "ranks": (Layout(tp=2, pp=1, world_size=3), UsageError, "do not divide into this layout"),
@@ -346,7 +347,7 @@ def test_stages_as_asked_for_and_as_they_were(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_parameters_in_another_order_are_told_and_not_written(tmp_path: Path) -> None:
-    """By hand: an optimizer with the norms' and the matrices' parameters the other way round."""
+    """In the edited files, norms and matrices have swapped places in the optimizer."""
     run = copy_of("llama", tmp_path)
 
     def reverse(saved: dict[str, Any]) -> None:
@@ -361,7 +362,7 @@ def test_parameters_in_another_order_are_told_and_not_written(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_weights_without_an_optimizer(tmp_path: Path) -> None:
-    """From the Hub: no partitions, and what to load them with; a tensor without a place is not left out."""
+    """A Hub source gives no partitions, and a note says how to load. A tensor without a place is an error."""
     hub = write(sample("llama"), tmp_path / "hub", Layout(), "hf")
     conversion = ckpt.plan(ckpt.open(hub), FORMAT, Layout(tp=2, pp=2))
     assert any("load_optimizer_states=False" in note for note in conversion.plan.target.notes)
@@ -384,7 +385,7 @@ def test_models_without_a_place_in_the_pipeline(tmp_path: Path) -> None:
 
 
 def test_stages_are_balanced_as_deepspeed_does() -> None:
-    """`partition_balanced` over the layers of a pipeline, with functions before and behind the transformer layers."""
+    """`partition_balanced` also counts the functions before and after the transformer layers."""
     from deepspeed.runtime.utils import partition_balanced
 
     for layers in range(1, 14):

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/sharing.py`: MoE layers whose experts ranks share, against what the live engines held."""
+"""`converters/deepspeed/sharing.py`: MoE layers with experts shared by ranks match the live engines."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_groups_of_experts_are_in_the_order_of_the_model(fixtures: Path) -> None
 
 
 def test_groups_of_experts_are_in_another_order_on_each_rank(fixtures: Path) -> None:
-    """DeepSpeed makes them from a set of names: what the fixture is read in spite of."""
+    """DeepSpeed builds the groups from a set of names. Reading the fixture must not depend on their order."""
     files = (fixtures / "experts-zero2" / STEP).glob("*_optim_states.pt")
     inners = [torch.load(file, weights_only=False)["optimizer_state_dict"] for file in files]
     assert {tuple(inner["partition_count"]) for inner in inners} == {(4, 1, 2), (4, 2, 1)}
@@ -87,7 +87,7 @@ def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, nam
     written, truth = api.open(tmp_path / "out", target), truth_of(fixtures, name)
     masters = {fqn for fqn, role in truth.tensors if role == MASTER}
     for (fqn, role), expected in truth.tensors.items():
-        if role != WEIGHT or fqn not in masters:  # which are the weights there
+        if role != WEIGHT or fqn not in masters:  # masters replace weights there
             kind = WEIGHT if role in (MASTER, BUFFER) else role
             found = written.tensors.get((fqn, kind)) or written.tensors[fqn, BUFFER]
             assert content(found) == expected, (fqn, role)
@@ -101,7 +101,7 @@ def test_weights_go_to_the_hub_as_the_ranks_held_them(fixtures: Path, tmp_path: 
 
 @pytest.mark.parametrize("target", ["zero3", "universal"])
 def test_what_deepspeed_loads_is_not_written(fixtures: Path, target: str) -> None:
-    """Its engine takes the experts from files of their own."""
+    """The engine loads experts from separate files."""
     with pytest.raises(UsageError, match="from files of their own") as caught:
         api.plan(api.open(fixtures / "experts-zero2"), target)
     assert "dcp" in str(caught.value.hint)
@@ -203,7 +203,7 @@ def test_faults_are_refused(fixtures: Path, tmp_path: Path, fault: str) -> None:
 
 
 def test_several_ep_sizes_without_zero_leave_the_optimizer_out(fixtures: Path, tmp_path: Path) -> None:
-    """Which ranks share an expert's file of states is not recorded then."""
+    """Then the files don't record which ranks share an expert's states."""
     run = Path(shutil.copytree(fixtures / "experts-zero0", tmp_path / "run"))
 
     def other(found: dict[str, Any]) -> None:

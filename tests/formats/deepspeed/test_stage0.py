@@ -1,4 +1,4 @@
-"""`converters/deepspeed/stage0.py`: DeepSpeed without ZeRO, against the live engine, and names that shapes prove."""
+"""`converters/deepspeed/stage0.py`: DeepSpeed without ZeRO matches the live engine, and shapes prove names."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def test_everything_goes_on_to_other_formats(fixtures: Path, tmp_path: Path, nam
     for (fqn, role), expected in truth.tensors.items():
         key = (fqn, role)
         if role == WEIGHT and key not in written.tensors:
-            key = (fqn, MASTER)  # ZeRO-3 keeps the masters of trainable parameters alone
+            key = (fqn, MASTER)  # ZeRO-3 stores only masters for trainable parameters
             expected = truth.tensors.get(key, expected)
         elif role == MASTER and key not in written.tensors:
-            key = (fqn, WEIGHT)  # in which FSDP keeps them
+            key = (fqn, WEIGHT)  # FSDP stores masters as weights
         elif role == WEIGHT and (fqn, MASTER) in truth.tensors and target in ("dcp", "full"):
             expected = truth.tensors[fqn, MASTER]
         if role == BUFFER and key not in written.tensors:
-            key = (fqn, WEIGHT)  # files of torch's tell no buffers apart
+            key = (fqn, WEIGHT)  # torch's files don't distinguish buffers
         assert content(written.tensors[key]) == expected, (fqn, role)
 
 
@@ -90,7 +90,7 @@ SHAPES = st.lists(st.sampled_from([(2, 3), (3, 2), (4,)]), min_size=1, max_size=
 @settings(deadline=None)
 @given(SHAPES, st.data())
 def test_names_are_given_where_one_way_alone_fits(shapes: list, data: st.DataObject) -> None:
-    """Against all ways tried one by one: parameters left out are frozen."""
+    """Compare with trying every assignment. Parameters left out are frozen."""
     parameters = {f"p{i}": shape for i, shape in enumerate(shapes)}
     trained = [i for i in range(len(shapes)) if data.draw(st.booleans())]
     asked = [shapes[i] for i in trained]
@@ -146,7 +146,7 @@ def test_a_master_or_a_state_of_fewer_elements_is_damage(
 
 
 def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> None:
-    """One number stays the tensor that it is, and a note names a state that has not the parameter's shape."""
+    """A single number stays a tensor. A note names a state with another shape than its parameter."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     path = run / "global_step2" / "mp_rank_00_model_states.pt"
     content = torch.load(path, weights_only=False)
@@ -160,7 +160,7 @@ def test_states_of_other_kinds_than_adams(fixtures: Path, tmp_path: Path) -> Non
 
 
 def test_a_file_without_the_entry_of_its_optimizer_is_said(fixtures: Path, tmp_path: Path) -> None:
-    """One byte of its name is another: DeepSpeed writes the entry always, None where ZeRO has the optimizer."""
+    """DeepSpeed always writes the entry, as None if ZeRO has the optimizer. Here one byte of the name is wrong."""
     run = Path(shutil.copytree(fixtures / "toy-zero0", tmp_path / "run"))
     model = run / "global_step2/mp_rank_00_model_states.pt"
     content = torch.load(model, weights_only=False)

@@ -63,7 +63,7 @@ def test_names_of_parameters_and_buffers_are_those_recorded(
 
 @WRITERS
 def test_no_tensor_appears_twice_under_an_unrelated_name(tmp_path: Path, write: Callable[..., Path]) -> None:
-    """The values are the masters', and the entries without a recorded name are named."""
+    """The values come from the masters. A note names entries without a recorded name."""
     checkpoint = api.open(write(tmp_path / "run", GROUPS, 2, change_model=renaming(with_other_words)))
     assert_holds(checkpoint, GROUPS)
     assert not any(fqn.startswith(("encoder.a", "encoder.b", "value")) for fqn, _ in checkpoint.tensors)
@@ -72,7 +72,7 @@ def test_no_tensor_appears_twice_under_an_unrelated_name(tmp_path: Path, write: 
 
 @WRITERS
 def test_a_state_dict_without_some_parameters(tmp_path: Path, write: Callable[..., Path]) -> None:
-    """TRL's value head over a PEFT model: the dict holds the head alone."""
+    """TRL's value head over a PEFT model: the dict has only the head."""
     change = renaming(str, drop="inner.a.weight")
     checkpoint = api.open(write(tmp_path / "run", GROUPS, 2, change_model=change))
     assert_holds(checkpoint, GROUPS)

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/universal.py`: universal checkpoints of ckpt and of DeepSpeed."""
+"""`converters/deepspeed/universal.py`: universal checkpoints from ckpt and from DeepSpeed."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_what_comes_from_no_stage_has_what_every_stage_asks_for(fixtures: Path, 
     fqn = next(fqn for fqn, role in checkpoint.tensors if role == MASTER)
     assert set(loaded(folder / "zero" / fqn / "exp_avg.pt")) == {"param", "cat_dim"}
     again = read(folder)
-    # Stage 3 stores no weights of its own; the form for every stage has them, rounded from the masters.
+    # Stage 3 stores no weights. The universal form has weights, rounded from the masters.
     trained = {(fqn, WEIGHT) for fqn, role in checkpoint.tensors if role == MASTER}
     assert set(again.tensors) == set(checkpoint.tensors) | trained
 
@@ -115,7 +115,7 @@ def test_weights_alone_keep_the_engines_hyperparameters(fixtures: Path, tmp_path
 
 
 def test_states_that_are_not_there_are_zeros_and_said_to_be(fixtures: Path) -> None:
-    """Adafactor's `exp_avg_sq` is for a whole group, the one of biases and norms, alone."""
+    """Adafactor's `exp_avg_sq` may be missing for a whole group, for example biases and norms."""
     checkpoint = source(fixtures, "toy-zero2")
     group = checkpoint.state.param_groups[0].fqns
     for without in (group, group[:1]):
@@ -136,7 +136,7 @@ def test_it_has_no_ranks(fixtures: Path) -> None:
 
 
 def test_a_steps_own_folder_as_deepspeeds_converter_writes_it(fixtures: Path, tmp_path: Path) -> None:
-    """`--output_folder` of ds_to_universal.py, which DeepSpeed's users have beside the step that it is made of."""
+    """Users keep ds_to_universal.py's `--output_folder` next to its source step."""
     run = Path(shutil.copytree(fixtures / "toy-zero2", tmp_path / "run"))
     step, out = run / "global_step2", run / "global_step2_universal"
     done = ckpt("convert", "zero2", "universal", step, "-o", out, "--step-folder", "--no-manifest")
@@ -184,7 +184,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stage", "num_ranks"),
     [
-        ("toy-zero3", 3, 3),  # not toy-zero1 and toy-zero2: it fails on parameters without dims
+        ("toy-zero3", 3, 3),  # toy-zero1 and toy-zero2 fail: parameters without dims
         ("moe-zero3", 3, 2),
         ("lora-zero3", 3, 2),
         ("trainer-zero2", 2, 2),
@@ -197,7 +197,7 @@ def test_damage_is_named(fixtures: Path, tmp_path: Path) -> None:
 def test_against_deepspeeds_own_converter(
     name: str, stage: int, num_ranks: int, fixtures: Path, tmp_path: Path
 ) -> None:
-    """What it makes of a run, or of partition files of ours, is read as the source is; ours has the same files."""
+    """Its output, from a run or from ckpt's partition files, reads like the source. ckpt writes the same files."""
     import torch
 
     checkpoint = source(fixtures, name)
@@ -214,7 +214,8 @@ def test_against_deepspeeds_own_converter(
 
     ours = write(checkpoint, tmp_path / "ours")
     files = {p.relative_to(ours) for p in ours.rglob("*.pt")}
-    # Copies in fp32 of what no optimizer owns, which no loader reads; the model file has them as they are.
+    # DeepSpeed also writes fp32 copies of tensors without an optimizer. No loader reads them, and the model file has
+    # the originals.
     copies = {
         p.relative_to(theirs)
         for p in (theirs / "zero").rglob("fp32.pt")
@@ -227,7 +228,7 @@ def test_against_deepspeeds_own_converter(
         if isinstance(b, dict):
             assert set(a) == set(b) and a["cat_dim"] == b["cat_dim"], file
             a, b = a["param"], b["param"]
-            assert a.shape == (b.shape or (1,)), file  # DeepSpeed fails to load one without dims
+            assert a.shape == (b.shape or (1,)), file  # DeepSpeed can't load a tensor without dims
         assert a.dtype == b.dtype and torch.equal(a.reshape(-1), b.reshape(-1)), file
     a, b = (loaded(folder / "zero" / "optimizer_state.pt") for folder in (ours, theirs))
     assert set(b) - {"fp32_flat_groups"} <= set(a)

@@ -29,10 +29,10 @@ numels = st.lists(st.integers(1, 60), min_size=1, max_size=12)
 ranks = st.integers(1, 9)
 
 
-# -- where elements lie ------------------------------------------------------------------------------------------------
+# -- flat layout -------------------------------------------------------------------------------------------------------
 @given(numels, ranks, st.sampled_from((1, 4, 8)))
 def test_a_flat_group_is_what_deepspeed_flattens(sizes: list[int], num_ranks: int, alignment: int) -> None:
-    """Against stage_1_and_2.py's own words: pad to 2 * ranks, cut evenly, strip what lies behind the parameters."""
+    """As in stage_1_and_2.py: pad to 2 * ranks, cut evenly, strip everything after the parameters."""
     layout = flat_layout(sizes, num_ranks, alignment)
     flat: list[tuple[int, int] | None] = []
     for index, size in enumerate(sizes):
@@ -96,14 +96,14 @@ def convert(source: Checkpoint, to: str, folder: Path, **layout: Any) -> Path:
 
 
 def loaded(path: Path) -> Any:
-    """A file as torch loads it."""
+    """Load a file with torch."""
     import torch
 
     return torch.load(path, map_location="cpu", weights_only=False)
 
 
 def assert_same(ours: Any, theirs: Any, where: str) -> int:
-    """Equal in structure, types, values and bits.  Returns the number of tensors."""
+    """Check equal structure, types, values and bits. Return the number of tensors."""
     import torch
 
     assert type(ours) is type(theirs), where
@@ -149,7 +149,7 @@ def test_the_same_number_of_ranks_gives_the_same_files(name: str, fixtures: Path
 
 
 def with_zeroed_padding(file: Any, shapes: list[dict[str, Any]], rank: int, num_ranks: int) -> Any:
-    """A file of stage 3, whose padding is memory as it was, with zeros there."""
+    """Replace the padding in a stage 3 file by zeros, because DeepSpeed leaves it uninitialized."""
     import torch
 
     def clear(flat: Any, numels: list[int]) -> None:
@@ -197,12 +197,12 @@ def assert_same_tensors(a: Checkpoint, b: Checkpoint) -> None:
     assert a.ties == b.ties and a.state.step == b.state.step
 
 
-# -- what follows from the source --------------------------------------------------------------------------------------
+# -- dependence on the source ------------------------------------------------------------------------------------------
 ZEROS = {1: ZERO1, 2: ZERO2, 3: ZERO3}
 
 
 def lay_out(checkpoint: Checkpoint, stage: int, output: Path, **layout: Any) -> Any:
-    """Write `checkpoint` as it is; the target, for its notes."""
+    """Write `checkpoint` unchanged. Return the target for its notes."""
     target = ZEROS[stage].lay_out(checkpoint, Layout(**layout))
     execute(make_plan(checkpoint, target), output)
     return target
@@ -213,7 +213,7 @@ def with_config(checkpoint: Checkpoint, ds_config: dict[str, Any]) -> Checkpoint
 
 
 def foreign(checkpoint: Checkpoint, **state: Any) -> Checkpoint:
-    """As a format of another framework describes it."""
+    """Return the checkpoint as another framework's format describes it."""
     bare = TrainingState(checkpoint.state.step, checkpoint.state.param_groups, checkpoint.state.scalars)
     return replace(checkpoint, format="other", framework=None, tag=None, state=replace(bare, **state))
 
@@ -300,7 +300,7 @@ def test_a_foreign_source_gets_a_loss_scaler_and_keeps_its_own_state(fixtures: P
 
 
 def test_weights_without_groups_are_a_group_each(fixtures: Path, tmp_path: Path) -> None:
-    """An optimizer that resumed from these would take one parameter's numbers for another's: DeepSpeed refuses."""
+    """An optimizer resumed from one group would mix up parameters. With a group each, DeepSpeed refuses."""
     source = api.open(fixtures / "lora-zero3")
     tensors = {key: tensor for key, tensor in source.tensors.items() if key[1] in (WEIGHT, BUFFER)}
     bare = replace(foreign(source), tensors=tensors, state=TrainingState())
@@ -331,7 +331,7 @@ def test_fsdps_float32_parameters_are_the_masters_of_the_model_that_the_config_n
 def test_what_no_optimizer_owns_is_not_rounded_where_it_may_be_a_buffer(
     stage: int, fixtures: Path, tmp_path: Path
 ) -> None:
-    """FSDP's files do not tell buffers from frozen parameters; the engine rounds the latter as it loads them."""
+    """FSDP's files don't distinguish buffers from frozen parameters. The engine rounds frozen parameters on load."""
     source = api.open(fixtures / "lora-zero3")
     tensors = {(fqn, WEIGHT): replace(t, role=WEIGHT) for (fqn, role), t in source.tensors.items() if role == MASTER}
     (trained, _), spare = tensors.popitem()
@@ -355,7 +355,7 @@ def test_different_steps_in_a_group_are_refused(fixtures: Path) -> None:
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_numbers_that_differ_in_a_group_are_listed(fixtures: Path, tmp_path: Path, stage: int) -> None:
-    """transformers' Adafactor keeps the RMS of each parameter: its weights could not be had as ZeRO files."""
+    """Adafactor in transformers keeps an RMS per parameter. Its weights could not be written as ZeRO files."""
     source = api.open(fixtures / "toy-zero3")
     values = {fqn: float(number) for number, fqn in enumerate(source.state.scalars["step"])}
     odd = replace(source, state=replace(source.state, scalars={**source.state.scalars, "RMS": values}))
@@ -398,7 +398,7 @@ def test_a_group_that_names_what_is_not_there_is_refused(fixtures: Path) -> None
     ],
 )
 def test_trainer_folder(num_ranks: int, names: set[str], word: str, fixtures: Path, tmp_path: Path) -> None:
-    """What HF Trainer resumes from stands beside the step folder, with the random states of the ranks that exist."""
+    """HF Trainer's files are next to the step folder, with random states for the existing ranks."""
     source = api.open(fixtures / "trainer-zero2")
     target = lay_out(source, 3, tmp_path / "out", world_size=num_ranks)
     home = Path(source.path).parent

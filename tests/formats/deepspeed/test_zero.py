@@ -1,5 +1,6 @@
-"""`converters/deepspeed/zero.py`, `folder.py`, `model.py`, `model_file.py`, `rank_files.py`: the ZeRO reader on the
-committed checkpoints, and on layouts built by hand that today's DeepSpeed does not write.
+"""`converters/deepspeed/zero.py`, `folder.py`, `model.py`, `model_file.py`, `rank_files.py`: the ZeRO reader.
+
+Sources are the committed checkpoints, and layouts that current DeepSpeed no longer writes.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ def test_param_groups_and_scalars_are_by_name(fixtures: Path, name: str) -> None
 
 
 def test_the_toys_ties_and_buffers(fixtures: Path) -> None:
-    """A tie, four dtypes of buffers, a 0-d and an empty parameter, in every stage."""
+    """Every stage has a tie, buffers in four dtypes, a 0-d parameter and an empty parameter."""
     for name in TOYS:
         checkpoint = api.open(fixtures / name)
         assert checkpoint.ties == {"head.weight": "embed.weight"}
@@ -102,7 +103,7 @@ def test_a_config_beside_the_checkpoint_is_found(fixtures: Path) -> None:
     assert api.open(fixtures / "toy-zero1").config is None
 
 
-# -- which step --------------------------------------------------------------------------------------------------------
+# -- choice of the step ------------------------------------------------------------------------------------------------
 def test_the_newest_checkpoint_of_a_trainer_folder_is_taken_and_named(fixtures: Path) -> None:
     run = fixtures / "trainer-zero2"
     checkpoint = api.open(run)
@@ -160,7 +161,7 @@ def test_an_incomplete_newest_checkpoint_is_skipped_and_named(
 
 def test_latest_decides_and_a_newer_step_is_named(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    for step in (10, 9):  # as text, 9 is the larger
+    for step in (10, 9):  # as text, 9 is larger
         write_stage2(run, GROUPS, 2, tag=f"global_step{step}")
     checkpoint = api.open(run)
     assert Path(checkpoint.path).name == "global_step9"
@@ -185,7 +186,7 @@ def test_the_tag_of_accelerate(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_ranks", SIZES)
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
 def test_every_number_of_ranks(tmp_path: Path, write: Callable[..., Path], num_ranks: int) -> None:
-    """17 ranks: file names of ranks 10 to 16 sort before that of 2, and most ranks hold padding alone."""
+    """With 17 ranks, file names of ranks 10 to 16 sort before rank 2, and most ranks have only padding."""
     checkpoint = api.open(write(tmp_path / "run", GROUPS, num_ranks))
     assert checkpoint.world_size == num_ranks
     assert_holds(checkpoint, GROUPS)
@@ -201,7 +202,7 @@ def test_prefixes_of_file_names(tmp_path: Path, write: Callable[..., Path], name
 
 @pytest.mark.parametrize("toy", TOYS)
 def test_each_file_is_parsed_once(fixtures: Path, monkeypatch: pytest.MonkeyPatch, toy: str) -> None:
-    """Whichever of ZeRO's formats is asked first: the stage is found by whoever reads the files anyway."""
+    """The order of ZeRO formats doesn't matter, because finding the stage reads the files anyway."""
     parsed: list[str] = []
     read = torchfile.read
     monkeypatch.setattr(torchfile, "read", lambda path, **more: parsed.append(str(path)) or read(path, **more))
@@ -213,7 +214,7 @@ def test_each_file_is_parsed_once(fixtures: Path, monkeypatch: pytest.MonkeyPatc
 def test_the_stage_is_that_of_the_optimizer_files_whatever_an_earlier_run_left(
     fixtures: Path, tmp_path: Path, left: tuple[int, str]
 ) -> None:
-    """Accelerate saves into one folder again and again: model files of two stages in it."""
+    """Accelerate reuses one folder, so it may contain model files from two stages."""
     stage, name = left
     run = tmp_path / "run"
     shutil.copytree(fixtures / f"toy-zero{stage}", run)
@@ -234,7 +235,7 @@ def test_old_names_without_an_underscore(tmp_path: Path) -> None:
 
 
 def elastic(inner: dict[str, Any], rank: int) -> None:
-    """stage_1_and_2.py, `_get_base_optimizer_state`: a list of dicts of unpadded states, and no param groups."""
+    """List of dicts with unpadded states, and no param groups (stage_1_and_2.py, `_get_base_optimizer_state`)."""
     states = []
     for number, kept in enumerate(inner["single_partition_of_fp32_groups"]):
         state = inner["base_optimizer_state"]["state"][number]
@@ -249,7 +250,7 @@ def elastic_step_in_groups(inner: dict[str, Any], rank: int) -> None:
 
 
 def elastic_with_two_steps(inner: dict[str, Any], rank: int) -> None:
-    """DeepSpeed's own Adam: it counts in its states, and beside them stands the step that its groups began with."""
+    """DeepSpeed's own Adam counts in its states and also keeps the step its groups started with."""
     elastic(inner, rank)
     inner["base_optimizer_state_step"] = 0
 
@@ -264,7 +265,7 @@ def test_elastic_checkpoints(tmp_path: Path, num_ranks: int, change: Callable[..
 
 
 def bf16_optimizer(inner: dict[str, Any], rank: int) -> None:
-    """runtime/bf16_optimizer.py, `state_dict`: no stage, partitions with their padding."""
+    """No stage, and partitions with padding (runtime/bf16_optimizer.py, `state_dict`)."""
     del inner["zero_stage"], inner["loss_scaler"], inner["param_alignment_paddings"]
     kept = inner["single_partition_of_fp32_groups"]
     inner["single_partition_of_fp32_groups"] = [
@@ -281,7 +282,7 @@ def test_bf16_optimizer(tmp_path: Path, num_ranks: int) -> None:
 
 
 def paddings_of_the_last_rank(num_ranks: int, stateless: bool) -> Callable[..., None]:
-    """Before DeepSpeed 0.16.4: the last rank records, and strips, the padding of the whole group; others nothing."""
+    """Before DeepSpeed 0.16.4, the last rank records and strips the whole group's padding, other ranks nothing."""
 
     def change(inner: dict[str, Any], rank: int) -> None:
         partitions = zip(inner["single_partition_of_fp32_groups"], inner["group_paddings"], GROUPS, strict=True)
@@ -351,8 +352,9 @@ def test_a_mics_checkpoint_has_fewer_partitions_than_ranks(tmp_path: Path) -> No
 
 # -- NVMe offload ------------------------------------------------------------------------------------------------------
 def offloaded(run: Path, num_ranks: int) -> Path:
-    """Write state as swap_tensor/optimizer_utils.py leaves it: a `ds_id` names a file; the second sub-group is too
-    small.
+    """Write state like swap_tensor/optimizer_utils.py. A `ds_id` names each file.
+
+    The second sub-group is too small to be offloaded.
     """
 
     def change(inner: dict[str, Any], rank: int) -> None:
@@ -397,7 +399,7 @@ def test_an_offloaded_file_that_is_missing_or_short(tmp_path: Path, length: int 
     assert (caught.value.path, caught.value.rank) == (str(path), 1)
 
 
-# -- what else a checkpoint holds --------------------------------------------------------------------------------------
+# -- other contents of a checkpoint ------------------------------------------------------------------------------------
 @pytest.mark.parametrize("name", TOYS)
 def test_client_state_is_carried(fixtures: Path, tmp_path: Path, name: str) -> None:
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
@@ -420,7 +422,7 @@ def test_extra_state_of_modules_is_carried(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_frozen_parameters_of_stage_3(tmp_path: Path, num_ranks: int) -> None:
-    """Each rank's slot of each; since 0.19.6 trainable parameters without elements are listed among them."""
+    """Each rank has a slot of each. Since 0.19.6 the list includes trainable parameters without elements."""
     frozen = {"base.weight": torch.randn(3, 5).bfloat16(), "none": torch.empty(0, 4).bfloat16()}
 
     def add(model: dict[str, Any], rank: int) -> None:
@@ -455,7 +457,7 @@ def test_a_tie_to_nothing(tmp_path: Path, write: Callable[..., Path], owner: str
 
 
 def test_equal_values_are_no_tie(tmp_path: Path) -> None:
-    """Two parameters with the same content and address, which the checkpoint does not record as tied."""
+    """Two parameters have equal content and address, but the checkpoint doesn't record a tie."""
     same = torch.arange(6.0)
     groups: Groups = [{"one": same, "two": same}]
     checkpoint = api.open(write_stage2(tmp_path / "run", groups, 2))
@@ -464,7 +466,7 @@ def test_equal_values_are_no_tie(tmp_path: Path) -> None:
 
 
 def test_buffers_that_each_rank_keeps_for_itself(tmp_path: Path) -> None:
-    """BatchNorm's statistics differ by rank: rank 0's are read by every command, with a note."""
+    """BatchNorm's statistics differ by rank. Every command reads rank 0's, with a note."""
 
     def change(model: dict[str, Any], rank: int) -> None:
         model["module"]["bn.running_mean"] = torch.full((3,), float(rank))
@@ -494,7 +496,7 @@ def test_buffers_that_each_rank_keeps_for_itself(tmp_path: Path) -> None:
 
 
 def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> None:
-    """Noted, as an optimizer counts anew where only weights were loaded; refused where the folder's name agrees."""
+    """If only weights were loaded, the optimizer counts from 0: a note. If the folder's step agrees: an error."""
 
     def older(model: dict[str, Any], rank: int) -> None:
         model["global_steps"] = 5
@@ -510,7 +512,7 @@ def test_a_model_file_of_another_step_than_the_optimizers(tmp_path: Path) -> Non
         assert any("the model is of step 5, and the optimizer has taken 2" in note for note in checkpoint.notes)
 
 
-# -- what is refused ---------------------------------------------------------------------------------------------------
+# -- errors ------------------------------------------------------------------------------------------------------------
 def add_file(name: str) -> Callable[[Path], None]:
     return lambda folder: torch.save({}, folder / name)
 
@@ -570,7 +572,7 @@ def test_partitions_over_different_ranks_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_rank_of_a_run_with_other_groups_says_so(tmp_path: Path) -> None:
-    """On as many ranks and under the same stage, what was found would otherwise read as what was expected."""
+    """With equal rank count and stage, the message's found and expected would be identical without the groups."""
 
     def more_groups(inner: dict[str, Any], rank: int) -> None:
         inner["partition_count"] = [2] * (len(GROUPS) + rank)
@@ -605,7 +607,7 @@ ODD: list[Any] = [None, 7, "text", [], [None], {}, {"a": 1}, torch.zeros(2, 2), 
 
 @pytest.mark.parametrize("write", [write_stage2, write_stage3])
 def test_odd_structure_ends_in_a_clear_error(tmp_path: Path, write: Callable[..., Path]) -> None:
-    """Every entry of both dicts replaced by every odd value: it reads, or one of our errors says why not."""
+    """Replace each entry in both dicts by odd values. The reader succeeds or raises a CkptError."""
     run = write(tmp_path / "run", GROUPS, 2)
     folder = run / "global_step2"
     model = folder / (MODEL_NAME if write is write_stage2 else RANK_MODEL_NAME.format(0))
@@ -657,7 +659,7 @@ def test_a_structure_of_the_future_is_refused_with_its_version(tmp_path: Path) -
 def test_frozen_parameters_that_were_not_saved_are_told_of(
     fixtures: Path, tmp_path: Path, name: str, is_left_out: bool
 ) -> None:
-    """DeepSpeed records it; without a config no name of a missing tensor is known, and the output looked whole."""
+    """DeepSpeed records it. Without a config, no missing name is known and the output looked complete."""
     done = commands.ckpt("convert", "auto", "zero3", fixtures / name, "-o", tmp_path / "out", "--world-size", "1")
     assert done.code == 0
     assert ("saved without its frozen parameters" in done.err) == is_left_out

@@ -1,4 +1,4 @@
-"""`converters/deepspeed/zero.py`: stages, world sizes, dtypes and models, against what the live engine gathered."""
+"""`converters/deepspeed/zero.py`: stages, world sizes, dtypes and models match the live engine."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def run_name(stage: int, model: str, dtype: str) -> str:
 
 @pytest.fixture(scope="session", params=WORLD_SIZES, ids=lambda w: f"w{w}")
 def runs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, Path]:
-    """One launch of the trainer per world size: the world size and the folder of all its runs."""
+    """Launch the trainer once per world size. Return the world size and the folder with all runs."""
     folder = tmp_path_factory.mktemp(f"world{request.param}")
     jobs = [
         {
@@ -87,7 +87,7 @@ def test_equals_the_live_engine(
 
 @functools.cache
 def in_hf(run: Path) -> Path:
-    """A run of any stage in hf, converted once for all tests."""
+    """Convert a run from any stage to hf, once for all tests."""
     output = run.with_name(f"{run.name}-in-hf")
     api.plan(api.open(run), "hf").run(output)
     return output
@@ -104,7 +104,7 @@ def assert_same_param_groups(checkpoint: Checkpoint, truth: Truth) -> None:
 
 
 def loaded_by_transformers(folder: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """Every tensor of a folder under the names that a model has in memory, as transformers loads it."""
+    """Return all tensors as loaded by transformers, with their names in memory."""
     from transformers import AutoModelForCausalLM
 
     model, info = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", output_loading_info=True)
@@ -113,7 +113,7 @@ def loaded_by_transformers(folder: Path, truth: Truth) -> dict[str, tuple[str, t
 
 
 def zero_to_fp32(run: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """What DeepSpeed's own converter makes of the run; buffers and frozen weights are left to it as they are."""
+    """Return the output of DeepSpeed's converter, without buffers and frozen weights, because it copies those."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
@@ -128,7 +128,7 @@ def zero_to_fp32(run: Path, truth: Truth) -> dict[str, tuple[str, tuple[int, ...
 def test_transformers_loads_it_and_computes_the_same_logits(
     runs: tuple[int, Path], stage: int, dtype: str, model: str, tables: Any
 ) -> None:
-    """No key is missing, unexpected or mismatched, and the logits are those of the model in the live engine."""
+    """No key is missing, unexpected or mismatched, and the logits match the live engine."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -138,7 +138,7 @@ def test_transformers_loads_it_and_computes_the_same_logits(
         in_hf(run),
         dtype="auto",
         output_loading_info=True,
-        attn_implementation="eager",  # as the trainer's models: another kernel rounds differently
+        attn_implementation="eager",  # like the trainer's models: other kernels round differently
         experts_implementation="eager",
     )
     assert not any(info.values()), info

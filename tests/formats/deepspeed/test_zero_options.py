@@ -1,4 +1,4 @@
-"""`converters/deepspeed/zero.py`, `states.py`: a run per option of DeepSpeed, against the live engine."""
+"""`converters/deepspeed/zero.py`, `states.py`: one run per DeepSpeed option matches the live engine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.slow
 
 @dataclass(frozen=True)
 class Scenario:
-    """A run: the trainer's options, and what is merged into DeepSpeed's config."""
+    """A run: trainer options, and changes to DeepSpeed's config."""
 
     name: str
     strategy: str
@@ -96,12 +96,12 @@ def test_option(scenario: Scenario, scenario_runs: Path, tmp_path: Path, tables:
     roles = sorted({role for _, role in checkpoint.tensors} - {WEIGHT, MASTER, BUFFER})
     assert roles == sorted({role for _, role in truth.tensors} - {WEIGHT, MASTER, BUFFER})
     assert checkpoint.ties == truth.ties
-    # In the optimizer's own order, in whatever order the elements lie; stages 1 and 2 hold no empty parameters.
+    # The optimizer's own order applies, whatever the order of elements. Stages 1 and 2 have no empty parameters.
     masters = {fqn for fqn, role in checkpoint.tensors if role == MASTER}
     named = [[fqn for fqn in group["names"] if fqn in masters] for group in truth.metadata["param_groups"]]
     assert [list(group.fqns) for group in checkpoint.state.param_groups] == named
 
-    # As a LoRA run stands in training, only its own names can be written: what hf means is merge-lora's.
+    # Only a LoRA run's own names can be written during training. merge-lora creates an hf model.
     layout = Layout(options={"names": "own"}) if "lora" in scenario.options else None
     api.plan(checkpoint, "hf", layout).run(tmp_path / "hf")
     written = stored(tmp_path / "hf")
@@ -127,7 +127,7 @@ def test_newest_recorded_step_is_taken_and_a_tag_takes_another(scenario_runs: Pa
 
 
 def test_the_checker_sees_one_flipped_bit(scenario_runs: Path) -> None:
-    """The comparison with the truth is itself able to fail: one bit of one rank's file."""
+    """The test flips a bit in one rank's file to prove that comparisons with the truth can fail."""
     run = scenario_runs / "accumulated"
     truth = Truth.load(run / "truth" / f"global_step{STEPS}.safetensors")
     checkpoint = api.open(run)
