@@ -74,7 +74,7 @@ else:
 
     del plan
 
-#: Modules of public names other than commands. Commands declare theirs (`Command.python`).
+#: Modules for public names other than commands. Commands declare theirs (`Command.python`).
 _FURTHER = {
     "CkptError": "ckpt.base.errors",
     "StorageReader": "ckpt.views.storage_reader",
@@ -114,4 +114,4 @@ def __getattr__(name: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != "torch":
             raise
-        return import_module("ckpt.views.without_torch").StorageReader  # the only public name that needs torch
+        return import_module("ckpt.views.without_torch").StorageReader  # only StorageReader needs torch

@@ -88,7 +88,7 @@ if TYPE_CHECKING:
     from ckpt.processes.group import Alone
     from ckpt.views.files import Views
 
-#: Source of a function: a path, a URL, or the result of `ckpt.open`.
+#: A path, a URL, or a result from `ckpt.open`.
 Source = str | PathLike[str] | Checkpoint
 
 #: Value of a read option, resolved by `typed`.
@@ -326,9 +326,7 @@ class Conversion(Returned):
                 for file in self.plan.checkpoint.files:
                     file.check_unchanged()  # a file replaced in the meantime explains any other error
             except SourceGoneError as gone:
-                vars(gone)["__notes__"] = [
-                    *getattr(error, "__notes__", ())
-                ]  # keep the note on where the output is kept
+                vars(gone)["__notes__"] = [*getattr(error, "__notes__", ())]  # keep the note with the output's path
                 raise
             raise
 
@@ -424,7 +422,7 @@ def plan(
         **options: The target format's options, such as `tp=2`, and read options as in `ckpt.open`.
     """
     from ckpt.move.workers import Resources
-    from ckpt.plan.planner import make_plan  # imports numpy, which describing a checkpoint doesn't need
+    from ckpt.plan.planner import make_plan  # imports numpy; describing a checkpoint doesn't need it
 
     asked, of_format = Planning.of(options), others(options, Planning)
     reading: dict[str, Any] = {name: of_format.pop(name) for name in of_format.keys() & registry.options_for_reading()}
@@ -440,7 +438,7 @@ def plan(
     target = registry.get(to)
     if not target.writes:
         raise UsageError(f"the format {to!r} cannot be written", hint="see `ckpt formats`")
-    registry.check_layout(target, layout)  # before the source is read, which may take long
+    registry.check_layout(target, layout)  # before reading the source, as this may take long
     checkpoint = opened(source, format, **reading)
     check_holds_model(checkpoint)
     if asked.dequantize:
@@ -579,7 +577,7 @@ def convert(
     """
     with listed_once():
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
-        conversion.to_json()  # also lists the folders that were listed to open the source
+        conversion.to_json()  # also lists the folders listed while opening the source
     how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
     return conversion.write(output, **how, **Watching.of(options).told(conversion))
 

@@ -52,7 +52,7 @@ def application(commands: Iterable[Command]) -> typer.Typer:
         cls=CommandGroup,
         help="Convert, verify and inspect checkpoints of large models, bit for bit, without a GPU.",
         context_settings={
-            # underscores work in options too, as in DeepSpeed and Accelerate
+            # underscores work in options too, like in DeepSpeed and Accelerate
             "token_normalize_func": lambda name: name.replace("_", "-"),
             "help_option_names": ["-h", "--help"],
         },
@@ -81,7 +81,7 @@ def __getattr__(name: str) -> Any:
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # names may have characters that the terminal can't show
+            stream.reconfigure(errors="backslashreplace")  # for names that the terminal can't show
     typed = sys.argv[1:2]
     if typed == ["convert"]:
         silence_all_but_one()

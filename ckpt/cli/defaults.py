@@ -20,7 +20,7 @@ from ckpt.base.text import did_you_mean
 from ckpt.cli import command_registry
 
 FILE, TABLE = "pyproject.toml", "tool.ckpt"
-#: Options that a file can't set, as it may be somebody else's: they write, replace or upload.
+#: Options that a file can't set, since it may be somebody else's: they write, replace or upload.
 _ASKED_ONLY = frozenset(
     {
         *("output", "overwrite", "restart", "accept-base"),
@@ -99,7 +99,7 @@ def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
     known = command_registry.places()
     for name, table in tables.items():
         if name not in known or not isinstance(table, dict):
-            commands = [one.name for one in command_registry.all_commands()]  # in the order of the help
+            commands = [one.name for one in command_registry.all_commands()]  # in help order
             meant = None if name in known else did_you_mean(name, commands)
             hint = meant or f"options stand in a table of their command, [{TABLE}.convert]"
             expected = f"tables of commands: {', '.join(commands)}"

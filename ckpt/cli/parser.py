@@ -31,7 +31,7 @@ from ckpt.options.command import Command, taken_apart
 from ckpt.plan.options import Option, options_of
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-#: Commands for the end of `ckpt --help`, with explanations.
+#: Commands at the end of `ckpt --help`, with explanations.
 EXAMPLES = (
     ("ckpt convert auto hf outputs", "the newest checkpoint of a run, for transformers and vLLM"),
     ("ckpt inspect outputs --picture who-holds-what.svg", "what it holds, and which rank has which part"),
@@ -137,7 +137,7 @@ def _commands(error: CkptError) -> list[str]:
 
 #: Start of the title for a format's options. `ckpt convert --help` explains these.
 _OF_FORMATS = "Options of "
-#: Title of options without a section.
+#: Title for options without a section.
 _OTHERS = "Options"
 #: Names for typer's types in the help.
 _TYPES = {"<int range>": "N", "<int>": "N", "<float>": "X", "<path>": "PATH", "<str>": "TEXT", "<list[str]>": "TEXT"}

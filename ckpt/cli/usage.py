@@ -14,7 +14,7 @@ import typer
 from ckpt.base import streams
 from ckpt.base.errors import CkptError, UsageError
 
-#: Options of other programs: the option that a command must have for the hint, and the hint.
+#: Other programs' options, each with the required option and the hint.
 _MEANT = {
     "--bf16": ("--dtype", "--dtype bf16"),
     "--fp16": ("--dtype", "--dtype fp16"),

@@ -14,7 +14,7 @@ from ckpt.base.errors import CkptError
 
 _MAX_OFFERED = 500
 
-#: Last line of zsh's file. typer's own file only defines the function at the first Tab, without completing.
+#: Last line in zsh's file. At the first Tab, typer's own file only defines the function, and completes nothing.
 _AT_FIRST_TAB = '\nif [[ $zsh_eval_context[-1] = loadautofunc ]]; then _ckpt_completion "$@"; fi\n'
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ckpt.base.results import Returned
     from ckpt.plan.checkpoint import Checkpoint
 
-#: Name of each kind of file, and a mark in its first bytes. Files without the mark are never replaced.
+#: Name for each kind of file, and a mark in its first bytes. Files without the mark are never replaced.
 _KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a page of ckpt's", b'content="ckpt"')}
 
 

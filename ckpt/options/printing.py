@@ -108,11 +108,11 @@ def say_result(report: dict[str, Any], outcome: Outcome) -> None:
     print(where, flush=True)
     if not outcome.quiet or (
         report["loads"] and report["loads"]["can"] is False
-    ):  # a folder that nothing can load is no success
+    ):  # success needs a folder that something can load
         say(*loads_lines(report))
 
 
-#: Start of a line, with its style on a terminal.
+#: Start and terminal style for each kind of line.
 _STYLES: dict[str, dict[str, Any]] = {
     "note:": {"fg": "yellow"},
     "notes:": {"fg": "yellow"},

@@ -88,7 +88,7 @@ from ckpt.stores.places import local
 
 WHOLE = "whole"
 HEADS = ("checkpoint", "format", "step", "size", "state")
-_MANY_FILES = 1000  # per checkpoint, in the list of a run
+_MANY_FILES = 1000  # per checkpoint, in a run's list
 _MAX_SHOWN = 20  # damaged tensors per report
 #: Names of folders during a save: `tmp-checkpoint-3` (transformers before 4.40), `global_step3.tmp`,
 #: `step-3.orbax-checkpoint-tmp-0`.
@@ -449,7 +449,7 @@ def _findings(
     progress: Callable[[int], None] | None,
 ) -> list[ValueFinding]:
     """Read every value, and add damage to `problems`."""
-    from ckpt.commands.check.findings import findings  # imports numpy, which header checks don't need
+    from ckpt.commands.check.findings import findings  # imports numpy; header checks don't need it
 
     try:
         found = findings(checkpoint, _step_before(checkpoint, place, every), progress)

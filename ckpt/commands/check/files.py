@@ -39,11 +39,11 @@ INCOMPLETE, DAMAGED, UNKNOWN = "incomplete", "damaged", "unknown"
 HALF = "half a checkpoint"
 #: An unread file looks like training state.
 NOT_READ = "not all read"
-#: A file that no reader needed is not torch's, or holds program objects. This is not an error.
+#: An unused file is not torch's, or holds program objects. This is not an error.
 LEFT = "not looked into"
 #: A quantization method or an adapter setting is unknown, so the expected parts are unknown.
 UNPROVED = "parts not checked"
-#: The config expects tensors that no file has. The run saved none, so the files are fine.
+#: No file has some tensors in the config. The run saved none, so the files are fine.
 LACKING = "lacking"
 
 #: Words in error messages about incomplete files.

@@ -42,7 +42,7 @@ _FACTOR = re.compile(r"(.*\.)?lora_(embedding_)?B(\..*)?")
 _ADAPTER = re.compile(r"(.*\.)?(lora_|modules_to_save\.)")
 #: Infinities are normal in these tensors.
 _MASK = re.compile(r"mask|alibi", re.IGNORECASE)
-#: Smallest size at which equal values are no coincidence.
+#: Smallest size for constant tensors: below it, equal values may be a coincidence.
 _MIN_CONSTANT = 16
 _SAMPLE = 4096  # bytes
 _BLOCK = 8 << 20  # bytes per comparison
@@ -96,7 +96,7 @@ def _not_finite(fqn: str, role: str, one: Values) -> ValueFinding:
 
 
 def _index(flat: int, shape: Shape) -> tuple[int, ...]:
-    if flat >= prod(shape):  # second half of complex numbers
+    if flat >= prod(shape):  # complex numbers: second half
         flat //= 2
     return tuple(int(i) for i in np.unravel_index(flat, shape)) if shape else ()
 

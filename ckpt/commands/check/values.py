@@ -80,7 +80,7 @@ class Values:
         self.nans = self.infinities = self.scanned = 0
         self.first_nan: int | None = None
         self.first_infinity: int | None = None
-        #: Bits of the only value so far; None before the first element, -1 for several values.
+        #: Bits if there is only one value so far; None before the first element, -1 for several values.
         self.single: int | None = None
         self._lock = threading.Lock()
 

@@ -27,7 +27,7 @@ from ckpt.runs.output_place import run_root
 from ckpt.runs.search import MANIFEST
 from ckpt.runs.steps import Step, run_at
 
-#: Kinds of leftovers.
+#: Leftovers by kind.
 STAGING, COPY, CONVERSION = "staging folder", "resume copy", "conversion"
 
 
@@ -139,7 +139,7 @@ def _remove(place: Path, kind: str) -> None:
         if kind == STAGING:
             remove_staging(destination_of(place))
             return
-        # No reader takes this name for a checkpoint, so an interrupted removal leaves no half of one.
+        # Readers ignore this name, so an interrupted removal leaves no broken checkpoint.
         doomed = staging_folder(place)
         os.rename(place, doomed)
         shutil.rmtree(doomed)

@@ -90,7 +90,7 @@ def convert(
         source, target, path, place = _with_output_last(source, target, path, place)
         source, target, path, config = _meant(source, target, path, to, asked, quiet)
         destination = place.given or default_output(path, target)
-        check_destination(destination, path)  # before the source is read, which may take long
+        check_destination(destination, path)  # before reading the source, as this may take long
         check_place(destination)
         keywords = {"format": source, **options, **vars(asked), "config": config}
         how = {**vars(check), **vars(writing), "group": group}

@@ -20,9 +20,9 @@ from ckpt.base.errors import CkptError
 from ckpt.base.version import __version__
 
 DISTRIBUTION = "ckpt-toolkit"
-#: Another project on PyPI, with a module and a command of the same name.
+#: Another project on PyPI: its module and command have the same name.
 NAMESAKE = "ckpt"
-#: Purpose of each extra. Extras for developers are not listed.
+#: What each extra is for. Developers' extras are not listed.
 UNLOCKS = {
     "transformers": "architectures whose names only transformers knows, and `ckpt verify --loads`",
     "lora": "`ckpt merge-lora`",

@@ -27,9 +27,9 @@ from ckpt.commands.estimate.setup import Setup
 from ckpt.state.parameters import Block
 
 _FP32 = 4
-#: Bytes that routing keeps for each expert of a token: an index, a float32 weight and its position.
+#: Routing keeps these bytes for each token and expert: an index, a float32 weight and its position.
 _ROUTED = 38
-#: Number of layer inputs on the GPU with offloading: one in use, one in transfer. Host memory has the others.
+#: Layer inputs on the GPU with offloading: one in use, one in transfer. Host memory has the others.
 _IN_USE = 2
 
 
@@ -110,7 +110,7 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
     keys = setup.length if setup.eager_attention else 0
     layers = [tokens * per_token(block, item, keys) for block in blocks]
     widest = max(max(block.ffn, block.top * block.expert_ffn) for block in blocks)
-    # During recomputation, the logits and two gradients as wide as the MLP are still alive.
+    # During recomputation, the logits and two MLP-wide gradients are still alive.
     logits = 0 if setup.fused_loss else vocabulary
     again = max(layers) + tokens * (item * (logits + 2 * widest) + _FP32 * hidden)
     return _made(layers, _loss(hidden, vocabulary, setup), again, tokens * item * hidden, setup)
@@ -124,7 +124,7 @@ def megatron(
     `vocabulary` is padded. `has_loss` marks the last stage.
     """
     item, tokens = setup.itemsize, setup.tokens
-    outside = tp if setup.sequence_parallel else 1  # divisor of norms and layer inputs
+    outside = tp if setup.sequence_parallel else 1  # divides norms and layer inputs
     loss = 0
     if has_loss:
         # Vocabulary-parallel loss: logits, their float32 copy, softmax and gradient (tensor_parallel/cross_entropy.py).

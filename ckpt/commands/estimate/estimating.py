@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from ckpt.plan.keywords import EstimateKeywords
 
-#: Minimum of each counting option.
+#: Minimum by option.
 _LEAST = dict.fromkeys(("batch_size", "seq_len", "gpus", "cp", "tp", "pp", "ep"), 1) | {"lora_r": 0}
 
 

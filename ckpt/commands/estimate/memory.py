@@ -206,7 +206,7 @@ def _zero12(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], stage
     if not setup.offload_optimizer:
         return made
     # Host memory holds masters, states, gradients in the masters' dtype, and updated parameters on their way back. Both
-    # sides hold a gradient of the largest parameter in transfer.
+    # sides hold the largest gradient in transfer.
     largest = item * max(p.numel // p.count for p in trained)
     host = made.optimizer + made.masters + master * part + item * part + largest
     left = made.gradients if stage == ZERO1 else 0  # reduced at the end
@@ -289,8 +289,8 @@ def _fsdp(frozen: tuple[Parameter, ...], trained: tuple[Parameter, ...], engine:
     for parameter in trained:
         gradients[parameter.layer] = gradients.get(parameter.layer, 0) + parameter.numel
     root = units.pop(None, 0)
-    # The root stays gathered, and two layers are gathered at a time, one ahead of its use. A unit's whole gradients
-    # exist in the compute dtype and in the reduction's dtype.
+    # The root stays gathered. Two layers are gathered at a time, one ahead. A unit's whole gradients exist in the
+    # compute dtype and in the reduction's dtype.
     layers = 2 * max(units.values(), default=0) if setup.reshard else sum(units.values())
     parameters = held * (part + still)
     if setup.quantized:

@@ -11,8 +11,8 @@ from ckpt.base.errors import CorruptError, NotFoundError, UsageError
 from ckpt.commands.estimate.setup import CPU, DDP, FSDP1, FSDP2, MEGATRON, NVME, OPTIMIZER_STATES, ZeroOptions
 from ckpt.runs.yaml_files import read_run_config
 
-#: Fields of DeepSpeed's zero_optimization, with transformers' value for "auto" (integrations/deepspeed.py), which
-#: depends on the hidden size. Stage 3's fields also work without their prefix (zero/config.py, `populate_by_name`).
+#: DeepSpeed's zero_optimization fields, with transformers' value for "auto" (integrations/deepspeed.py), a function of
+#: the hidden size. Stage 3's fields also work without their prefix (zero/config.py, `populate_by_name`).
 _ZERO: dict[str, tuple[str, Callable[[int], int] | None]] = {
     "reduce_bucket_size": ("reduce_bucket_size", lambda hidden: hidden * hidden),
     "max_live_parameters": ("stage3_max_live_parameters", None),
@@ -111,8 +111,8 @@ def _deepspeed(content: Mapping[str, Any], path: Path, hidden: int) -> RunConfig
     stage = stated.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UsageError("there is no such stage of ZeRO", path=path, expected="0, 1, 2 or 3", found=repr(stage))
-    # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer, which is unsupported. A fragment without a
-    # stage gives sizes only.
+    # Stage 0 is a data-parallel run with DeepSpeed's own 16-bit optimizer: unsupported. A fragment without a stage only
+    # gives sizes.
     if "stage" in stated and not stage:
         raise UsageError("DeepSpeed without ZeRO is not estimated", path=path, expected="stage 1, 2 or 3", found=stage)
     return RunConfig(strategy=f"zero{stage}" if stage else None, setup=setup)

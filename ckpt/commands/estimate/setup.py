@@ -31,7 +31,7 @@ OFFLOADED = {
 }
 
 ITEMSIZES = {"fp32": 4, "bf16": 2, "fp16": 2, "fp8": 1}
-#: Number of states per parameter. `_8bit` optimizers are bitsandbytes'.
+#: States per parameter. `_8bit` optimizers are bitsandbytes'.
 OPTIMIZER_STATES = {
     "adam": 2,
     "adamw": 2,
@@ -42,7 +42,7 @@ OPTIMIZER_STATES = {
     "momentum_8bit": 1,
     "sgd": 0,
 }
-#: Modules that `--recompute-modules` of Megatron recomputes, as far as they count here.
+#: Modules in Megatron's `--recompute-modules`, if they count here.
 RECOMPUTED = ("core_attn", "layernorm", "mlp", "moe", "moe_act")
 
 #: bitsandbytes 0.50 optim/optimizer.py: elements per float32 scale. Smaller tensors are not quantized.

@@ -203,7 +203,7 @@ def size(
 
 
 def _default(subject: Subject, setup: Setup) -> list[str]:
-    if setup.offload_optimizer or setup.offload_params:  # as requested, for engines that can
+    if setup.offload_optimizer or setup.offload_params:  # for engines that support it
         fsdp = [] if setup.offload_optimizer or setup.offload_params == NVME else [FSDP1, FSDP2]
         zero = [] if setup.offload_params or setup.offload_optimizer == NVME else [ZERO1, ZERO2]
         return [*zero, ZERO3, *fsdp]
@@ -248,7 +248,7 @@ def megatron_row(subject: Subject, setup: Setup, tp: int, pp: int, ep: int = 1) 
 
 
 def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
-    """Yield a row per model size in ranks, with as much tensor parallelism as possible.
+    """Yield a row for each number of ranks per model, with as much tensor parallelism as possible.
 
     Experts are spread over as many ranks as possible, which does not reduce data parallelism.
     """
@@ -266,7 +266,7 @@ def _megatron_rows(subject: Subject, setup: Setup) -> Iterator[EstimateRow]:
 
 # -- what fits -----------------------------------------------------------------------------------------------
 
-#: In order of preference: less sharding and less traffic is faster.
+#: Preferred strategies first: less sharding and less traffic is faster.
 _PREFERRED = (DDP, ZERO1, ZERO2, FSDP2, ZERO3)
 _OFFLOADED = (ZERO2_OFFLOAD, ZERO3_OFFLOAD, FSDP2_OFFLOAD, ZERO3_OFFLOAD_ALL)
 

@@ -24,7 +24,7 @@ _PARTS = (
     "gathered",
     "buffers",
     "step",
-)  # fields of `Memory` in bytes
+)  # `Memory` fields in bytes
 _UNITS = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"), (1, "B"))
 
 

@@ -20,7 +20,7 @@ from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.tiling import Damage
 
 _MAX_NAME = 400
-#: Number of slices to draw. For later tensors, the page lists only the holders.
+#: Maximum slices to draw. Later tensors only show their holders.
 _MAX_PATCHES = 100_000
 
 One = TypeVar("One", bound=Hashable)

@@ -23,7 +23,7 @@ from ckpt.plan.tensors import Tensor
 from ckpt.runs.quantization import quantization_of
 from ckpt.state.summaries import FULL, JSON, MAX_MEMBERS, SHORT, Bounds, json_text, summarise
 
-NotRead = Sequence[Mapping[str, str]]  # `ckpt.runs.unread_files`, as JSON
+NotRead = Sequence[Mapping[str, str]]  # JSON from `ckpt.runs.unread_files`
 
 _MAX_LISTED = 20  # shown ties, groups, items and notes
 _FEW_RANKS = 8

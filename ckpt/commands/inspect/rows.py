@@ -24,7 +24,7 @@ from ckpt.plan.tiling import Damage
 Only = Literal["all", "weights", "optimizer"]
 
 _FEW_ROWS, _FEW_PATCHES = 4, 150  # a tensor's rows beyond this are merged if the result has few patches
-_MAX_ROWS = 100  # in total; beyond this, rows are merged regardless of patches
+_MAX_ROWS = 100  # in total; beyond this, all rows are merged
 _MOST_ROWS = 400
 _MAX_FILES = 64  # shown separately if no ranks are known
 _MAX_COLUMNS, _MAX_PATCHES = 300, 1200  # per row

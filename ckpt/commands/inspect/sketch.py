@@ -33,9 +33,9 @@ from ckpt.plan.tensors import (
 )
 from ckpt.plan.tiling import TilingFault, faults_of
 
-#: Holder of a slice: a rank or, if no rank is known, a file.
+#: A slice's holder: a rank or, if no rank is known, a file.
 Holder = int | str
-#: `several` stands for slices of different holders, too narrow to draw separately.
+#: `several` means different holders' slices, too narrow to draw separately.
 Kind = Literal["held", "several", "padding", "hole", "overlap"]
 
 

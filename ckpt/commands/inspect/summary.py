@@ -18,10 +18,10 @@ from ckpt.state.summaries import summary_text
 _LISTED = 8
 _NAMED = 16  # holders with their own line
 _PER_LINE = 32
-_COLUMN = 26.0  # height of the largest column, without lines for holders
+_COLUMN = 26.0  # maximum column height, without lines for holders
 _MAX_MESH = 256  # ranks in a drawn mesh
 
-#: Patterns of tensor names by part of the model. The first match decides the colour in a picture of one file.
+#: Patterns for tensor names by part. The first match decides the colour in a picture with one file.
 PARTS: Mapping[str, str] = {
     "adapters": r"lora_|\.adapter",
     "router": r"\brouter\b|mlp\.gate\.|block_sparse_moe\.gate\.|shared_expert_gate",
@@ -38,7 +38,7 @@ PART_COLOURS = dict(zip((*PARTS, OTHER), (COLOURS[i] for i in (3, 7, 1, 0, 4, 2,
 
 def part_of(name: str) -> str:
     """Guess the kind of module from a tensor's name."""
-    # a norm before attention or an MLP counts as a norm
+    # a norm before attention or an MLP is still a norm
     last = ".".join(name.split(".")[-2:])
     if re.search(PARTS["norms"], last):
         return "norms"

@@ -21,7 +21,7 @@ _LONG_FROM = 32  # ranks
 _MAX_NAME = 96  # letters
 _ROW, _BAND, _MAX_HEIGHT = 30.0, 12.0, 448.0
 _STRIP, _BETWEEN = 3.0, 14.0
-_THIN = 3.0  # minimum width of faults and padding
+_THIN = 3.0  # minimum width for faults and padding
 _MAX_TOOLTIPS = 10_000  # patches with their own texts
 
 

@@ -165,7 +165,7 @@ def merge_parameter(
         delta = _linear_delta(a, b, scaling, False)
     else:
         stacked_a = a.reshape(num_experts, -1, a.shape[-1])
-        if by_expert:  # change to PEFT's order in memory too: BLAS adds in an order that depends on strides
+        if by_expert:  # change to PEFT's order in memory too: BLAS adds in another order for other strides
             b = b.reshape(b.shape[0], num_experts, -1).transpose(1, 2).reshape(b.shape)
         stacked_b = b.reshape(b.shape[0], -1, num_experts)
         order = "e o i" if input_last else "e i o"

@@ -19,7 +19,7 @@ from ckpt.plan.dtypes import FLOAT32
 from ckpt.plan.tensors import Extent, Shape, Tensor, Whole
 from ckpt.state.naming import to_namespace
 
-#: Path prefix of tensors that only stand for a name. They have no bytes.
+#: Path prefix for placeholder tensors. They have a name but no bytes.
 _NAME = "name:"
 _NUMBER = re.compile(r"\d+")
 
@@ -105,7 +105,7 @@ def _loaded(base: Checkpoint, weights: Mapping[str, Shape], namespace: str) -> d
     """Return the names in memory of tensors with these shapes, without rearranged tensors."""
     try:
         return _translated(base, weights, namespace)
-    except CkptError:  # a name stands for a part of a tensor: try names together if they differ only in numbers
+    except CkptError:  # a name may mean a part of a tensor: try names together if they differ only in numbers
         groups: dict[str, dict[str, Shape]] = {}
         for name, shape in weights.items():
             groups.setdefault(_NUMBER.sub("#", name), {})[name] = shape

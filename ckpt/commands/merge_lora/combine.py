@@ -53,7 +53,7 @@ def combine(
     every = [f"adapter{number}" for number in range(len(adapters))]  # PEFT would take a bare number for a layer number
     options = {} if density is None else {"density": density}
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PEFT warns about the missing name of the holding model
+        warnings.simplefilter("ignore")  # the holding model has no name, and PEFT warns about it
         wrapped = get_peft_model(model, configs[0], adapter_name=every[0])
         for name, one, config in zip(every, adapters, configs, strict=True):
             if name != every[0]:
@@ -72,8 +72,8 @@ def combine(
     factors = {fqn: factor for fqn, factor in of_all if parse_name(fqn).kind == names.BASE}
     factors |= {fqn: _in_memory(fqn, tensor, first.checkpoint) for fqn, tensor in combined.items()}
     raw = _plain_config(wrapped.peft_config[_NAME].to_dict())
-    # The factors are already scaled, so alpha equals the rank. PEFT keeps the first adapter's rsLoRA on, which would
-    # scale them again by the root of the rank (peft#3473, in 0.21.2).
+    # The factors are already scaled, so alpha equals the rank. PEFT leaves the first adapter's rsLoRA on. It would
+    # scale them again, by the rank's root (peft#3473, in 0.21.2).
     settings = parse_config(raw | {"use_rslora": False}, Path(first.config.path))
     shares = " and ".join(f"{weight} of {one.path}" for one, weight in zip(adapters, weights, strict=True))
     notes = (*(note for one in adapters for note in one.notes), f"combined by PEFT ({combination}): {shares}")

@@ -99,7 +99,7 @@ def merge_lora(
     )
     if written is None:
         return
-    if quiet:  # print problems of the result even with --quiet
+    if quiet:  # print the result's problems even with --quiet
         say_notes(list(written.effects.warnings()))
     report = written.to_json()
     if to is not None:

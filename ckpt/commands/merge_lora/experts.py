@@ -14,7 +14,7 @@ from ckpt.commands.merge_lora.find import Factor
 
 _UNSLOTH = re.compile(r"(?P<experts>.+\.experts)\.(?P<name>gate_up|down)_projs\.(?P<number>\d+)")
 _TINKER = re.compile(r"(?P<experts>.+\.experts)\.w(?P<number>[123])")
-#: Parameter and its half for each of Tinker's names: gate, down and up.
+#: Parameter and its half for Tinker's names: gate, down and up.
 _OF_TINKER = {"1": ("gate_up_proj", 0), "2": ("down_proj", None), "3": ("gate_up_proj", 1)}
 
 

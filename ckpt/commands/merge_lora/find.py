@@ -37,14 +37,14 @@ if TYPE_CHECKING:
     import torch
 
 PEFT = "peft"
-#: Library that packed an adapter of stacked experts.
+#: Library that packed an adapter with stacked experts.
 ExpertLayout = Literal["peft", "unsloth"]
 _COLUMNS: Mapping[ExpertLayout, Columns] = {"peft": "rank_major", "unsloth": "grouped_by_expert"}
 _SNAPSHOT = re.compile(r"models--(?P<id>[^/]+)/snapshots/(?P<commit>[0-9a-f]{40})(?:/|$)")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-#: Suffix of quantized copies of a model.
+#: Suffix for quantized copies.
 _QUANTIZED = re.compile(r"(?i)[-_](unsloth[-_])?(bnb[-_])?(4bit|8bit|int4|int8|nf4|mxfp4|fp8|gptq|awq)([-_].*)?$")
-#: Suffix of copies in another floating-point dtype.
+#: Suffix for copies in another floating-point dtype.
 _FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 
 
@@ -101,7 +101,7 @@ class AdapterFiles:
 
     def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
         """Return the chosen tensor of the checkpoint `of`, in the choice's dtype."""
-        with self._lock:  # opening a file must not close one that another thread reads
+        with self._lock:  # opening a file must not close one in another thread
             return load(choice, of, self._sources)
 
 
@@ -172,7 +172,7 @@ def open_adapter(
     chosen = names.tensors(checkpoint, settings.raw) if settings.kind == LORA else choices(checkpoint, None)
     folder = Path(checkpoint.path) if Path(checkpoint.path).is_dir() else Path(checkpoint.path).parent
     if not checkpoint.is_adapter:
-        folder = found.parent  # the run's files are next to the config of a sharded checkpoint
+        folder = found.parent  # a sharded checkpoint's config has the run's files next to it
     with translate_os_errors(found):
         files = (*checkpoint.files, *([SourceFile.stat(str(found))] if found.is_file() else []))
     given = replace(checkpoint.given, places=(*checkpoint.given.places, str(path)))

@@ -24,11 +24,11 @@ from ckpt.state.quantized_weights import quantized_parts
 if TYPE_CHECKING:
     from ckpt.plan.protocols import ModelClassProtocol
 
-#: Tasks that a pretrained base never has the head for.
+#: Tasks without a head in any pretrained base.
 _CLASSIFIERS = ("SEQ_CLS", "TOKEN_CLS", "QUESTION_ANS")
-#: Config entries that belong to a model's head, and entries that a trainer sets for it.
+#: Config entries for a model's head, from the model and from its trainer.
 _LABELS, _OF_TRAINER = ("id2label", "label2id"), ("problem_type", "pad_token_id")
-#: Path prefix of a head's tensors, with bytes from the adapter.
+#: Path prefix for a head's tensors, with bytes from the adapter.
 _HEAD = "head:"
 _SHOWN = 4
 

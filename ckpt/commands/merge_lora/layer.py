@@ -33,9 +33,9 @@ _ELSEWHERE = (
     *("modules_to_save", "trainable_token_indices", "target_parameters", "exclude_modules", "layers_to_transform"),
     *("layers_pattern", "ensure_weight_tying"),
 )
-#: Class names of layers.
+#: Layer classes.
 LINEAR, CONV1D = "Linear", "Conv1D"
-#: Suffix of AdaMSS's frozen projection, which PEFT computes from the base.
+#: Suffix for AdaMSS's frozen projection, computed by PEFT from the base.
 _PROJECTION = ".adamss_newB"
 #: Largest relative distance of a projection's row. Rounding differs by processor, and bf16 rounds more. Another base or
 #: other random numbers change everything.
@@ -209,10 +209,10 @@ def _settings(config: AdapterConfig, module: str) -> dict[str, Any]:
     if config.kind == LORA:
         return found | {"lora_dropout": 0.0}
     given = found.get("feedforward_modules")
-    if given is not None:  # IA3 scales the inputs of these layers instead of their outputs
+    if given is not None:  # IA3 scales these layers' inputs instead of their outputs
         named = re.fullmatch(given, module) if isinstance(given, str) else module.endswith(tuple(given))
         found["feedforward_modules"] = [module] if named else []
-    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # of all layers
+    if isinstance(ranks := found.get("rank_pattern"), Mapping) and config.kind == "ADALORA":  # for all layers
         found["rank_pattern"] = {key: kept for key, kept in ranks.items() if key.startswith(f"{module}.lora_")} or None
     return found
 

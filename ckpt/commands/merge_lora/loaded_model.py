@@ -28,15 +28,15 @@ from ckpt.commands.merge_lora.empty_model import EmptyModel
 from ckpt.plan.precision import CAST_SOURCES
 from ckpt.plan.tensors import Shape
 
-#: Config key, and its default, of kinds that can save everything PEFT derives from the order of layers.
+#: Config key, and its default, for kinds whose file can save everything that PEFT derives from the layer order.
 _RECORDED = {FROD: ("save_projection", True), UNILORA: ("save_indices", False)}
-#: Bytes of libraries that PEFT imports, such as scikit-learn.
+#: Bytes for libraries that PEFT imports, like scikit-learn.
 _LIBRARIES = 128_000_000
-#: Bytes per element of a matrix while PEFT decomposes it: the matrix and its factors, partly in fp64.
+#: Bytes per matrix element while PEFT decomposes it: the matrix and its factors, partly in fp64.
 _DECOMPOSED = 40
-#: Bytes per element of FRoD's largest category of matrices, which PEFT decomposes together.
+#: Bytes per element in FRoD's largest category of matrices, decomposed together.
 _TOGETHER = 16
-#: Bytes per element of FRoD's largest basis, while PEFT draws positions in it.
+#: Bytes per element in FRoD's largest basis, while PEFT draws positions in it.
 _DRAWN = 64
 
 
@@ -75,7 +75,7 @@ class LoadedModel(EmptyModel):
         for fqn, shape in matrices.items():
             category = fqn.split(".")[-2]
             categories[category] = categories.get(category, 0) + prod(shape)
-        kept = sum(sizes[fqn] for fqn in matrices)  # a part of each layer's weight
+        kept = sum(sizes[fqn] for fqn in matrices)  # part per layer weight
         widest = max((max(shape) for shape in matrices.values()), default=0)
         return needed + kept + _TOGETHER * max(categories.values(), default=0) + _DRAWN * widest**2
 

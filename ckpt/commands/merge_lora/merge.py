@@ -57,19 +57,19 @@ if TYPE_CHECKING:
 
     from ckpt.plan.protocols import ModuleProtocol
 
-#: Path prefix of tensors computed during the merge.
+#: Path prefix for tensors computed during the merge.
 _MERGED = "merged:"
-#: Config key of the vocabulary size.
+#: Config key for the vocabulary size.
 _ROWS = "vocab_size"
-#: Config key of tied embeddings.
+#: Config key for tied embeddings.
 _TIE = "tie_word_embeddings"
-#: Path parts of the copies that PEFT saves of a module if the vocabulary was resized.
+#: Path parts in PEFT's copies of a module, if the vocabulary was resized.
 _COPY = re.compile(r"\.(modules_to_save|original_module)(?=\.)")
-#: Number of steps to try if the adapter in the run folder does not fit.
+#: Steps to try if the adapter in the run folder does not fit.
 _MAX_STEPS = 8
-#: Part of a path with a single expert.
+#: Path part for a single expert.
 _EXPERT = re.compile(r"\.experts\.\d+\.")
-#: Patterns of tokenizer files among the files next to a model's weights.
+#: Patterns for tokenizer files next to a model's weights.
 _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "processor" not in p)
 
 
@@ -291,7 +291,7 @@ class _Merge:
         for module in modules:
             _check_complete(adapter, module, modules[module])
         rows = {module: parts[names.TOKENS] for module, parts in modules.items() if names.TOKENS in parts}
-        for module, factor in rows.items():  # before the factors of a tied head: its layer has these rows
+        for module, factor in rows.items():  # before a tied head's factors: its layer has these rows
             for owner in self._weights_of_rows(adapter, module, rows.keys()):
                 self._place_tokens(adapter, module, owner, factor)
         for module in self._in_order(modules):
@@ -333,7 +333,7 @@ class _Merge:
             one = replace(adapter.config, saved=(name,))
             known = {fqn.rpartition(".")[0]: fqn for fqn in self.shapes if _is_saved_module(one, fqn)}
             missing = sorted(known.keys() - modules)
-            if len(missing) < len(known) and self._modules:  # files may have layers that the model lacks
+            if len(missing) < len(known) and self._modules:  # files may have more layers than the model
                 missing = [module for module in missing if module in self._modules]
             if missing:
                 raise CorruptError(
@@ -605,7 +605,7 @@ class _Merge:
                 fqn=target,
                 hint="that change would be lost: give this one first, if the other was trained on the copy",
             )
-        if owner not in self.replaced or target != owner:  # PEFT loads the alias's copy of a tied weight last
+        if owner not in self.replaced or target != owner:  # PEFT loads a tied weight's alias last
             self.replaced[owner] = factor
 
     def check_vocabulary(self, adapter: Adapter) -> None:
@@ -1011,7 +1011,7 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
     """Return a function of `arithmetic` on a weight, an adapter's `factors` as PEFT holds them, and `options`."""
 
     def update(weight: torch.Tensor) -> torch.Tensor:
-        from ckpt.commands.merge_lora import arithmetic  # imports torch, which planning doesn't need
+        from ckpt.commands.merge_lora import arithmetic  # imports torch; planning doesn't need it
 
         def held(factor: Factor) -> torch.Tensor:
             tensor = factor.load()

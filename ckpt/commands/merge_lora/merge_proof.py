@@ -208,7 +208,7 @@ def verify_merge(
     made = merge.as_written()
     report = api.verify(made, other, only="weights", measured=True, progress=progress, expected=expected)
     if report.exit_code == 1 and not as_peft and (model.ties or merge.noted.divided):
-        # perhaps PEFT's own merge of tied weights
+        # perhaps PEFT's own merge, with tied weights
         second = plan(found, model, layout, as_peft=True)
         peft = api.verify(second.as_written(), other, only="weights", measured=True) if second.noted.divided else report
         if not peft.exit_code:

@@ -73,7 +73,7 @@ def planned(adapters: Sequence[str | PathLike[str]], options: Mapping[str, Any])
     layout = Layout(cast, parse_size(merged.max_shard_size), names=merged.names)
     made = plan(found, model, layout, Resources(workers=workers), as_peft=merged.as_peft)
     made = replace(made, opened=tuple(opened), combined=tuple(found))
-    made.to_json()  # also lists the folders that were listed to open the base
+    made.to_json()  # also lists the folders listed while opening the base
     return made
 
 

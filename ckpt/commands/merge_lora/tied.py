@@ -15,7 +15,7 @@ from ckpt.plan import services
 from ckpt.plan.checkpoint import TRANSFORMERS, Checkpoint
 from ckpt.state.naming import to_namespace
 
-#: Factors of a layer by kind.
+#: Factors by kind.
 Parts = Mapping[str, Factor]
 
 

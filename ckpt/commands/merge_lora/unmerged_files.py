@@ -21,9 +21,9 @@ from ckpt.plan.checkpoint import HUB, MODEL_ROLES, TRANSFORMERS, Checkpoint
 from ckpt.runs.unread_files import STATE, NotRead, not_read
 from ckpt.state.naming import to_namespace
 
-#: Prefix of the tensors of a value head, which TRL and LLaMA-Factory load from a file next to a model.
+#: Tensor prefix for value heads: TRL and LLaMA-Factory load them from a file next to a model.
 _VALUE_HEAD = "v_head."
-#: torchtune's copy of the adapter under its own names, next to the file for PEFT (training/checkpointing).
+#: torchtune's own copy of the adapter, next to the file for PEFT (training/checkpointing).
 _OWN_COPY = "adapter_model.pt"
 _SHOWN = 3
 

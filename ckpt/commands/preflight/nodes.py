@@ -109,7 +109,7 @@ def gather(
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(max(0.1, deadline - time.monotonic()))
                 told = json.loads(connection.makefile().readline())
-            except (OSError, ValueError):  # an incomplete message counts as none
+            except (OSError, ValueError):  # ignore an incomplete message
                 continue
             heard[told["node"]] = told["facts"]
             waiting.append(connection)

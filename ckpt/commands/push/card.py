@@ -12,7 +12,7 @@ from ckpt.base.text import HUB_ID
 from ckpt.compare.digest import ALGORITHM
 
 CARD = "README.md"
-#: Line before the digests in every card of ours, and unlikely in any other.
+#: Line before the digests in all our cards, and unlikely in others.
 _OURS = f"What it holds, as `ckpt hash` prints it for this model in any format ({ALGORITHM}):"
 
 

@@ -35,7 +35,7 @@ from ckpt.plan.checkpoint import SourceFile
 if TYPE_CHECKING:
     from huggingface_hub import HfApi
 
-#: Sets of weights that loaders know, with their file names.
+#: Weight sets for loaders, with their file names.
 _SETS = {
     "model.safetensors": r"model\.safetensors",
     "safetensors shards": r"model-\d+-of-\d+\.safetensors|model\.safetensors\.index\.json",
@@ -44,7 +44,7 @@ _SETS = {
     "adapter_model.safetensors": r"adapter_model\.safetensors",
     "adapter_model.bin": r"adapter_model\.bin",
 }
-#: Sets by loader, in the loader's order of preference.
+#: Sets by loader, preferred ones first.
 _ORDERS = {
     # modeling_utils.py, `_get_resolved_checkpoint_files`
     "transformers": ("model.safetensors", "safetensors shards", "pytorch_model.bin", "bin shards"),
@@ -56,7 +56,7 @@ _ORDERS = {
     "vLLM": ("safetensors shards", "model.safetensors", "bin shards", "pytorch_model.bin"),
 }
 
-#: Hidden files of a checkpoint (DCP's) or a repository. Others may hold secrets.
+#: Hidden files from a checkpoint (DCP's) or a repository. Others may hold secrets.
 _HIDDEN = {".metadata", ".gitattributes"}
 
 _MAIN = "main"

@@ -11,7 +11,7 @@ from ckpt.base.errors import CkptError, LossError
 from ckpt.runs.opening import has_optimizer, holds_optimizer
 from ckpt.runs.unread_files import is_of_a_run
 
-#: Suffixes of torch files, which may hold an optimizer next to the model.
+#: Torch suffixes: these files may hold an optimizer next to the model.
 _TORCH_FILES = (".pt", ".pth", ".ckpt", ".tar", ".bin", ".pkl")
 _MAX_OPENED = 100
 _MAX_SHOWN = 8

@@ -1,4 +1,4 @@
-"""Running training script's processes and engine, as recorded by launchers and libraries."""
+"""Processes and engine in the running training script, from launchers and libraries."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _format(environment: Mapping[str, str]) -> str | None:
         stage = environment.get("ACCELERATE_DEEPSPEED_ZERO_STAGE", "2")
         return f"zero{stage}" if stage in ("0", "1", "2", "3") else None
     plugin = _live_accelerator().get("fsdp_plugin")
-    if plugin is not None:  # from arguments, as in Trainer, or from the environment
+    if plugin is not None:  # from arguments (Trainer's) or from the environment
         return _KINDS.get(getattr(plugin.state_dict_type, "name", plugin.state_dict_type))
     if _is_true(environment.get("ACCELERATE_USE_FSDP")):
         default = "SHARDED_STATE_DICT" if environment.get("FSDP_VERSION") == "2" else "FULL_STATE_DICT"

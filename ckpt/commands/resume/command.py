@@ -76,7 +76,7 @@ def resume(
     if as_json:
         print(f"{shown(json.dumps({'path': found}))}\n", end="")
     elif found is not None:
-        print(f"{printable(found)}\n", end="")  # one write, as the other processes print it too
+        print(f"{printable(found)}\n", end="")  # one write: the other processes print it too
 
 
 COMMAND = Command(

@@ -15,7 +15,7 @@ from ckpt.move.json_files import read_json
 from ckpt.plan.checkpoint import SourceFile
 from ckpt.runs.output_place import run_root
 
-#: Record of a copy: its source files and its step.
+#: A copy's record: its source files and its step.
 RECORD = "ckpt-resume.json"
 
 

@@ -64,7 +64,7 @@ _MODEL_ONLY = "--model-only goes on from the model, with a new optimizer"
 #: Largest copy in bytes to check in full before it is used again. In larger ones, tensor data is not read.
 _AFFORDABLE = 4_000_000_000
 
-#: Suffixes of tensor files.
+#: Tensor file suffixes.
 _OF_TENSORS = (".pt", ".pth", ".bin", ".ckpt", ".safetensors", ".distcp")
 
 
@@ -267,7 +267,7 @@ def _check_same_files(path: Path, group: Alone) -> None:
         hint="copy the files of all nodes to storage that they share, and give that path; where each rank loads what "
         "its own node wrote (DeepSpeed's use_node_local_storage, on as many ranks), give the engine the path itself",
     )
-    error.is_told = True  # not an error of a single rank
+    error.is_told = True  # not a single rank's error
     raise error
 
 
@@ -308,7 +308,7 @@ def source_of(path: Path, tag: str | None, config: str | None, model_only: bool)
     """Return the checkpoint to resume from. Raise LossError for a model without an optimizer unless `model_only`."""
     try:
         checkpoint = open_training(path, tag=tag, config=config)
-    except NeverWholeError as error:  # the optimizer of a step that was damaged later is not given up
+    except NeverWholeError as error:  # keep the optimizer if a step was damaged later
         model = open_model(path, tag=tag, config=config) if model_only else None
         if model is None:
             raise

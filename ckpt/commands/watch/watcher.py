@@ -26,8 +26,8 @@ from ckpt.base.errors import NotFoundError
 from ckpt.training.heartbeat import DONE, FOLDER, REQUEST
 
 DEAD, FROZEN, STUCK, FAILED = "dead", "frozen", "stuck", "failed"
-#: Words in names of functions that wait for other ranks: torch.distributed's, DDP's, and waits for a GPU, which runs
-#: collectives on its own. Backward passes count too, as DDP's C++ waits in them.
+#: Words in names of functions that wait for other ranks: torch.distributed's, DDP's, and waits for a GPU with its own
+#: collectives. Backward passes count too: DDP's C++ waits in them.
 _WAITING = frozenset(
     ["reduce", "broadcast", "barrier", "gather", "scatter", "send", "recv", "wait", "backward", "synchronize", "item"]
 )
@@ -90,7 +90,7 @@ class Watcher:
             elif known.facts["beats"] != facts["beats"]:
                 same = all(known.facts[key] == facts[key] for key in ("step", "phase", "since"))
                 self.ranks[facts["rank"]] = Seen(facts, now, known.moved if same else now)
-        # An earlier start may have left files of more ranks.
+        # An earlier start may have left files from more ranks.
         newest = max((seen.facts["started"] for seen in self.ranks.values()), default=0.0)
         self.ranks = {rank: seen for rank, seen in self.ranks.items() if seen.facts["started"] == newest}
 
@@ -111,7 +111,7 @@ class Watcher:
             found.sort(key=lambda one: one[1].facts["time"])
             return [self._finding(kind, seen, now - seen.beat) for kind, seen in found]
         if frozen := [seen for seen in running if now - seen.beat > max(self.silent, 2 * seen.facts["every"])]:
-            # A rank that only waits, in C code that holds the interpreter, still answers a signal.
+            # A rank waiting in C code, with the interpreter locked, still answers a signal.
             return [self._finding(FROZEN, seen, now - seen.beat, dump) for seen, dump in self._suspects(frozen, 3.0)]
         if running and all(now - seen.moved > self.stuck for seen in running):
             return [self._finding(STUCK, seen, now - seen.moved, dump) for seen, dump in self._suspects(running, 10.0)]
