@@ -1,4 +1,4 @@
-"""Python functions of the commands: open, plan, convert, verify."""
+"""Python functions for the commands: open, plan, convert, verify."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def opened(source: Source, format: str = AUTO, **options: Any) -> Checkpoint:
 
 
 def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
-    """Raise UsageError if `destination` overlaps a path from the user or a file of `checkpoint`."""
+    """Raise UsageError if `destination` overlaps the user's path or `checkpoint`'s files."""
     for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
     for folder in checkpoint.folders:  # config folders count too; output may lie inside them, but not replace them
@@ -179,7 +179,7 @@ def _check_replaceable(destination: Path) -> None:
 def dequantized(checkpoint: Checkpoint, dtype: DType | None = None) -> Checkpoint:
     """Return `checkpoint` with plain weights instead of quantized ones (MXFP4, bitsandbytes, FP8).
 
-    The values are bit for bit those of transformers and bitsandbytes, in `dtype` (None: the model config's), computed
+    The values have the same bits as in transformers and bitsandbytes, in `dtype` (None: the model config's), computed
     on writing. Raise UsageError for an unknown quantization method, CorruptError if a weight lacks a part or
     contradicts itself.
     """
@@ -222,16 +222,16 @@ class Conversion(Returned):
 
     @property
     def peak_buffers(self) -> int:
-        """Upper bound for the bytes of all buffers while it runs."""
+        """Upper bound in bytes for all buffers while it runs."""
         return self.resources.peak_buffers(self.plan)
 
     @property
     def files(self) -> tuple[str, ...]:
-        """Names of the target's files, relative to its folder."""
+        """Target file names, relative to the folder."""
         return tuple(file.name for file in self.plan.target.files)
 
     def as_written(self) -> Checkpoint:
-        """Return a description of the output. Cast and computed tensors are computed on reading."""
+        """Describe the output. Cast and computed tensors are computed on reading."""
         from ckpt.compare.output_checks import as_written
 
         return as_written(self.plan, every_cast=True)
@@ -244,7 +244,7 @@ class Conversion(Returned):
         return Views(self.plan, self.resources.max_memory)
 
     def open(self, name: str) -> BufferedReader:
-        """Open a file of the target without writing it: its bytes are computed as they are read.
+        """Open a target file without writing it: its bytes are computed on reading.
 
         The file is read-only and seekable. Each thread opens its own. Replicas are not compared (`ckpt.verify` does).
         Raises NotFoundError if the target has no such file. Reading raises CorruptError if the source was replaced, or
@@ -270,8 +270,8 @@ class Conversion(Returned):
     ) -> int:
         """Write the target to `destination`, which must not overlap the source (see `ckpt.move.run.execute`).
 
-        It continues an interrupted run of the same conversion, and returns the number of bytes that were there already.
-        If all processes of a `group` call it, each writes its share.
+        It continues an interrupted run, and returns the number of existing bytes. In a `group`, all processes call it,
+        and each writes its share.
 
         Args:
             destination: The folder or URL to write to.
@@ -333,7 +333,7 @@ class Conversion(Returned):
     def write(
         self, output: str | PathLike[str], *, manifest: bool = True, verify: bool = False, **options: Any
     ) -> Converted:
-        """Run it with the options of `run`, and return the result."""
+        """Run with the same options as `run`, and return the result."""
         start = monotonic()
         num_done = self.run(output, manifest=manifest, verify=verify, **options)
         return Converted(fspath(output), self, manifest, verify, monotonic() - start, num_done)
@@ -398,8 +398,8 @@ def plan(
 ) -> Conversion:
     """Plan the conversion of `source` to the format `to`, and prove it complete, without writing anything.
 
-    Options are the same as in `ckpt convert`. Raises LossError if a tensor would be lost or part of the target would
-    stay empty, UsageError for wrong options.
+    Options match `ckpt convert`. Raises LossError if a tensor would be lost or stay empty in the target, UsageError for
+    wrong options.
 
     Args:
         source: A path, a URL or the result of `ckpt.open`.
@@ -502,7 +502,7 @@ def _completed(checkpoint: Checkpoint, source: Source, target: Format) -> Checkp
 
 @dataclass(frozen=True, repr=False)
 class Converted(Returned):
-    """Result of a conversion to `path` in `seconds`. `num_done` bytes were there already."""
+    """Result of a conversion. `num_done` bytes were there already."""
 
     path: str
     conversion: Conversion
@@ -542,7 +542,7 @@ def convert(
 ) -> Converted:
     """Convert `source` to the format `to` and write it to `output`, a folder or a URL.
 
-    This combines `ckpt.plan` and `Conversion.run`, with the options of both.
+    This combines `ckpt.plan` and `Conversion.run`, with all their options.
 
     Raises the errors of `ckpt.errors`.
 
@@ -629,7 +629,7 @@ def _check_holds_optimizer(target: Format, option: str) -> None:
 
 
 def digests(checkpoint: Checkpoint, **options: Any) -> Digests:
-    """Return digests of every tensor under its Hub name; options as in `ckpt.compare.digest.digests`.
+    """Return all tensors' digests under Hub names, with options for `ckpt.compare.digest.digests`.
 
     For an unknown model, names stay as they are.
     """
@@ -650,8 +650,8 @@ def mount(
 ) -> AbstractContextManager[Path]:
     """Show a checkpoint as a read-only folder in the format `to` during a `with` block, without copying.
 
-    The block gets the folder: `view`, which must be empty or new, or a temporary one. Options are the same as in
-    `ckpt.plan`. Raises its errors, NotFoundError without FUSE, and StorageError if mounting fails.
+    The block gets the folder: `view`, which must be empty or new, or a temporary one. Options match `ckpt.plan`. Raises
+    its errors, NotFoundError without FUSE, and StorageError if mounting fails.
 
     Args:
         source: A path or a URL.
@@ -794,8 +794,8 @@ def diff(
 ) -> Diff:
     """Measure the changes from `a` to `b`, in any formats: relative error, cosine and largest change.
 
-    Different dtypes are compared as numbers, without rounding. With `rtol` or `atol`, an element of `b` may differ by
-    `atol + rtol * abs(a)`, and the result's `within` is True if all elements stay inside.
+    Different dtypes are compared as numbers, without rounding. With `rtol` or `atol`, elements may differ by `atol +
+    rtol * abs(a)`, and the result's `within` is True if all do.
 
     Raises the errors of `ckpt.errors`.
 
@@ -824,13 +824,13 @@ def diff(
 
 
 def open_sides(a: Source, b: Source, sides: Sides) -> tuple[Checkpoint, Checkpoint]:
-    """Open the two checkpoints of a comparison."""
+    """Open both checkpoints for a comparison."""
     both: dict[str, Any] = {"config": sides.config, "accept_settings": sides.accept_settings}
     return opened(a, sides.from_a, tag=sides.tag_a, **both), opened(b, sides.from_b, tag=sides.tag_b, **both)
 
 
 def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sides, *, run: bool, loads: bool) -> None:
-    """Raise UsageError if the options of `verify` contradict each other."""
+    """Raise UsageError if options for `verify` contradict each other."""
     if how.cast and how.exact:
         raise UsageError("--cast rounds, and --exact rounds nothing", hint="give one of the two")
     if run and (b is None or loads or how != Comparison()):
@@ -853,7 +853,7 @@ def check_goes_together(a: Source, b: Source | None, how: Comparison, sides: Sid
 
 
 def _differing(group: OptionGroup) -> dict[str, Any]:
-    """Return a group's options that differ from their defaults."""
+    """Return a group's options without defaults."""
     usual = vars(type(group)())
     return {name: value for name, value in vars(group).items() if value != usual[name]}
 
@@ -866,10 +866,10 @@ def verify_runs(a: Checkpoint, b: Checkpoint) -> RunReport:
 
 
 def prove_names(path: Path) -> None:
-    """Prove that a model folder has exactly the names and shapes that its config's architecture would save.
+    """Prove that a model folder has exactly the names and shapes in its config's architecture.
 
-    For an adapter, prove that PEFT loads its names. Other folders pass, and so do configs without an architecture.
-    Raise LossError for any difference, UsageError for an unknown architecture.
+    For an adapter, prove that PEFT loads its names. Other folders pass, and configs without an architecture too. Raise
+    LossError for any difference, UsageError for an unknown architecture.
     """
     if not path.is_dir():
         return
@@ -892,10 +892,9 @@ def prove_names(path: Path) -> None:
 
 
 def check_loads(path: Path) -> Loading:
-    """Let transformers load a folder, and compare its names with the names that its architecture saves.
+    """Let transformers load a folder, and compare its names with its architecture's.
 
-    transformers loads some names that are not the Hub's and that other tools do not load. Raise the errors of
-    `ckpt.compare.transformers_loads.check_loads`.
+    transformers loads more names than other tools.
     """
     from ckpt.compare.transformers_loads import check_loads as check
 
@@ -920,7 +919,7 @@ def _as_pair(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list
 
 
 def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkpoint, list[str]]:
-    """Return both checkpoints. A run compared with a PEFT folder becomes the adapter that PEFT would save."""
+    """Return both checkpoints. If one is a PEFT folder, the other becomes the adapter that PEFT would save."""
     from ckpt.adapters.names import is_adapter, under_saved_names
 
     sides, notes = [a, b], []
@@ -938,7 +937,7 @@ def _as_saved_adapters(a: Checkpoint, b: Checkpoint) -> tuple[Checkpoint, Checkp
 
 
 def _with_computing_dtype(checkpoint: Checkpoint) -> Checkpoint:
-    """Return `checkpoint` with the run's compute dtype as the native dtype of its float32 weights."""
+    """Return `checkpoint` with the run's compute dtype as native dtype for float32 weights."""
     dtype, tensors = checkpoint.computes_in and checkpoint.computes_in.dtype, checkpoint.tensors
     if dtype is None:
         return checkpoint

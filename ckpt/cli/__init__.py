@@ -72,7 +72,7 @@ def _whole() -> typer.Typer:
 
 
 def __getattr__(name: str) -> Any:
-    """Create `app` on first access, as it imports all commands."""
+    """Create `app` on first access: it imports all commands."""
     if name == "app":
         return _whole()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

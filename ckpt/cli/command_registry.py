@@ -1,4 +1,4 @@
-"""Registry of commands: the folders in `ckpt.commands`, and other packages' entry points."""
+"""Command registry: folders in `ckpt.commands`, and other packages' entry points."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from ckpt.options.command import GROUP, SECTIONS, Command
 
 @cache
 def places() -> dict[str, str]:
-    """Return the `module:object` of each command by name.
+    """Return each command's `module:object` by name.
 
-    Raise UsageError if two packages register the same name, or a name of ckpt's own.
+    Raise UsageError if two packages register the same name, or one of ckpt's.
     """
     own = {name.replace("_", "-"): place for name, place in commands.places().items()}
     others = entries(GROUP)
@@ -38,7 +38,7 @@ def command(name: str) -> Command:
 
 
 def all_commands() -> list[Command]:
-    """Return all declarations, in the order of the help."""
+    """Return all declarations, in help order."""
     titles = [*SECTIONS, *sorted({command(name).section for name in places()} - {*SECTIONS})]
     found = [command(name) for name in places()]
     return sorted(found, key=lambda one: (titles.index(one.section), one.place, one.name))

@@ -72,7 +72,7 @@ def _known(key: str, known: Mapping[str, Any], where: str) -> str:
 
 
 def _tables() -> tuple[Path | None, dict[str, dict[str, Any]]]:
-    """Return the file and its table of each command. Raise UsageError for anything else in it."""
+    """Return the file and its tables by command. Raise UsageError for anything else inside."""
     try:
         here = Path.cwd()
     except FileNotFoundError:  # the current folder was removed

@@ -95,7 +95,7 @@ _HINTED = re.compile(r"`ckpt [^`]*`|(?<![\w-])(--[a-z][a-z-]*)")
 
 
 def _for_command(hint: str, name: str) -> str:
-    """Return `hint` with the options of the command `name`. Mark options that only `ckpt convert` has."""
+    """Return `hint` with options for the command `name`. Mark the options that only `ckpt convert` has."""
     known = _options_of(name) if "--" in hint else set()
     if not known:
         return hint
@@ -117,7 +117,7 @@ def _for_command(hint: str, name: str) -> str:
 
 
 def _options_of(name: str) -> set[str]:
-    """Return all options of a command, with formats' options."""
+    """Return all options, with formats' options."""
     if name not in command_registry.places():
         return set()
     params = _alone(command_registry.command(name)).params
@@ -208,7 +208,7 @@ class TypedCommand(_Help, TyperCommand):
 
 
 class CommandGroup(_Help, TyperGroup):
-    """All commands. Formats' options are added only to the command that runs, to keep the others fast."""
+    """All commands. Only the running command gets formats' options: the others stay fast."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         super().format_options(ctx, formatter)
@@ -252,7 +252,7 @@ class CommandGroup(_Help, TyperGroup):
 
 
 def _check_spelled_once(params: Sequence[Any], args: Sequence[str]) -> None:
-    """Raise UsageError if one option is given under two names, such as --tag and --step. click would use the last."""
+    """Raise UsageError for one option under two names, like --tag and --step: click would use the last."""
     given = [word.partition("=")[0].replace("_", "-") for word in takewhile(lambda word: word != "--", args)]
     for param in params:
         names = [name for name in param.opts if name.startswith("--") and name in given]
@@ -294,10 +294,10 @@ def with_options(
     owners: Mapping[type, Sequence[str]] | None = None,
     kinds: Sequence[str] = (),
 ) -> Callable[..., Any]:
-    """Return `function` with an option for each field of its groups, and for each of the formats' options.
+    """Return `function` with an option for each group field and each format option.
 
-    A group arrives as one object. `owners` maps each dataclass to its formats. Formats' options of the given `kinds`
-    arrive by name in the argument `options` if they were given. Raise UsageError if two options have the same name.
+    A group arrives as one object. `owners` maps each dataclass to its formats. Format options in `kinds` arrive by name
+    in the argument `options`, if the user sets them. Raise UsageError if two options have the same name.
     """
     signature = inspect.signature(function, eval_str=True)
     parameters, groups = taken_apart(function)

@@ -1,4 +1,4 @@
-"""Declaration of a command."""
+"""Command declaration."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GROUP = "ckpt.commands"
 
 @dataclass(frozen=True)
 class Command:
-    """A command, declared in the `command.py` of its folder or in a module of another package.
+    """A command, declared in its folder's `command.py` or in another package.
 
     Other packages register commands in the entry-point group `ckpt.commands`, as `module:OBJECT`.
 

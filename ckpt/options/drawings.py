@@ -19,7 +19,7 @@ _KINDS = {".svg": ("a picture", "an SVG file", b"<svg"), ".html": ("a page", "a 
 
 @dataclass(frozen=True)
 class HeatMap:
-    """Page of a comparison."""
+    """Comparison page."""
 
     html: Annotated[
         Path | None,
@@ -35,7 +35,7 @@ class HeatMap:
             raise UsageError("--overwrite goes with --html")
 
     def write(self, report: Returned, *, quiet: bool) -> None:
-        """Write the page of a report, if requested."""
+        """Write a report's page, if requested."""
         if self.html is not None:
             from ckpt.pictures.pages import heat_map
 
@@ -43,7 +43,7 @@ class HeatMap:
 
 
 def check_place(path: Path, suffix: str, *checkpoints: Checkpoint) -> None:
-    """Raise UsageError if `path` has another suffix, lies in a checkpoint, or is a file of another kind."""
+    """Raise UsageError if `path` has another suffix, lies in a checkpoint, or holds something else."""
     from ckpt import api
 
     kind, expected, _ = _KINDS[suffix]

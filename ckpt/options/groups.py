@@ -1,4 +1,4 @@
-"""Shared options of the command line alone. `ckpt.plan.groups` has the options shared with functions."""
+"""Shared options for the command line only. `ckpt.plan.groups` has options shared with functions."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ckpt.plan.options import options_of
 
 
 def keywords() -> dict[str, Keyword]:
-    """Return the keyword for each option of the built-in commands with a function, by option name."""
+    """Return keywords by option, for built-in commands with a function."""
     found: dict[str, Keyword] = {}
     for place in import_module("ckpt.commands").places().values():
         command = load(place)

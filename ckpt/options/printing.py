@@ -1,4 +1,4 @@
-"""Output of the commands: plans, results and sources."""
+"""Command output: plans, results and sources."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def in_colour(text: str) -> str:
 
 
 def say_notes(notes: Sequence[str], *, verbose: bool = True) -> None:
-    """Print notes on stderr: one per line if `verbose`, else a short form of all in one line."""
+    """Print notes on stderr: one per line if `verbose`, else all in one line."""
     say(*note_lines(notes, verbose))
 
 

@@ -30,7 +30,7 @@ import torch
 
 @dataclass
 class _Threads:
-    """Number of torch threads `before` the first of `num_running` computations began."""
+    """Torch's threads `before` the first of `num_running` computations began."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
     num_running: int = 0
@@ -58,7 +58,7 @@ def one_thread() -> Iterator[None]:
 
 
 def adapter_dtype(weight: torch.dtype) -> torch.dtype:
-    """Return the dtype that PEFT uses for an adapter over a weight of dtype `weight`."""
+    """Return PEFT's dtype for an adapter over a weight with dtype `weight`."""
     return torch.float64 if weight == torch.float64 else torch.float32
 
 
@@ -93,8 +93,7 @@ def merge_experts(
 ) -> torch.Tensor:
     """Merge linear layers into experts stacked in `weight`, [experts, in, out] if `transposed`.
 
-    `factors` holds an `a` and a `b` for each of the `parts`. A part is an expert (None for all) and a half of the rows
-    (None for all).
+    `factors` holds `a` and `b` for each part. A part is an expert and a half of the rows, each None for all.
     """
     merged = weight.clone()
     for number, (expert, half) in enumerate(parts):
@@ -155,10 +154,10 @@ def merge_conv(
 def merge_parameter(
     weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, *, scaling: float, input_last: bool, by_expert: bool
 ) -> torch.Tensor:
-    """Merge into a parameter of `target_parameters`: `weight` [experts, out, in], [experts, in, out] or [out, in].
+    """Merge into a targeted parameter, `weight` [experts, out, in], [experts, in, out] or [out, in].
 
-    `a` [experts * r, in] keeps the rows of an expert together. `b` [out, r * experts] keeps the columns of a rank
-    together, or of an expert if `by_expert`.
+    `a` [experts * r, in] groups rows by expert. `b` [out, r * experts] groups columns by rank, or by expert if
+    `by_expert`.
     """
     num_experts = weight.shape[0] if weight.dim() == 3 else 1
     if num_experts == 1:
@@ -175,13 +174,13 @@ def merge_parameter(
 
 
 def merge_bias(bias: torch.Tensor, b_bias: torch.Tensor, *, scaling: float) -> torch.Tensor:
-    """Merge the bias of `lora_B` (`lora_bias=True`) into `bias`."""
+    """Merge `lora_B`'s bias (`lora_bias=True`) into `bias`."""
     bias += b_bias * scaling
     return bias
 
 
 def replace_rows(weight: torch.Tensor, rows: torch.Tensor, *, index: list[int]) -> torch.Tensor:
-    """Return `weight` with the rows of trained tokens (`trainable_token_indices`)."""
+    """Return `weight` with trained token rows (`trainable_token_indices`)."""
     return weight.index_copy(0, torch.tensor(index), rows.to(weight))
 
 
@@ -216,7 +215,7 @@ def _add(weight: torch.Tensor, product: torch.Tensor, scaling: float, dtype: tor
 
 
 def _rows_at_once(weight: torch.Tensor) -> int:
-    """Return the number of rows that fit in the processor's cache while they are scaled, widened, added and rounded."""
+    """Return how many rows fit in the processor's cache during `_add`."""
     columns: int = weight.shape[1]
     return max(1, (1 << 17) // max(1, columns))
 
@@ -227,7 +226,7 @@ def _wide(factor: torch.Tensor) -> torch.Tensor:
 
 
 class _Scratch(threading.local):
-    """Memory of one thread for products and sums, as allocating fresh pages takes as long as the arithmetic."""
+    """A thread's memory for products and sums: fresh pages would take as long as the arithmetic."""
 
     def __init__(self) -> None:
         self.memory: dict[str, torch.Tensor] = {}

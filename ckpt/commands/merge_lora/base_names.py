@@ -25,7 +25,7 @@ _NUMBER = re.compile(r"\d+")
 
 
 def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """Return the adapter with the names of `base`, as far as they are known. `base` uses transformers' names."""
+    """Return the adapter with `base`'s names, if they are known. `base` uses transformers' names."""
     known = base.shapes.keys() | base.ties.keys()
     modules = {fqn: list(_modules(fqn)) for fqn in adapter.factors}
     unknown = {fqn: found for fqn, found in modules.items() if not any(f"{one}.weight" in known for one in found)}
@@ -70,7 +70,7 @@ def _of_trainers(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[st
 
 
 def _modules(fqn: str) -> Iterator[str]:
-    """Yield the base modules that an adapter's tensor may belong to, innermost first."""
+    """Yield possible base modules for an adapter's tensor, innermost first."""
     name = parse_name(fqn)
     module = name.module
     if name.kind != names.BASE:
@@ -102,7 +102,7 @@ def _names_in_memory(base: Checkpoint, weights: Iterable[str]) -> dict[str, str]
 
 
 def _loaded(base: Checkpoint, weights: Mapping[str, Shape], namespace: str) -> dict[str, str]:
-    """Return the names in memory of tensors with these shapes, without rearranged tensors."""
+    """Return in-memory names for tensors with these shapes, without rearranged tensors."""
     try:
         return _translated(base, weights, namespace)
     except CkptError:  # a name may mean a part of a tensor: try names together if they differ only in numbers

@@ -1,8 +1,8 @@
-"""Operations that PEFT runs: combine adapters (`add_weighted_adapter`), convert adapters of transformers 4.
+"""PEFT's own operations: combine adapters (`add_weighted_adapter`), convert transformers 4's adapters.
 
 PEFT needs a model to hold the adapters and gets one without weights (`ckpt.commands.merge_lora.empty_model`). Combining
-reads only the adapters' factors. So the bits are the same as in the real model, and the random draws of `dare_*` are
-too for the same seed.
+reads only the adapters' factors, so the bits are the same as in the real model. The random draws for `dare_*` are too,
+for the same seed.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def combine(
 
 
 def loaded(adapter: Adapter, base: Checkpoint) -> Adapter:
-    """Return an adapter of single experts (transformers 4) as PEFT loads it onto stacked experts (transformers 5).
+    """Return a single-expert adapter (transformers 4) after PEFT loads it onto stacked experts (transformers 5).
 
     Raise LossError if PEFT can't load one of its tensors.
     """
@@ -162,5 +162,5 @@ def _in_memory(fqn: str, tensor: Any, of: Checkpoint) -> Factor:
 
 
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a LoraConfig's dict in the form of `adapter_config.json`."""
+    """Return a LoraConfig's dict in `adapter_config.json` form."""
     return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

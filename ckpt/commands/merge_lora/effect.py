@@ -29,7 +29,7 @@ _COMPARED = 1 << 14  # sampled values per weight
 
 @dataclass(frozen=True)
 class Update:
-    """A change of one weight by the tensors of `adapter` for `target`, a layer or a parameter.
+    """A change to one weight by `adapter`, for `target`: a layer or a parameter.
 
     `is_nothing` is called if the target's weights did not change. It returns True if there was nothing to add.
     """
@@ -58,7 +58,7 @@ class Effect:
 
 @dataclass(frozen=True)
 class Effects:
-    """Effects of merging `num_adapters` adapters on all targets."""
+    """Effects on all targets after merging `num_adapters` adapters."""
 
     targets: tuple[Effect, ...]
     num_adapters: int = 1
@@ -69,12 +69,12 @@ class Effects:
 
     @property
     def num_zero(self) -> int:
-        """Number of targets with nothing to add: a factor is zero, or the trained rows equal the old ones."""
+        """Targets with nothing to add: a factor is zero, or trained rows equal the old ones."""
         return sum(one.is_nothing for one in self.targets)
 
     @property
     def lost(self) -> tuple[Effect, ...]:
-        """Targets that should have changed but did not."""
+        """Targets whose change was rounded away."""
         return tuple(one for one in self.targets if one.is_lost)
 
     @property
@@ -95,7 +95,7 @@ class Effects:
         yield from self.warnings()
 
     def warnings(self) -> Iterator[str]:
-        """Yield a warning for each target whose change was rounded away, and for a merge without any effect."""
+        """Yield a warning for each rounded-away change, and for a merge without any effect."""
         for one in self.lost[:_SHOWN]:
             of = f" of {printable(one.adapter)}" if self.num_adapters > 1 else ""
             yield (
@@ -111,7 +111,7 @@ class Effects:
 
 @dataclass(frozen=True, slots=True)
 class _Done:
-    """An update that was applied to a weight in `dtype`. `is_changed` if any byte differs."""
+    """An update applied to a weight in `dtype`. `is_changed` if any byte differs."""
 
     update: Update
     dtype: str
@@ -120,11 +120,11 @@ class _Done:
 
 @dataclass
 class Noted:
-    """Record of the computed weights by name, with the functions to `compute` the others.
+    """Computed weights by name, with functions to `compute` the others.
 
-    `made_anew` describes tensors that PEFT computed from the base because the adapter's file lacks them. `divided` maps
-    each adapter to the layers it changes while layers with tied weights stay unchanged. `shared` maps
-    it to the tied layers that get one change together. `untied` holds the aliases that the result no longer ties.
+    `made_anew` describes tensors missing from the adapter's file: PEFT computed them from the base. `divided` maps each
+    adapter to the layers it changes while layers with tied weights stay unchanged. `shared` maps it to the tied layers
+    that get one change together. `untied` holds the aliases that the result no longer ties.
     """
 
     num_adapters: int
@@ -196,7 +196,7 @@ class Merge(api.Conversion):
 
     @cached_property
     def _report(self) -> dict[str, Any]:
-        """Report of the conversion, with the unread files of the adapters' folders."""
+        """Conversion report, with unread files from the adapters' folders."""
         report = super()._report
         found = [one.to_json() for adapter in self.adapters for one in unread(adapter)]
         return {**report, "not_read": [*report["not_read"], *found]}
@@ -208,20 +208,20 @@ class Merge(api.Conversion):
 
 
 def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
-    """Return the bytes of a weight, without a copy if it is contiguous."""
+    """Return a weight's bytes, without a copy if it is contiguous."""
     import torch
 
     return np.asarray(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
 def _some(weight: torch.Tensor) -> bytes:
-    """Return the bytes of a sample of values, spread over the whole weight."""
+    """Return the bytes of values sampled over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()
 
 
 def _is_same(weight: torch.Tensor, load: Callable[[], torch.Tensor], updates: Sequence[Update]) -> bool:
-    """Return True if `weight` has the same bytes as the loaded weight after `updates`."""
+    """Return True if `weight` equals the loaded weight after `updates`, byte for byte."""
     before = load()
     for update in updates:
         before = update.apply(before)

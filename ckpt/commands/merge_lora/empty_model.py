@@ -82,7 +82,7 @@ class EmptyModel:
 
     @cached_property
     def made(self) -> Any:
-        """PEFT's config of the adapter, without the modules that are saved as a whole."""
+        """PEFT's config for the adapter, without fully saved modules."""
         from peft import PeftConfig
 
         raw = self.adapter.config.raw
@@ -109,12 +109,12 @@ class EmptyModel:
                 raise CorruptError(f"PEFT does not load this adapter: {error}", path=path) from error
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's model of the empty `model`, with the adapter loaded."""
+        """Return PEFT's version of the empty `model`, with the adapter loaded."""
         state = {fqn: one.load() for fqn, one in self.factors.items()}
         return with_adapter(model, self.made, state, self.adapter.config.path)
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
-        """Return a model of the matrices among `shapes`: PEFT needs the class and shape of each adapted layer.
+        """Return a model with the matrices in `shapes`: PEFT needs each adapted layer's class and shape.
 
         transformers' Conv1D always has a bias. If the bias size does not show the class, the adapter's config does.
         PEFT corrects that entry at each layer, so the other layers must have one class.
@@ -143,14 +143,14 @@ class EmptyModel:
 
     @property
     def layers(self) -> tuple[str, ...]:
-        """Layers that the adapter changes."""
+        """Changed layers."""
         from peft.tuners.tuners_utils import BaseTunerLayer
 
         modules = self.wrapped.base_model.model.named_modules()
         return tuple(name for name, module in modules if isinstance(module, BaseTunerLayer))
 
     def merge(self, module: str, weight: torch.Tensor) -> torch.Tensor:
-        """Return the `weight` of `module` with the adapter's change."""
+        """Return `module`'s `weight` with the adapter's change."""
         from torch import nn
 
         with _LOCK:
@@ -164,7 +164,7 @@ class EmptyModel:
         return merged
 
     def update(self, module: str) -> Update:
-        """Return PEFT's update of the weight of `module`."""
+        """Return PEFT's update for `module`'s weight."""
 
         def is_nothing() -> bool:
             fqn = f"{module}.weight"
@@ -175,7 +175,7 @@ class EmptyModel:
 
 
 def _excluded(saved: Sequence[str], others: str | Iterable[str] | None) -> str:
-    """Return a pattern of modules to exclude: `others`, and `saved` modules with everything below them."""
+    """Return a pattern for modules to exclude: `others`, and `saved` modules with everything below them."""
     wholly = [rf"(.*\.)?{one}(\..*)?" for one in saved]  # regular expressions in PEFT
     if isinstance(others, str):
         return "|".join(f"(?:{one})" for one in (*wholly, others))

@@ -20,7 +20,7 @@ _OF_TINKER = {"1": ("gate_up_proj", 0), "2": ("down_proj", None), "3": ("gate_up
 
 @dataclass(frozen=True)
 class ExpertPart:
-    """The part of a stacked parameter that an adapter's layer changes: one expert or all, gate or up or all rows."""
+    """Part of a stacked parameter for one adapter layer: one expert or all, gate or up or all rows."""
 
     module: str
     parameter: str
@@ -28,7 +28,7 @@ class ExpertPart:
     half: int | None = None
 
     def fits(self, a: Factor, b: Factor, rank: int, sizes: tuple[int, int, int]) -> bool:
-        """Return True if the factors fit `sizes`: number of experts, rows and columns of one expert."""
+        """Return True if the factors fit `sizes`: number of experts, then rows and columns per expert."""
         num, rows, columns = sizes
         rows = rows if self.half is None else rows // 2
         if self.expert is not None:
@@ -39,7 +39,7 @@ class ExpertPart:
 
 
 def part_of(module: str, parameters: Collection[str]) -> ExpertPart | None:
-    """Return the part that `module` changes in one of the `parameters`, or None for any other layer."""
+    """Return the part in `parameters` that `module` changes, or None for any other layer."""
     if found := _UNSLOTH.fullmatch(module):
         part = ExpertPart(module, f"{found['experts']}.{found['name']}_proj", int(found["number"]))
     elif found := _TINKER.fullmatch(module):

@@ -1,4 +1,4 @@
-"""Search for an adapter and its base, with checks that the two belong together."""
+"""Search for an adapter and its base, with a check that they match."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ _FLOATING = re.compile(r"(?i)[-_](bf16|fp16|fp32)$")
 
 @dataclass(frozen=True)
 class Factor:
-    """A tensor of the checkpoint `of`, usually an adapter's: its shape and a function to load it.
+    """A tensor in the checkpoint `of`, usually an adapter: its shape and a function to load it.
 
-    `choice` is the stored tensor. `is_held` is True if PEFT computed the tensor: it already has the dtype of the merge.
+    `choice` is the stored tensor. `is_held` marks tensors computed by PEFT, already in the merge's dtype.
     """
 
     fqn: str
@@ -69,7 +69,7 @@ class Factor:
 
     @property
     def file(self) -> str | None:
-        """The file that stores the tensor, or None if it is computed."""
+        """File with the tensor, or None if it is computed."""
         fragments = self.choice.tensor.fragments() if self.choice else ()
         return next((one.extent.path for one in fragments), None)
 
@@ -85,7 +85,7 @@ class Factor:
 
 
 def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> torch.Tensor:
-    """Return the chosen tensor of the checkpoint `of`, in the choice's dtype."""
+    """Return the chosen tensor from the checkpoint `of`, in the choice's dtype."""
     import torch
 
     tensor = LazyTensor(choice.tensor, of.computed, sources)[...]
@@ -93,23 +93,23 @@ def load(choice: Choice, of: Checkpoint, sources: OpenFiles | None = None) -> to
 
 
 class AdapterFiles:
-    """Files of an adapter, opened once for all factors and threads."""
+    """An adapter's files, opened once for all factors and threads."""
 
     def __init__(self) -> None:
         self._sources, self._lock = OpenFiles(), threading.RLock()
         weakref.finalize(self, self._sources.close)
 
     def load(self, choice: Choice, of: Checkpoint) -> torch.Tensor:
-        """Return the chosen tensor of the checkpoint `of`, in the choice's dtype."""
+        """Return the chosen tensor from the checkpoint `of`, in the choice's dtype."""
         with self._lock:  # opening a file must not close one in another thread
             return load(choice, of, self._sources)
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter: its config, its source, and its tensors under the names of PEFT's files.
+    """An adapter: its config, its source, and its tensors under PEFT's file names.
 
-    `others` holds the other checkpoints of a combined adapter.
+    `others` holds a combined adapter's other checkpoints.
     """
 
     path: str
@@ -122,7 +122,7 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """Folder or file of the adapter: chosen within a run, or the URL or Hub id from the user."""
+        """The adapter's folder or file, chosen within a run, or the user's URL or Hub id."""
         return self.checkpoint.path if Path(self.path).exists() else self.path
 
 
@@ -218,7 +218,7 @@ def _model(path: Path, config: str | None) -> Checkpoint:
 
 
 def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str, Any]) -> Checkpoint:
-    """Return the adapter that `ckpt.open` would choose, or the adapter's own file in the same place."""
+    """Return the same adapter as `ckpt.open`, or the adapter's own file in the same place."""
     empty: list[tuple[str, str, int, int]] = []
 
     def holds(checkpoint: Checkpoint) -> bool:
@@ -270,7 +270,7 @@ def _empty_tensors(checkpoint: Checkpoint) -> list[str]:
 
 
 def own_base(adapter: Adapter) -> Checkpoint | None:
-    """Return the base model stored with the adapter in its checkpoint, or None if it is missing or incomplete."""
+    """Return the base model from the adapter's own checkpoint, or None if it is missing or incomplete."""
     checkpoint = adapter.checkpoint
     if checkpoint.is_adapter:
         return None
@@ -402,7 +402,7 @@ def _hub_id(path: Path) -> str | None:
 
 
 def cached_snapshot(repo_id: str, revision: str | None) -> Path:
-    """Return the folder of a Hub repository in the local cache, without fetching anything."""
+    """Return a Hub repository's folder in the local cache, without fetching anything."""
     from huggingface_hub import snapshot_download
 
     try:

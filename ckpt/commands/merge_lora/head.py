@@ -1,4 +1,4 @@
-"""Bases of adapters that were trained with a head that the base may lack.
+"""Bases for adapters trained with a head, if the base has none.
 
 A reward model or a classifier is trained on a base without its head. PEFT saves the whole head with the adapter.
 """
@@ -35,7 +35,7 @@ _SHOWN = 4
 
 @dataclass(frozen=True)
 class TrainedBase:
-    """A base in the model class of the adapter's training, and the changed config entries."""
+    """A base in the adapter's model class, and the changed config entries."""
 
     base: Checkpoint
     entries: Mapping[str, Any] = field(default_factory=dict)
@@ -43,9 +43,9 @@ class TrainedBase:
 
 
 def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
-    """Return `base` in the model class that the adapter records. `base` uses transformers' names.
+    """Return `base` in the adapter's recorded model class. `base` uses transformers' names.
 
-    Raise LossError if that class has a tensor that neither the base nor the adapter holds.
+    Raise LossError if neither the base nor the adapter holds one of the class's tensors.
     """
     raw = adapter.config.raw
     mapping = raw.get("auto_mapping")
@@ -67,13 +67,13 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
 
 
 def _has_other_names(base: Checkpoint, adapter: Adapter) -> bool:
-    """Return True if the adapter has tensors for a parameter that the base does not have."""
+    """Return True if the base lacks a parameter for one of the adapter's tensors."""
     known = base.shapes.keys() | base.ties.keys()
     return any(_parameter(fqn) not in known for fqn in adapter.factors)
 
 
 def _parameter(fqn: str) -> str:
-    """Return the model's parameter for a tensor of an adapter."""
+    """Return the model's parameter for an adapter's tensor."""
     name = parse_name(fqn)
     if name.kind == names.SAVED:
         return f"{name.module}.{name.rest}"
@@ -133,14 +133,14 @@ def _first_of(fqns: Sequence[str]) -> str:
 
 
 def _spellings(fqn: str, prefix: str) -> Iterator[str]:
-    """Yield names of a class's tensor in files of its base: with and without the path of the inner model."""
+    """Yield names for a tensor in the base's files: with and without the inner model's path."""
     yield fqn
     if prefix:
         yield fqn.removeprefix(f"{prefix}.") if fqn.startswith(f"{prefix}.") else f"{prefix}.{fqn}"
 
 
 def _label_entries(base: Checkpoint, adapter: Adapter, num_labels: int | None) -> dict[str, Any]:
-    """Return the config entries of the head: from the config next to the adapter, or transformers' default labels."""
+    """Return the head's config entries: from the config next to the adapter, or transformers' default labels."""
     recorded = adapter.checkpoint.config or {}
     entries = {key: recorded[key] for key in _OF_TRAINER if recorded.get(key) is not None}
     if num_labels is None or len((base.config or {}).get("id2label") or (0, 1)) == num_labels:

@@ -1,11 +1,10 @@
-"""Merges by PEFT itself, one layer at a time, for adapters that are not simply W + BA of the base.
+"""Merges by PEFT itself, one layer at a time, for adapters other than a simple W + BA on the base.
 
 - Block-diagonal LoRA, KaSA, VeLoRA and MonteCLoRA (peft 0.21.2, `tuners/lora/variants.py`).
-- Inits that are computed from the base weight and subtracted from it on loading (PiSSA, OLoRA), or rounded differently
-  (MiCA).
+- Inits computed from the base weight and subtracted on loading (PiSSA, OLoRA), or rounded differently (MiCA).
 - PEFT's other methods (LoHa, LoKr, IA3, OFT, ...).
 
-Each layer is merged in a model that holds nothing else, under its own name: patterns of ranks and blocks match names.
+Each layer is merged in a model that holds nothing else, under its own name: rank and block patterns match names.
 """
 
 from __future__ import annotations
@@ -57,8 +56,8 @@ def merge_layer(
 ) -> dict[str, torch.Tensor]:
     """Merge an adapter's `state`, under PEFT's names, into the `parameters` of `module`, and return the parameters.
 
-    `layer` is the class of `module`. Raise CorruptError if PEFT can't load the adapter, UsageError if the installed
-    PEFT does not know its kind.
+    `layer` is `module`'s class. Raise CorruptError if PEFT can't load the adapter, UsageError if the installed PEFT
+    does not know its kind.
     """
     import torch
     from peft import PeftConfig
@@ -108,9 +107,9 @@ def check_installed(config: AdapterConfig) -> None:
 
 
 def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path: str) -> Any:
-    """Return PEFT's model of `model` with an adapter of config `made` and tensors `state`.
+    """Return PEFT's version of `model`, with an adapter (config `made`, tensors `state`).
 
-    Raise CorruptError if a tensor of `state` is unexpected or missing.
+    Raise CorruptError for unexpected or missing tensors.
     """
     from peft import get_peft_model, get_peft_model_state_dict, set_peft_model_state_dict
 
@@ -126,11 +125,11 @@ def with_adapter(model: Any, made: Any, state: Mapping[str, torch.Tensor], path:
 
 
 def check_made_of_base(made: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], path: str) -> None:
-    """Raise LossError if the factors in `state` belong to other rows than the tensors that PEFT `made` from the base.
+    """Raise LossError if the factors in `state` belong to other rows than PEFT's tensors in `made`.
 
     AdaMSS's factors belong to groups of rows. No file records the groups: PEFT finds them again with scikit-learn when
     it loads an adapter, and continues if they differ from training. The saved projection comes from the same
-    decomposition of the base, so it shows a difference. So do the sizes of the groups.
+    decomposition of the base, so it shows a difference. So do group sizes.
     """
     for fqn, tensor in made.items():
         saved = state.get(fqn)
@@ -162,7 +161,7 @@ def _are_near(tensor: torch.Tensor, saved: torch.Tensor) -> bool:
 def updates(
     adapter: Adapter, module: str, layer: str, parameters: Mapping[str, Factor], state: Mapping[str, Factor]
 ) -> Iterator[tuple[str, Update]]:
-    """Yield PEFT's update for each of a layer's `parameters`. `state` holds the adapter's tensors of the layer."""
+    """Yield PEFT's update for each parameter in a layer. `state` holds the adapter's tensors for the layer."""
     one = _LayerOfPeft(adapter, module, layer, parameters, state)
     for name in parameters:
         yield name, Update(adapter.path, module, partial(one.merged, name), lambda: one.is_nothing)
@@ -170,7 +169,7 @@ def updates(
 
 @dataclass(eq=False)
 class _LayerOfPeft:
-    """A layer that PEFT merges once for all of its parameters. `kept` holds merged parameters until they are used."""
+    """A layer that PEFT merges once for all parameters. `kept` holds merged parameters until they are used."""
 
     adapter: Adapter
     module: str
@@ -247,7 +246,7 @@ def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
 
 
 def made_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
-    """Return a layer of class `layer` without data, for a weight of this shape."""
+    """Return an empty layer of class `layer` for a weight with this shape."""
     import torch
     from torch import nn
 

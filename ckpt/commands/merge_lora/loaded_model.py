@@ -1,8 +1,8 @@
-"""Adapters that PEFT merges in the loaded model, because their merge needs more than one layer's weight.
+"""Adapters that PEFT merges in the loaded model: their merge needs more than one layer's weight.
 
-FRoD computes a basis from all layers of a category. TinyLoRA and UniLoRA share vectors by the order of layers. AdaMSS
-clusters rows again. Kinds of a newer PEFT are unknown. transformers loads the base, PEFT loads and merges the adapter,
-and the changed parameters are written like other merged tensors.
+FRoD computes a basis from all layers in a category. TinyLoRA and UniLoRA share vectors by layer order. AdaMSS clusters
+rows again. Newer PEFT kinds are unknown. transformers loads the base, PEFT loads and merges the adapter, and the
+changed parameters are written like other merged tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DRAWN = 64
 
 
 def needs_order(config: AdapterConfig) -> bool:
-    """Return True if the merge may depend on the order of the model's layers."""
+    """Return True if the merge may depend on layer order."""
     key, default = _RECORDED.get(config.kind, ("", False))
     return config.kind != ADAMSS and not config.raw.get(key, default)
 
@@ -92,7 +92,7 @@ class LoadedModel(EmptyModel):
             )
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
-        """Return a model of the matrices, or raise UsageError if the merge depends on the order of layers."""
+        """Return a model with the matrices, or raise UsageError if the merge depends on layer order."""
         if needs_order(self.adapter.config):
             key, _ = _RECORDED.get(self.adapter.config.kind, ("", False))
             raise UsageError(
@@ -107,7 +107,7 @@ class LoadedModel(EmptyModel):
         return super().of_shapes(shapes)
 
     def wrap(self, model: Any) -> Any:
-        """Return PEFT's model of `model`, after loading the base's values."""
+        """Return PEFT's version of `model`, after loading the base's values."""
         from torch import nn
 
         loaded: dict[str, Any] = {}  # tied parameters stay one
@@ -189,7 +189,7 @@ class LoadedModel(EmptyModel):
 
     @property
     def notes(self) -> Iterator[str]:
-        """Needed memory, and tensors that PEFT computed again because the adapter's file lacks them."""
+        """Memory use, and tensors missing from the adapter's file: PEFT computed them again."""
         config = self.adapter.config
         size = show_size(self.needed_memory)
         yield f"PEFT merged this adapter in the loaded model, which takes about {size} of memory"

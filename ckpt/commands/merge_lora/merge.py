@@ -1,10 +1,10 @@
-"""Merge of LoRA adapters into a base model, tensor by tensor.
+"""LoRA merge, tensor by tensor.
 
-A merge is a conversion of the base that computes some tensors. Each adapted tensor is read, merged and written by
-itself, and all other tensors are copied. So the largest adapted tensor bounds the memory: its base and its fp32 delta.
+A merge converts the base and computes some tensors. Each adapted tensor is read, merged and written by itself, and all
+other tensors are copied. So the largest adapted tensor bounds the memory: its base and its fp32 delta.
 `ckpt.commands.merge_lora.arithmetic` has the arithmetic.
 
-Names in memory are transformers' names, as in adapters. A base with the Hub's names is renamed first, and the result
+Names in memory are transformers' names, like in adapters. A base with the Hub's names is renamed first, and the result
 renamed back.
 """
 
@@ -75,7 +75,7 @@ _TOKENIZER = tuple(p for p in PATTERNS if p != "generation_config.json" and "pro
 
 @dataclass(frozen=True)
 class _Merged:
-    """A tensor of the merged model: `source`, in `dtype`, with every update in turn."""
+    """A merged tensor: `source`, in `dtype`, with every update in turn."""
 
     fqn: str
     source: Factor
@@ -128,7 +128,7 @@ def plan(
 
 
 def _step_that_fits(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout, as_peft: bool) -> Path | None:
-    """Return the newest step of the adapter's run folder with an adapter that fits, or None."""
+    """Return the newest step with a fitting adapter in the adapter's run folder, or None."""
     for step in run_at(adapters[0].folder).steps[:_MAX_STEPS] if len(adapters) == 1 else ():
         with suppress(CkptError):
             _plan([open_adapter(str(step.path))], base, layout, Resources(), (), as_peft)
@@ -173,12 +173,12 @@ def _plan(
 
 
 def is_merged(tensor: Tensor) -> bool:
-    """Return True if the merge computes the tensor, instead of copying it from the base."""
+    """Return True if the merge computes the tensor, False if it copies it from the base."""
     return any(fragment.extent.path.startswith(_MERGED) for fragment in tensor.fragments())
 
 
 def _with_sources(merged: Checkpoint, adapters: Sequence[Checkpoint]) -> Checkpoint:
-    """Add the adapters' files and folders to `merged`, to detect changes and to refuse them as output."""
+    """Add the adapters' files and folders to `merged`, to detect changes and protect them from the output."""
     files = {file.path: file for one in (merged, *adapters) for file in one.files}
     places = dict.fromkeys(place for one in (merged, *adapters) for place in (one.path, *one.given.places))
     return replace(merged, files=tuple(files.values()), given=replace(merged.given, places=tuple(places)))
@@ -203,7 +203,7 @@ def _identity(adapters: Sequence[Adapter]) -> str:
 
 
 def _installed(package: str) -> str | None:
-    """Return the version of a package, or None if it is not installed."""
+    """Return a package's version, or None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -220,7 +220,7 @@ def _stacked(adapter: Adapter, merge: _Merge) -> Adapter:
 
 @dataclass
 class _Merge:
-    """Plan of a merge into the tensors of `base`, which uses transformers' names."""
+    """Plan for a merge into `base`'s tensors, under transformers' names."""
 
     base: Checkpoint
     layout: Layout
@@ -267,7 +267,7 @@ class _Merge:
     # -- what an adapter changes -----------------------------------------------------------------------------
 
     def add(self, adapter: Adapter) -> None:
-        """Plan the merge of all tensors of `adapter`. Skip a second copy that PEFT saves of a resized embedding."""
+        """Plan the merge for `adapter`'s tensors. Skip PEFT's second copy of a resized embedding."""
         of = adapter.factors
         loaded = {fqn: factor for fqn, factor in of.items() if not (_COPY.search(fqn) and _COPY.sub("", fqn) in of)}
         adapter = replace(adapter, factors=loaded)
@@ -310,7 +310,7 @@ class _Merge:
             self._place_parameters(adapter, inner, [modules[m] for m in sorted(wrappers, key=len, reverse=True)])
 
     def _check_targets(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Note differences between the layers that the config names and the adapter's layers."""
+        """Note differences between the config's and the adapter's layers."""
         weights = [*(fqn for fqn, shape in self.shapes.items() if len(shape) > 1), *self.base.ties]
         layers = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         adapted = {module for module, parts in modules.items() if names.A in parts or names.EMBEDDING_A in parts}
@@ -345,7 +345,7 @@ class _Merge:
                 )
 
     def _add_by_layer(self, adapter: Adapter) -> None:
-        """Plan the merge of an adapter of another kind than LoRA. PEFT merges it layer by layer."""
+        """Plan the merge for a kind other than LoRA. PEFT merges it layer by layer."""
         require_peft("merging this kind of adapter")
         check_installed(adapter.config)
         layers: dict[str, dict[str, Factor]] = {}
@@ -398,7 +398,7 @@ class _Merge:
             self._update(owner, update)
 
     def _layer_of(self, adapter: Adapter, fqn: str) -> str:
-        """Return the layer of the base for a tensor of an adapter."""
+        """Return the base layer for an adapter's tensor."""
         module = fqn.removeprefix(names.PREFIX)
         while module := module.rpartition(".")[0]:
             if self.base.ties.get(f"{module}.weight", f"{module}.weight") in self.shapes:
@@ -406,7 +406,7 @@ class _Merge:
         raise _misfit(adapter, fqn, "a tensor of a layer of the base", "no layer of this name")
 
     def _place_alone(self, adapter: Adapter, module: str) -> str:
-        """Return the weight of a layer. Raise UsageError if the weight is shared or adapted twice."""
+        """Return a layer's weight. Raise UsageError if it is shared or adapted twice."""
         owner = self._weight(adapter, module)
         is_rows = adapter.config.kind == TRAINABLE_TOKENS and owner == f"{module}.weight"
         if self._shared(owner) and not is_rows:
@@ -429,7 +429,7 @@ class _Merge:
             self._update(f"{module}.{name}", update)
 
     def _layer(self, adapter: Adapter, module: str, state: Iterable[str]) -> str:
-        """Return the class of a layer, from the model or from shapes and names that only one class has."""
+        """Return a layer's class, from the model or from unambiguous shapes and names."""
         known = self._modules.get(module)
         if known is not None and known.layer is not None:
             return known.layer
@@ -467,7 +467,7 @@ class _Merge:
         return f"{name.module}.{name.rest}" if name.kind == names.SAVED else name.module
 
     def _part_copy(self, adapter: Adapter, target: str) -> None:
-        """Untie a module if the adapter has its own copy, unless PEFT ties the copies as well."""
+        """Untie a module if the adapter has its own copy, unless PEFT ties the copies too."""
         owner = self.base.ties.get(target, target)
         is_copied = _is_saved_module(adapter.config, target) or _is_saved_module(adapter.config, owner)
         if is_copied and not _ties_copies(adapter.config):
@@ -475,7 +475,7 @@ class _Merge:
                 self._untie(alias)
 
     def _divide(self, adapter: Adapter, modules: Mapping[str, Mapping[str, Factor]]) -> None:
-        """Untie weights that the adapter changes in some of their layers only."""
+        """Untie weights that the adapter changes in only some layers."""
         changes = {_without_wrappers(module): parts for module, parts in modules.items()}
         kept = services.ties.kept_names(self.base)
         for owner in dict.fromkeys(self.base.ties.values()):
@@ -500,7 +500,7 @@ class _Merge:
                     )
 
     def _tie_copies(self, wanted: Set[str]) -> None:
-        """Tie equal copies in the base if the config ties them and one of them is `wanted`."""
+        """Tie equal copies in the base if the config ties them and either is `wanted`."""
         declared = services.ties.declared_ties(self.base.config) if self.base.config else {}
         for alias, owner in declared.items():
             both = {alias, owner}
@@ -516,11 +516,11 @@ class _Merge:
                 del self.chosen[alias], self.shapes[alias]
 
     def _owner(self, fqn: str) -> str:
-        """Return the name of the tensor that holds the parameter `fqn`."""
+        """Return the tensor for the parameter `fqn`."""
         return fqn if fqn in self.untied else self.base.ties.get(fqn, fqn)
 
     def _shared(self, owner: str) -> list[str]:
-        """Return the aliases of a tensor."""
+        """Return a tensor's aliases."""
         return [alias for alias, of in self.base.ties.items() if of == owner and alias not in self.untied]
 
     def _untie(self, alias: str) -> None:
@@ -550,11 +550,11 @@ class _Merge:
         return sorted(found, key=lambda module: order.get(module, len(order)))
 
     def _has_own_base(self, adapter: Adapter, owner: str) -> bool:
-        """Return True if the adapter brings the base weight `owner` as changed by its init."""
+        """Return True if the adapter brings the base weight `owner` after its init's change."""
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
     def _is_again(self, module: str, modules: Iterable[str]) -> bool:
-        """Return True if another of `modules` is tied to this one and makes the same change."""
+        """Return True if another module in `modules` is tied to this one and makes the same change."""
         owner = self._owner(f"{module}.weight")
         return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
 
@@ -581,7 +581,7 @@ class _Merge:
         self.noted.untied |= self.untied
 
     def _replace(self, adapter: Adapter, fqn: str, target: str, factor: Factor) -> None:
-        """Replace a parameter that was trained as a whole (`modules_to_save`, biases) or saved with the adapter."""
+        """Replace a fully trained parameter (`modules_to_save`, biases), or one saved with the adapter."""
         owner = self._owner(target)
         if owner not in self.chosen:
             raise _misfit(
@@ -611,7 +611,7 @@ class _Merge:
     def check_vocabulary(self, adapter: Adapter) -> None:
         """Raise LossError if an adapter resizes some embeddings but not all of them.
 
-        `resize_token_embeddings` fills new rows with random values, so rows that were not saved are lost.
+        `resize_token_embeddings` fills new rows with random values, so unsaved rows are lost.
         """
         rows = next(iter(self.resized.values()), None)
         for fqn, shape in self.shapes.items() if rows is not None else ():
@@ -625,7 +625,7 @@ class _Merge:
                 )
 
     def _weights_of_rows(self, adapter: Adapter, module: str, modules: Collection[str]) -> list[str]:
-        """Return the tensors that get the trained rows of `module`. PEFT ties the rows of the input embedding."""
+        """Return the tensors that get `module`'s trained rows. PEFT ties the input embedding's rows."""
         owner = self._weight(adapter, module)
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
         if self._is_again(module, modules):
@@ -670,7 +670,7 @@ class _Merge:
         self._update(owner, Update(adapter.path, module, apply, _is_zero(scaling, a, b)))
 
     def _place_linear(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """Add the update of a linear or convolution weight."""
+        """Add a linear or convolution weight's update."""
         a, b, magnitude = parts[names.A], parts[names.B], parts.get(names.MAGNITUDE)
         has_base = adapter.config.init_changes_base and self._has_own_base(adapter, self._weight(adapter, module))
         if adapter.config.is_of_peft and not has_base:
@@ -712,7 +712,7 @@ class _Merge:
             self._place_bias(adapter, module, parts[names.BIAS], scaling)
 
     def _place_by_peft(self, adapter: Adapter, module: str, parts: Mapping[str, Factor]) -> None:
-        """Add the update of a linear layer that PEFT itself merges."""
+        """Add an update for a linear layer that PEFT itself merges."""
         require_peft("merging this kind of adapter")
         owner = self._weight(adapter, module)
         if len(self.shapes[owner]) > 2 or names.BIAS in parts or self._attention(module):
@@ -746,7 +746,7 @@ class _Merge:
         self._update(fqn, Update(adapter.path, module, apply, _is_zero(scaling, factor)))
 
     def _place_experts(self, adapter: Adapter, modules: dict[str, dict[str, Factor]]) -> None:
-        """Add the updates of stacked experts by layers of single experts, and remove these layers from `modules`."""
+        """Add updates for stacked experts from single-expert layers, and remove these layers from `modules`."""
         found: dict[str, list[ExpertPart]] = {}
         for module in modules:
             if (part := part_of(module, self.shapes)) is not None:
@@ -775,7 +775,7 @@ class _Merge:
             self._update(fqn, Update(adapter.path, fqn, apply, partial(_are_true, is_zero)))
 
     def _place_parameters(self, adapter: Adapter, module: str, wrappers: Sequence[Mapping[str, Factor]]) -> None:
-        """Add the updates of `target_parameters`. `wrappers` are the nested wrappers of `module`, innermost first."""
+        """Add updates for `target_parameters`. `wrappers` are `module`'s nested wrappers, innermost first."""
         targeted = [fqn for fqn in self._own_parameters(module) if adapter.config.targets_parameter(fqn)]
         if len(targeted) != len(wrappers):
             raise _misfit(
@@ -837,7 +837,7 @@ class _Merge:
         return trained
 
     def _is_packed_by_expert(self, adapter: Adapter, fqn: str, shape: Shape) -> bool:
-        """Return True if `lora_B` keeps the columns of an expert together, False for the columns of a rank."""
+        """Return True if `lora_B` groups columns by expert, False if by rank."""
         if len(shape) < 3 or shape[0] == 1 or adapter.config.rank_of(fqn) == 1:
             return False
         layout = adapter.config.expert_layout(fqn)
@@ -861,7 +861,7 @@ class _Merge:
     # -- what the base is ------------------------------------------------------------------------------------
 
     def _weight(self, adapter: Adapter, module: str) -> str:
-        """Return the tensor that holds the weight of `module`."""
+        """Return the tensor with `module`'s weight."""
         fqn = f"{module}.weight"
         owner = self._owner(fqn)
         inner = _without_wrappers(module)
@@ -899,7 +899,7 @@ class _Merge:
         return [fqn for fqn in self.shapes if fqn.rpartition(".")[0] == module]
 
     def _is_transposed(self, adapter: Adapter, module: str, shape: Shape, a: Factor, b: Factor) -> bool:
-        """Return True if the weight is [in, out], as in transformers' Conv1D. Like PEFT, decide by the class."""
+        """Return True if the weight is [in, out], like in transformers' Conv1D. Decide by the class, like PEFT."""
         wanted = (b.shape[0], a.shape[-1])
         if wanted[0] != wanted[1] or shape != wanted:
             return shape == wanted[::-1] and shape != wanted
@@ -1003,12 +1003,12 @@ def _are_true(every: Iterable[Callable[[], bool]]) -> bool:
 
 
 def _is_zero(scaling: float, *factors: Factor) -> Callable[[], bool]:
-    """Return a function that returns True if the scaling or a factor is zero. It reads no weight."""
+    """Return a function: True if the scaling or a factor is zero. It reads no weight."""
     return lambda: not scaling or any(not factor.load().any() for factor in factors)
 
 
 def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function of `arithmetic` on a weight, an adapter's `factors` as PEFT holds them, and `options`."""
+    """Return a function from `arithmetic` for a weight, with PEFT's `factors` and `options`."""
 
     def update(weight: torch.Tensor) -> torch.Tensor:
         from ckpt.commands.merge_lora import arithmetic  # imports torch; planning doesn't need it
@@ -1024,12 +1024,12 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
 
 
 def _is_beside(fqn: str) -> bool:
-    """Return True for a base weight saved with its adapter, as PEFT does for embeddings."""
+    """Return True for a base weight saved with its adapter: PEFT does this for embeddings."""
     return ".base_layer." in fqn
 
 
 def _without_wrappers(module: str) -> str:
-    """Return the module inside the nested wrappers of its parameters."""
+    """Return the module inside nested parameter wrappers."""
     while module.endswith(".base_layer"):
         module = module.removesuffix(".base_layer")
     return module
@@ -1059,7 +1059,7 @@ def _misfit(adapter: Adapter, fqn: str, expected: str, found: str, hint: str | N
 
 
 def _is_saved_module(config: AdapterConfig, fqn: str) -> bool:
-    """Return True if `modules_to_save` names a module with this parameter, by the end of its path as in PEFT."""
+    """Return True if `modules_to_save` has this parameter's module, by path ending like in PEFT."""
     module, _, parameter = fqn.rpartition(".")
     path = [*config.former.get(module, module).split("."), parameter]
     modules = [".".join(path[:count]) for count in range(1, len(path))]

@@ -55,7 +55,7 @@ class Deviation:
 
     @property
     def is_rounded(self) -> bool:
-        """True if the difference is small enough for another order of additions."""
+        """True if another order of additions could explain the difference."""
         return self.is_target and self.off is not None and self.off < _ROUNDING
 
     def __str__(self) -> str:
@@ -70,7 +70,7 @@ class Deviation:
 
 @dataclass(frozen=True, repr=False)
 class MergeReport(Returned):
-    """Result of comparing `merged` with `base` plus adapters, bit by bit."""
+    """Bit-for-bit comparison of `merged` with `base` plus adapters."""
 
     verdict: ClassVar[str] = ".equal"
 
@@ -95,7 +95,7 @@ class MergeReport(Returned):
 
     @property
     def exit_code(self) -> int:
-        """0 if equal, 1 if different, or the code of the first error if something could not be read."""
+        """0 if equal, 1 if different, or the first reading error's code."""
         return self.code
 
     def to_json(self) -> dict[str, Any]:
@@ -167,8 +167,8 @@ def verify_merge(
 ) -> MergeReport:
     """Compare `merged` with the merge of `adapters` into `base`, bit by bit, unchanged tensors included.
 
-    Notes report a base that an adapter does not name, and differing configs. Raises LossError if an adapter does not
-    fit the base, or if a file in its folder holds trained weights that are not merged.
+    Notes report an unexpected base and differing configs. Raises LossError if an adapter does not fit the base, or if
+    its folder has trained weights outside the merge.
 
     Args:
         base: The base model, in any format.
@@ -246,7 +246,7 @@ def verify_merge(
 
 
 def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> tuple[Merge, bool]:
-    """Plan the merge as trained, or PEFT's merge if no model can tie the weights as trained. True for PEFT's."""
+    """Plan the merge as trained, or PEFT's merge if no model can have the trained ties. True for PEFT's."""
     try:
         return plan(adapters, base, layout), False
     except LossError:
@@ -258,7 +258,7 @@ def _planned(adapters: Sequence[Adapter], base: Checkpoint, layout: Layout) -> t
 
 
 def _ties_otherwise(made: Checkpoint, merged: Checkpoint, untied: Collection[str]) -> Iterator[Deviation]:
-    """Yield weights with different ties in the config of `merged` and in the merge."""
+    """Yield weights with different ties in `merged`'s config and in the merge."""
     if merged.config is None:
         return
     declared = services.ties.declared_ties(merged.config)
@@ -282,7 +282,7 @@ def _base(adapter: Adapter, where: str, config: str | None) -> tuple[Checkpoint,
 
 
 def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
-    """Return the dtype of the merged weights if they have one and it is not the base's, else None."""
+    """Return the merged weights' only dtype, or None if there are several or it is the base's."""
     plain = set(CASTABLE.values())
     one, other = (
         {tensor.dtype for (_, role), tensor in of.tensors.items() if role in MODEL_ROLES} & plain
@@ -292,7 +292,7 @@ def _dtype(base: Checkpoint, merged: Checkpoint) -> DType | None:
 
 
 def _from_base(base: Checkpoint, merged: Checkpoint, fqns: Sequence[str]) -> dict[str, float]:
-    """Return the squared distance of each merged tensor from the base's tensor. Equal bits give 0.0."""
+    """Return the squared distance between each merged tensor and the base's. Equal bits give 0.0."""
     a, b = as_hub(base), as_hub(replace(merged, config=merged.config or base.config))
     wanted = {fqn for fqn, _ in a.tensors} & {fqn for fqn, _ in b.tensors} & set(fqns)
     if not wanted:

@@ -1,4 +1,4 @@
-"""API of `ckpt merge-lora`: plan and write a merge from the paths of adapters and a base."""
+"""API of `ckpt merge-lora`: plan and write a merge, given paths to adapters and base."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def merge_lora(
     An adapter is a PEFT folder, a run folder (its newest adapter), a sharded checkpoint, or a Hub id in the cache.
     Several adapters are merged one after the other. With `adapter_weights`, PEFT's `combination` makes them one first.
 
-    The bits are PEFT's, except for a change of one of two tied weights. By default, the result is the trained model,
+    The bits are PEFT's, except if only one of two tied weights changes. By default, the result is the trained model,
     with both weights. `as_peft` adds the change to both, like PEFT's `merge_and_unload`.
 
-    Raises LossError if a file in an adapter's folder holds trained weights that are not merged, such as a value head.
-    `ignore_files` names files to leave out.
+    Raises LossError if an adapter's folder has trained weights outside the merge, such as a value head. `ignore_files`
+    names files to leave out.
 
     Args:
         adapters: Adapters: folders, checkpoints or Hub ids in the cache.

@@ -1,4 +1,4 @@
-"""Options of `ckpt merge-lora`, for the function and the command."""
+"""Options for `ckpt merge-lora`, as a function and a command."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Adapters on tied weights, and the ties that they break.
+"""Adapters on tied weights, and broken ties.
 
-PEFT's `merge_and_unload` adds the change of one layer to a tensor that other layers share, so the result is not the
-trained model (peft#2018).
+PEFT's `merge_and_unload` adds one layer's change to a shared tensor, so the result is not the trained model
+(peft#2018).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _in_words(modules: Sequence[str]) -> str:
 
 
 def _of_linear(parts: Parts) -> Parts:
-    """Return an embedding's factors as a linear layer's factors for the same change."""
+    """Return a linear layer's factors for the same change as an embedding's."""
     turned = {names.EMBEDDING_A: names.B, names.EMBEDDING_B: names.A}
     return {turned.get(kind, kind): _turned(one) if kind in turned else one for kind, one in parts.items()}
 

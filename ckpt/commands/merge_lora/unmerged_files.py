@@ -29,7 +29,7 @@ _SHOWN = 3
 
 
 def unread(checkpoint: Checkpoint) -> Iterator[NotRead]:
-    """Yield the unread files of an adapter by path, except optimizers, which a merge does not use."""
+    """Yield an adapter's unread files by path, without optimizers: a merge needs none."""
     folder = Path(checkpoint.path)
     folder = folder if folder.is_dir() else folder.parent
     for one in not_read(checkpoint):
@@ -62,7 +62,7 @@ def without_ignored(adapters: Sequence[Adapter], base: Checkpoint, ignored: Coll
 
 
 def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, ignored: Collection[str]) -> None:
-    """Raise LossError if the file holds trained weights that are neither in the adapter nor in `ignored`."""
+    """Raise LossError if the file's trained weights are neither in the adapter nor in `ignored`."""
     if path.name in (*ignored, _OWN_COPY) or not path.is_file():
         return
     try:
@@ -87,7 +87,7 @@ def _check_neighbour(adapter: Adapter, base: Checkpoint, path: Path, kind: str, 
 
 
 def _is_whole_model(names: Collection[str], base: Checkpoint) -> bool:
-    """Return True if `names` has most of the base's tensors: a model was saved into the same folder."""
+    """Return True if `names` has most base tensors: a model was saved into the same folder."""
     plain = {name.removeprefix(PREFIX) for name in names}
     for namespace in (HUB, TRANSFORMERS):
         known = to_namespace(base, namespace).shapes.keys()
