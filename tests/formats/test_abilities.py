@@ -1,4 +1,4 @@
-"""`ckpt/plan/checkpoint.py`: what formats say that they can do, and that nobody asks for their names instead."""
+"""`ckpt/plan/checkpoint.py`: formats declare their abilities, and no code asks for format names instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOMS = (
     "move",
     "containers",
 )
-#: Formats by what they can do that most cannot.
+#: Formats by uncommon ability.
 SAID: dict[str, tuple[Callable[[Format], bool], str]] = {
     "no optimizer": (lambda one: not one.carries_optimizer, "hf peft"),
     "blocks": (lambda one: one.carries_blocks, "dcp fsdp-ranks full"),

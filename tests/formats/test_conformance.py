@@ -1,4 +1,4 @@
-"""`ckpt/testing/conformance.py`: the formats in `converters` through the suite that other packages test theirs with."""
+"""`ckpt/testing/conformance.py`: the formats in `converters` pass the suite for third-party formats."""
 
 from __future__ import annotations
 

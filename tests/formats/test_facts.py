@@ -1,4 +1,4 @@
-"""`ckpt/plan/checkpoint.py`: what a writer needs of a source is in typed fields, never in texts for people."""
+"""`ckpt/plan/checkpoint.py`: typed fields carry every fact a writer needs, never notes for people."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.formats.declarations import DECLARATIONS
 
 WRITABLE = [name for name in registry.names() if registry.get(name).writes]
 SHARDED = [one.format for one in DECLARATIONS if one.is_sharded]
-#: What every reader says instead of its own notes: nothing, other words, and words that another one has said.
+#: Replacement notes for every reader: none, other words, and another reader's words.
 SAID = [(), ("a note in other words", "and another"), (OTHER_ORDER, OTHER_ORDER_OF_PIPELINE)]
 
 
 def written(path: Path, declaration: Declaration) -> dict[str, Any]:
-    """The files of every writable format for a sample, each with all its bytes told; or why there are none."""
+    """Return each writable format's files for a sample with all their bytes, or the error."""
     checkpoint, found = ckpt.open(path, declaration.format), {}
     for name in WRITABLE:
         layout = Layout(world_size=2 if checkpoint.world_size is None and name in SHARDED else None)
@@ -61,7 +61,7 @@ def test_a_reworded_note_changes_no_output(
 
 
 def facts_taken_from_text(tree: ast.AST) -> Iterator[str]:
-    """Lines where code looks into a note, or at the name of the format or of the framework that was read."""
+    """Yield lines that inspect a note, or the name of the read format or framework."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         texts: list[ast.expr] = []
@@ -69,7 +69,7 @@ def facts_taken_from_text(tree: ast.AST) -> Iterator[str]:
             texts = node.comparators
         elif isinstance(node, ast.Subscript):
             texts = [node.value]
-        for text in texts:  # a reader may ask its own list whether a thing has been said
+        for text in texts:  # a reader may check its own list of notes
             if isinstance(text, ast.Attribute) and text.attr == "notes" and ast.unparse(text.value) != "reading":
                 yield f"{text.lineno}: {ast.unparse(node)}"
         if isinstance(node, ast.Attribute) and node.attr in ("format", "framework") and id(node) not in called:

@@ -1,5 +1,6 @@
-"""`converters/deepspeed/zero.py`, `converters/huggingface/hf.py`, `ckpt/move/files.py`: broken, hostile and odd
-checkpoints on the command line; tests/README.md has the table of faults.
+"""`converters/deepspeed/zero.py`, `converters/huggingface/hf.py`, `ckpt/move/files.py`: faults on the command line.
+
+Broken, hostile and odd checkpoints. tests/README.md has the table of faults.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Damage = Callable[[Path], object]
 
 @pytest.fixture(scope="session")
 def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The toy in several shards."""
+    """Save the toy model in several shards."""
     folder = tmp_path_factory.mktemp("hub") / "model"
     api.plan(api.open(REPOSITORY / "fixtures" / "toy-zero2"), "hf", Layout(max_shard_size=2000)).run(folder)
     return folder
@@ -49,7 +50,7 @@ def hub_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def source(request: pytest.FixtureRequest, fixtures: Path, hub_folder: Path, tmp_path: Path) -> Path:
-    """A copy of a checkpoint of the format that the test is parametrised with."""
+    """Copy a checkpoint in the parametrized format."""
     kind = request.param
     return Path(shutil.copytree(hub_folder if kind == "hf" else fixtures / f"toy-{kind}", tmp_path / "source" / kind))
 
@@ -59,7 +60,7 @@ def of(*kinds: str) -> pytest.MarkDecorator:
 
 
 def files_of(source: Path) -> list[Path]:
-    """The files with tensors."""
+    """Return the files with tensors."""
     return sorted([*source.glob("global_step2/*.pt"), *source.glob("*.safetensors")])
 
 
@@ -73,7 +74,7 @@ def model_file(source: Path, rank: int = 0) -> Path:
 
 
 def converted(source: Path, *options: str | Path, format: str = "auto") -> tuple[dict[str, torch.Tensor], str]:
-    """The tensors written and what was said; the source is as before."""
+    """Return the written tensors and the messages. Check that the source is unchanged."""
     before = snapshot(source)
     destination = source.parent / f"{source.name}-converted"
     result = run_ckpt("convert", format, "hf", source, "-o", destination, "-v", *options)
@@ -85,7 +86,7 @@ def converted(source: Path, *options: str | Path, format: str = "auto") -> tuple
     return tensors, result.err
 
 
-# -- 3 to 7: files that are missing, left over, of other steps, cut off ------------------------------------------------
+# -- 3 to 7: missing, leftover, mixed and truncated files -------------------------------------------------------------
 @of(*STAGES)
 def test_an_optimizer_file_is_missing(source: Path) -> None:
     for rank in (0, 1, 2):
@@ -131,7 +132,7 @@ def test_files_of_more_ranks_than_the_run_had(source: Path) -> None:
 
 @of(*STAGES)
 def test_two_files_of_one_rank(source: Path) -> None:
-    """Left over from a run in another precision, whose files have another prefix."""
+    """A run in another precision left the second file, with another prefix."""
     path = optimizer_file(source)
     shutil.copy(path, path.with_name(path.name.removeprefix("bf16_")))
     refused(source, 4, "rank: 1\n", path.name, "hint: ")
@@ -178,7 +179,7 @@ def test_one_rank_of_another_step_under_stage_3(tmp_path: Path, rank: int) -> No
 
 
 def two_steps(folder: Path) -> Path:
-    """Steps 1 and 2, both complete, the latter recorded."""
+    """Write steps 1 and 2, both complete. `latest` records step 2."""
     for step in (1, 2):
         write_stage3(folder, GROUPS, 2, tag=f"global_step{step}")
     return folder
@@ -240,7 +241,7 @@ def test_a_truncated_index(source: Path, damage: Damage) -> None:
     refused(source, 4, "model.safetensors.index.json")
 
 
-# -- 9 to 16: holes, replicas, what maps nowhere, ties, padding, placeholders, what is left out -----------------------
+# -- 9 to 16: holes, replicas, unknown names, ties, padding, placeholders, omissions ----------------------------------
 def test_partitions_that_are_too_short(tmp_path: Path) -> None:
     def shorter2(inner: dict[str, Any], rank: int) -> None:
         if rank == 1:
@@ -318,7 +319,7 @@ def test_buffers_of_different_kinds(source: Path) -> None:
 def test_what_maps_nowhere_stops_before_a_byte_is_written(
     fixtures: Path, tmp_path: Path, shape: tuple[int, ...]
 ) -> None:
-    """Fused experts of a shape that cannot be told apart into the names that files on the Hub have."""
+    """Fused experts with this shape can't be split into the Hub's names."""
     name = "model.layers.1.mlp.experts.gate_up_proj"
     source = write_stage3(tmp_path / "source" / "run", groups_of({name: shape}), 2)
     shutil.copy(fixtures / "moe-zero3" / "config.json", source)
@@ -365,7 +366,7 @@ EXECUTING = ("reduce-os-system", "builtins-eval", "newobj-ex-popen", "getattr-of
 
 @pytest.mark.parametrize("attack", EXECUTING)
 def test_a_pickle_that_runs_code(fixtures: Path, tmp_path: Path, attack: str) -> None:
-    """Seen from outside: no process, no import, no file of the attack, whichever file holds it."""
+    """The attack starts no process, imports nothing and creates no file, whichever file contains it."""
     run = Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "source" / "run"))
     empty = tmp_path / "empty"
     empty.mkdir()
@@ -392,7 +393,7 @@ def test_the_global_is_named(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_needed_are_not_opened(fixtures: Path, tmp_path: Path) -> None:
-    """`training_args.bin` and the like are pickles of anything: they are never read."""
+    """`training_args.bin` and similar pickles may contain anything, so ckpt never reads them."""
     run = Path(shutil.copytree(fixtures / "trainer-zero2", tmp_path / "run"))
     for name in ("training_args.bin", "rng_state_0.pth", "scheduler.pt"):
         (run / "checkpoint-2" / name).write_bytes(hostile.PICKLES["reduce-os-system"].content)
@@ -527,7 +528,7 @@ def test_every_dtype_keeps_its_bits(tmp_path: Path) -> None:
 
 
 def test_strided_weights(tmp_path: Path) -> None:
-    """A weight that was saved as a transposed view, and one that shares its storage with others."""
+    """One weight was saved as a transposed view, another shares its storage with others."""
     base = torch.randn(6, 4).bfloat16()
 
     def views(model: dict[str, Any], rank: int) -> None:
@@ -558,7 +559,7 @@ def test_the_destination_overlaps_the_source(fixtures: Path, tmp_path: Path, pla
 def test_the_destination_is_the_source_by_a_bind_mount(hub_folder: Path, tmp_path: Path, place: str) -> None:
     model = Path(shutil.copytree(hub_folder, tmp_path / "model"))
     (tmp_path / "second").mkdir()
-    shell = (  # in a namespace of its own: nothing stays mounted
+    shell = (  # a separate mount namespace, so that nothing stays mounted
         f"mount --bind {model} {tmp_path}/second || exit 99\n"
         f"{sys.executable} -m ckpt convert hf hf {tmp_path}/second -o {model} --overwrite; first=$?\n"
         f"{sys.executable} -m ckpt convert hf hf {model} -o {tmp_path}/{place} --overwrite\n"
@@ -625,7 +626,7 @@ def test_a_file_is_replaced_while_it_is_read(
     what = "replaced" if path.exists() else "has gone"
     for word in (path.name, f"{what} while it was being read", "expected: ", "mtime", "inode", "found: ", "hint: "):
         assert word in result.err
-    is_kept = "kept: " in result.err  # what was written of other files, where one that has gone may come back
+    is_kept = "kept: " in result.err  # finished parts of other files, if a missing file may come back
     assert not (is_kept and path.exists())
     assert [one.name for one in (tmp_path / "output").iterdir()] == [".out.ckpt-staging"][:is_kept]
 
@@ -645,7 +646,7 @@ def test_what_is_no_readable_file(source: Path) -> None:
 
 @of(*SOURCES)
 def test_no_permission_to_read(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Refused by the system call itself, as the tests may run as root."""
+    """The system call itself fails, because tests may run as root."""
     path = files_of(source)[1]
     opened = os.open
 
@@ -697,7 +698,7 @@ main()
 
 @pytest.fixture
 def interrupted(fixtures: Path, tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A conversion that has begun to move data and never ends."""
+    """Start a conversion that blocks while it moves data."""
     run = Path(shutil.copytree(fixtures / "toy-zero3", tmp_path / "run"))
     command = [sys.executable, "-c", BLOCKED, "convert", "zero3", "hf", str(run), "-q"]
     env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
@@ -726,7 +727,7 @@ def test_ctrl_c(interrupted: tuple[subprocess.Popen[str], Path]) -> None:
 
 
 def test_ctrl_c_while_the_command_is_being_imported() -> None:
-    """It takes a tenth of a second, in which a traceback would come from wherever it was."""
+    """The import takes a tenth of a second, and a traceback could come from any module."""
     code = "\n".join(
         [
             "import sys",

@@ -16,7 +16,7 @@ from ckpt.plan.planner import make_plan
 from ckpt.testing.faulty_targets import forgotten, tampered
 from tests.support.places import FIXTURES
 
-#: What is converted to each format: a fixture whose tensors it has a place for, optimizer states among them.
+#: Source for each format: a fixture whose tensors fit, with optimizer states.
 SOURCES = {
     "megatron": "megatron-dist-flattened",
     "megatron-dist": "megatron-dist-flattened",
@@ -51,7 +51,7 @@ def test_a_forgetful_writer_is_refused(name: str, tmp_path: Path, tables: dict[s
             with pytest.raises((LossError, AssertionError), match=r"goes nowhere|would not be|cover|reason"):
                 proved(target)
             count(way)
-        if what == "parameter":  # not seen with its optimizer states, which some writers would miss it for
+        if what == "parameter":  # also hide its optimizer states, because some writers would miss them
             keys = frozenset(key for key in checkpoint.tensors if key[0] in {fqn for fqn, _ in keys})
         unseen = {key: tensor for key, tensor in checkpoint.tensors.items() if key not in keys}
         with pytest.raises(LossError):

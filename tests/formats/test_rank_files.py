@@ -1,4 +1,4 @@
-"""`converters/deepspeed/rank_files.py`, `converters/megatron/entries.py`: exchanged and copied files of ranks."""
+"""`converters/deepspeed/rank_files.py`, `converters/megatron/entries.py`: swapped and copied rank files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def copy(a: Path, b: Path) -> None:
 
 
 def as_a_stream(path: Path) -> None:
-    """As engines save that write through a buffer: no name is in the file."""
+    """Rewrite a file through a buffer, as some engines do. The file then contains no name."""
     stream = io.BytesIO()
     torch.save(torch.load(path, weights_only=False), stream)
     path.write_bytes(stream.getvalue())
@@ -88,7 +88,7 @@ def test_a_copy_without_a_name(fixtures: Path, tmp_path: Path, name: str) -> Non
     ],
 )
 def test_a_copy_without_a_name_where_no_box_tells(fixtures: Path, tmp_path: Path, name: str, pattern: str) -> None:
-    """Tensor and expert parallel ranks of DeepSpeed's, and FSDP1's flat parameters."""
+    """Covers tensor and expert parallel ranks in DeepSpeed, and flat parameters in FSDP1."""
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run", ignore=shutil.ignore_patterns("truth")))
     files = sorted(run.rglob(pattern))
     for file in files:
@@ -116,7 +116,7 @@ def test_universal(fixtures: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def megatron(hf_llama: Path, tmp_path: Path) -> Path:
-    """Two tensor by two pipeline parallel ranks, with the ranks in their arguments that Megatron-LM records there."""
+    """Convert to 2 tensor by 2 pipeline parallel ranks, and record ranks in the arguments like Megatron-LM."""
     out = tmp_path / "megatron"
     assert ckpt("convert", "hf", "megatron", hf_llama, "-o", out, "--tp", "2", "--pp", "2").code == 0
     for file in out.rglob("model_optim_rng.pt"):
@@ -159,7 +159,7 @@ def test_a_copy_where_megatron_records_no_rank(megatron: Path) -> None:
 
 
 def test_ranks_that_hold_equal_experts_are_no_copies(tmp_path: Path) -> None:
-    """A dense model that was made sparse has equal experts on all expert parallel ranks."""
+    """An upcycled dense model has equal experts on all expert parallel ranks."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
@@ -185,7 +185,7 @@ def test_ranks_that_hold_equal_experts_are_no_copies(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["toy-zero1", "toy-zero2"])
 def test_masters_tell_where_no_name_does(fixtures: Path, tmp_path: Path, name: str) -> None:
-    """Partitions of two ranks, exchanged in files that record no name: `--check` compares masters with weights."""
+    """Files of two ranks are swapped and record no name. `--check` compares masters with weights."""
     run = Path(shutil.copytree(fixtures / name, tmp_path / "run"))
     files = [run / "global_step2" / OPTIMIZER.format(rank) for rank in range(3)]
     for file in files:

@@ -68,7 +68,7 @@ def test_groups_of_experts_are_in_another_order_on_each_rank(fixtures: Path) -> 
     assert {tuple(inner["partition_count"]) for inner in inners} == {(4, 1, 2), (4, 2, 1)}
 
 
-HOLDERS = {"experts-zero2": {1, 3}, "experts-zero1": {2, 3}}  # one of ep_size 4 and 2; one of a row
+HOLDERS = {"experts-zero2": {1, 3}, "experts-zero1": {2, 3}}  # one with ep_size 4; one with ep_size 2 and one row
 
 
 @pytest.mark.parametrize("name", HOLDERS)

@@ -1,4 +1,4 @@
-"""`converters/huggingface/hf.py`: reader and writer against safetensors, huggingface_hub and transformers."""
+"""`converters/huggingface/hf.py`: reader and writer match safetensors, huggingface_hub and transformers."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ DTYPES = [
 
 
 def random_tensor(dtype: str, shape: tuple[int, ...], seed: int = 0) -> torch.Tensor:
-    """Random bits, so NaN payloads, infinities and -0.0 are among them."""
+    """Return random bits. They may include NaN payloads, infinities and -0.0."""
     size = getattr(torch, dtype).itemsize
     count = size * int(torch.tensor(shape).prod()) if shape else size
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -272,7 +272,7 @@ def test_a_tag_names_a_folder_inside(tmp_path: Path) -> None:
 
 
 def test_a_snapshot_of_the_hub_cache(tmp_path: Path) -> None:
-    """Its files are symlinks into `blobs`; links to anywhere else are refused."""
+    """Files in a snapshot are symlinks into `blobs`. Links elsewhere are refused."""
     model = tmp_path / "models--org--name"
     snapshot, blobs = model / "snapshots" / "abc", model / "blobs"
     snapshot.mkdir(parents=True)
@@ -313,7 +313,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("size", [10_000, 1500, 700, 100, 50_000_000])
 def test_shards_and_index_are_those_of_huggingface_hub(tmp_path: Path, llama: Path, size: int) -> None:
-    """In natural order of names: the files and the index are byte for byte what transformers would write."""
+    """For naturally sorted names, files and index equal transformers' output byte for byte."""
     from huggingface_hub import split_torch_state_dict_into_shards
     from transformers.core_model_loading import dot_natural_key
 
@@ -390,7 +390,7 @@ def test_which_tensor_is_written_in_which_dtype(
 
 
 def engine_checkpoint(folder: Path, tensors: dict[tuple[str, str], torch.Tensor], **fields: Any) -> Checkpoint:
-    """A checkpoint of an imaginary engine: every tensor by fqn and role, in one raw file."""
+    """Return a checkpoint from an imaginary engine: every tensor by fqn and role, in one raw file."""
     folder.mkdir(exist_ok=True)
     path = folder / "engine.bin"
     described, data = {}, b""
@@ -516,7 +516,7 @@ def test_an_alias_that_is_stored_as_well_is_written_as_well(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt2"])
 def test_ties_of_a_model_that_transformers_saved(tmp_path: Path, name: str) -> None:
-    """Read from config and class, where `save_pretrained` left the alias out."""
+    """Config and class give the ties, as `save_pretrained` omits the alias."""
     from transformers import AutoModelForCausalLM, GPT2Config, Qwen2Config
 
     config = {
@@ -526,7 +526,7 @@ def test_ties_of_a_model_that_transformers_saved(tmp_path: Path, name: str) -> N
     }[name]  # fmt: skip
     model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(tmp_path / "in")
-    if name == "gpt2":  # older configs say nothing: the class does
+    if name == "gpt2":  # older configs leave it to the class
         path = tmp_path / "in" / "config.json"
         stated = json.loads(path.read_text())
         stated.pop("tie_word_embeddings", None)
@@ -538,7 +538,7 @@ def test_ties_of_a_model_that_transformers_saved(tmp_path: Path, name: str) -> N
     assert (out / "model.safetensors").read_bytes() == (tmp_path / "in" / "model.safetensors").read_bytes()
 
 
-# -- files beside the weights ---------------------------------------------------------------------------------
+# -- other files ----------------------------------------------------------------------------------------------
 def put(folder: Path, files: dict[str, str]) -> Path:
     for name, text in files.items():
         path = folder / name
@@ -679,7 +679,7 @@ def test_config_comes_first_from_where_the_user_says(tmp_path: Path) -> None:
         assert (out / "vocab.json").read_text() == "{}"
 
 
-# -- properties of the whole ----------------------------------------------------------------------------------
+# -- properties -----------------------------------------------------------------------------------------------
 def test_bytes_are_the_same_from_run_to_run_and_modes_follow_the_umask(tmp_path: Path, llama: Path) -> None:
     old = os.umask(0o027)
     try:

@@ -1,4 +1,4 @@
-"""`converters/huggingface/peft.py`: adapters out of sharded runs, against what PEFT saves of the live model."""
+"""`converters/huggingface/peft.py`: adapters from sharded runs match PEFT's save of the live model."""
 
 from __future__ import annotations
 

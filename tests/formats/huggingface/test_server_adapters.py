@@ -1,5 +1,6 @@
-"""`converters/huggingface/server_adapters.py`, `peft_options.py`: adapters as vLLM and sglang load them, added to the
-base.
+"""`converters/huggingface/server_adapters.py`, `peft_options.py`: vLLM and sglang load the adapters correctly.
+
+The loaded adapters are added to the base.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 SIZES: dict[str, Any] = {"vocab_size": 37, "hidden_size": 24, "intermediate_size": 22, "num_hidden_layers": 2}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "max_position_embeddings": 32}
 SIZES |= {"moe_intermediate_size": 10, "num_experts_per_tok": 2, "tie_word_embeddings": False}
-#: What names a model's experts, and makes it small.
+#: Config entries for a small model with experts.
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4},
     "qwen2_moe": {"num_experts": 4, "shared_expert_intermediate_size": 12},
@@ -67,7 +68,7 @@ def served(adapter: Path, server: str, folder: Path, *options: Any) -> tuple[dic
 
 
 def scaling(config: dict[str, Any], module: str, server: str) -> float:
-    """As `peft_helper.py` of vLLM and `lora.py` of sglang compute it."""
+    """Compute the scaling like vLLM's `peft_helper.py` and sglang's `lora.py`."""
     found = {}
     for name, value in (("rank_pattern", config["r"]), ("alpha_pattern", config["lora_alpha"])):
         patterns = config[name].items() if server == "vllm" else ()
@@ -77,7 +78,7 @@ def scaling(config: dict[str, Any], module: str, server: str) -> float:
 
 
 def deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], server: str) -> dict[str, torch.Tensor]:
-    """What the server adds to each weight, by the name that the Hub's files give it."""
+    """Return the server's update of each weight, by Hub name."""
     found = {}
     for name in tensors:
         module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
@@ -91,7 +92,7 @@ def deltas(config: dict[str, Any], tensors: dict[str, torch.Tensor], server: str
 
 
 def check(adapter: Path, base: Path, server: str, folder: Path) -> int:
-    """Compare the base and what the server adds with the merged model; how many weights were added to."""
+    """Check that the base plus the server's updates equals the merged model. Return the number of updated weights."""
     added = deltas(*served(adapter, server, folder / "served"), server)
     assert ckpt("merge-lora", adapter, "--base", base, "--accept-base", "-o", folder / "merged").code == 0
     before, merged = weights(base), weights(folder / "merged")
@@ -198,7 +199,7 @@ def test_what_a_server_does_not_compute_is_refused(
 
 @pytest.mark.parametrize("parameters", [EXPERTS[:1], EXPERTS[1:]])
 def test_experts_that_vllm_would_fail_on_are_refused(parameters: list[str], tmp_path: Path) -> None:
-    """One of the two stacked parameters; then both, without the layer of one expert."""
+    """First the adapter has one of the two stacked parameters. Then it has both, without one expert's layer."""
     base = base_of("qwen3_moe", tmp_path)
     options = {"target_modules": ["q_proj", "v_proj"], "target_parameters": parameters}
     half = save_adapter(base, tmp_path / "half", options)
@@ -234,7 +235,7 @@ def test_what_sglang_would_pass_over_is_refused(
     served(adapter, "vllm", tmp_path / "vllm")
 
 
-#: Models that vLLM's attention on a CPU takes, and adapters of theirs.
+#: Models supported by vLLM's attention on a CPU, with their adapters.
 LIVE_SIZES = {**SIZES, "vocab_size": 256, "hidden_size": 128, "head_dim": 32, "max_position_embeddings": 256}
 LIVE_EXPERTS = {"target_modules": ["q_proj", "v_proj"], "target_parameters": EXPERTS}
 LIVE: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {
@@ -283,7 +284,7 @@ def test_a_live_vllm_computes_what_the_merged_model_does(model_type: str, tmp_pa
         assert (found - plain).abs().max() > 0.1
 
 
-#: Layers that sglang stacks, in its order.
+#: Layers stacked by sglang, in its order.
 STACKED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
 STACKED |= {"fused_qkv_a_proj_with_mqa": ["q_a_proj", "kv_a_proj_with_mqa"]}
 

@@ -1,4 +1,4 @@
-"""Keys of a distributed checkpoint of PyTorch's, renamed in its metadata as another trainer would have named them."""
+"""Renamed keys in a PyTorch distributed checkpoint, as another trainer would write them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def rename_keys(folder: Path, named: Callable[[str], str]) -> None:
-    """Give each tensor in `folder` the key that `named` makes of its own."""
+    """Rename each tensor in `folder` with `named`."""
     file = folder / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     keys = {key: named(key) for key in metadata.state_dict_metadata}

@@ -1,4 +1,4 @@
-"""megatron-core's Bert and T5 in both formats: `python -m tests.formats.megatron.megatron_encoders FOLDER`."""
+"""Bert and T5 from megatron-core in both formats: `python -m tests.formats.megatron.megatron_encoders FOLDER`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _t5(config: Any, positions: str) -> Any:
 
 
 def _save(model: Any, folder: Path) -> None:
-    """As Megatron-LM does."""
+    """Save like Megatron-LM."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing.serialization import get_default_save_sharded_strategy
 

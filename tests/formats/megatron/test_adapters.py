@@ -1,5 +1,6 @@
-"""`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_slots.py`,
-`adapter_write.py`: adapters of Megatron-Bridge, ms-swift and NeMo, against logits of the live model.
+"""`converters/names/megatron/adapter.py`, `converters/megatron/dist/adapter_run.py`, `adapter_slots.py`, and more.
+
+Also `adapter_write.py`: adapters from Megatron-Bridge, ms-swift and NeMo match the live model's logits.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ from tests.support.places import FIXTURES, REPOSITORY
 
 FIXTURE = FIXTURES / "megatron-bridge"
 LOGITS = load_file(FIXTURE / "logits.safetensors") if FIXTURE.is_dir() else {}
-#: Runs whose experts share a factor; their base is the one of the others.
+#: Runs with a factor shared by experts. They use the other runs' base.
 OUTER = FIXTURES / "megatron-bridge-outer"
 OUTERS_LOGITS = load_file(OUTER / "logits.safetensors") if OUTER.is_dir() else {}
-#: Runs with several adapters, and the option that takes each that was claimed, by the names of its logits.
+#: Runs with several adapters, and the option that selects each claimed slot, by name of its logits.
 MULTI = FIXTURES / "megatron-bridge-multi"
 MULTIS_LOGITS = load_file(MULTI / "logits.safetensors") if MULTI.is_dir() else {}
 SLOTS = {"0": "0:5:10", "1": "1:2:3"}
@@ -41,7 +42,7 @@ SWIFTS_LOGITS = load_file(SWIFT / "logits.safetensors") if SWIFT.is_dir() else {
 NEMO = FIXTURES / "nemo-lora"
 NEMOS_LOGITS = load_file(NEMO / "logits.safetensors") if NEMO.is_dir() else {}
 RUNS = sorted(LOGITS.keys() - {"ids"})
-#: Runs whose trainer computed something else than what the adapter says, or nothing that one model computes.
+#: Runs whose trainer computed something else than the adapter says, or mixed several models.
 WRONG = {"experts-etp2", "dora-tp2-columns"}
 
 
@@ -61,7 +62,7 @@ def as_peft(run: str, folder: Path) -> Path:
     return folder
 
 
-# -- what the trainer computed -------------------------------------------------------------------------------
+# -- the trainer's result -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("run", sorted(set(RUNS) - WRONG))
 def test_the_merged_model_computes_what_the_trained_one_did(run: str, tmp_path: Path) -> None:
     outcome = ckpt("merge-lora", FIXTURE / run, "--base", base_of(run), "-o", tmp_path / "merged")
@@ -137,7 +138,7 @@ def test_what_an_expert_tensor_parallel_size_makes_wrong_is_said(tmp_path: Path)
 
 
 def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
-    """Canonical adapters of queries and values alone: keys and what is not adapted stay as the base has them."""
+    """Canonical adapters for only queries and values: keys and other layers keep the base's bits."""
     adapter = as_peft("canonical-tp2", tmp_path / "peft")
     tensors = load_file(adapter / "adapter_model.safetensors")
     kept = {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "v_proj" in name}
@@ -168,13 +169,13 @@ def test_layers_that_no_adapter_is_for_keep_their_bits(tmp_path: Path) -> None:
     ],
 )
 def test_a_factor_has_a_dim_of_experts_or_they_share_it(key: str, num_dims: int, name: str) -> None:
-    """Grouped experts, which need Transformer Engine: their keys are those of Megatron-Bridge's own code."""
+    """Grouped experts need Transformer Engine, so these keys come from Megatron-Bridge's code."""
     parsed = TensorKey.parse(f"decoder.layers.mlp.experts.experts.linear_fc1.adapter.{key}", num_dims)
     assert (parsed.name, parsed.num_dims) == (name + key, num_dims - 2)
 
 
 def test_an_adapter_that_experts_share_is_each_ones(tmp_path: Path) -> None:
-    """On one rank of experts, where nothing is lost."""
+    """With one expert parallel rank, nothing is lost."""
     checkpoint = package.open(FIXTURE / "experts-ep2", config=base_of("experts-ep2"))
     facts = checkpoint.facts_of(MegatronFacts)
     assert facts.adapter is not None
@@ -256,7 +257,7 @@ def test_python_takes_a_slot_as_the_commands_do(tmp_path: Path) -> None:
 
 
 def test_one_slot_of_a_run_becomes_a_run_of_one_adapter(tmp_path: Path) -> None:
-    """Megatron-Bridge's LoRA, whose rows are in the order of two ranks."""
+    """The rows of Megatron-Bridge's LoRA are ordered by the two ranks."""
     run, base = MULTI / "dense-tp2", base_of("dense-tp2")
     outcome = ckpt("convert", "megatron-dist", "megatron-dist", run, "-o", tmp_path / "run", "--adapter-slot", "0:5:10")
     assert outcome.code == 0, outcome.err
@@ -281,7 +282,7 @@ def test_a_slot_that_was_not_claimed_changes_nothing_and_is_said_to(tmp_path: Pa
 
 # -- written for Megatron-Bridge -----------------------------------------------------------------------------
 def stored(run: Path) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The tensors of an iteration as torch reads them, and the keys of all else but random states."""
+    """Return an iteration's tensors as read by torch, and all other keys except random states."""
     folder = next(path.parent for path in run.glob("*/.metadata"))
     entries = FileSystemReader(folder).read_metadata().state_dict_metadata
     shapes = {key: entry for key, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
@@ -316,7 +317,7 @@ def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int
     assert torch.equal(found, torch.cat([*parts[::2], *parts[1::2]]))
 
 
-# -- looked at -----------------------------------------------------------------------------------------------
+# -- inspection ----------------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("trainer", "run", "name", "number"),
     [
@@ -328,7 +329,7 @@ def test_the_rows_of_gate_and_up_are_in_the_order_of_the_ranks_asked_for(tp: int
 def test_the_commands_of_the_page(
     trainer: str, run: Path, name: str, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those of docs/merge-lora.md."""
+    """The commands come from docs/merge-lora.md."""
     page = (REPOSITORY / "docs/merge-lora.md").read_text()
     known = [one.text for one in commands(page) if one.heading == f"Adapters of {trainer}"]
     assert len(known) == number
@@ -370,7 +371,7 @@ def test_a_factor_that_experts_share_does_not_stand_in_for_those_that_are_missin
 
 
 def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
-    """One that experts of a rank share, saved for the first rank alone: the others' is lost (Megatron-Bridge 0.3)."""
+    """Megatron-Bridge 0.3 saves an adapter shared by a rank's experts only on the first rank, and loses the others."""
     checkpoint = package.open(FIXTURE / "experts-ep2", config=base_of("experts-ep2"))
     tensors = {
         (name, role): tensor.renamed(name)
@@ -382,7 +383,7 @@ def test_the_adapter_of_one_rank_of_experts_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_path: Path) -> None:
-    """PEFT takes no other ones, and would leave the adapter as it began."""
+    """PEFT ignores other names and would leave the adapter untrained."""
     from peft import PeftModel
     from transformers import LlavaConfig, LlavaForConditionalGeneration
 
@@ -406,7 +407,7 @@ def test_the_adapter_of_a_text_model_with_images_has_the_names_in_memory(tmp_pat
     assert outcome.code == LossError.exit_code and "models with images" in outcome.err
 
 
-# -- ms-swift's ----------------------------------------------------------------------------------------------
+# -- ms-swift ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("run", sorted(SWIFTS_LOGITS.keys() - {"ids"}))

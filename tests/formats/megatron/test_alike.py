@@ -1,4 +1,4 @@
-"""`converters/megatron/optimizer.py`: an optimizer's state that some parameters lack is damage, in every format."""
+"""`converters/megatron/optimizer.py`: an optimizer state missing for some parameters is damage, in every format."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.support.megatron_runs import sample
 from tests.support.places import FIXTURES
 
 FOLDER = "iter_0000002"
-#: Of each fixture: the key that is lost, and what the message has to say: a parameter and a state.
+#: By case: the fixture, the lost key, and the parameter and state that the message must name.
 LOST = {
     "a moment of an item for all layers": (
         "megatron-dist-flattened",
@@ -54,7 +54,7 @@ def test_a_state_that_one_parameter_lacks(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("fixture", ["megatron-dist-flattened", "megatron-fsdp", "megatron-lm"])
 def test_adam_has_both_moments(fixture: str, tmp_path: Path) -> None:
-    """Nothing of the kind is left that could be compared with."""
+    """No state of this kind is left to compare with."""
     run = _copy(fixture, tmp_path)
     _forget(run, lambda name: ".exp_avg_sq" in name)
     _is_damaged(run, "exp_avg_sq")
@@ -113,7 +113,7 @@ def _copy(fixture: str, tmp_path: Path) -> Path:
 
 
 def _forget(run: Path, lost: Callable[[str], bool], most: int | None = None) -> None:
-    """Take keys out of the metadata, as if no rank had saved them."""
+    """Remove keys from the metadata, as if no rank had saved them."""
     file = run / FOLDER / ".metadata"
     metadata = pickle.loads(file.read_bytes())
     names = [name for name in metadata.state_dict_metadata if lost(name)][:most]

@@ -51,7 +51,7 @@ def contents(checkpoint: Checkpoint) -> dict[Any, Any]:
 
 
 def in_blocks(source: Checkpoint, routed: int | None, shared: int | None = None) -> Checkpoint:
-    """Return `source` as a run whose experts have their rows in blocks."""
+    """Return `source` as a run with expert rows in blocks."""
     args = {**(source.state.args or {}), ROUTED_BLOCK: routed, SHARED_BLOCK: shared}
     plain = {name: value for name, value in args.items() if isinstance(value, (int, float, str, list))}
     state = replace(source.state, args=plain)
@@ -59,7 +59,7 @@ def in_blocks(source: Checkpoint, routed: int | None, shared: int | None = None)
 
 
 def stored_tensor(folder: Path, key: str) -> torch.Tensor:
-    """Return a tensor of a distributed checkpoint, as torch loads it."""
+    """Load a tensor from a distributed checkpoint with torch."""
     entry = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata[key]
     assert isinstance(entry, TensorStorageMetadata)
     state = {key: torch.empty(entry.size, dtype=entry.properties.dtype)}
@@ -116,7 +116,7 @@ def test_distributed_files_hold_what_megatron_core_loads_at_their_own_size(
                 assert torch.equal(contiguous(own, 2), part(full, rank, etp))
                 assert not torch.equal(own, part(full, rank, etp))
     assert weights and contents(back) == contents(source)
-    assert back.bound_to_ranks  # at another size megatron-core itself would mix the rows
+    assert back.bound_to_ranks  # at another size megatron-core would mix the rows
 
 
 @pytest.mark.parametrize("form", ["torch_dcp", "fsdp_dtensor"])
@@ -155,7 +155,7 @@ def test_shared_experts_have_blocks_of_their_own_and_the_hub_gets_gate_and_up(tm
 
 
 def test_verify_sees_scrambled_rows(tmp_path: Path) -> None:
-    """The output of a version that ignored the setting is different now."""
+    """Older ckpt versions ignored the setting. verify now reports their output as different."""
     saved(tmp_path / "hub", "qwen3_moe", **EVEN)
     source = written(api.open(tmp_path / "hub"), "megatron", tmp_path / "plain")
     written(in_blocks(source, 2), "megatron", tmp_path / "run")

@@ -1,6 +1,7 @@
-"""`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`,
-`converters/names/megatron/config_against_args.py`: runs that Megatron-Bridge saved
-(fixtures/make_megatron_bridge_run.py), and a config held against what a run recorded.
+"""`converters/megatron/dist/bridge.py`, `checkpoint.py`, `write.py`, and more.
+
+Also `converters/names/megatron/config_against_args.py`: runs saved by Megatron-Bridge
+(fixtures/make_megatron_bridge_run.py), and a config compared with a run's recorded settings.
 """
 
 from __future__ import annotations
@@ -30,9 +31,9 @@ from tests.support.places import FIXTURES
 
 FIXTURE = FIXTURES / "megatron-bridge-run"
 RUN, STEP = FIXTURE / "run", "iter_0000002"
-#: Experts whose router takes no softmax.
+#: Experts with a sigmoid router.
 SIGMOID = {"num_experts": 4, "moe_router_score_function": "sigmoid"}
-#: The model of the fixture as the Hub has it.
+#: The fixture's model on the Hub.
 CONFIG: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -73,7 +74,7 @@ def _change(run: Path, section: str, **fields: Any) -> None:
 
 
 def test_every_bit_is_what_the_ranks_held() -> None:
-    """The optimizer's buffers are `dp_reshardable`, as by default: the sizes of the axes are in run_config.yaml."""
+    """The optimizer's buffers are `dp_reshardable`, the default. run_config.yaml has the mesh sizes."""
     checkpoint = ckpt.open(RUN)
     check_read(checkpoint, truth(FIXTURE))
     assert (checkpoint.framework, checkpoint.world_size, checkpoint.bound_to_ranks) == ("Megatron-Bridge", 4, True)
@@ -105,7 +106,7 @@ def test_what_is_written_is_a_run_of_megatron_bridge(
     written = ckpt.open(out)
     assert (written.framework, written.bound_to_ranks) == ("Megatron-Bridge", False)
     assert written.state.scalars == source.state.scalars and written.state.step == 2
-    if sizes[0] != 4:  # whose vocabulary has other padding
+    if sizes[0] != 4:  # TP 4 pads the vocabulary differently
         assert _bits(written) == _bits(source)
     assert "args" not in read_torch(out / STEP / "common.pt").root
     before, after = (yaml.safe_load((folder / STEP / "run_config.yaml").read_text()) for folder in (RUN, out))
@@ -188,7 +189,7 @@ def test_the_hub_gets_the_weights_and_the_tokenizer(tmp_path: Path) -> None:
     ],
 )
 def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any], config: dict[str, Any]) -> None:
-    """The last as DeepSeek's models are trained, whose router takes no softmax."""
+    """The last case is DeepSeek's setup: its router uses no softmax."""
     both = [{"position_embedding_type": "rope", **one} for one in (recorded, config)]
     assert not {"position_embedding_type", "moe_router_pre_softmax"} & set(compared(*both))
     told = [{"num_experts": 4, "position_embedding_type": kind} for kind in ("rope", "learned_absolute")]
@@ -196,7 +197,7 @@ def test_arguments_that_mean_the_same_are_not_compared(recorded: dict[str, Any],
 
 
 def test_a_window_that_is_wider_by_the_token_itself_is_said(fixtures: Path, tmp_path: Path) -> None:
-    """ms-swift gives Megatron the number of the config, and transformers counts the token itself."""
+    """ms-swift passes the config's number to Megatron, but transformers includes the token itself."""
     checkpoint = api.open(fixtures / "megatron-llm-jp" / "run")
     seen = {**(checkpoint.state.args or {}), "window_size": (5, 0)}
     config = json.loads((fixtures / "megatron-llm-jp" / "llm-jp" / "llm-jp-4-moe" / "config.json").read_text())
@@ -226,7 +227,7 @@ _SLIDING = {"window_size": (4, 0), "num_layers": 4}
         ({"rotary_interleaved": True, **_LATENT}, {"rotary_interleaved": False, **_LATENT}, None),
         ({"window_size": [4, 0]}, {"window_size": (4, 0)}, None),
         ({"window_size": (-1, 0)}, {}, None),
-        ({"window_size": (5, 0)}, {"window_size": (4, 0)}, None),  # that of config.json itself, as ms-swift has it
+        ({"window_size": (5, 0)}, {"window_size": (4, 0)}, None),  # config.json's own number, as in ms-swift
         ({"window_size": (6, 0)}, {"window_size": (4, 0)}, "window_size"),
         ({}, {"window_size": (4, 0)}, None),  # a version without windows
         (_SLIDING | {"window_attn_skip_freq": 2}, _SLIDING | {"window_attn_skip_freq": [1, 0, 1, 0]}, None),
@@ -277,7 +278,7 @@ def test_what_changes_no_shape_is_compared_by_what_it_means(
 
 
 def test_scaled_positions_that_ms_swift_takes_from_transformers_are_those_of_its_own_argument() -> None:
-    """Megatron's arguments have their defaults there, whatever the run computed."""
+    """Megatron's own arguments keep their defaults there, whatever the run computed."""
     defaults = {"position_embedding_type": "rope", "use_rope_scaling": False, "rotary_scaling_factor": 1.0}
     defaults |= {"rotary_seq_len_interpolation_factor": None, "mscale": 1.0, "mscale_all_dim": 0.0, "rope_type": None}
     rotating = {"position_embedding_type": "rope"}
@@ -302,7 +303,7 @@ def test_scaled_positions_that_ms_swift_takes_from_transformers_are_those_of_its
 
 
 def test_the_config_that_the_run_carries_is_used(run: Path, tmp_path: Path) -> None:
-    """Since 0.6 Megatron-Bridge may save the model for the Hub as well, in `hf/`."""
+    """Since 0.6, Megatron-Bridge can also save the model for the Hub, in `hf/`."""
     (run / STEP / "hf").mkdir()
     (run / STEP / "hf" / "config.json").write_text(json.dumps(CONFIG))
     done = commands.ckpt("convert", "auto", "hf", run, "-o", tmp_path / "hub")
@@ -328,14 +329,14 @@ def test_the_state_of_another_step_is_refused(run: Path) -> None:
     ],
 )
 def test_models_with_other_layers_are_read(changed: dict[str, Any], run: Path) -> None:
-    """A gate may be another one than SwiGLU's, and layers may have what no setting tells of."""
+    """A gate may differ from SwiGLU, and layers may have tensors that no setting mentions."""
     before = _weights(run)
     _change(run, "model", **changed)
     assert _weights(run) == before
 
 
 def test_learned_positions_are_as_many_as_a_sequence_has() -> None:
-    """Megatron-Bridge makes them so; `max_position_embeddings` is of other use there."""
+    """Megatron-Bridge sizes them by the sequence length. `max_position_embeddings` has another use there."""
     sizes = {"tensor_model_parallel_size": 1, "pipeline_model_parallel_size": 1}
     model = {"position_embedding_type": "learned_absolute", "max_position_embeddings": 4096, "seq_length": 32} | sizes
     counters = dict.fromkeys(("step", "consumed_train_samples", "consumed_valid_samples", "skipped_train_samples"), 0)

@@ -30,7 +30,7 @@ FIXTURE = FIXTURES / "megatron-dist-flattened"
 
 
 def test_reads_flattened_ranges() -> None:
-    """What megatron-core 0.14 wrote of a distributed optimizer on three ranks, two of which begin within a row."""
+    """megatron-core 0.14 saved a distributed optimizer on three ranks. The ranges of two begin within a row."""
     checkpoint = ckpt.open(FIXTURE)
     check_read(checkpoint, Truth.load(FIXTURE / "truth" / f"{FOLDER}.safetensors"))
     states = list(checkpoint.with_role("exp_avg"))
@@ -39,7 +39,7 @@ def test_reads_flattened_ranges() -> None:
 
 @pytest.mark.slow
 def test_shifted_states_are_not_taken_for_true_ones() -> None:
-    """NVIDIA/Megatron-LM#5077: megatron-core's own file holds other states than the engine that wrote it."""
+    """NVIDIA/Megatron-LM#5077: megatron-core's own file has other states than the engine that wrote it."""
     run = sample("llama-buckets", "shifted")
     checkpoint, expected = ckpt.open(run), truth(run).tensors
     assert checkpoint.tensors.keys() == {key for key in expected if key[1] == WEIGHT}
@@ -62,11 +62,11 @@ def _load(folder: Path, key: str, shape: tuple[int, ...]) -> torch.Tensor:
     return state[key]
 
 
-# -- written ------------------------------------------------------------------------------------------------
+# -- written files -------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama-plain", "qwen3_moe", "mixtral"])
 def test_the_same_layout_is_written_as_it_was(name: str, tmp_path: Path) -> None:
-    """The same keys of the same shapes, the same common state, random state included."""
+    """Keys, shapes and common state are equal, including random state."""
     run = sample(name, "megatron-dist")
     conversion = ckpt.plan(ckpt.open(run), "megatron-dist")
     assert not conversion.plan.target.not_written
@@ -91,7 +91,7 @@ def _described(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None:
-    """Muon's buffers are laid out otherwise: the checkpoint is whole, and was called damaged."""
+    """The checkpoint is intact, but ckpt called it damaged, because Muon's buffers have another layout."""
     run = tmp_path / "run"
     shutil.copytree(sample("llama-buckets", "buckets"), run)
     common = torch.load(run / FOLDER / "common.pt", weights_only=False)
@@ -104,9 +104,9 @@ def test_an_optimizer_of_another_kind_is_refused_by_name(tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-# -- forms that no CPU writes --------------------------------------------------------------------------------
+# -- forms that can't be written on a CPU --------------------------------------------------------------------
 def test_common_state_of_newer_versions(tmp_path: Path) -> None:
-    """By hand, after megatron-core 0.19: `common.pt` has become an item of the data files."""
+    """In megatron-core 0.19, `common.pt` is an item in the data files. The test edits files by hand."""
     run = _copy(tmp_path)
     checkpoint = ckpt.open(run)
     ckpt.plan(checkpoint, "megatron-dist").run(tmp_path / "old")
@@ -121,7 +121,7 @@ def test_common_state_of_newer_versions(tmp_path: Path) -> None:
 
 
 def _add_item(folder: Path, key: str, value: Any) -> None:
-    """Append an item to a data file, and say so in the metadata."""
+    """Append an item to a data file and add it to the metadata."""
     import pickle
 
     from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -138,7 +138,7 @@ def _add_item(folder: Path, key: str, value: Any) -> None:
 
 
 def test_keys_of_single_experts_and_halves() -> None:
-    """`singleton_local_shards`: a key for each expert, and for gate and up rows."""
+    """`singleton_local_shards` has one key per expert, and separate keys for gate and up rows."""
     up = TensorKey.parse("decoder.layers.3.mlp.experts.experts.5.linear_fc1.weight_v")
     assert up.name == "decoder.layers.3.mlp.experts.local_experts.5.linear_fc1.weight"
     assert up.shape((6, 4)) == (12, 4)
@@ -148,7 +148,7 @@ def test_keys_of_single_experts_and_halves() -> None:
 
 
 def test_keys_of_sections_of_a_packed_layer() -> None:
-    """What a gated delta net's `in_proj` and `conv1d` and a Mamba mixer's are cut into."""
+    """A gated delta net's `in_proj` and `conv1d` are cut into such sections, and so are a Mamba mixer's."""
     names = {
         f"decoder.layers.0.mixer.conv1d.bias.{section}": (rows,) for section, rows in zip("xBC", (6, 2, 2), strict=True)
     }
@@ -176,7 +176,7 @@ def test_keys_of_all_layers_and_experts() -> None:
 
 
 def test_names_of_norms() -> None:
-    """In front of experts the norm is nobody's, whatever the key says; in front of an MLP it is the linear layer's."""
+    """Before experts, a norm is separate, whatever the key says. Before an MLP, it is part of the linear layer."""
     dense = ("decoder.layers.0.mlp.linear_fc1.layer_norm_weight", "decoder.layers.0.mlp.linear_fc1.weight")
     sparse = ("decoder.layers.1.mlp.linear_fc1.layer_norm_weight", "decoder.layers.1.mlp.router.weight")
     found = canonical_names([*dense, *sparse])
@@ -196,7 +196,7 @@ def test_keys_of_states_and_objects() -> None:
 
 
 def test_places_in_buckets() -> None:
-    """From the last parameter on, each at a multiple of 64 elements; a shared embedding ends the bucket before it."""
+    """Parameters are placed last to first at multiples of 64 elements. A shared embedding ends the previous bucket."""
     assert bucket_places([100, 70, 30], [30 + 34 + 70, 100]) == [(1, 0), (0, 64), (0, 0)]
     assert bucket_places([100, 70, 30], [192, 100]) == [(1, 0), (0, 64), (0, 0)]
     assert bucket_places([100, 70, 30], [192 + 100]) == [(0, 192), (0, 64), (0, 0)]
@@ -218,7 +218,7 @@ def _write(name: str, text: str) -> Callable[[Path], None]:
 
 
 def _without_chunk(folder: Path) -> None:
-    """The metadata of a save that one rank took no part in."""
+    """Edit the metadata as if one rank had not taken part in the save."""
     import pickle
 
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -233,7 +233,7 @@ def _other_sharding(folder: Path) -> None:
 
 
 def _without_tensor(folder: Path) -> None:
-    """The metadata of a save that forgot a norm, and its master and moments."""
+    """Edit the metadata as if the save had forgotten a norm, its master and moments."""
     import pickle
 
     metadata = pickle.loads((folder / ".metadata").read_bytes())
@@ -278,7 +278,7 @@ def test_faults(name: str, tmp_path: Path) -> None:
 
 
 def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
-    """Its files are DCP's, and its keys are not."""
+    """The files are DCP's, but the keys are not."""
     run = _copy(tmp_path)
     with pytest.raises(NotFoundError):
         ckpt.open(run, "dcp")
@@ -286,7 +286,7 @@ def test_dcp_leaves_it_alone(tmp_path: Path) -> None:
 
 
 def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
-    """Build `torch_dcp` by hand: DCP's files in Megatron-LM's run folder; test_fsdp.py has `fsdp_dtensor`."""
+    """The test builds `torch_dcp` by hand: DCP's files in Megatron-LM's run folder. test_fsdp.py has `fsdp_dtensor`."""
     run = _copy(tmp_path)
     for name in ("common.pt", "metadata.json"):
         (run / FOLDER / name).unlink()
@@ -297,7 +297,7 @@ def test_megatrons_plain_dcp_is_told_from_torch_dist(tmp_path: Path) -> None:
 
 
 def test_resume_completes_a_step_that_megatron_core_would_not_load(fixtures: Path, tmp_path: Path) -> None:
-    """All tensors are there, and the small file that is written last is not."""
+    """All tensors exist, but the small file written last is missing."""
     run = Path(shutil.copytree(fixtures / "megatron-0.15-fully", tmp_path / "run"))
     assert commands.ckpt("resume", run).out.strip() == str(run)
     (run / FOLDER / "metadata.json").unlink()
@@ -309,14 +309,14 @@ def test_resume_completes_a_step_that_megatron_core_would_not_load(fixtures: Pat
 
 
 def test_a_plain_step_of_dcp_is_taken_by_its_name(fixtures: Path) -> None:
-    """Only what Megatron-LM calls an iteration is one of its own."""
+    """Only Megatron-LM's iteration folders count as its steps."""
     done = commands.ckpt("verify", fixtures / "dcp-fsdp2", fixtures / "dcp-fsdp2/step-2", "--tag-a", "step-2")
     assert done.code == 0 and done.out.startswith("equal: "), done.err
 
 
 @pytest.mark.slow
 def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
-    """Nothing else says which ranks there were."""
+    """Only the arguments record the ranks."""
     shutil.copytree(sample("llama-buckets", "buckets"), tmp_path / "run")
     path = tmp_path / "run" / FOLDER / "common.pt"
     common = torch.load(path, weights_only=False)
@@ -335,7 +335,7 @@ def test_buckets_without_arguments_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_part_outside_its_tensor_is_refused(fixtures: Path, tmp_path: Path) -> None:
-    """The number of layers in `.metadata` is smaller than what its chunks tell of."""
+    """`.metadata` has fewer layers than its chunks imply."""
     run = Path(shutil.copytree(fixtures / "megatron-dist-flattened", tmp_path / "run"))
     metadata = run / "iter_0000002/.metadata"
     content = bytearray(metadata.read_bytes())

@@ -74,5 +74,5 @@ def test_other_forms_of_bertmodel_are_refused(folder: Path, form: str, tmp_path:
 
 
 def test_biases_by_relative_position_need_transformer_engine(folder: Path) -> None:
-    """So nothing here can tell whether a table of T5's would be right."""
+    """Without it, a T5 bias table can't be tested here."""
     assert "Attention bias is not supported" in (folder / "relative").read_text()

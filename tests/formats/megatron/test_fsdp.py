@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/fsdp.py`: `fsdp_dtensor` of Megatron-FSDP, other versions and faults."""
+"""`converters/megatron/dist/fsdp.py`: Megatron-FSDP's `fsdp_dtensor`, other versions and faults."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.places import REPOSITORY
 
 FOLDER = "iter_0000002"
 FIXTURE = REPOSITORY / "fixtures" / "megatron-fsdp"
-#: Of the fixture's MLP and vocabulary.
+#: MLP rows and vocabulary size of the fixture.
 ROWS, VOCABULARY = 7, 259
 
 
@@ -40,7 +40,7 @@ def test_reads_what_the_engine_held() -> None:
 
 
 def test_the_hub_gets_the_masters_rounded(tmp_path: Path) -> None:
-    """As the ranks computed with them: the weights that the engine held are not in the checkpoint."""
+    """The checkpoint lacks the engine's weights. The ranks computed with rounded masters."""
     done = commands.ckpt("convert", "megatron-dist", "hf", FIXTURE, "-o", tmp_path / "hf", "-v")
     assert done.code == 0 and "rounded from the float32 masters" in done.err
     written, expected = ckpt.open(tmp_path / "hf"), held().tensors
@@ -52,7 +52,7 @@ def test_the_hub_gets_the_masters_rounded(tmp_path: Path) -> None:
 
 
 def test_is_told_from_torchs_own(tmp_path: Path) -> None:
-    """By the names; asked for as `dcp` it is read under the names that it has."""
+    """The names identify it. Opened as `dcp`, it keeps the stored names."""
     shutil.copytree(FIXTURE, tmp_path / "run")
     for path in (tmp_path / "run", tmp_path / "run" / FOLDER):
         assert ckpt.open(path).format == "megatron-dist"
@@ -63,17 +63,17 @@ def test_is_told_from_torchs_own(tmp_path: Path) -> None:
     assert ckpt.open(other / FOLDER).format == "dcp"
 
 
-# -- by hand: forms that no CPU writes, and faults -----------------------------------------------------------
+# -- by hand: forms that can't be written on a CPU, and faults -----------------------------------------------
 ARGS = {"num_layers": 1, "bf16": True, "tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}
 LAYER = "decoder.layers.0."
 GATE, UP = torch.arange(12.0).reshape(4, 3), torch.arange(12.0).reshape(4, 3) + 100
 FC1, FC2 = torch.cat([GATE, UP]), torch.arange(12.0).reshape(3, 4)
-#: Of the first of two tensor parallel ranks its gate and up rows, and then of the second.
+#: Gate and up rows of the first tensor parallel rank, then of the second.
 BY_RANKS = torch.cat([GATE[:2], UP[:2], GATE[2:], UP[2:]])
 
 
 def saved(folder: Path, model: dict[str, Any], optimizer: dict[str, Any] | None = None, **args: Any) -> Path:
-    """A run with these tensors of the model and entries of the optimizer, and unless `bare` with arguments."""
+    """Save a run with these model tensors and optimizer entries, and with arguments unless `bare`."""
     import torch.distributed.checkpoint as dcp
 
     state: dict[str, Any] = {} if args.pop("bare", False) else {"args": Namespace(**{**ARGS, **args})}
@@ -87,12 +87,12 @@ def saved(folder: Path, model: dict[str, Any], optimizer: dict[str, Any] | None 
 
 
 def states(**tensors: Any) -> dict[str, Any]:
-    """The optimizer's, by name of the parameter with dots as two underscores, and by name of the state."""
+    """Return optimizer states by parameter name, with two underscores for each dot, and state name."""
     return {"state": {f"module.module.module.{name.replace('__', '.')}": value for name, value in tensors.items()}}
 
 
 def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
-    """All but SwiGLU's, and in megatron-core 0.15 those of experts, are stored rank by rank."""
+    """Layers without SwiGLU are stored rank by rank, and experts in megatron-core 0.15 as well."""
     checkpoint = ckpt.open(saved(tmp_path, GATED))
     assert content(checkpoint.tensors[f"{LAYER}mlp.linear_fc1.weight", "master"]) == raw(FC1)
     single = ckpt.open(saved(tmp_path / "single", {**GATED, f"{LAYER}mlp.linear_fc1.weight": FC1[:4]}))
@@ -100,7 +100,7 @@ def test_gated_layers_that_are_not_cut_in_halves(tmp_path: Path) -> None:
 
 
 def test_grouped_experts(tmp_path: Path) -> None:
-    """Read Transformer Engine's experts: bf16 weights, masters as states, and Adam's step in the param group."""
+    """Transformer Engine's experts have bf16 weights, masters as states, and Adam's step in the param group."""
     experts = f"{LAYER}mlp.experts.linear_fc"
     model = {f"{experts}1.weight{e}_{h}": t.bfloat16() for e in (0, 1) for h, t in (("w", GATE + e), ("v", UP + e))}
     model |= {f"{experts}2.weight{e}": FC2.bfloat16() for e in (0, 1)}
@@ -127,7 +127,7 @@ GATED = {f"{LAYER}mlp.linear_fc1.weight": BY_RANKS, **DENSE}
 
 
 def test_without_arguments(tmp_path: Path) -> None:
-    """As Megatron-Bridge saves, whose configuration is in a file of its own: nothing tells what was a master."""
+    """Megatron-Bridge keeps its configuration in a separate file, so nothing identifies the masters."""
     checkpoint = ckpt.open(saved(tmp_path, DENSE, bare=True))
     assert {key: content(tensor) for key, tensor in checkpoint.tensors.items()} == {(*DENSE, "weight"): raw(FC2)}
     assert any("no arguments" in note for note in checkpoint.notes)
@@ -200,7 +200,7 @@ def test_faults(name: str, tmp_path: Path) -> None:
 
 
 def test_a_state_dict_without_levels_is_refused(tmp_path: Path) -> None:
-    """As Megatron-LM's tool makes it of `torch_dist`, by hand."""
+    """Megatron-LM's tool creates this form from `torch_dist`. The test builds it by hand."""
     import torch.distributed.checkpoint as dcp
 
     dcp.save({f"model.module.{name}": tensor for name, tensor in DENSE.items()}, checkpoint_id=tmp_path, no_dist=True)

@@ -1,6 +1,7 @@
-"""`converters/megatron/write.py`, `optimizer_write.py`, `dist/write.py`, `dist/read.py`: Megatron's formats to each
-other, to the Hub and to other engines, by architecture and layout, against what megatron-core gathered.  Unmodified
-megatron-core loads what is written for it; logits are in tests/names/test_megatron.py.
+"""`converters/megatron/write.py`, `optimizer_write.py`, `dist/write.py`, `dist/read.py`: all conversions.
+
+Megatron's formats convert to each other, the Hub and other engines, by architecture and layout. Results match
+megatron-core's gathered state, and unmodified megatron-core loads them. tests/names/test_megatron.py compares logits.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def test_reads_what_the_engine_held(name: str, form: str, tables: Any) -> None:
 
 # -- to the Hub ----------------------------------------------------------------------------------------------
 def described(folder: Path, namespace: str, layout: Layout | None = None) -> Checkpoint:
-    """The truth of a run, under the names of `namespace`."""
+    """Return the truth of a run under the names of `namespace`."""
     path = next(path for path in (folder / "truth").iterdir() if "logits" not in path.name)
     file, held = ckpt.open(path), Truth.load(path)
     tensors = {}
@@ -77,19 +78,19 @@ def contents(checkpoint: Checkpoint) -> dict[Key, Raw]:
 
 @functools.cache
 def on_the_hub(name: str, form: str) -> Path:
-    """A run converted to the Hub's format."""
+    """Convert a run to the Hub's format."""
     folder = scratch() / "hub" / f"{name}-{form}"
     ckpt.plan(ckpt.open(sample(name, form)), "hf").run(folder)
     return folder
 
 
-#: megatron-core adds layers of multi-token prediction to any model; of these, one has them on the Hub.
+#: megatron-core adds multi-token prediction layers to any model, but only one model has them on the Hub.
 TO_HUB = [(name, form) for name, form in SAVED if name != "llama-mtp"]
 
 
 @pytest.mark.parametrize(("name", "form"), TO_HUB, ids=[f"{name} as {form}" for name, form in TO_HUB])
 def test_the_hub_gets_what_the_engine_held(name: str, form: str, tables: Any) -> None:
-    """NVIDIA-NeMo/Megatron-Bridge#1716 among them: experts of four ranks, each under its number in the whole model."""
+    """Includes NVIDIA-NeMo/Megatron-Bridge#1716: experts on four ranks keep their numbers in the whole model."""
     written = {fqn: value for (fqn, _), value in contents(ckpt.open(on_the_hub(name, form), "hf")).items()}
     expected = contents(described(sample(name, form), HUB))
     assert written == {fqn: value for (fqn, role), value in expected.items() if role in (WEIGHT, BUFFER)}
@@ -100,7 +101,7 @@ def test_the_hub_gets_what_the_engine_held(name: str, form: str, tables: Any) ->
 # -- written, and loaded by megatron-core --------------------------------------------------------------------
 @dataclass(frozen=True)
 class Load:
-    """A run, the formats that it goes through from the one it was saved in, and the run that loads the last of them."""
+    """A source run, its formats from first to last, and the run that loads the last format."""
 
     source: str
     way: tuple[str, ...]
@@ -108,7 +109,7 @@ class Load:
 
     @property
     def form(self) -> str:
-        """How the source was saved."""
+        """Format of the saved source."""
         forms = BY_NAME[self.source].forms
         return self.way[0] if self.way[0] in forms else next(form for form in ("buckets", "fsdp") if form in forms)
 
@@ -121,7 +122,7 @@ class Load:
         return f"{self.run.model:<11} {' -> '.join(self.way)}: {BY_NAME[self.source].layout} to {self.run.layout}"
 
     def write(self, folder: Path) -> Path:
-        """Convert.  Returns the folder of the iteration that is to be loaded."""
+        """Convert, and return the iteration folder to load."""
         path, before = sample(self.source, self.form), self.way[0]
         for number, format in enumerate(self.way[1:], 1):
             if number == 1 and format == "hf":
@@ -134,9 +135,9 @@ class Load:
         return next(one for one in path.iterdir() if one.is_dir())
 
 
-#: Models that megatron-core builds of Transformer Engine's layers alone, which the trainer has stand-ins for.
+#: Models that megatron-core builds only from Transformer Engine's layers. The trainer has stand-ins.
 HYBRIDS = ("qwen3_next",)
-#: Layouts on the way.
+#: Layouts of intermediate formats.
 BETWEEN = {"zero3": Layout(world_size=3), "dcp": Layout(world_size=2), "megatron": Layout(tp=1, pp=2, vpp=1)}
 STAGES = {
     "decoder_first_pipeline_num_layers": "first_stage_layers",
@@ -147,7 +148,7 @@ STAGES = {
 
 
 def layout_of(run: Run, before: str) -> Layout:
-    """What to ask for, so that `run` can load it.  Only Megatron's own formats tell which kind of layers they have."""
+    """Return a layout that `run` can load. Only Megatron's own formats record the layer implementation."""
     stages = {name: run.options[option] for name, option in STAGES.items() if option in run.options}
     impl = None if before.startswith("megatron") or run.model in HYBRIDS else "local"
     etp = run.options.get("etp", run.tp)
@@ -164,7 +165,7 @@ def _to(source: str, way: str, tp: int = 1, pp: int = 1, ep: int = 1, vpp: int =
 MTP = {"mtp_layers": 1}
 TWO_CHUNKS = {"pp": 2, "vpp": 2}
 LOADS = [
-    # Within the format that the engine wrote.
+    # Same format.
     _to("llama", "m m", pp=4),
     _to("llama", "m m", tp=4),
     _to("llama-vpp", "m m", tp=2, pp=2),
@@ -173,7 +174,7 @@ LOADS = [
     _to("llama-buckets", "m m", pp=2, bucket_size=3000),
     _to("llama-uneven", "m m", tp=2, layers=5),
     _to("llama-uneven-vpp", "m m", tp=2, pp=2, layers=10, first_stage_layers=7),
-    # A pipeline without chunks between two with.
+    # A pipeline without chunks between two with chunks.
     _to("llama-uneven-vpp", "m m m", pp=4, vpp=2, layers=10, **UNEVEN),
     _to("llama-counted", "m m", tp=2, **TWO_CHUNKS, **COUNTED),
     _to("llama-mtp", "m m", pp=4, **MTP),
@@ -209,14 +210,14 @@ LOADS = [
     _to("gpt_neox", "d d", pp=4, **PLAIN),
     _to("gpt_oss", "d d", tp=2, ep=2, **ETP1),
     _to("deepseek_v3", "d d", pp=2, ep=2, **MTP),
-    # From the one to the other.
+    # Between the two formats.
     _to("llama-uneven-vpp", "m d", pp=2, layers=10),
     _to("mixtral", "m d", tp=2, pp=2, ep=2, **ETP1),
     _to("llama-counted", "d m", tp=2, layers=6),
     _to("qwen3_moe", "d m", **TWO_CHUNKS, ep=2),
     _to("llama-fsdp", "d m", tp=2, pp=2, layers=2),
     _to("mixtral-fsdp", "d d", pp=2, ep=2, layers=2),
-    # Over the Hub, which takes the weights alone.
+    # Through the Hub, with weights only.
     _to("llama-uneven", "m hf m", tp=2, pp=2, layers=5, first_stage_layers=2),
     _to("mistral", "m hf m", **TWO_CHUNKS),
     _to("qwen2", "m hf m", tp=2, pp=2),
@@ -237,7 +238,7 @@ LOADS = [
     _to("gpt_neox", "d hf d", tp=2, pp=2),
     _to("gpt_oss", "d hf d", pp=2, ep=2),
     _to("deepseek_v3", "d hf d", pp=2, ep=2, **MTP),
-    # Over another engine's, with the optimizer.
+    # Through another engine, with the optimizer.
     _to("llama", "m zero3 m", tp=2),
     _to("qwen3_moe", "d zero3 d", pp=2, ep=2),
 ]
@@ -246,7 +247,7 @@ DIRECTIONS |= {("megatron", "hf", "megatron"), ("megatron-dist", "hf", "megatron
 
 
 def test_every_architecture_goes_in_every_direction() -> None:
-    """Those that the trainer trains; of the others names, shapes and logits are compared (`tests/names`)."""
+    """Includes every architecture of the trainer. `tests/names` compares names, shapes and logits for the others."""
     assert {(load.run.model, load.way) for load in LOADS} >= {(a, way) for a in ARCHITECTURES for way in DIRECTIONS}
 
 
@@ -286,7 +287,7 @@ ARRIVALS = [
 DEPARTURES = [
     ("llama", "megatron", "zero3"),
     ("llama-vpp", "megatron-dist", "zero3"),
-    ("qwen3_moe", "megatron-dist", "zero3-experts"),  # DeepSpeed has experts in the groups of the others
+    ("qwen3_moe", "megatron-dist", "zero3-experts"),  # DeepSpeed puts experts into the other groups
     ("llama-fp32-tp4", "megatron", "fsdp2"),
     ("llama-fp32-tp4", "megatron-dist", "fsdp2"),
 ]
@@ -294,7 +295,7 @@ DEPARTURES = [
 
 @pytest.fixture(scope="module")
 def loaded() -> Path:
-    """Everything converted, and loaded and gathered by the target's engine, in one launch; by number in its list."""
+    """Convert everything, then load and gather it in the target's engine, in one launch. Folders have list numbers."""
     folder = scratch() / "loads"
     sample("llama")
     launch(
@@ -323,7 +324,7 @@ def test_megatron_core_loads_what_is_written(number: int, loaded: Path, tables: 
     load, found = LOADS[number], truth(loaded / str(number))
     expected = truth(sample(load.source, load.form))
     ours, theirs = without_padding(found), without_padding(expected)
-    if load.weights_only:  # the masters are then the weights, upcast
+    if load.weights_only:  # then the masters are upcast weights
         ours, theirs = ({k: v for k, v in one.items() if k[1] in (WEIGHT, BUFFER)} for one in (ours, theirs))
         theirs = {key: by_way_of_hub(key, value) for key, value in theirs.items()}
     assert ours.keys() == theirs.keys()
@@ -335,7 +336,7 @@ def test_megatron_core_loads_what_is_written(number: int, loaded: Path, tables: 
 
 
 def by_way_of_hub(key: Key, value: Raw) -> Raw:
-    """`value` as it comes back: a gated norm has one more on the Hub, and is rounded to bfloat16 either way."""
+    """Return `value` after a round trip. On the Hub, gated norms are larger by 1, and both ways round to bfloat16."""
     if not key[0].endswith(".self_attention.out_norm.weight"):
         return value
     dtype, shape, content = value

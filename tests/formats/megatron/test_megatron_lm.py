@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: checkpoints of Megatron-LM 0.19.2 itself."""
+"""`converters/megatron/dist/read.py`, `optimizer.py`, `write.py`: checkpoints from Megatron-LM 0.19.2 itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.commands import ckpt
 from tests.support.describing import content
 
 NAMES = ["megatron-lm", "megatron-lm-muon"]
-#: How many numbers of ranks a run may go on with; the first is its own.
+#: Rank counts on which a run may resume, starting with its own.
 SIZES = {"megatron-lm": (4, 2, 6), "megatron-lm-muon": (2, 4)}
 
 
@@ -66,7 +66,7 @@ def test_the_same_bits_for_other_ranks(folder: Path, tmp_path: Path) -> None:
     "layout", [{"world_size": 24}, {"world_size": 8, "pp": 2, "vpp": 1}, {"world_size": 16, "ep": 4, "pp": 4, "vpp": 3}]
 )
 def test_the_same_bits_for_other_stages(fixtures: Path, tmp_path: Path, layout: dict[str, int]) -> None:
-    """Of a run with embedding and loss counted as layers, on 6 stages in two parts each."""
+    """The run counts embedding and loss as layers, on 6 stages with two chunks each."""
     source = api.open(fixtures / "megatron-llm-jp" / "run")
     written = _written(source, tmp_path / "out", **layout)
     assert written.world_size == layout["world_size"]
@@ -82,7 +82,7 @@ def test_random_states_go_where_stages_are_the_same(folder: Path, tmp_path: Path
     assert other.state.args is not None and not other.state.args.get("no_save_rng")
     stages = _written(source, tmp_path / "pp", pp=2)
     assert "rng_state" not in stages.state.per_rank
-    assert stages.state.args is not None and stages.state.args["no_save_rng"] is True  # which Megatron-LM then believes
+    assert stages.state.args is not None and stages.state.args["no_save_rng"] is True  # Megatron-LM trusts this
 
 
 def test_the_rerun_state_is_there_on_the_same_ranks_alone(folder: Path, tmp_path: Path) -> None:
@@ -94,7 +94,7 @@ def test_the_rerun_state_is_there_on_the_same_ranks_alone(folder: Path, tmp_path
 
 
 def test_resume_converts_what_megatron_lm_does_not_load(folder: Path, tmp_path: Path) -> None:
-    """`ckpt resume RUN --world-size N`: its buckets are those of its own ranks."""
+    """The buffers fit only the run's own ranks, so `ckpt resume RUN --world-size N` converts."""
     run = shutil.copytree(folder, tmp_path / "run")
     own, other, *_ = SIZES[folder.name]
     same = ckpt("resume", run, "--world-size", str(own))
@@ -103,7 +103,7 @@ def test_resume_converts_what_megatron_lm_does_not_load(folder: Path, tmp_path: 
     assert moved.code == 0 and moved.out.strip() != str(run), moved.err
     written = api.open(moved.out.strip())
     assert written.world_size == other and not written.bound_to_ranks
-    again = ckpt("resume", moved.out.strip(), "--world-size", str(own))  # which any ranks load
+    again = ckpt("resume", moved.out.strip(), "--world-size", str(own))  # loads on any ranks
     assert (again.code, again.out.strip()) == (0, moved.out.strip())
 
 

@@ -1,5 +1,6 @@
-"""`converters/megatron/dist/nemo.py`, `nemo_1.py`, `format.py`, `read.py`, `checkpoint.py`: a checkpoint that NeMo 2
-saved, and one by hand after its sources; `fixtures/make_nemo.py FOLDER` has NeMo load what is written.
+"""`converters/megatron/dist/nemo.py`, `nemo_1.py`, `format.py`, `read.py`, `checkpoint.py`: checkpoints from NeMo.
+
+NeMo 2 saved one. The other follows NeMo 1's source code. `fixtures/make_nemo.py FOLDER` loads the results in NeMo.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.places import FIXTURES
 
 NEMO = FIXTURES / "nemo"
 CONTEXT = NEMO / "model" / "context"
-#: The model of the fixture.
+#: The fixture's model.
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -85,7 +86,7 @@ def test_the_hub_gets_what_megatron_lm_would_have_given(run: Path, tmp_path: Pat
 
 
 def test_nothing_is_resumed(run: Path) -> None:
-    """Megatron-LM's arguments are nowhere, and without them it does not load a run."""
+    """Megatron-LM needs its arguments to load a run, but NeMo doesn't save them."""
     done = commands.ckpt("resume", run)
     assert done.code == 6 and "no checkpoint with an optimizer" in done.err, done.err
     assert sorted(path.name for path in run.parent.iterdir()) == ["run"]
@@ -109,7 +110,7 @@ def test_an_adapter_of_unknown_names_is_refused(run: Path, tmp_path: Path) -> No
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """The fixture's model as the Hub has it."""
+    """Return the fixture's model in Hub format."""
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     done = commands.ckpt("convert", "auto", "hf", NEMO / "model", "-o", tmp_path / "hub", "--config", tmp_path)
     assert done.code == 0, done.err
@@ -123,7 +124,7 @@ def test_the_model_is_the_one_that_nemo_held() -> None:
 
 
 def _fused(fqn: str) -> str:
-    """megatron-core's own layers in memory, which the files have by Transformer Engine's names."""
+    """Return the name in memory with megatron-core's own layers. Files have Transformer Engine's names."""
     own = {
         "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
         "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
@@ -171,13 +172,13 @@ def test_without_a_context_nothing_is_written_for_nemo(hub: Path, tmp_path: Path
     assert "llm.import_ckpt" in done.err
 
 
-#: What NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml states, for this model.
+#: Config from NeMo 1's examples/nlp/language_modeling/conf/megatron_llama_config.yaml, for this model.
 CONFIG_1 = Path(__file__).with_name("nemo_1.yaml").read_text()
 
 
 @pytest.fixture
 def first(tmp_path: Path) -> Path:
-    """An unpacked archive of NeMo 1 (nlp/parts/nlp_overrides.py): weights with `model.` before Megatron's keys."""
+    """Unpack a NeMo 1 archive (nlp/parts/nlp_overrides.py). Its weights have `model.` before Megatron's keys."""
     shutil.copytree(NEMO / "model" / "weights", tmp_path / "first" / "model_weights")
     rename_keys(tmp_path / "first" / "model_weights", lambda key: key.replace("module.", "model.", 1))
     (tmp_path / "first" / "model_config.yaml").write_text(CONFIG_1)
@@ -210,7 +211,7 @@ def test_an_archive_of_nemo_1_is_unpacked_as_the_hint_says(given: str, first: Pa
     ("stated", "changed", "code", "said"),
     [
         ("rotary_base: 500000.0", "rotary_base: 10000", 4, "rotary_base 10000"),
-        ("rotary_base: 500000.0", "", 4, "rotary_base 10000"),  # the default of NeMo 1
+        ("rotary_base: 500000.0", "", 4, "rotary_base 10000"),  # NeMo 1's default
         ("activation: fast-swiglu", "activation: reglu", 6, "activation_func relu"),
         ("activation: fast-swiglu", "", 4, "swiglu False"),
         ("normalization: rmsnorm", "normalization: layernorm1p", 4, "normalization LayerNorm"),

@@ -42,7 +42,7 @@ def test_what_is_written_is_read_as_the_run(form: str, tmp_path: Path) -> None:
 
 
 def test_nothing_is_missing_that_a_live_engine_asked_for(tmp_path: Path) -> None:
-    """Megatron-LM's own files of the same model have the keys of its state dict, all of which loading asks for."""
+    """Loading asks for every key in the state dict, and Megatron-LM's own files of the model have them."""
     ckpt.convert(RUN, "megatron-dist", tmp_path / "dcp", ckpt_format="torch_dcp")
     assert keys(FSDP2) <= keys(tmp_path / "dcp")
     ckpt.convert(OWN, "megatron-dist", tmp_path / "fsdp", ckpt_format="fsdp_dtensor")
@@ -65,7 +65,7 @@ def test_a_loss_scale_is_written_or_said_to_be_left_out() -> None:
 
 
 def test_masters_without_states_are_the_parameters(tmp_path: Path) -> None:
-    """As SGD leaves them."""
+    """SGD leaves such masters."""
     run = ckpt.open(RUN)
     held = {key: tensor for key, tensor in run.tensors.items() if key[1] in MODEL_ROLES}
     ckpt.convert(replace(run, tensors=held), "megatron-dist", tmp_path / "out", ckpt_format="fsdp_dtensor")

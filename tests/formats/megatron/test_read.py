@@ -44,7 +44,7 @@ from tests.support.megatron_runs import RUNS, sample, truth
 FOLDER, MODEL, DISTRIBUTED = "iter_0000002", "model_optim_rng.pt", "distrib_optim.pt"
 
 
-# -- real runs, read -----------------------------------------------------------------------------------------
+# -- real runs -----------------------------------------------------------------------------------------------
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [run.name for run in RUNS if "megatron" in run.forms])
 def test_modules_are_in_the_order_that_writing_assumes(name: str) -> None:
@@ -55,10 +55,10 @@ def test_modules_are_in_the_order_that_writing_assumes(name: str) -> None:
             assert names == in_order(names)
 
 
-# -- written ------------------------------------------------------------------------------------------------
+# -- written files -------------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_the_same_layout_is_written_as_it_was(tmp_path: Path) -> None:
-    """Every entry of every file is there again, random state included."""
+    """Every entry of every file is equal, including random state."""
     for name in ("llama", "qwen3_moe", "mixtral-plain", "llama-uneven-vpp", "deepseek_v3"):
         conversion = ckpt.plan(ckpt.open(sample(name)), "megatron")
         assert not conversion.plan.target.not_written
@@ -73,7 +73,7 @@ def test_the_same_layout_is_written_as_it_was(tmp_path: Path) -> None:
 
 
 def _same(a: Any, b: Any, where: str) -> None:
-    """Equal values, keys in any order; tensors compared with the bytes of their elements."""
+    """Check equal values and tensor bytes, with keys in any order."""
     if isinstance(a, torch.Tensor):
         assert a.dtype == b.dtype and a.shape == b.shape, where
         assert torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)), where
@@ -92,7 +92,7 @@ def _same(a: Any, b: Any, where: str) -> None:
 # -- the way to the Hub --------------------------------------------------------------------------------------
 @pytest.mark.slow
 def test_every_expert_comes_from_the_rank_that_has_it(tmp_path: Path) -> None:
-    """Read experts of four ranks under their numbers in the whole model (NVIDIA-NeMo/Megatron-Bridge#1716)."""
+    """Experts on four ranks keep their numbers in the whole model (NVIDIA-NeMo/Megatron-Bridge#1716)."""
     ckpt.plan(ckpt.open(sample("qwen3_moe-ep4")), "hf").run(tmp_path / "hf")
     weights = load_file(tmp_path / "hf" / "model.safetensors")
     held = load_file(sample("qwen3_moe-ep4") / "truth" / "truth.safetensors")
@@ -113,7 +113,7 @@ def test_every_expert_comes_from_the_rank_that_has_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_shards_with_equal_bytes_are_parts_all_the_same(tmp_path: Path) -> None:
-    """Read shards of a norm as parts even if their bytes are equal (lmms-engine#160)."""
+    """Shards of a norm are parts even if their bytes are equal (lmms-engine#160)."""
     run = _copy("qwen2", tmp_path)
     for file in run.glob(f"*/*/{MODEL}"):
         state = torch.load(file, weights_only=False)
@@ -130,14 +130,14 @@ def test_shards_with_equal_bytes_are_parts_all_the_same(tmp_path: Path) -> None:
 
 # -- other layer specs, by hand ------------------------------------------------------------------------------
 def _copy(name: str, folder: Path) -> Path:
-    """A copy of a run without its truth, to be changed."""
+    """Copy a run without its truth, for editing."""
     run = folder / name
     shutil.copytree(sample(name), run, ignore=shutil.ignore_patterns("truth"))
     return run
 
 
 def _edit(run: Path, change: Callable[[dict[str, Any], Path], None], pattern: str = f"*/*/{MODEL}") -> None:
-    """Rewrite files: `change(content, path)` works in place."""
+    """Rewrite files. `change(content, path)` works in place."""
     for file in sorted(run.glob(pattern)):
         state = torch.load(file, weights_only=False)
         change(state, file)
@@ -146,7 +146,7 @@ def _edit(run: Path, change: Callable[[dict[str, Any], Path], None], pattern: st
 
 @pytest.mark.slow
 def test_transformer_engine_layers_and_grouped_experts(tmp_path: Path) -> None:
-    """By hand: names of TENorm-fused linear layers and of TEGroupedMLP, with the extra states of several versions."""
+    """Edited names: TENorm-fused linear layers and TEGroupedMLP, with extra states from several versions."""
     run = _copy("qwen3_moe-ep4", tmp_path)
 
     def engine(state: dict[str, Any], file: Path) -> None:
@@ -188,7 +188,7 @@ def test_transformer_engine_layers_and_grouped_experts(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_legacy_grouped_gemm(tmp_path: Path) -> None:
-    """By hand: GroupedMLP's two matrices of all experts of a rank, [in, out], with their optimizer states."""
+    """Edited files: GroupedMLP has two matrices, [in, out], for all experts on a rank, with optimizer states."""
     run = _copy("mixtral-plain", tmp_path)
 
     def group(state: dict[str, Any], file: Path) -> None:
@@ -216,7 +216,7 @@ def test_legacy_grouped_gemm(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_model_of_transformer_engine_keeps_its_optimizer(tmp_path: Path) -> None:
-    """By hand: the recorded layer spec changed, then written and read again: norms stand inside the linear layers."""
+    """The recorded layer spec is changed before writing and reading. Norms become part of the linear layers."""
     source = ckpt.open(sample("llama"))
     args = {**(source.state.args or {}), "transformer_impl": "transformer_engine"}
     changed = replace(source, state=replace(source.state, args=args))
@@ -232,7 +232,7 @@ def test_a_model_of_transformer_engine_keeps_its_optimizer(tmp_path: Path) -> No
 
 
 def _legacy(state: dict[str, Any], file: Path) -> None:
-    """A chunk as Megatron-LM's legacy GPTModel saves it: nested, and under the names of its modules."""
+    """Convert a chunk to the form of Megatron-LM's legacy GPTModel: nested, with its modules' names."""
     nested: dict[str, Any] = {"embedding": {"word_embeddings": {}}, "encoder": {}, "output_layer": {}}
     head: dict[str, Any] = {}
     old = {
@@ -262,7 +262,7 @@ def _legacy(state: dict[str, Any], file: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "qwen2", "gpt_neox"])
 def test_legacy_models(name: str, tmp_path: Path) -> None:
-    """By hand: the nested dicts of Megatron-LM before megatron-core."""
+    """Before megatron-core, Megatron-LM saved nested dicts. The test builds them by hand."""
     run = _copy(name, tmp_path)
     _edit(run, _legacy)
     checkpoint, expected = ckpt.open(run), truth(sample(name)).tensors
@@ -281,7 +281,7 @@ def test_legacy_models(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_modules_in_another_order(tmp_path: Path) -> None:
-    """By hand: read as they stand, and no optimizer written for them, which would be that of other parameters."""
+    """Weights are read in the stored order. An optimizer would get other parameters' states, so none is written."""
     run = _copy("llama", tmp_path)
     with pytest.raises(LossError, match="knows parameters by their order alone"):
         ckpt.plan(replace(ckpt.open(run), facts=MegatronFacts(own_module_order=True)), "megatron", Layout(tp=1))
@@ -350,7 +350,7 @@ def _old_optimizer(run: Path) -> None:
 
 
 def _no_final_norm(run: Path) -> None:
-    """On no rank of the last stage, and without an optimizer, whose buffers tell of it as well."""
+    """Remove the norm on all ranks of the last stage, and the optimizer, because its buffers include the norm."""
 
     def change(state: dict[str, Any], file: Path) -> None:
         state.pop("optimizer")
@@ -382,7 +382,7 @@ def _hostile(run: Path) -> None:
 
 
 def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_path: Path) -> None:
-    """By hand: without the param groups in the file beside it, nothing tells whose the states of the buffers are."""
+    """Without the param groups in the model file, nothing assigns the buffers' states to parameters."""
     reading = MegatronReading(tmp_path)
     file = RankContent(Rank(0, 0, 0, 0, 0, 0), str(tmp_path / MODEL), {}, ())
     assert not read_optimizers(reading, [file]).groups and reading.notes == []
@@ -391,7 +391,7 @@ def test_an_optimizer_that_no_file_of_a_model_records_is_said_to_be_left(tmp_pat
     assert len(reading.notes) == 1 and "distrib_optim.pt is not read" in reading.notes[0]
 
 
-#: What is done to a run of TP 2, PP 2; the exit code, and what the message has to say.
+#: Fault in a run with TP 2 and PP 2, exit code, and required words in the message.
 FAULTS: dict[str, tuple[Callable[[Path], None], int, tuple[str, ...]]] = {
     "a rank's folder missing": (lambda run: _without(run, "mp_rank_01_000"), 4, ("mp_rank_01_000", "4 folders")),
     "the first rank's folder missing": (lambda run: _without(run, "mp_rank_00_000"), 4, ("mp_rank_00_000",)),
@@ -495,7 +495,7 @@ def test_a_written_layout_of_stages(tmp_path: Path) -> None:
     ],
 )
 def test_layers_keep_their_numbers_in_chunks_of_uneven_stages(asked: dict[str, int], tmp_path: Path) -> None:
-    """Number layers in chunks of uneven stages as megatron-core does (ltp-megatron-lm#35)."""
+    """Layers in chunks of uneven stages have megatron-core's numbers (ltp-megatron-lm#35)."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -537,9 +537,9 @@ def test_weights_alone_are_a_release(tmp_path: Path) -> None:
     assert back.state.step == 0 and not back.state.param_groups
 
 
-# -- pure parts ----------------------------------------------------------------------------------------------
+# -- pure functions ------------------------------------------------------------------------------------------
 def test_stages_are_those_of_megatron_core() -> None:
-    """All small combinations, against get_num_layers_to_build and get_transformer_layer_offset."""
+    """All small combinations match get_num_layers_to_build and get_transformer_layer_offset."""
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 
@@ -645,7 +645,7 @@ def test_buffers_of_several_buckets_and_of_older_versions() -> None:
     numels, shared = [100, 64, 30, 200], [True, False, False, False]
     one = stored_buffer(numels, shared, None)
     assert one.starts == (384, 320, 256, 0) and one.numel == 484
-    # A bucket of its own begins where the padded one before it ends; a full bucket ends where its last parameter does.
+    # A separate bucket begins after the previous, padded bucket. A full bucket ends at its last parameter's end.
     two = stored_buffer(numels, shared, 150)
     assert two.starts == (328, 264, 200, 0) and two.numel == 428
     packed = stored_buffer(numels, shared, None, alignment=1)

@@ -1,4 +1,4 @@
-"""`converters/megatron/remainders.py`: masters from a bf16 parameter and 16 further bits."""
+"""`converters/megatron/remainders.py`: masters from a bf16 parameter and 16 more bits."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def stored(path: Path, role: str, tensor: torch.Tensor) -> dict[Key, Tensor]:
 
 
 def cut(masters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the kernel does: the upper half, one more where the lower is negative as an int16, and the lower half."""
+    """Return the upper half, plus one if the lower half is negative as int16, and the lower half, like the kernel."""
     lower, upper = masters.view(torch.int16).reshape(*masters.shape, 2).unbind(-1)
     return torch.where(lower < 0, upper + 1, upper).view(torch.bfloat16), lower
 

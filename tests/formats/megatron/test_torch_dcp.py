@@ -1,4 +1,4 @@
-"""`converters/megatron/dist/torch_dcp.py`: Megatron's `torch_dcp` format, as Megatron-LM wrote it, and faults."""
+"""`converters/megatron/dist/torch_dcp.py`: `torch_dcp` files written by Megatron-LM, and faults."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""`converters/pytorch/dcp.py`, `keys.py`, `ckpt/containers/dcp/write.py`: DCP of several versions of torch read bit for
-bit, loaded by torch when written, and refused when broken; slow tests train with FSDP1, FSDP2, HSDP and TP.
+"""`converters/pytorch/dcp.py`, `keys.py`, `ckpt/containers/dcp/write.py`: DCP from several torch versions.
+
+DCP is read bit for bit, loaded by torch when written, and refused when broken. Slow tests train with FSDP1, FSDP2, HSDP
+and TP.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ FIXTURES = ("dcp-fsdp2", "dcp-enums-fsdp2", "dcp-torch21-fsdp1", "dcp-torch23-fs
 
 
 def stored(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """A tensor put together from its fragments by plain numpy, after the proof that they tile it."""
+    """Check that the fragments tile the tensor, and assemble it in plain numpy."""
     check_source(tensor)
     item = np.dtype(f"V{tensor.dtype.itemsize}")
     whole = np.zeros(tensor.shape, item)
@@ -45,7 +47,7 @@ def stored(tensor: Tensor) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def assert_true(checkpoint: Checkpoint, truth: Mapping[tuple[str, str], Any]) -> None:
-    """Every tensor of the truth is in the checkpoint, bit for bit.  FSDP's weights are its masters."""
+    """Check that the checkpoint has every tensor of the truth, bit for bit. FSDP's weights are its masters."""
     for (fqn, role), expected in truth.items():
         tensor = checkpoint.get(fqn, role) or checkpoint.get(checkpoint.ties.get(fqn, fqn), WEIGHT)
         assert tensor is not None, (fqn, role)
@@ -53,7 +55,7 @@ def assert_true(checkpoint: Checkpoint, truth: Mapping[tuple[str, str], Any]) ->
 
 
 def loaded(folder: Path) -> dict[str, Any]:
-    """The nested state dict that torch's own converter makes of a DCP folder."""
+    """Return the nested state dict from torch's own DCP converter."""
     import torch
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -146,7 +148,7 @@ def test_every_spelling_means_the_same(tmp_path: Path, spelling: str) -> None:
 
 @pytest.mark.parametrize("is_last", [False, True])
 def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path: Path, *, is_last: bool) -> None:
-    """`{"ema": {"model": ...}, "model": ..., "optimizer": ...}`: the one beside the optimizer, whatever comes first."""
+    """In `{"ema": {"model": ...}, "model": ..., "optimizer": ...}`, the model next to the optimizer always wins."""
     model, optimizer = trained()
     states = dict(zip(("model", "optimizer"), nested(model, optimizer), strict=True))
     average = {"ema": {"model": {name: value + 1 for name, value in states["model"].items()}}}
@@ -159,7 +161,7 @@ def test_an_average_that_is_called_model_too_is_not_taken_for_the_model(tmp_path
         assert kept.keys() == states["model"].keys()
     beside = read(save({"app": states, "module": average["ema"]["model"]}, tmp_path / "beside"))
     assert_true(beside, expected(model, optimizer))
-    with pytest.raises(LossError, match="has the name of the model") as caught:  # two models again for whoever reads it
+    with pytest.raises(LossError, match="has the name of the model") as caught:  # another reader would find two models
         write(beside, tmp_path / "out")
     assert caught.value.found == "module"
 
@@ -192,7 +194,7 @@ def test_one_of_two_models_is_not_guessed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("average", ["ema.model", "model"])
 def test_an_average_that_is_spread_over_ranks_is_said_to_be_left(fixtures: Path, tmp_path: Path, average: str) -> None:
-    """The files are those of the fixture, and each tensor of its model is there a second time under another name."""
+    """The fixture's metadata lists each model tensor a second time under another name."""
     step = Path(shutil.copytree(fixtures / "dcp-fsdp2" / "step-2", tmp_path / "step-2"))
     own = "model" if average != "model" else "app.model"
 
@@ -222,7 +224,7 @@ def test_an_average_that_is_spread_over_ranks_is_said_to_be_left(fixtures: Path,
 
 
 def test_a_model_at_the_top_is_not_left_for_an_average_in_a_dict(tmp_path: Path) -> None:
-    """`{**model, "optimizer": ..., "ema": {"model": ...}}`; without the optimizer nothing tells which is meant."""
+    """In `{**model, "optimizer": ..., "ema": {"model": ...}}`, only the optimizer identifies the model."""
     model, optimizer = trained()
     weights, states = nested(model, optimizer)
     average = {"ema": {"model": {name: value + 1 for name, value in weights.items()}}}
@@ -235,14 +237,14 @@ def test_a_model_at_the_top_is_not_left_for_an_average_in_a_dict(tmp_path: Path)
 
 
 def test_of_models_without_a_name_wrappers_and_sgd_hide_none(tmp_path: Path) -> None:
-    """DDP's prefix does not make the average the trained one, and SGD without states has names in its groups."""
+    """DDP's prefix must not select the average, and SGD without states has names only in its groups."""
     import torch
 
     model, optimizer = trained()
     weights, states = nested(model, optimizer)
     wrapped = {f"module.{name}": value for name, value in weights.items()}
     average = {name: value + 1 for name, value in weights.items()}
-    for number, held in enumerate(({"optimizer": states}, {})):  # without an optimizer nothing is trained
+    for number, held in enumerate(({"optimizer": states}, {})):  # without an optimizer no model was trained
         with pytest.raises(LossError, match="several models") as caught:
             read(save({"net": wrapped, "average": average, **held}, tmp_path / f"two-{number}"))
         assert caught.value.found == "average, net"
@@ -254,7 +256,7 @@ def test_of_models_without_a_name_wrappers_and_sgd_hide_none(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("target", ["zero2", "universal"])
 def test_a_step_that_only_the_optimizer_has_counted(tmp_path: Path, target: str) -> None:
-    """`{"model": ..., "optimizer": ...}` and nothing else: what goes on from it is at the step of Adam, not at 0."""
+    """With only `{"model": ..., "optimizer": ...}`, the run resumes at Adam's step, not at 0."""
     model, optimizer = trained()
     names = ("model", "optimizer")
     source = save(dict(zip(names, nested(model, optimizer), strict=True)), tmp_path / "step")
@@ -398,7 +400,7 @@ def test_safetensors_that_torch_writes(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_files", [None, 1, 2])
 def test_whole_tensors_of_torchs_safetensors_writer_are_a_model_folder(tmp_path: Path, num_files: int | None) -> None:
-    """Its files record where pieces begin, and all of them begin at zero."""
+    """The files record where pieces begin, and all begin at zero."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
@@ -418,7 +420,7 @@ def test_whole_tensors_of_torchs_safetensors_writer_are_a_model_folder(tmp_path:
 
 
 def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:
-    """With values in front of them, and a piece that is not where the metadata says refused."""
+    """Values precede the tensors. A piece at another place than the metadata says is refused."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import SerializationFormat
 
@@ -442,7 +444,7 @@ def test_the_file_system_writers_safetensors(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_tensors_of_one_size_in_a_file_of_safetensors_are_no_ties(tmp_path: Path, nested: bool) -> None:
-    """torch records one place and one length for all of them; they were taken for one tensor that is stored once."""
+    """Because torch records one place and length for all, ckpt took them for a single tensor stored once."""
     import torch
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.filesystem import SerializationFormat
@@ -479,7 +481,7 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
     written = write(checkpoint, tmp_path / "written", 2)
     assert same(loaded(written), state)
     (written / "config.json").unlink()
-    again = read(written)  # which stores the tensor once, under both names
+    again = read(written)  # stores the tensor once, under both names
     assert (again.ties, again.tensors.keys()) == (checkpoint.ties, checkpoint.tensors.keys())
 
     state["model"]["lm_head.weight"] = torch.zeros_like(state["model"]["lm_head.weight"])
@@ -489,7 +491,6 @@ def test_tied_parameters_are_those_that_the_config_declares(tmp_path: Path) -> N
 
 
 # -- real engines ------------------------------------------------------------------------------------------------------
-#: (strategy, model, keys) by name; on 4 ranks.
 RUNS = {
     "fsdp2": ("fsdp2", "toy", "nested"),
     "fsdp1": ("fsdp1", "toy", "nested"),
@@ -497,7 +498,7 @@ RUNS = {
     "tp-fsdp": ("tp-fsdp", "llama_even", "nested"),
     "flat": ("fsdp2", "qwen2", "flat"),
 }
-#: What 3 ranks of an engine make of what was written for as many or fewer.
+#: (run, engine, ranks of the output), each loaded on 3 ranks.
 LOADS = [("fsdp2", "fsdp1", 3), ("fsdp1", "fsdp2", 2), ("flat", "fsdp2", 3), ("hsdp", "fsdp1", 1)]
 
 
@@ -523,7 +524,7 @@ def test_real_runs_are_read_bit_for_bit(runs: Path, name: str) -> None:
     assert checkpoint.world_size == 4
     assert checkpoint.state.step == 2
     groups = {frozenset(group.fqns): group.options for group in checkpoint.state.param_groups}
-    if RUNS[name][2] == "nested":  # flattened, groups of the same options are one, and tied names may be listed twice
+    if RUNS[name][2] == "nested":  # flattening merges groups with equal options and may repeat tied names
         assert {frozenset(group["names"]): group["lr"] for group in truth.metadata["param_groups"]} == {
             fqns: options["lr"] for fqns, options in groups.items()
         }
@@ -535,7 +536,7 @@ def test_real_runs_are_read_bit_for_bit(runs: Path, name: str) -> None:
 
 
 def test_a_flattened_optimizer_is_what_torch_loads_flattened(tmp_path: Path) -> None:
-    """`flatten_optimizer_state_dict=True` asks for the options of a param group under each parameter."""
+    """With `flatten_optimizer_state_dict=True`, torch expects param group options under each parameter."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
@@ -566,7 +567,7 @@ def test_a_flattened_optimizer_is_what_torch_loads_flattened(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_engines_load_what_is_written(runs: Path, tmp_path: Path) -> None:
-    """Other engines on another number of ranks; and a ZeRO-3 run's masters, states and steps in FSDP2."""
+    """Other engines load on other numbers of ranks. FSDP2 also loads a ZeRO-3 run's masters, states and steps."""
     from ckpt import api
 
     jobs, truths = [], []
@@ -584,7 +585,7 @@ def test_engines_load_what_is_written(runs: Path, tmp_path: Path) -> None:
         masters = {fqn for fqn, role in before.tensors if role == "master"}
         for (fqn, role), tensor in before.tensors.items():
             if role == WEIGHT and fqn in masters:
-                continue  # its rounding: FSDP keeps the master
+                continue  # the rounded weight: FSDP keeps the master
             assert after.tensors[fqn, WEIGHT if role == "master" else role] == tensor, (output.name, fqn, role)
         assert after.metadata["adam_step"] == 2
         assert after.metadata["param_groups"] == before.metadata["param_groups"]

@@ -1,5 +1,6 @@
-"""`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints of FSDP and the
-universal form are refused, and nothing is touched.
+"""`converters/pytorch/dcp.py`, `converters/deepspeed/universal.py`: broken and hostile checkpoints are refused.
+
+Sources are FSDP's and universal checkpoints. No file is changed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from tests.support.hostile import make as hostile
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
-KEY = "model.down.weight"  # [5, 3], of which rank 0 has 3 rows and rank 1 the other 2
+KEY = "model.down.weight"  # [5, 3]: rank 0 has 3 rows and rank 1 has 2
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def full(fixtures: Path, tmp_path: Path) -> Path:
 
 
 class Runs:
-    """Runs a command when Python's own unpickler, or torch's reader, loads it."""
+    """Object that runs a command when Python's unpickler or torch's reader loads it."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch executed",)
@@ -107,7 +108,7 @@ def test_metadata_that(step: Path, case: str, format: str, monkeypatch: pytest.M
 
 
 def test_a_file_of_items_that_nothing_describes(step: Path) -> None:
-    """Ranks without elements of any tensor write such: the file is not looked for."""
+    """Ranks without tensor elements write such items. ckpt doesn't look for the file."""
 
     def add(metadata: Any) -> None:
         index = MetadataIndex("model.nothing", torch.Size([0]))
@@ -123,7 +124,7 @@ DRAWN = {"leaves-a-hole": "#ffffff", "overlaps": RED, "runs-past-the-end": None}
 
 @pytest.mark.parametrize("case", DRAWN)
 def test_what_is_damaged_has_a_picture(step: Path, tmp_path: Path, case: str) -> None:
-    """Inspecting proves nothing before it draws, but reports the same faults as converting does."""
+    """`inspect` draws without a proof, but reports the same faults as `convert`."""
     change, code, words = METADATA[case]
     edit(step, change)
     done = ckpt("inspect", step, "--picture", tmp_path / "out.svg")
@@ -135,7 +136,7 @@ def test_what_is_damaged_has_a_picture(step: Path, tmp_path: Path, case: str) ->
 
 
 def test_metadata_that_runs_code_seen_from_outside(step: Path, tmp_path: Path) -> None:
-    """No process, no import, no file of the attack."""
+    """The attack starts no process, imports nothing and creates no file."""
     edit(step, run_code)
     before = snapshot(step)
     empty = tmp_path / "empty"
@@ -159,7 +160,7 @@ def test_a_file_is_missing(step: Path, name: str) -> None:
 
 @pytest.mark.parametrize("names", [("__0_0.distcp", "__1_0.distcp"), ("__1_0.distcp", "__0_0.distcp")])
 def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path: Path, names: tuple[str, str]) -> None:
-    """Note equal files: all items fit, and nothing records who wrote a file; exchanged files go unnoticed."""
+    """All items fit, and files don't record their writer. ckpt notes equal files, but can't detect swapped ones."""
     model = "trl-fsdp2/outputs/llama-sft/checkpoint-2/pytorch_model_fsdp_0"
     run = Path(shutil.copytree(fixtures / model, tmp_path / "run"))
     shutil.copy(run / names[0], run / names[1])
@@ -170,7 +171,7 @@ def test_a_file_of_one_rank_copied_over_that_of_another(fixtures: Path, tmp_path
 
 
 def test_a_model_whose_halves_are_equal_is_written_and_read(tmp_path: Path) -> None:
-    """Each rank has one half: it was refused as a copy when all of it had been written."""
+    """Each rank has one half. After writing, ckpt refused the output as a copy."""
     import numpy as np
     from safetensors.numpy import save_file
 
@@ -191,7 +192,7 @@ def test_a_file_is_truncated(step: Path, name: str, damage: Callable[[Path], Non
 
 
 def test_ranks_of_different_steps(tmp_path: Path) -> None:
-    """A save over an older one that ended after some of the ranks."""
+    """A save over an older checkpoint stopped before every rank had written."""
     model, optimizer = trained()
     states = nested(model, optimizer)[1]
     for name, number in (("old", 1.0), ("new", 2.0)):

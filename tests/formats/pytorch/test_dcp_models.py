@@ -25,7 +25,7 @@ def optimizer(value: float, name: str = "w.weight") -> dict[str, Any]:
     return {"state": {name: states}, "param_groups": [{"params": [name], "lr": value}]}
 
 
-#: State dicts, and for the tag of each model in them its value and its optimizer's learning rate.
+#: State dicts, and by tag of each model its value and its optimizer's learning rate.
 ASKED: dict[str, tuple[dict[str, Any], Mapping[str, tuple[float, float | None]]]] = {
     "each with its optimizer": (
         {
@@ -49,7 +49,7 @@ ASKED: dict[str, tuple[dict[str, Any], Mapping[str, tuple[float, float | None]]]
         {"generator": (1, 1), "discriminator": (2, 2)},
     ),
 }
-#: State dicts with a model and others in training state: the others by their tags.
+#: State dicts with a model, and the tags of other models in the training state.
 NAMED: dict[str, tuple[dict[str, Any], Mapping[str, float]]] = {
     "average": ({"ema": model(2)}, {"ema": 2}),
     "average of its own name": ({"model_ema": model(2)}, {"model_ema": 2}),

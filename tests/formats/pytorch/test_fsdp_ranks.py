@@ -32,7 +32,7 @@ CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "tie_wor
 
 @pytest.fixture(scope="session")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`runs("fsdp2-3")` is the folder of a run of that kind on so many ranks."""
+    """Return a function of a kind and rank count, as `runs("fsdp2-3")`, that gives the run's folder."""
     made: dict[str, Path] = {}
 
     def run(name: str) -> Path:
@@ -75,7 +75,7 @@ def assert_is_truth(checkpoint: Checkpoint, run: Path) -> None:
 @pytest.mark.parametrize("name", RUNS)
 def test_equals_what_the_live_model_gathered(runs: Callable[[str], Path], name: str) -> None:
     run = runs(name)
-    if name.startswith("fsdp1-"):  # FSDP1 writes tied parameters apart
+    if name.startswith("fsdp1-"):  # FSDP1 writes tied parameters twice
         (run / "ranks/config.json").write_text(json.dumps(CONFIG))
     checkpoint = api.open(run / "ranks")
     assert checkpoint.format == "fsdp-ranks"
@@ -122,7 +122,7 @@ def test_local_state_dicts_of_unknown_models_are_refused(runs: Callable[[str], P
     run = runs("local-2")
     with pytest.raises(NotFoundError, match="LOCAL_STATE_DICT"):
         api.open(run / "ranks")
-    for rank in range(2):  # the same content under names of sharded state
+    for rank in range(2):  # the same content under names for sharded state
         source = run / "ranks" / f"pytorch_model_fsdp_rank{rank}.bin"
         shutil.copy(source, tmp_path / f"model_world_size_2_rank_{rank}.pt")
     with pytest.raises(NotFoundError, match="LOCAL_STATE_DICT"):
@@ -157,7 +157,7 @@ def test_faults(runs: Callable[[str], Path], tmp_path: Path) -> None:
         api.open(folder)
     assert caught.value.rank == "1"
 
-    folder = copied("last")  # no gap in the numbers, but fsdp_config.json and the names say how many there are
+    folder = copied("last")  # no gap in the numbers, but fsdp_config.json and the names record the count
     (folder / "model_world_size_3_rank_2.pt").unlink()
     with pytest.raises(CorruptError, match="files of ranks are missing"):
         api.open(folder)
@@ -189,7 +189,7 @@ def test_faults(runs: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_numbers_without_names_are_left_out(runs: Callable[[str], Path], tmp_path: Path) -> None:
-    """Two param groups: the order of their parameters is the script's own."""
+    """With two param groups, the script alone knows the order of their parameters."""
     folder = Path(shutil.copytree(runs("fsdp2-2") / "ranks", tmp_path / "groups"))
     for rank in range(2):
         path = folder / f"optim_world_size_2_rank_{rank}.pt"
@@ -202,7 +202,7 @@ def test_numbers_without_names_are_left_out(runs: Callable[[str], Path], tmp_pat
     assert any("left out" in note and "numbered" in note for note in checkpoint.notes)
 
     names = [fqn for fqn, _ in checkpoint.tensors]
-    for rank in range(2):  # as torch records them since 2.6
+    for rank in range(2):  # as recorded by torch since 2.6
         path = folder / f"optim_world_size_2_rank_{rank}.pt"
         state = torch.load(path, weights_only=False)
         state["param_groups"][0]["param_names"] = names[:4]
@@ -254,7 +254,7 @@ def test_nothing_here(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_buffer_that_each_rank_keeps_for_itself(runs: Callable[[str], Path], tmp_path: Path) -> None:
-    """FSDP keeps parameters equal and no buffers: rank 0's values are read, with a note."""
+    """FSDP synchronizes parameters, but not buffers. ckpt reads rank 0's values, with a note."""
     run = shutil.copytree(runs("fsdp2-2"), tmp_path / "run")
     for file in run.rglob("model_world_size_2_rank_*.pt"):
         model = torch.load(file, weights_only=False)

@@ -1,4 +1,4 @@
-"""`converters/pytorch/fsdp_ranks_write.py`: files by rank for another size, loaded as verl loads them."""
+"""`converters/pytorch/fsdp_ranks_write.py`: rank files for another world size, loaded like verl loads them."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_at_the_same_size_random_states_stay(fixtures: Path, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_verl_loads_what_is_written_at_another_size(fixtures: Path, tmp_path: Path) -> None:
-    """The live FSDP1 and FSDP2 on 3 ranks, from folders of 2 and from another format's."""
+    """Live FSDP1 and FSDP2 on 3 ranks load runs from 2 ranks and from another format."""
     kinds = {"flat": "verl-fsdp1", "fsdp2": "verl-fsdp2"}
     for kind, name in kinds.items():
         api.plan(api.open(fixtures / name), "fsdp-ranks", Layout(world_size=3)).run(tmp_path / name)

@@ -1,5 +1,6 @@
-"""`converters/pytorch/full.py`, `state_dicts.py`, `state.py`, `ckpt/containers/weights.py`: full state dicts: what
-torch, Accelerate's functions and transformers write and read, against ours.
+"""`converters/pytorch/full.py`, `state_dicts.py`, `state.py`, `ckpt/containers/weights.py`: full state dicts.
+
+ckpt must match the files that torch, Accelerate's functions and transformers read and write.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from tests.support.fsdp_runs import run_ranks
 
 
 class Net(nn.Module):
-    """Tied weights, a transposed view, a buffer, a parameter of no dims."""
+    """Module with tied weights, a transposed view, a buffer and a 0-d parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +82,7 @@ def assert_holds(checkpoint: Checkpoint, model: nn.Module, optimizer: dict[str, 
 
 
 def flat(optimizer: dict[str, Any]) -> dict[str, Any]:
-    """As `StateDictOptions(flatten_optimizer_state_dict=True)` spells it."""
+    """Flatten the optimizer like `StateDictOptions(flatten_optimizer_state_dict=True)`."""
     found = {f"state.{fqn}.{k}": v for fqn, values in optimizer["state"].items() for k, v in values.items()}
     for group in optimizer["param_groups"]:
         for fqn in group["params"]:
@@ -115,7 +116,7 @@ def test_every_spelling(tmp_path: Path, layout: str, spelling: str) -> None:
 
 @pytest.mark.parametrize("wrong", [None, "swapped", "unknown"])
 def test_numbers_are_the_names_of_groups_of_one_parameter(tmp_path: Path, wrong: str | None) -> None:
-    """As Adam-mini's optimizer has them, which sorts parameters in its own way; names that do not fit prove nothing."""
+    """Adam-mini's optimizer sorts parameters in its own way and names groups. Names that don't fit prove nothing."""
     model = nn.Sequential(nn.Linear(5, 3), nn.LayerNorm(3))
     parts = [{"params": [parameter], "name": fqn} for fqn, parameter in reversed(list(model.named_parameters()))]
     optimizer = torch.optim.AdamW(parts)
@@ -139,7 +140,7 @@ def test_numbers_are_the_names_of_groups_of_one_parameter(tmp_path: Path, wrong:
 
 @pytest.mark.parametrize("groups", [1, 2])
 def test_numbers_are_names_where_the_shapes_prove_them(tmp_path: Path, groups: int) -> None:
-    """As a script saves them, with one group or with biases apart; square layers of one shape, whose order decides."""
+    """A script saves one group, or a second group for biases. Equal square layers rely on their order."""
     torch.manual_seed(1)
     model = nn.Sequential(nn.Embedding(7, 5), nn.Linear(5, 5), nn.Linear(5, 5), nn.LayerNorm(5))
     parts = [[p for p in model.parameters() if (p.ndim < 2) == without] for without in (False, True)]
@@ -178,7 +179,7 @@ def test_two_names_that_become_one_are_refused(tmp_path: Path) -> None:
 
 
 def test_views_and_shared_storages(inside: Path, tmp_path: Path) -> None:
-    """Only what is the same view of the same storage is tied; equal values and overlapping views are not."""
+    """Only the same view of the same storage is a tie. Equal values and overlapping views are not."""
     base = torch.randn(6, 4)
     state = OrderedDict(
         whole=base,
@@ -209,7 +210,7 @@ def test_views_and_shared_storages(inside: Path, tmp_path: Path) -> None:
 
 @pytest.fixture
 def inside(tmp_path: Path) -> Path:
-    """A folder for sources, beside which output may be written."""
+    """Return a folder for sources, so that output can be written next to it."""
     folder = tmp_path / "in"
     folder.mkdir()
     return folder
@@ -221,7 +222,7 @@ def written(checkpoint: Checkpoint, output: Path, layout: Layout | None = None) 
 
 
 def test_the_optimizer_goes_on_as_torch_loads_it(inside: Path, tmp_path: Path) -> None:
-    """Model and optimizer through our files, then three more steps: the same bits as without a pause."""
+    """After a round trip of model and optimizer, three more steps give the same bits as without a break."""
     model, optimizer = trained(lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     bundle = {
@@ -254,7 +255,7 @@ def test_the_optimizer_goes_on_as_torch_loads_it(inside: Path, tmp_path: Path) -
 
 
 def test_masters_are_what_the_optimizer_updates(tmp_path: Path) -> None:
-    """The fp32 master is written beside an optimizer, the bf16 weight without one or when it is asked for."""
+    """With an optimizer, ckpt writes the fp32 master. Without one or on request, it writes the bf16 weight."""
     master, weight = torch.randn(3, 4), torch.randn(3, 4).bfloat16()
     torch.save({"weight": weight, "master": master, "exp_avg": master * 2}, tmp_path / "raw.pt")
     described = api.open(tmp_path / "raw.pt")
@@ -375,7 +376,7 @@ def test_faults_of_single_files(tmp_path: Path) -> None:
 
 
 class Opens:
-    """Runs code when it is unpickled by Python's own unpickler."""
+    """Object that runs code in Python's own unpickler."""
 
     def __reduce__(self) -> Any:
         return (open, ("never", "w"))
@@ -404,7 +405,7 @@ def test_what_is_no_full_state_dict_is_not_found(tmp_path: Path) -> None:
 
 
 def test_large_files_are_found_by_their_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other programs, too, write `.bin`: one that is not torch's by name is a model only where it is asked for."""
+    """Other programs also write `.bin`. A file without torch's naming is a model only if the user names it."""
     for name, found in (("weights.pt", True), ("a.pytorch_model.fp16.bin", True), ("train.bin", False)):
         folder = tmp_path / name.partition(".")[0]
         folder.mkdir()
@@ -463,7 +464,7 @@ def test_transformers_reads_weights_alone(tmp_path: Path, dtype: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["load-fsdp1", "load-fsdp2"])
 def test_fsdp_resumes_from_what_is_written(tmp_path: Path, kind: str) -> None:
-    """FSDP 1 and 2 on 3 ranks load, by Accelerate's own functions, what we made of a run on 2 ranks."""
+    """FSDP 1 and 2 on 3 ranks load ckpt's output from a 2-rank run, through Accelerate's own functions."""
     run_ranks("fsdp2", 2, tmp_path)
     weights = torch.load(tmp_path / "full/pytorch_model_fsdp.bin")
     states = torch.load(tmp_path / "full/optimizer.bin")
@@ -483,7 +484,7 @@ def test_fsdp_resumes_from_what_is_written(tmp_path: Path, kind: str) -> None:
 
 @pytest.mark.parametrize("declared", [True, False])
 def test_what_is_gathered_apart_is_tied_as_the_config_says(tmp_path: Path, declared: bool) -> None:
-    """FSDP2 with FULL_STATE_DICT: two copies of a tied weight, and an optimizer that has one of the names."""
+    """FSDP2 with FULL_STATE_DICT saves two copies of a tied weight, and an optimizer with one of the names."""
     names = ("model.embed_tokens.weight", "lm_head.weight")
     weight = torch.randn(4, 3)
     torch.save(OrderedDict((name, weight.clone()) for name in names), tmp_path / "pytorch_model_fsdp.bin")
@@ -499,7 +500,7 @@ def test_what_is_gathered_apart_is_tied_as_the_config_says(tmp_path: Path, decla
 
 
 def test_from_zero(tmp_path: Path, fixtures: Path) -> None:
-    """A ZeRO-3 run with its optimizer, as one pair of files."""
+    """A ZeRO-3 run and its optimizer become one pair of files."""
     source = api.open(fixtures / "toy-zero3")
     output = written(source, tmp_path / "out")
     model = torch.load(output / "pytorch_model_fsdp.bin", weights_only=True)
@@ -526,7 +527,7 @@ def test_an_optimizer_under_a_name_of_its_own_is_said_to_be_no_optimizer(tmp_pat
 
 @pytest.mark.parametrize("name", ["optimizer_states", "optimizers", "optimizer"])
 def test_optimizers_in_a_list(tmp_path: Path, name: str) -> None:
-    """Lightning's `.ckpt` has a list of them: the only one is the optimizer, and of several none is guessed."""
+    """Lightning's `.ckpt` has a list of optimizers. A single one is used, and several are never guessed."""
     model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 4))
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 2)).sum().backward()
@@ -550,7 +551,7 @@ def test_an_entry_called_optimizer_that_only_names_one(tmp_path: Path) -> None:
 
 
 def test_a_count_is_no_parameter_that_a_number_may_stand_for(tmp_path: Path) -> None:
-    """BatchNorm's `num_batches_tracked`, or any other integer, beside a parameter without dims."""
+    """BatchNorm's `num_batches_tracked` or another integer is next to a 0-d parameter."""
     model = nn.ParameterDict({"scale": nn.Parameter(torch.tensor(2.0)), "weight": nn.Parameter(torch.ones(3))})
     model.register_buffer("count", torch.tensor(3))
     optimizer = torch.optim.AdamW(model.parameters())

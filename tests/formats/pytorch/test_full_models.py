@@ -1,4 +1,4 @@
-"""`converters/pytorch/full.py`: several models in one torch file. `--tag` takes one, and none is taken in silence."""
+"""`converters/pytorch/full.py`: several models in one torch file. `--tag` takes one, and none is taken silently."""
 
 from __future__ import annotations
 

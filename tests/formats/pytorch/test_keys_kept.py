@@ -1,4 +1,4 @@
-"""`converters/pytorch/keys.py`, `dcp.py`: what is written as DCP has the keys that the run's own trainer loads."""
+"""`converters/pytorch/keys.py`, `dcp.py`: DCP output has the keys that the run's own trainer loads."""
 
 from __future__ import annotations
 
@@ -40,6 +40,6 @@ def test_keys_keep_their_prefix(tree: str, is_flat: bool, tmp_path: Path) -> Non
         for value in (value for value in leaves.values() if isinstance(value, torch.Tensor)):
             value.detach().zero_()
     asked = TREES[tree](empty_weights, empty_states)
-    dcp.load(asked, checkpoint_id=tmp_path / "out", no_dist=True)  # raises if it lacks a key
+    dcp.load(asked, checkpoint_id=tmp_path / "out", no_dist=True)  # raises on a missing key
     loaded, _ = nested(model, optimizer, is_flat)
     assert all(torch.equal(empty_weights[name], value) for name, value in loaded.items())

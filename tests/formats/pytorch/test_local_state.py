@@ -1,4 +1,4 @@
-"""`converters/pytorch/local_state.py`: FSDP1's LOCAL_STATE_DICT from Accelerate, against the live models."""
+"""`converters/pytorch/local_state.py`: FSDP1's LOCAL_STATE_DICT from Accelerate matches the live models."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support import commands
 from tests.support.describing import content
 from tests.support.engines import raw
 
-#: With flat parameters alone, and with the model's own beside them (`use_orig_params`), one of them frozen.
+#: A run with only flat parameters, and one that also has the model's own (`use_orig_params`), one of them frozen.
 RUNS = ("local-flat", "local-orig")
 FILE = "pytorch_model_fsdp_rank{}.bin"
 
@@ -73,7 +73,7 @@ def test_shapes_are_those_of_the_states_or_of_the_configs_model(fixtures: Path, 
 
 
 def test_a_frozen_parameter_takes_the_config(fixtures: Path, copied: Callable[[str], Path]) -> None:
-    """The optimizer's states are of the others; of flat parameters alone they are of all."""
+    """Optimizer states cover only the other parameters. In a run with only flat parameters, they cover all."""
     run = copied("local-orig")
     (run / "config.json").unlink()
     with pytest.raises(NotFoundError, match=r"nothing tells the shape of model\.layers\.1\.mlp\.down_proj\.weight"):

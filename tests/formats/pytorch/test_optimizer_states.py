@@ -26,14 +26,14 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
     "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, momentum=0.9),
     "sgd": lambda parameters: torch.optim.SGD(parameters, momentum=0.9),
 }
-#: States that are no part of a flat buffer.  Parameters that have them have zeros where others of the buffer have more.
+#: States outside the flat buffers. In other states' buffers, such parameters get zeros.
 NOT_UNDER_ZERO = {"adafactor": {"row_var", "col_var"}}
 
 States = dict[tuple[str, str], Any]
 
 
 def trained(make: Callable[[list[nn.Parameter]], torch.optim.Optimizer], path: Path) -> States:
-    """A script's file after two steps; its states by the names of the live parameters."""
+    """Save a script's file after two steps. Return its states by parameter name."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 4), nn.LayerNorm(4))
     optimizer = make(list(model.parameters()))
@@ -72,7 +72,7 @@ def test_states_are_those_that_torch_saved(name: str, tmp_path: Path) -> None:
 
 
 def test_a_first_moment_of_a_single_element_is_damage(fixtures: Path, tmp_path: Path) -> None:
-    """It was read as a number of the whole parameter, and the tensor was lost in silence."""
+    """It was read as one number for the whole parameter, and the tensor was silently lost."""
     run = tmp_path / "run"
     shutil.copytree(fixtures / "trainer-plain", run)
     path = max(run.rglob("optimizer.pt"))

@@ -1,4 +1,4 @@
-"""`converters/optimizers/shapes.py`: states that do not have the shape of their parameter, and states that need not."""
+"""`converters/optimizers/shapes.py`: states with another shape than their parameter, damaged or legitimate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def one_short(states: States) -> None:
 
 
 def all_of_one_short(states: States) -> None:
-    """Damage every state of a parameter, so that none of them tells its shape."""
+    """Damage every state of a parameter, so that none has the right shape."""
     for name in ("exp_avg", "exp_avg_sq"):
         states[1][name] = states[1][name].flatten()[:-1].clone()
 
@@ -149,7 +149,7 @@ def test_states_of_other_kinds_are_no_damage(
 
 
 def test_a_parameter_that_is_trained_in_a_projection_is_no_damage(tmp_path: Path) -> None:
-    """GaLore keeps the moments of the projected gradient next to the projection."""
+    """GaLore stores moments of the projected gradient next to the projection."""
     content = training("AdamW")
     own = {"exp_avg": torch.zeros(2, 6), "exp_avg_sq": torch.zeros(2, 6), "projector": {"ortho": torch.ones(4, 2)}}
     content["optimizer"]["state"]["weight"] = {"step": torch.tensor(2.0), **own}

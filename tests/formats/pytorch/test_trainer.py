@@ -1,4 +1,4 @@
-"""`converters/pytorch/trainer.py`: HF Trainer's folders against the live optimizer, and names that shapes prove."""
+"""`converters/pytorch/trainer.py`: HF Trainer's folders match the live optimizer, and shapes prove names."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_weights_go_back_to_the_files_that_they_came_from(run: Path, tmp_path: P
 
 
 def save_optimizer(run: Path, order: slice) -> None:
-    """The same optimizer, in which the numbers of each group go to its parameters in another order."""
+    """Rewrite the optimizer with each group's parameter numbers in another order."""
     path = run / "checkpoint-2" / "optimizer.pt"
     whole = torch.load(path)
     for group in whole["param_groups"]:
@@ -96,7 +96,7 @@ def test_an_optimizer_of_another_kind_is_refused(run: Path) -> None:
     assert api.open(run, "hf").format == "hf"
 
 
-@pytest.mark.parametrize("model_type", sorted({*architectures()} - {*TWINS}))  # transformers has no class of a twin's
+@pytest.mark.parametrize("model_type", sorted({*architectures()} - {*TWINS}))  # transformers has no class for a twin
 def test_tables_have_the_order_in_which_transformers_registers(model_type: str) -> None:
     composite = COMPOSITES.get(model_type)
     classes = {"architectures": [composite.cls]} if composite else {}
@@ -105,7 +105,7 @@ def test_tables_have_the_order_in_which_transformers_registers(model_type: str) 
     assert as_registered(sorted(names), model_type) == names
 
 
-# -- written -------------------------------------------------------------------------------------------------
+# -- written files -------------------------------------------------------------------------------------------
 def write(source: Path, out: Path, **more: object) -> Path:
     api.plan(api.open(source), "trainer", Layout(**more)).run(out)
     return out
@@ -116,13 +116,13 @@ def same_optimizer(a: Path, b: Path) -> bool:
     states = {(number, name): raw(value) for number, held in one["state"].items() for name, value in held.items()}
     found = {(number, name): raw(value) for number, held in other["state"].items() for name, value in held.items()}
     for group in other["param_groups"]:
-        assert group.pop("bias_correction", True) is True  # what ZeRO's files have for DeepSpeed's own Adam
+        assert group.pop("bias_correction", True) is True  # ZeRO files have it for DeepSpeed's own Adam
     return one["param_groups"] == other["param_groups"] and states == found and len(states) > 0
 
 
 @pytest.mark.parametrize("between", [None, "zero2", "zero3", "dcp"])
 def test_the_optimizer_is_written_as_trainer_wrote_it(run: Path, tmp_path: Path, between: str | None) -> None:
-    """Numbers, groups, states and steps are those of the file that HF Trainer saved, also by way of other formats."""
+    """Numbers, groups, states and steps match HF Trainer's file, also after conversion through other formats."""
     source = run
     if between is not None:
         source = tmp_path / "between"
@@ -136,7 +136,7 @@ def test_the_optimizer_is_written_as_trainer_wrote_it(run: Path, tmp_path: Path,
 
 @pytest.mark.slow
 def test_trainer_resumes_from_what_is_written(fixtures: Path, run: Path, tmp_path: Path) -> None:
-    """A model of other weights, resumed by HF Trainer itself, has weights and states of the live run as it starts."""
+    """HF Trainer resumes a model with other weights, and starts with the live run's weights and states."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     api.plan(api.open(run), "zero3", Layout(world_size=2)).run(tmp_path / "zero3")
@@ -187,7 +187,7 @@ def test_what_trainer_would_take_for_something_else_is_refused(fixtures: Path, t
 
 
 def test_norms_that_trainer_tells_by_their_class(tmp_path: Path) -> None:
-    """GPT-2's `ln_1.weight` has no weight decay because it is an nn.LayerNorm's: its name does not say so."""
+    """GPT-2's `ln_1.weight` gets no weight decay because of its class nn.LayerNorm. The name doesn't show it."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     run, args = tmp_path / "run" / "checkpoint-2", TrainingArguments(str(tmp_path), weight_decay=0.1, use_cpu=True)
@@ -206,7 +206,7 @@ def test_norms_that_trainer_tells_by_their_class(tmp_path: Path) -> None:
     with pytest.raises(LossError, match=r"nn\.LayerNorm"):
         TRAINER.lay_out(replace(source, state=replace(source.state, param_groups=(only,))), Layout())
     bare = replace(only, fqns=tuple(fqn for fqn in only.fqns if fqn.endswith("weight")))
-    with pytest.raises(LossError, match=r"nn\.LayerNorm"):  # without biases, all weights may be in the one group
+    with pytest.raises(LossError, match=r"nn\.LayerNorm"):  # without biases, one group may hold all weights
         trainer_groups((bare,), bare.fqns, {fqn for fqn in bare.fqns if ".ln_" in fqn})
 
 
@@ -219,14 +219,14 @@ def test_shards_have_an_index(run: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_trainer_goes_on_with_muon(tmp_path: Path) -> None:
-    """torch's Muon, given to HF Trainer in `optimizers`: from what is written by way of DCP it has its own momentum."""
+    """HF Trainer gets torch's Muon through `optimizers`. After a conversion through DCP, it has its own momentum."""
     from transformers import AutoConfig, AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     config = AutoConfig.for_model("llama", **tiny_sizes("llama"))
     rows = [{"input_ids": torch.arange(2, 11), "labels": torch.arange(2, 11)}] * 8
 
     def train(steps: int, seed: int, **more: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """What the run holds as its last step begins, and as it ends."""
+        """Return the run's state before its last step and at its end."""
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config)
         for parameter in model.parameters():
