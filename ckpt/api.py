@@ -20,7 +20,7 @@ from ckpt.base.results import Returned
 from ckpt.base.sizes import parse_size, show_size
 from ckpt.base.text import counted, scheme_of
 from ckpt.base.type_checks import takes, typed
-from ckpt.move.files import check_destination, is_filled, lies_in
+from ckpt.move.files import check_destination, is_filled, is_inside_folder
 from ckpt.move.listing import listed_once
 from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import (
@@ -146,7 +146,7 @@ def check_apart(destination: Path, checkpoint: Checkpoint) -> None:
     for place in (checkpoint.path, *checkpoint.given.places, *(file.path for file in checkpoint.files)):
         check_destination(destination, Path(place))
     for folder in checkpoint.folders:  # config folders count too; output may lie inside them, but not replace them
-        if lies_in(Path(folder), destination):
+        if is_inside_folder(Path(folder), destination):
             raise UsageError(
                 "the destination holds files of the source",
                 path=destination,
@@ -579,7 +579,7 @@ def convert(
         conversion = plan(source, to, format=format, **others(options, Check, WriteOptions, Watching, Processes))
         conversion.to_json()  # also lists the folders listed while opening the source
     how = {**vars(Check.of(options)), **vars(WriteOptions.of(options)), **vars(Processes.of(options))}
-    return conversion.write(output, **how, **Watching.of(options).told(conversion))
+    return conversion.write(output, **how, **Watching.of(options).callbacks(conversion))
 
 
 def _is_at_gradients_point(group: ParamGroup) -> bool:

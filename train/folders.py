@@ -36,7 +36,7 @@ def load_random_states(config: Config, folder: Path, tag: str) -> None:
         print(f"note: {folder} has no random states of its ranks for {tag}; they start anew", file=sys.stderr)
 
 
-def left_by_a_run(output: Path) -> list[str]:
+def existing_checkpoints(output: Path) -> list[str]:
     """Return names of checkpoints left by an earlier run, the newest last. A new run would mix with them."""
     names = sorted(path.name for path in output.iterdir()) if output.is_dir() else []
     steps = [name for name in names if re.fullmatch(r"(checkpoint-|step-|global_step|iter_)\d+", name)]

@@ -71,7 +71,7 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if on_gpu() else torch.device("cpu")
 
 
-def of_all_ranks(mine: Any) -> list[Any]:
+def gather_objects(mine: Any) -> list[Any]:
     """Gather `mine` from all ranks, in rank order, on every rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, mine)

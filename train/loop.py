@@ -77,7 +77,7 @@ def _train(engine: Engine, model: nn.Module, config: Config, beside: Operations)
         if rank == 0:
             tqdm.write(f"step {engine.step}: loss {mean:.5f}", file=sys.stderr)
         beside.after_step(mean, own_loss)
-        ends = stopping.asked() or number == steps
+        ends = stopping.stop_requested() or number == steps
         if ends or (config.save_every and number % config.save_every == 0):
             saved.append(_save(engine, model, config, beside))
         if ends:

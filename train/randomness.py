@@ -17,10 +17,10 @@ from train import launch
 
 def states() -> dict[str, Any]:
     """Return all this process's states, with `cuda` only on a GPU."""
-    return {"python": random.getstate(), "numpy": np.random.get_state(), **of_torch()}
+    return {"python": random.getstate(), "numpy": np.random.get_state(), **torch_states()}
 
 
-def of_torch() -> dict[str, torch.Tensor]:
+def torch_states() -> dict[str, torch.Tensor]:
     """Return torch's states: `cpu`, and `cuda` on a GPU."""
     found = {"cpu": torch.get_rng_state()}
     return found | {"cuda": torch.cuda.get_rng_state()} if launch.on_gpu() else found

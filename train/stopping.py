@@ -17,33 +17,33 @@ from train import launch
 EXIT_CODES = {signal.SIGUSR1: 75, signal.SIGTERM: 128 + signal.SIGTERM}
 
 #: Largest signal received by this rank, and by any rank at the last agreement. A signal may arrive in between.
-_heard: dict[str, int] = {}
+_interruptible: dict[str, int] = {}
 
 
 def listen() -> None:
     """Note the signals in EXIT_CODES instead of ending the process. Call once, on every rank."""
-    _heard.update(own=0, agreed=0)
+    _interruptible.update(own=0, agreed=0)
     for number in EXIT_CODES:
         signal.signal(number, _note)
 
 
-def asked() -> bool:
+def stop_requested() -> bool:
     """Return True if any rank received a signal. All ranks call it together and agree."""
-    if not _heard:  # nobody listens
+    if not _interruptible:  # nobody listens
         return False
-    heard = torch.tensor(_heard["own"], device=launch.device())
+    heard = torch.tensor(_interruptible["own"], device=launch.device())
     dist.all_reduce(heard, dist.ReduceOp.MAX)
-    _heard["agreed"] = int(heard)
-    return bool(_heard["agreed"])
+    _interruptible["agreed"] = int(heard)
+    return bool(_interruptible["agreed"])
 
 
 def exit_code() -> int:
     """Return the process's exit code: 0 without a signal."""
-    number = _heard.get("agreed", 0)
+    number = _interruptible.get("agreed", 0)
     if number and launch.is_first():
         print(f"{signal.Signals(number).name}: saved, and ended before the last step", file=sys.stderr)
     return EXIT_CODES[signal.Signals(number)] if number else 0
 
 
 def _note(number: int, frame: Any) -> None:
-    _heard["own"] = max(_heard["own"], number)
+    _interruptible["own"] = max(_interruptible["own"], number)

@@ -266,8 +266,8 @@ def read_raw(path: Path, layers: Iterable[str] = ()) -> dict[str, Any]:
     """Read an adapter's config in PEFT's terms. For verl and MLX, `layers` become the target modules."""
     raw = read_object(path, "the adapter's config")
     if path.name == VERL_META:
-        return _of_verl(raw, path, layers)
-    return _of_mlx(raw, path, layers) if is_of_mlx(raw) else raw
+        return _verl_config(raw, path, layers)
+    return _mlx_config(raw, path, layers) if is_of_mlx(raw) else raw
 
 
 def is_of_mlx(raw: Mapping[str, Any]) -> bool:
@@ -275,7 +275,7 @@ def is_of_mlx(raw: Mapping[str, Any]) -> bool:
     return "peft_type" not in raw and "fine_tune_type" in raw
 
 
-def _of_verl(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
+def _verl_config(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
     if unknown := sorted(raw.keys() - _OF_VERL):
         raise UsageError(
             "verl recorded something of this adapter that is not known here", path=path, found=", ".join(unknown)
@@ -286,7 +286,7 @@ def _of_verl(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[
     return {"peft_type": "LORA", **raw, "bias": "none", "target_modules": _leaves(layers)}
 
 
-def _of_mlx(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
+def _mlx_config(raw: Mapping[str, Any], path: Path, layers: Iterable[str]) -> dict[str, Any]:
     """Convert mlx-lm 0.32's config (`tuner/lora.py`): it adds `scale` times the product, so alpha is `scale` * r."""
     if raw["fine_tune_type"] != "lora":
         raise UsageError(

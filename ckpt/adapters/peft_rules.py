@@ -120,12 +120,12 @@ def _rules(raw: Mapping[str, Any]) -> list[tuple[str, _Rule]]:
         older = [(0, 13, "0.13 and older", _joint(r".*\.{}$")), (14, 14, "0.14", _apart(r".*\.{}$"))]
     else:
         older = [(0, 14, "0.14 and older", _joint(r"(.*\.)?{}$"))]
-    first, last = _dated(raw)
+    first, last = _release_range(raw)
     rules = [*older, (15, _LATEST, _TODAY, _apart(r"(.*\.)?({})$"))]
     return [(words, rule) for since, until, words, rule in rules if since <= last and first <= until]
 
 
-def _dated(raw: Mapping[str, Any]) -> tuple[int, int]:
+def _release_range(raw: Mapping[str, Any]) -> tuple[int, int]:
     """Return the first and the last minor release that may have written `raw`."""
     recorded = release_of(raw)
     if recorded is not None:

@@ -78,10 +78,10 @@ class Meter:
             if self._end.is_set():
                 return
             plain: dict[str, Any] = {"redirect_stdout": False, "redirect_stderr": False}
-            self._bar = Live(get_renderable=self._drawn, console=Console(file=sys.stderr), transient=True, **plain)
+            self._bar = Live(get_renderable=self._renderable, console=Console(file=sys.stderr), transient=True, **plain)
             self._bar.start()
 
-    def _drawn(self) -> Any:
+    def _renderable(self) -> Any:
         from rich.progress_bar import ProgressBar
         from rich.table import Table
         from rich.text import Text

@@ -61,7 +61,7 @@ def _ours(error: Any, command: str) -> UsageError:
     usage = context.get_usage().removeprefix("Usage: ") if context else None
     if found := re.match(r"No such option: (\S+)", message):
         near = " or ".join(sorted(getattr(error, "possibilities", None) or ()))
-        hint = _meant(found[1], context) or (f"did you mean {near}?" if near else hint)
+        hint = _foreign_option_hint(found[1], context) or (f"did you mean {near}?" if near else hint)
         return UsageError(f"there is no option {found[1]}", hint=hint)
     if found := re.match(r"No such command '(.*?)'\.?(?: Did you mean (.*?)\?)?$", message):
         hint = f"did you mean {found[2].replace(chr(39), '')}?" if found[2] else hint
@@ -90,7 +90,7 @@ def _name(hint: str) -> str:
     return hint.rpartition(" / ")[2].strip("'")
 
 
-def _meant(option: str, context: Any) -> str | None:
+def _foreign_option_hint(option: str, context: Any) -> str | None:
     """Return a hint for another program's option."""
     needed, hint = _MEANT.get(option, (None, None))
     known = {name for one in context.command.params for name in (*one.opts, one.metavar)} if context else set()

@@ -114,7 +114,7 @@ def measure(
             x, y = reader.gather(0, one).reshape(-1), reader.gather(1, other).reshape(-1)
             for at in range(0, len(x), _STEP):
                 part = slice(at, at + _STEP)
-                change = _of_block(x[part], one.dtype, y[part], other.dtype, allowed)
+                change = _block_change(x[part], one.dtype, y[part], other.dtype, allowed)
                 if change.index:
                     change = replace(change, index=first_index(region, shape, start + at + change.index[0]))
                 found = together((found, change))
@@ -128,7 +128,7 @@ def can_measure(a: DType, b: DType) -> bool:
     return a == b or all(numbers(np.zeros(dtype.itemsize, np.uint8), dtype) is not None for dtype in (a, b))
 
 
-def _of_block(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
+def _block_change(a: NDArray, a_dtype: DType, b: NDArray, b_dtype: DType, allowed: Tolerance) -> Change:
     """Return the change between two blocks of bits. `index` is the largest difference's position in the block."""
     is_same = a_dtype == b_dtype and np.array_equal(a, b)
     x = numbers(a, a_dtype)

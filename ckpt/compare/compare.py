@@ -22,7 +22,7 @@ from ckpt.base.text import counted
 from ckpt.move.casts import FLOATS, cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles
 from ckpt.move.reading import Computed, read_exactly, strided
-from ckpt.move.source import behind, truncated
+from ckpt.move.source import remote_object, truncated
 from ckpt.plan.checkpoint import MASTER, WEIGHT, Checkpoint, Key
 from ckpt.plan.dtypes import BFLOAT16, BOOL, DType
 from ckpt.plan.planner import check_source, first_index
@@ -134,13 +134,13 @@ class Reader(AbstractContextManager["Reader"]):
         self._read(path, offset, self._views[side][:size])
 
     def hold(self, span: tuple[str, int, int] | None) -> None:
-        """Fetch a range (path, offset, length) from a store for `held`. None releases it."""
+        """Fetch a range (path, offset, length) from a store for `fetched_bytes`. None releases it."""
         if span != self._held_span:
             self._held_span, self._held = None, memoryview(b"")  # release before fetching more
             if span is not None:
                 self._held_span, self._held = span, self.fetch(*span)
 
-    def held(self, path: str, offset: int, size: int) -> memoryview | None:
+    def fetched_bytes(self, path: str, offset: int, size: int) -> memoryview | None:
         """Return these bytes if they are in the fetched range."""
         if self._held_span is None or self._held_span[0] != path:
             return None
@@ -149,7 +149,7 @@ class Reader(AbstractContextManager["Reader"]):
 
     def fetch(self, path: str, offset: int, size: int) -> memoryview:
         """Return bytes from a store without copying or caching."""
-        remote = behind(self._files.descriptor(path))
+        remote = remote_object(self._files.descriptor(path))
         content = memoryview(b"") if remote is None else remote.fetched(offset, offset + size)
         if len(content) < size:
             raise truncated(path, offset + len(content))

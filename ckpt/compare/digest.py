@@ -133,7 +133,7 @@ def digests(
             forms.setdefault(entry.tensor.key, {})[entry.dtype] = None
         contents = _hash_contents(checkpoint, forms, workers, progress)
     else:
-        contents = {entry.tensor.key: _known(entry, known) for entry in entries}
+        contents = {entry.tensor.key: _known_hashes(entry, known) for entry in entries}
         left_out = {entry.kind for entry in entries if entry.dtype not in contents[entry.tensor.fqn, entry.tensor.role]}
     names = names or {}
     found = [
@@ -257,7 +257,7 @@ def _together(a: Span, b: Span) -> Span | None:
     return (*a[:2], size) if a[0] == b[0] and 0 <= gap <= GAP and size <= _REQUEST else None
 
 
-def _known(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
+def _known_hashes(entry: _Entry, known: Mapping[Span, bytes]) -> dict[DType, bytes]:
     """Return a tensor's element hash by dtype, if its range has a known hash."""
     tensor = entry.tensor
     if tensor.dtype != entry.dtype:
@@ -275,7 +275,7 @@ def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
     if not tensor.numel:
         return
     in_order = FlatRange(0, tensor.numel)
-    parts = list(overlay(tensor.fragments(), [_wanted(tensor, in_order)], tensor.shape))
+    parts = list(overlay(tensor.fragments(), [_digest_fragment(tensor, in_order)], tensor.shape))
     if all(isinstance(part.region, FlatRange) for part in parts):
         for part in parts:
             yield from _contiguous(part.a, reader)
@@ -287,14 +287,14 @@ def row_major(tensor: Tensor, reader: Reader) -> Iterator[NDArray]:
     slab = np.empty(min(step, tensor.numel), storage_dtype(tensor.dtype))
     for start in range(0, tensor.numel, step):
         wanted = FlatRange(start, min(start + step, tensor.numel))
-        for part in overlay(tensor.fragments(), [_wanted(tensor, wanted)], tensor.shape):
+        for part in overlay(tensor.fragments(), [_digest_fragment(tensor, wanted)], tensor.shape):
             for _, _, source, place in blocks(part):
                 rest = slab[place.offset // slab.itemsize :]
                 strided(rest, place.shape, place.strides)[...] = reader.gather(0, source)
         yield slab[: wanted.numel]
 
 
-def _wanted(tensor: Tensor, region: FlatRange) -> Fragment:
+def _digest_fragment(tensor: Tensor, region: FlatRange) -> Fragment:
     return Fragment(region, Extent.contiguous("", 0, tensor.dtype, (region.numel,)))
 
 
@@ -303,7 +303,7 @@ def _contiguous(extent: Extent, reader: Reader) -> Iterator[NDArray]:
     step = (_REQUEST if is_fetched else _CHUNK) // extent.dtype.itemsize
     for start in range(0, extent.numel, step):
         part = extent.flat(start, min(start + step, extent.numel))
-        content = reader.held(part.path, part.offset, part.nbytes)
+        content = reader.fetched_bytes(part.path, part.offset, part.nbytes)
         if content is None and is_fetched:
             content = reader.fetch(part.path, part.offset, part.nbytes)
         if content is not None:  # hashed without a copy

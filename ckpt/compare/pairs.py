@@ -21,7 +21,7 @@ from ckpt.base.text import counted, one_line
 from ckpt.compare.changes import Change, measure
 from ckpt.compare.compare import Difference, Element, Reader, check_replicas, compare, location, narrower, number_text
 from ckpt.compare.other_files import is_of_training
-from ckpt.compare.skipped_content import WHY, tensors_beside
+from ckpt.compare.skipped_content import WHY, count_state_tensors
 from ckpt.containers.torchfile.scalars import read_scalar
 from ckpt.move.files import translate_os_errors
 from ckpt.plan.checkpoint import BUFFER, MASTER, MODEL_ROLES, WEIGHT, Checkpoint, OneElement
@@ -233,7 +233,7 @@ def walk(
     not_compared = [NotCompared(side, role, count, why) for (side, role, why), count in work.skipped.items()]
     for label, side in (("A", a), ("B", b)):
         if only == "all":
-            not_compared += [NotCompared(label, name, count, WHY) for name, count in tensors_beside(side).items()]
+            not_compared += [NotCompared(label, name, count, WHY) for name, count in count_state_tensors(side).items()]
         if only != "weights":
             notes += [f"not compared, of {label}: {sentence}" for sentence in side.unread]
     return tuple(results), tuple(not_compared), num_bytes, tuple(notes)

@@ -29,7 +29,7 @@ def sample_digest(checkpoint: Checkpoint) -> str:
 
     def look(files: Iterator[SourceFile]) -> None:
         with OpenFiles() as opened:
-            found.extend((Path(file.path).name, file.size, _of_file(file, opened)) for file in files)
+            found.extend((Path(file.path).name, file.size, _sample_digest(file, opened)) for file in files)
 
     in_threads(look, checkpoint.files)
     with OpenFiles() as opened:
@@ -37,7 +37,7 @@ def sample_digest(checkpoint: Checkpoint) -> str:
     return xxh3_128(shown(repr((sorted(found), tensors))).encode("utf-8", "surrogatepass")).hexdigest()
 
 
-def _of_file(file: SourceFile, opened: OpenFiles) -> str:
+def _sample_digest(file: SourceFile, opened: OpenFiles) -> str:
     if is_standin(file.path):
         return str(file.mtime_ns)  # identifies the object's version
     ends = {(0, min(file.size, _END)), (max(0, file.size - _END), min(file.size, _END))}

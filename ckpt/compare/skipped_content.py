@@ -16,7 +16,7 @@ WHY = "they belong neither to the model nor to the optimizer; `ckpt verify --run
 _RANDOM = ("rng", "random")  # words in names of random states
 
 
-def tensors_beside(checkpoint: Checkpoint) -> dict[str, int]:
+def count_state_tensors(checkpoint: Checkpoint) -> dict[str, int]:
     """Count the tensors in each training state entry (`ema`), without random states and single numbers."""
     entries = checkpoint.state.entries()
     named = {name: value for name, value in entries.items() if not any(word in name.lower() for word in _RANDOM)}
@@ -59,7 +59,9 @@ def _entry(name: str, one: Any, other: Any) -> str:
 
 def not_hashed(checkpoint: Checkpoint, named: Checkpoint) -> list[str]:
     """Return a sentence for each part without a digest. `named` has the Hub's names."""
-    found = [f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in tensors_beside(checkpoint).items()]
+    found = [
+        f"{counted(n, 'tensor')} of {one_line(name)}: {WHY}" for name, n in count_state_tensors(checkpoint).items()
+    ]
     for role, values in checkpoint.state.scalars.items():
         plain = [one.value if isinstance(one, OneElement) else one for one in values.values()]
         if num_others := sum(one is not None and not isinstance(one, int | float) for one in plain):

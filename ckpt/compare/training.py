@@ -133,7 +133,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
         "step": state.step,
         "sequences": sequences_seen(state),
         "param_groups": [{"parameters": sorted(group.fqns), **group.options} for group in state.param_groups],
-        "scalars": {name: _united(values) for name, values in state.scalars.items()},
+        "scalars": {name: _shared_value(values) for name, values in state.scalars.items()},
         **state.entries(),
     }
     folders = [Path(folder) for folder in checkpoint.run_folders]
@@ -150,7 +150,7 @@ def _recorded(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None and value != {} and value != []}
 
 
-def _united(values: Mapping[str, Any]) -> Any:
+def _shared_value(values: Mapping[str, Any]) -> Any:
     """Return one value if all parameters share it (Adam's step), otherwise all values by fqn."""
     plain = {fqn: value.value if isinstance(value, OneElement) else value for fqn, value in sorted(values.items())}
     return next(iter(plain.values())) if len({repr(value) for value in plain.values()}) == 1 else plain

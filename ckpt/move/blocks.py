@@ -21,7 +21,7 @@ from ckpt.base.errors import NotFoundError, SourceGoneError
 from ckpt.move.casts import cast_bits, storage_dtype
 from ckpt.move.files import OpenFiles, translate_os_errors
 from ckpt.move.reading import in_shape, read_bits, strided
-from ckpt.move.source import GAP, behind, read_into, truncated
+from ckpt.move.source import GAP, read_into, remote_object, truncated
 from ckpt.plan.checkpoint import Slot
 from ckpt.plan.dtypes import DType
 from ckpt.plan.planner import Copy
@@ -229,7 +229,7 @@ def _parts(source: int, path: str, offset: int, size: int, step: int) -> Iterato
     For a local file, all parts share one buffer of `step` bytes. Copying inside the kernel (`copy_file_range`) is
     slower because it goes page by page: 1.5 times from disk, 1.2 times from memory (Linux 6.18, ext4).
     """
-    if (remote := behind(source)) is not None:
+    if (remote := remote_object(source)) is not None:
         for start in range(offset, offset + size, _SPAN):
             yield from remote.parts(start, min(offset + size, start + _SPAN))
         return

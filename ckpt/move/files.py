@@ -136,7 +136,7 @@ def confined(root: Path, name: str) -> Path:
 
 def check_destination(destination: Path, source: Path) -> None:
     """Raise UsageError if the destination and the source are equal or contain each other."""
-    if lies_in(destination, source) or lies_in(source, destination):
+    if is_inside_folder(destination, source) or is_inside_folder(source, destination):
         raise UsageError(
             "the destination and the source overlap",
             path=destination,
@@ -147,14 +147,14 @@ def check_destination(destination: Path, source: Path) -> None:
         )
 
 
-def _what_lies_in(folder: Path) -> str:
+def _folder_summary(folder: Path) -> str:
     """Return a few names in a folder, and the time of its last change."""
     names, changed = sorted(os.listdir(folder)), datetime.fromtimestamp(os.stat(folder).st_mtime)
     more = ", ..." if len(names) > 4 else ""
     return f"{', '.join(names[:4])}{more}, written {changed:%Y-%m-%d %H:%M:%S}"
 
 
-def lies_in(inner: Path, outer: Path) -> bool:
+def is_inside_folder(inner: Path, outer: Path) -> bool:
     """Return True if `inner` is or lies in `outer`, even under a second name from a bind mount."""
     real, container = Path(os.path.realpath(inner)), Path(os.path.realpath(outer))
     if real.is_relative_to(container):
@@ -307,7 +307,7 @@ class Staging:
             raise UsageError(
                 "the destination exists",
                 path=self.destination,
-                found=_what_lies_in(self.destination),
+                found=_folder_summary(self.destination),
                 hint="give another folder with -o, or --overwrite to replace it",
                 code="destination-exists",
             )

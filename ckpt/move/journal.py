@@ -98,7 +98,7 @@ class Journal:
         """Record written pieces of the target file `name`."""
         # Opened each time, so that other nodes see it (NFS). Never created here: the folder may have changed owner or
         # be gone.
-        with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_there) as file:
+        with self._lock, translate_os_errors(self._path), FileIO(self._path, "a", opener=_open_existing) as file:
             file.write(_text(_recorded(name, digests)))
 
 
@@ -140,7 +140,7 @@ def _place(folder: Path, rank: int) -> Path:
     return folder / (f"{JOURNAL}.{rank}" if rank else JOURNAL)
 
 
-def _open_there(path: str, flags: int) -> int:
+def _open_existing(path: str, flags: int) -> int:
     return os.open(path, flags & ~os.O_CREAT)
 
 
@@ -168,7 +168,7 @@ def holds_pieces(folder: Path) -> bool:
     return any(isinstance(line, list) for path in folder.glob(f"{JOURNAL}*") for line in _lines(path))
 
 
-def left_in(folder: Path) -> str:
+def _leftovers(folder: Path) -> str:
     """Describe a stopped conversion in `folder`: size, time of the last write, command."""
     found = f"{show_size(disk_bytes(folder))}"
     with contextlib.suppress(CorruptError):
@@ -229,23 +229,23 @@ def _check_same(begun: Mapping[str, Any], expected: Mapping[str, Any], path: Pat
     if version != expected["version"]:
         what = "the conversion that was stopped there is of another version of ckpt"
         found = version if isinstance(version, str) else "an older one"
-        hint = f"{_BEGINS_ANEW}: {left_in(path.parent)}"
+        hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=expected["version"], found=found, hint=hint)
     known = {file.path: file for file in _sources(begun, path)}
     files = _sources(expected, path)
     if known and files and not any(file.path in known for file in files):  # for example, the run has saved a newer step
         what = "the conversion that was stopped there is of another source"
-        hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {left_in(path.parent)}"
+        hint = f"that source goes on with it (--tag names a step of a run); {_BEGINS_ANEW}: {_leftovers(path.parent)}"
         raise UsageError(what, path=path.parent, expected=next(iter(known)), found=files[0].path, hint=hint)
     for now in files:
         then = known.get(now.path, now)
         if then != now:
             what = "the source has changed since the conversion that was stopped"
-            hint = f"{_BEGINS_ANEW}: {left_in(path.parent)}"
+            hint = f"{_BEGINS_ANEW}: {_leftovers(path.parent)}"
             raise CorruptError(what, path=now.path, expected=then.facts(), found=now.facts(), hint=hint)
     what = "the conversion that was stopped there is another one, or has another source"
     hint = f"the same command goes on with it; {_BEGINS_ANEW}"
-    raise UsageError(what, path=path.parent, found=left_in(path.parent), hint=hint)
+    raise UsageError(what, path=path.parent, found=_leftovers(path.parent), hint=hint)
 
 
 def still_there(folder: Path, claimed: Digests, pieces: Pieces, memory: int) -> Digests:

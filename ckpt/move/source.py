@@ -37,7 +37,7 @@ class Stores(Protocol):
 
     def is_standin(self, path: str) -> bool: ...
     def in_use(self) -> bool: ...
-    def behind(self, descriptor: int) -> Remote | None: ...
+    def remote_object(self, descriptor: int) -> Remote | None: ...
 
 
 class _NoStores:
@@ -49,7 +49,7 @@ class _NoStores:
     def in_use(self) -> bool:
         return False
 
-    def behind(self, descriptor: int) -> Remote | None:
+    def remote_object(self, descriptor: int) -> Remote | None:
         return None
 
 
@@ -70,9 +70,9 @@ def in_use() -> bool:
     return _stores.in_use()
 
 
-def behind(descriptor: int) -> Remote | None:
+def remote_object(descriptor: int) -> Remote | None:
     """Return the object for an open stand-in, or None for an ordinary file."""
-    return _stores.behind(descriptor)
+    return _stores.remote_object(descriptor)
 
 
 def open_file(path: str) -> int:
@@ -120,7 +120,7 @@ def read_file(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 def open_stream(path: str | os.PathLike[str]) -> io.BufferedReader:
     """Open a file for reading from the start. Raise errors like `open_file`, and like `read_into` on reads."""
     descriptor = open_file(os.fspath(path))
-    if behind(descriptor) is None:
+    if remote_object(descriptor) is None:
         return open(descriptor, "rb")
     return io.BufferedReader(_Remote(descriptor))
 
@@ -169,7 +169,7 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
     Return the number of bytes read, fewer at the end of the file. Raise OSError, or for stores StorageError, and
     CorruptError if the object was replaced.
     """
-    if (remote := behind(fd)) is not None:
+    if (remote := remote_object(fd)) is not None:
         return remote.read_into(offset, *buffers)
     done = 0
     while buffers and (count := os.preadv(fd, buffers, offset + done)):  # a signal may shorten a read
@@ -184,7 +184,7 @@ def read_into(fd: int, offset: int, *buffers: memoryview) -> int:
 
 def read_up_to(fd: int, offset: int, length: int) -> bytes:
     """Return `length` bytes at `offset`, or fewer at the end of the file. Raise OSError."""
-    if behind(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # the usual case
+    if remote_object(fd) is None and len(read := os.pread(fd, length, offset)) == length:  # the usual case
         return read
     data = memoryview(bytearray(length))
     return bytes(data[: read_into(fd, offset, data)])

@@ -270,7 +270,7 @@ class Watching(OptionGroup):
     say: Callable[[str], None] | None = None
     planned: Callable[[Any], None] | None = None
 
-    def told(self, conversion: Any) -> dict[str, Any]:
+    def callbacks(self, conversion: Any) -> dict[str, Any]:
         """Call `planned`, and return the other callbacks as keywords for writing."""
         if self.planned is not None:
             self.planned(conversion)

@@ -43,7 +43,7 @@ class ProofProtocol(Protocol):
 class ExpectedProtocol(Protocol):
     """Parts and tensors described by the config but missing in a checkpoint."""
 
-    def lacking_of(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]: ...
+    def missing_content(self, checkpoint: Checkpoint) -> tuple[list[str], list[str]]: ...
 
 
 class ModuleProtocol(Protocol):

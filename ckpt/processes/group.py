@@ -99,7 +99,7 @@ class TorchGroup(Alone):
         with self._changed:
             self._outgoing.append(value)
             self._wake.set()
-            self._changed.wait_for(lambda: self._error is not None or all(self._values) or self._is_in_vain())
+            self._changed.wait_for(lambda: self._error is not None or all(self._values) or self._has_lost_process())
             self._raise_error()
             if not all(self._values):
                 raise StorageError(
@@ -108,7 +108,7 @@ class TorchGroup(Alone):
                 )
             return [values.popleft() for values in self._values]
 
-    def _is_in_vain(self) -> bool:
+    def _has_lost_process(self) -> bool:
         """Return True if a process left without sending a value."""
         return any(has_left and not values for has_left, values in zip(self._left, self._values, strict=True))
 

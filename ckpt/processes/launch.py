@@ -107,12 +107,12 @@ def joined(start: Launch | None) -> Iterator[Alone]:
 def _let_the_first_tell(store: Any, rank: int) -> None:
     """Let the first process print the common error and end first. Launchers kill the remaining processes."""
     if rank == 0:
-        atexit.register(_if_there, store.set, _TOLD, "")
+        atexit.register(_call_if_alive, store.set, _TOLD, "")
     else:
-        _if_there(store.wait, [_TOLD], _TELLING)
+        _call_if_alive(store.wait, [_TOLD], _TELLING)
 
 
-def _if_there(ask: Callable[..., object], *what: object) -> None:
+def _call_if_alive(ask: Callable[..., object], *what: object) -> None:
     """Call a store that may have ended with its process."""
     with contextlib.suppress(RuntimeError):
         ask(*what)

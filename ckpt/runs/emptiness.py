@@ -38,7 +38,7 @@ def empty_parameters(checkpoint: Checkpoint) -> str:
     return f"{counted(len(shapes), 'parameter')} {have} no elements ({_shortened(named, len(shapes))}): {why}"
 
 
-def lacking_states(checkpoint: Checkpoint) -> tuple[str, bool]:
+def missing_states(checkpoint: Checkpoint) -> tuple[str, bool]:
     """Return a sentence on trained parameters without optimizer states (or ""), and True if no parameter has any.
 
     No state at all is right before the first step.

@@ -19,7 +19,7 @@ _OTHERS_STATE = re.compile(
 )
 
 
-def _as_said(said: str) -> Sequence[str]:
+def _recorded_folders(said: str) -> Sequence[str]:
     return (said,) if said else ()
 
 
@@ -40,10 +40,10 @@ class Steps:
     #: Test for a step in this format, from names and small files.
     is_step: Callable[[Path], bool]
     #: Folder names for a tag.
-    of_tag: Callable[[str], Sequence[str]] = _as_said
+    of_tag: Callable[[str], Sequence[str]] = _recorded_folders
     #: File in the run's folder that names the step to load, and the folder names for its content.
     record: str | None = None
-    of_record: Callable[[str], Sequence[str]] = _as_said
+    of_record: Callable[[str], Sequence[str]] = _recorded_folders
     #: True if the engine loads no step without a record.
     needs_record: bool = False
     #: True if only this format has the record. If the record then names no valid step, it is damaged, unless the folder
@@ -63,7 +63,7 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
         return None
     if steps.is_step(path) and (tag is None or (tag == path.name and steps.record is not None)):
         return path
-    folders = meant(path, tag, steps)
+    folders = candidate_folders(path, tag, steps)
     named = next((folder for folder in folders if folder.is_dir() and steps.is_step(folder)), None)
     if named is not None or tag is not None:
         return named
@@ -73,13 +73,13 @@ def find_step(path: Path, tag: str | None, steps: Steps) -> Path | None:
     return None
 
 
-def meant(path: Path, tag: str | None, steps: Steps) -> list[Path]:
+def candidate_folders(path: Path, tag: str | None, steps: Steps) -> list[Path]:
     """Return the folders that the tag (or without one, the record) may name in `path`. They need not exist."""
     if tag is not None:
         return [confined(path, name) for name in steps.of_tag(tag)]
     said = recorded_step(path / steps.record) if steps.record is not None else None
     names = steps.of_record(said or "")
-    if said is not None and said.isdecimal() and steps.of_record is not _as_said:
+    if said is not None and said.isdecimal() and steps.of_record is not _recorded_folders:
         return [path / name for name in names]  # derived from a number, so it stays inside; it may be a link
     return [confined(path, name) for name in names]
 

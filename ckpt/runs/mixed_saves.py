@@ -22,7 +22,7 @@ _COMPARED, _MAX_ELEMENTS = 2, 1 << 22
 def check_one_save(checkpoint: Checkpoint) -> None:
     """Raise IncompleteError if the optimizer and the model come from different saves."""
     what = different_steps(checkpoint)
-    if what and (_taken(checkpoint) > (checkpoint.state.step or 0) or _weights_differ(checkpoint)):
+    if what and (_optimizer_steps(checkpoint) > (checkpoint.state.step or 0) or _weights_differ(checkpoint)):
         raise IncompleteError(what, path=checkpoint.path)
 
 
@@ -32,7 +32,7 @@ def different_steps(checkpoint: Checkpoint) -> str:
     Outside ZeRO stages 1 to 3, only an optimizer ahead of HF Trainer's record counts.
     """
     state = checkpoint.state
-    taken = _taken(checkpoint)
+    taken = _optimizer_steps(checkpoint)
     skipped = state.skipped_steps if type(state.skipped_steps) is int else 0
     if state.step is None or taken < 0:
         return ""
@@ -42,7 +42,7 @@ def different_steps(checkpoint: Checkpoint) -> str:
     return f"the model is of step {state.step}, and the optimizer has taken {taken:g}: are all files of one save?"
 
 
-def _taken(checkpoint: Checkpoint) -> float:
+def _optimizer_steps(checkpoint: Checkpoint) -> float:
     """Return the number of optimizer steps, or -1 if it is not recorded."""
     return float(max(checkpoint.state.scalars.get("step", {}).values(), default=-1))
 

@@ -65,7 +65,7 @@ def number_of(place: Path) -> int | None:
     return next((number for number, one in models_of(place.parent).items() if one == place), None)
 
 
-def others_of_save(place: str) -> list[Path]:
+def sibling_models(place: str) -> list[Path]:
     """Return the other models in the same save as the model at `place`.
 
     Raise IncompleteError if a model in the save is missing.

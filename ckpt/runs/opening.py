@@ -27,7 +27,7 @@ from ckpt.plan.checkpoint import (
 )
 from ckpt.plan.tensors import Tensor
 from ckpt.runs import from_hub
-from ckpt.runs.emptiness import empty_parameters, lacking_states
+from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.foreign_checkpoints import foreign
 from ckpt.runs.half_checkpoints import OPTIMIZER_FILE, holds_model, lost_weights, with_hint
 from ckpt.runs.mixed_saves import different_steps
@@ -37,7 +37,7 @@ from ckpt.runs.precision import with_computing_dtype
 from ckpt.runs.search import run_below
 from ckpt.runs.selection import ANY, Chooser, Want
 from ckpt.runs.selection import is_run as is_run
-from ckpt.runs.steps import RECORDS, enclosing_folders, of_another_step, recorded_step, run_at
+from ckpt.runs.steps import RECORDS, enclosing_folders, recorded_step, run_at, step_mismatch
 from ckpt.stores import places
 
 #: Model config in a NeMo 2 context folder (nemo/lightning/io/api.py).
@@ -96,7 +96,7 @@ def open_model(path: Path, *, tag: str | None = None, config: str | None = None)
     return _opened(path, formats, tag, config)
 
 
-def open_wanted(
+def open_accepted(
     path: Path, want: Want, *, tag: str | None, config: str | None, options: Mapping[str, Any] | None
 ) -> Checkpoint | None:
     """Return the checkpoint that `open` chooses among the ones accepted by `want`, or None."""
@@ -141,10 +141,10 @@ def _opened(
         if checkpoint is not None and not want.is_newest:
             check_one_is_meant(Path(checkpoint.path), path, tag)
         checkpoint = checkpoint and replace(checkpoint, accepted=accepted)
-        return checkpoint and _noted(_of_rank(_with_config(checkpoint, path, request), replica))
+        return checkpoint and _with_notes(_select_replica(_with_config(checkpoint, path, request), replica))
 
 
-def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
+def _select_replica(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
     if replica is None:
         return checkpoint
     from ckpt.plan.planner import choose_replica
@@ -152,10 +152,10 @@ def _of_rank(checkpoint: Checkpoint, replica: int | None) -> Checkpoint:
     return choose_replica(checkpoint, replica)
 
 
-def _noted(checkpoint: Checkpoint) -> Checkpoint:
+def _with_notes(checkpoint: Checkpoint) -> Checkpoint:
     """Add notes on a folder named for another step, on values from one rank, and on empty parts."""
-    told = of_another_step(Path(checkpoint.path), checkpoint.state.step)
-    empty = (empty_parameters(checkpoint), lacking_states(checkpoint)[0])
+    told = step_mismatch(Path(checkpoint.path), checkpoint.state.step)
+    empty = (empty_parameters(checkpoint), missing_states(checkpoint)[0])
     steps = different_steps(checkpoint)
     notes = [note for note in (told, steps, rank_copies_note(checkpoint.tensors.values()), *empty) if note]
     return replace(checkpoint, notes=(*checkpoint.notes, *notes)) if notes else checkpoint

@@ -70,7 +70,7 @@ def run_root(path: Path) -> Path:
 
 def _is_part_of_run(path: Path) -> bool:
     """Return True if the parent folder of `path` belongs to a trainer: it holds steps, a record, or half a step."""
-    if _is_step_name(path) or any(_steps_beside(path)) or any((path.parent / name).is_file() for name in RECORDS):
+    if _is_step_name(path) or any(_sibling_steps(path)) or any((path.parent / name).is_file() for name in RECORDS):
         return True
     return is_named_like_state(path.name) and is_checkpoint(path.parent)
 
@@ -83,10 +83,10 @@ def check_place(destination: Path) -> None:
     for folder in place.parents:
         if _is_step_name(folder) and _is_trainers(folder):
             raise _refusal(destination, f"a folder outside {folder.name}", f"{folder} is a step of a trainer's")
-    if place.parent.name in _STEPS_ALONE and any(_steps_beside(place)):
+    if place.parent.name in _STEPS_ALONE and any(_sibling_steps(place)):
         raise _refusal(destination, f"a folder outside {place.parent.name}/", f"{place.parent} holds a trainer's steps")
     is_universal = place.name.endswith("_universal")  # DeepSpeed's ds_to_universal.py writes it next to the step
-    if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_steps_beside(place), None)):
+    if not is_universal and _STEP_LIKE.search(place.name) and (step := next(_sibling_steps(place), None)):
         raise _refusal(
             destination, "a name that is not a step's, or a folder outside the run", f"{step} lies next to it"
         )
@@ -97,7 +97,7 @@ def place_notes(destination: Path) -> list[str]:
     if placeholder_files.url_of(destination) is not None:
         return []
     place = Path(os.path.abspath(destination))
-    if not any(_steps_beside(place)) and not any((place.parent / name).is_file() for name in RECORDS):
+    if not any(_sibling_steps(place)) and not any((place.parent / name).is_file() for name in RECORDS):
         return []
     return [f"{place.parent} is the folder of a run: its trainer or a cleanup of the run may delete {place.name}"]
 
@@ -113,7 +113,7 @@ def _refusal(destination: Path, expected: str, found: str) -> UsageError:
     )
 
 
-def _steps_beside(place: Path) -> Iterator[str]:
+def _sibling_steps(place: Path) -> Iterator[str]:
     """Yield the names of the trainer's steps in the parent folder of `place`."""
     if not place.parent.is_dir():
         return

@@ -47,11 +47,11 @@ class Quantization:
 
 def quantization_of(config: Mapping[str, Any] | None, folders: Iterable[str] = ()) -> Quantization | None:
     """Return the quantization in config.json, or in a quantizer's own file in `folders`. None for a plain model."""
-    found = _of_config(config or {})
-    return found or next((one for folder in folders if (one := _of_folder(Path(folder))) is not None), None)
+    found = _config_quantization(config or {})
+    return found or next((one for folder in folders if (one := _folder_quantization(Path(folder))) is not None), None)
 
 
-def _of_config(config: Mapping[str, Any]) -> Quantization | None:
+def _config_quantization(config: Mapping[str, Any]) -> Quantization | None:
     for part in config_parts(config):
         recorded, mlx = part.get(_ENTRY) or part.get("compression_config"), part.get(_MLX)
         if isinstance(recorded, Mapping) and recorded.get("quant_method"):
@@ -64,7 +64,7 @@ def _of_config(config: Mapping[str, Any]) -> Quantization | None:
     return None
 
 
-def _of_folder(folder: Path) -> Quantization | None:
+def _folder_quantization(folder: Path) -> Quantization | None:
     folder = folder.parent if folder.is_file() else folder
     for name, method in QUANTIZATION_FILES.items():
         if (folder / name).is_file():

@@ -239,7 +239,7 @@ def trainer_step(folder: Path) -> int | None:
     return step if type(step) is int else None
 
 
-def of_another_step(place: Path, step: int | None) -> str | None:
+def step_mismatch(place: Path, step: int | None) -> str | None:
     """Return a sentence if a checkpoint for `step` is in a folder with another number.
 
     HF Trainer and Megatron only use the step in folder names, so the folder was copied or renamed.

@@ -145,12 +145,12 @@ class _Obstore:
     def below(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
             pages = iter(self.lib.list(self.client, key or None, chunk_size=_AT_A_TIME))
-            while (page := _heard(lambda: next(pages, None), LISTING)) is not None:
+            while (page := _interruptible(lambda: next(pages, None), LISTING)) is not None:
                 yield from map(_entry, page)
 
     def directly_in(self, key: str) -> Iterator[Entry]:
         with self.errors(key, is_listing=True):
-            found = _heard(lambda: self.lib.list_with_delimiter(self.client, key or None), LISTING)
+            found = _interruptible(lambda: self.lib.list_with_delimiter(self.client, key or None), LISTING)
             yield from map(_entry, found["objects"])
 
     def read(self, entry: Entry, start: int, stop: int) -> memoryview:
@@ -160,7 +160,7 @@ class _Obstore:
 
         def get() -> memoryview:
             answer = self.lib.get(self.client, entry.key, options=options)
-            expected, found = _told(entry, entry), _told(_entry(answer.meta), entry)
+            expected, found = _object_version(entry, entry), _object_version(_entry(answer.meta), entry)
             if found != expected:  # the server ignored the condition
                 raise _changed(f"{self._url}/{entry.key}", expected, found)
             try:
@@ -169,12 +169,12 @@ class _Obstore:
                 raise _BrokenOffError(str(error)) from error
 
         with self.errors(entry.key):
-            return _heard(lambda: _insist(get, stop - start, _BrokenOffError))
+            return _interruptible(lambda: _insist(get, stop - start, _BrokenOffError))
 
     def put(self, key: str, chunks: Iterator[memoryview], size: int, part: int) -> None:
         failure: list[BaseException] = []
 
-        def told() -> Iterator[memoryview]:
+        def written_chunks() -> Iterator[memoryview]:
             try:
                 yield from chunks
             except Exception as error:  # the library would wrap it in its own error
@@ -185,9 +185,9 @@ class _Obstore:
         try:
             with self.errors(key):
                 if size <= part:
-                    self.lib.put(self.client, key, b"".join(told()), use_multipart=False)
+                    self.lib.put(self.client, key, b"".join(written_chunks()), use_multipart=False)
                 else:
-                    self.lib.put(self.client, key, told(), chunk_size=part, max_concurrency=at_a_time)
+                    self.lib.put(self.client, key, written_chunks(), chunk_size=part, max_concurrency=at_a_time)
         except CkptError:
             if failure:
                 raise failure[0] from None
@@ -216,7 +216,7 @@ class _Obstore:
 
     def remove(self, key: str) -> None:
         with self.errors(key), contextlib.suppress(self.lib.exceptions.NotFoundError, FileNotFoundError):
-            _heard(lambda: self.lib.delete(self.client, key))
+            _interruptible(lambda: self.lib.delete(self.client, key))
 
     @contextlib.contextmanager
     def errors(self, key: str, *, is_listing: bool = False) -> Iterator[None]:
@@ -238,7 +238,7 @@ class _Obstore:
             raise _failed(error, url) from error
 
 
-def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
+def unique_entries(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
     """Yield the objects in a listing. Raise StorageError for a duplicate: such a listing may be endless."""
     known: set[str] = set()
     for entry in entries:
@@ -248,7 +248,7 @@ def each_once(entries: Iterable[Entry], url: str) -> Iterator[Entry]:
         yield entry
 
 
-def _heard(action: Callable[[], T], limit: float | None = None) -> T:
+def _interruptible(action: Callable[[], T], limit: float | None = None) -> T:
     """Return the result of `action`, run in another thread if called in the main thread: obstore ignores Ctrl-C.
 
     Raise StorageError if it takes more than `limit` seconds.
@@ -310,7 +310,7 @@ def _s3_options(bucket: str) -> dict[str, Any]:
     return options
 
 
-def _told(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
+def _object_version(entry: Entry, listed: Entry) -> tuple[str | None, int, int]:
     """Return an object's version: its ETag, or its size and time in seconds if the listing has no ETag."""
     if listed.identity is not None:
         return entry.identity, 0, 0
@@ -399,7 +399,7 @@ class _Fsspec:
 
     def below(self, key: str) -> Iterator[Entry]:
         with self._errors(key):
-            found = _heard(lambda: self.fs.find(self._path(key), detail=True), LISTING)
+            found = _interruptible(lambda: self.fs.find(self._path(key), detail=True), LISTING)
             yield from map(self._entry, found.values())
 
     def directly_in(self, key: str) -> Iterator[Entry]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 #: Folder for all stand-ins, with a final `/`. Empty before the first one.
 _root = ""
-_behind: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
+_remote_objects: dict[tuple[int, int], Ranges] = {}  # by the stand-in's device and inode
 
 
 def is_standin(path: str) -> bool:
@@ -32,7 +32,7 @@ def is_standin(path: str) -> bool:
 
 
 def in_use() -> bool:
-    return bool(_behind)
+    return bool(_remote_objects)
 
 
 def place(url: str) -> Path:
@@ -69,25 +69,25 @@ def url_of(path: str | os.PathLike[str]) -> str | None:
     return f"{scheme}://{rest}"
 
 
-def create(path: Path, mtime_ns: int, behind: Ranges) -> None:
+def create(path: Path, mtime_ns: int, remote_object: Ranges) -> None:
     """Create or replace the stand-in at `path`. Its parent folder must exist."""
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o000)
     try:
-        os.ftruncate(descriptor, behind.size)
+        os.ftruncate(descriptor, remote_object.size)
         os.utime(descriptor, ns=(mtime_ns, mtime_ns))
         info = os.fstat(descriptor)
-        _behind[info.st_dev, info.st_ino] = behind
+        _remote_objects[info.st_dev, info.st_ino] = remote_object
     finally:
         os.close(descriptor)
 
 
-def behind(descriptor: int) -> Ranges | None:
+def remote_object(descriptor: int) -> Ranges | None:
     """Return the object for an open stand-in. None for an ordinary file, even one that reuses a stand-in's inode."""
-    if not _behind or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
+    if not _remote_objects or not fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_PATH:
         return None
     info = os.fstat(descriptor)
-    return _behind.get((info.st_dev, info.st_ino))
+    return _remote_objects.get((info.st_dev, info.st_ino))
 
 
 def _standin_folder() -> str:

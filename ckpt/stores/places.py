@@ -39,11 +39,11 @@ def local(where: str | os.PathLike[str]) -> Path:
     path = placeholder_files.place(text) if scheme_of(text) is not None else Path(where)
     url = placeholder_files.url_of(path)
     assert url is not None
-    from ckpt.stores.objects import each_once, split, store  # imported late: local paths call this function too
+    from ckpt.stores.objects import split, store, unique_entries  # imported late: local paths call this function too
 
     scheme, root, key = split(url)
     objects, home = store(scheme, root), placeholder_files.place(f"{scheme}://{root}")
-    found = {home / entry.key: entry for entry in islice(_files(each_once(objects.below(key), url)), _MOST + 1)}
+    found = {home / entry.key: entry for entry in islice(_files(unique_entries(objects.below(key), url)), _MOST + 1)}
     if len(found) > _MOST:
         raise UsageError("too many objects are below this URL", found=f"more than {counted(_MOST, 'object')}", path=url)
     looked_at = {path}

@@ -27,7 +27,7 @@ from ckpt.plan.checkpoint import TargetFile
 from ckpt.plan.planner import Plan
 from ckpt.plan.spans import Piece
 from ckpt.stores import placeholder_files
-from ckpt.stores.objects import Entry, WritableStore, each_once, split, store
+from ckpt.stores.objects import Entry, WritableStore, split, store, unique_entries
 from ckpt.stores.ranges import Ranges
 
 _FILES = 4  # files sent in parallel
@@ -81,7 +81,7 @@ def upload(
     left = None
     try:
         if not sending.claim(claim):
-            raise _taken(destination)
+            raise _claim_error(destination)
         _check_free(to, folder, claim, destination, is_ours=True)  # another process may have just finished
         first, last = _in_order(plan.target.files)
         digests = sending.send(first, hashing)
@@ -110,11 +110,11 @@ def upload(
 
 
 def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *, is_ours: bool = False) -> None:
-    listed = each_once(to.below(folder), str(destination))
+    listed = unique_entries(to.below(folder), str(destination))
     there = {entry.key: entry for entry in listed if entry.key != folder or entry.size}  # a console folder
     ours = there.pop(claim, None)
     if ours is not None and not is_ours:
-        raise _taken(destination, ours, len(there))
+        raise _claim_error(destination, ours, len(there))
     if there:
         hint = "give another folder with -o, or remove it"
         raise UsageError(
@@ -122,7 +122,7 @@ def _check_free(to: WritableStore, folder: str, claim: str, destination: Path, *
         )
 
 
-def _taken(destination: Path, claim: Entry | None = None, num_others: int = 0) -> StorageError:
+def _claim_error(destination: Path, claim: Entry | None = None, num_others: int = 0) -> StorageError:
     made = "" if claim is None else f", made {datetime.fromtimestamp(claim.modified_ns // 10**9, timezone.utc)}"
     return StorageError(
         "another process is writing this destination, or was killed while it did",
@@ -257,7 +257,7 @@ class _Sending:
 
     def check_arrived(self) -> None:
         """Raise StorageError unless the store lists every sent object with its size."""
-        listed = each_once(self._to.below(self._below.rstrip("/")), self._below)
+        listed = unique_entries(self._to.below(self._below.rstrip("/")), self._below)
         there = {entry.key.removeprefix(self._below): entry.size for entry in listed}
         for name, size in self._sent.items():
             if there.get(name) != size:

@@ -62,12 +62,14 @@ def load_into(
         raise LossError(
             "the checkpoint and the model do not have the same tensors",
             path=checkpoint.path,
-            expected=f"{counted(len(wanted), 'tensor')}; not in the checkpoint: {_some(missing)}",
-            found=f"not in the model: {_some(extra)}",
+            expected=f"{counted(len(wanted), 'tensor')}; not in the checkpoint: {_sample_names(missing)}",
+            found=f"not in the model: {_sample_names(extra)}",
             hint="strict=False fills what both have" if len(missing) < len(wanted) else "is it the same model?",
         )
     if untied := [fqn for fqn, owner in named.ties.items() if fqn in wanted and wanted[fqn] is not wanted.get(owner)]:
-        what = f"{_some(untied)}: tied to {named.ties[untied[0]]} in the checkpoint, and a copy of it in the model"
+        what = (
+            f"{_sample_names(untied)}: tied to {named.ties[untied[0]]} in the checkpoint, and a copy of it in the model"
+        )
         warnings.warn(f"{shown(checkpoint.path)}: {what}", stacklevel=2)
     filled = {fqn: _checked(named, fqn, tensor) for fqn, tensor in wanted.items() if fqn not in missing}
     if note := rank_copies_note(filled.values()):
@@ -136,6 +138,6 @@ def _checked(checkpoint: Checkpoint, fqn: str, tensor: torch.Tensor) -> Tensor:
     return stored
 
 
-def _some(names: list[str]) -> str:
+def _sample_names(names: list[str]) -> str:
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return (", ".join(names[:_SHOWN]) + more) or "none"

@@ -61,11 +61,11 @@ class StateKeys:
         if group is None:
             return self.leaves[key]
         if not group.isdigit() or group in self.group_of:
-            return self._of_parameters(option, [group], key)
+            return self._group_option(option, [group], key)
         members = asked.get(f"{self.groups_at}{group}.{_PARAMS}")
         if not isinstance(members, list):  # the caller is unknown, for example if everything is loaded
             return self.leaves[key]
-        return members if option == _PARAMS else self._of_parameters(option, members, key)
+        return members if option == _PARAMS else self._group_option(option, members, key)
 
     def _option(self, key: str) -> tuple[str | None, str]:
         """Split an option's key into its group or parameter, and the option. The group is None for other keys."""
@@ -93,7 +93,7 @@ class StateKeys:
         fqn, _, name = key.removeprefix(states).rpartition(".")
         return f"{states}{self._owner(fqn)}.{name}" if key.startswith(states) and key not in self.leaves else key
 
-    def _of_parameters(self, option: str, fqns: Iterable[str], key: str) -> Any:
+    def _group_option(self, option: str, fqns: Iterable[str], key: str) -> Any:
         found: dict[int, Any] = {}
         for fqn in fqns:
             number = self.group_of.get(self._owner(fqn))

@@ -78,7 +78,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
                 found=", ".join(map(str, content)) or "nothing",
             )
         for name, fqn in expected.items():
-            fragments[fqn].append(_of_expert(content[name], expert, sharing.cuts[fqn].shape, fqn, path))
+            fragments[fqn].append(_expert_fragment(content[name], expert, sharing.cuts[fqn].shape, fqn, path))
     tensors: dict[Key, Tensor] = {}
     for fqn, held in fragments.items():
         dtypes = {fragment.extent.dtype for fragment in held}
@@ -89,7 +89,7 @@ def experts_of(files: Files, model: RankFile, sources: Sources) -> tuple[Sharing
     return sharing, tensors
 
 
-def _of_expert(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> Fragment:
+def _expert_fragment(stored: Any, expert: int, shape: Shape, fqn: str, path: str) -> Fragment:
     if not isinstance(stored, StoredTensor) or stored.extent.shape != shape[1:] or not stored.extent.is_contiguous:
         raise CorruptError(
             "an expert's matrix does not match its record",

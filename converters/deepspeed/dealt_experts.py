@@ -57,11 +57,11 @@ def without(sharing: Sharing, root: dict[str, Any]) -> dict[str, Any]:
     if not sharing.counts:
         return root
 
-    def is_of_first(fqn: str) -> bool:
+    def is_on_first_rank(fqn: str) -> bool:
         return sharing.rank_of(fqn) in (None, 0)
 
-    kept = {"module": lambda fqn: not sharing.is_shared(fqn), "buffer_names": is_of_first}
-    kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), is_of_first)
+    kept = {"module": lambda fqn: not sharing.is_shared(fqn), "buffer_names": is_on_first_rank}
+    kept |= dict.fromkeys(("frozen_param_shapes", "frozen_param_fragments"), is_on_first_rank)
     found = dict(root)
     for entry, is_kept in kept.items():
         value = root.get(entry)

@@ -172,10 +172,10 @@ def list_step_folder(path: Path, tp_rank: int | None = None) -> StepFolder:
             )
         for pattern, files in ((OPTIMIZER, optimizer), (_MODEL_PER_RANK, per_rank)):
             if match := pattern.fullmatch(name):
-                if not _is_of(tp_rank, int(match[2]), full):
+                if not _is_requested_rank(tp_rank, int(match[2]), full):
                     continue
                 put(files, int(match[1]), path, name, int(match[1]))
-        if (match := MODEL.fullmatch(name)) and _is_of(tp_rank, int(match[1]), full):
+        if (match := MODEL.fullmatch(name)) and _is_requested_rank(tp_rank, int(match[1]), full):
             model = str(confined(path, name))
     return StepFolder(path, optimizer, per_rank, model, experts, experts_optimizer)
 
@@ -193,7 +193,7 @@ def put(files: dict[Any, str], key: Any, folder: Path, name: str, rank: int | No
     files[key] = str(confined(folder, name))
 
 
-def _is_of(tp_rank: int | None, found: int, path: str) -> bool:
+def _is_requested_rank(tp_rank: int | None, found: int, path: str) -> bool:
     """Return True if files of tensor-parallel rank `found` are wanted.
 
     Raise NotFoundError for any rank but 0 if `tp_rank` is None.
@@ -239,7 +239,7 @@ def is_of_experts(name: str) -> bool:
     return bool(_EXPERT.fullmatch(name) or _EXPERTS_OPTIMIZER.fullmatch(name))
 
 
-def is_of_one_rank(path: str) -> bool:
+def is_data_parallel_file(path: str) -> bool:
     """Return True for a data-parallel rank's own model file, as in stage 3."""
     return bool(_MODEL_PER_RANK.fullmatch(os.path.basename(path)))
 

@@ -113,7 +113,7 @@ class Sharing:
         """Return the number of experts per rank in a layer."""
         return self.counts[match[1]] // self.num_ranks
 
-    def held_by(self, rank: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+    def rank_shapes(self, rank: int, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
         """Return a rank's tensors by whole-model name, with its parts' shapes."""
         return {
             fqn: self.cuts[fqn].shards[rank] if fqn in self.cuts else shape
@@ -155,7 +155,7 @@ class Sharing:
         known = replace(self, num_ranks=world_size // count)
         for rank in range(known.num_ranks):
             named = {known.name_in_model(fqn, rank): shape for fqn, shape in shapes.items()}
-            yield known.holders(rank, world_size), known.held_by(rank, named)
+            yield known.holders(rank, world_size), known.rank_shapes(rank, named)
 
     def check_buffer(self, shapes: Mapping[str, Shape], count: int, world_size: int) -> None:
         """Raise an error unless a flat buffer on `count` ranks holds only experts, sharded like on the ranks."""

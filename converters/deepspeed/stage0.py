@@ -33,7 +33,7 @@ from ckpt.plan.checkpoint import (
     Target,
 )
 from ckpt.plan.tensors import Shape, Tensor, Whole
-from ckpt.runs.finding import Steps, find_step, meant
+from ckpt.runs.finding import Steps, candidate_folders, find_step
 from ckpt.runs.steps import LATEST
 from converters.deepspeed import model_file
 from converters.deepspeed.autoep import experts_of, routers
@@ -73,7 +73,7 @@ class Stage0(Format):
         Raise NotFoundError for unsupported DeepSpeed files.
         """
         found = find_step(path, tag, _STEPS)
-        folders = [path, *meant(path, tag, _STEPS)] if found is None and path.is_dir() else []
+        folders = [path, *candidate_folders(path, tag, _STEPS)] if found is None and path.is_dir() else []
         for folder in folders:
             if not _is_step(folder):
                 refuse_unsupported(folder)
@@ -107,10 +107,10 @@ _STEPS = Steps(_is_step, record=LATEST)
 def _read(path: Path, folders: Sequence[Path]) -> Checkpoint:
     ranks, sources = tensor_parallel_ranks(path), Sources()
     if not any(ranks):
-        only = _held(path, sources, 0, 1)
+        only = _read_rank_tensors(path, sources, 0, 1)
         return _checkpoint(only, only.named)
     sharing = sharing_of(_model_file(path, ranks[0], Sources()), ranks, folders)
-    held = [_held(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
+    held = [_read_rank_tensors(path, Sources(storages=sources.storages), rank, len(ranks)) for rank in ranks]
     is_proved = all(one.named is not None for one in held)
     slices = [RankSlice(_checkpoint(one, one.named if is_proved else None), one.file) for one in held]
     return together(slices, sharing, sources)
@@ -140,7 +140,7 @@ class _Held:
     named: Sequence[Optimizer] | None
 
 
-def _held(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
+def _read_rank_tensors(path: Path, sources: Sources, tp_rank: int, num_ranks: int) -> _Held:
     folder, file = list_step_folder(path, tp_rank), _model_file(path, tp_rank, sources)
     sharing, experts = experts_of(folder.experts, file, sources)
     module, buffers = model_file.module(file, num_ranks), model_file.buffer_names(file)
@@ -225,7 +225,7 @@ def _missing_optimizer(file: RankFile) -> str | None:
 def _read_states(optimizer: Optimizer, rank: int, held: _Held, states: OptimizerStates) -> dict[Key, Tensor]:
     """Return an expert-parallel rank's masters and states, and add its other states to `states`."""
     own = replace(states, tensors={})
-    shapes = held.sharing.held_by(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
+    shapes = held.sharing.rank_shapes(rank, {fqn: t.shape for (fqn, role), t in held.tensors.items() if role == WEIGHT})
     for fqn, values in optimizer.states.items():
         own.add(fqn, shapes[fqn], values, held.file.path)
     for (fqn, role), tensor in list(own.tensors.items()):
@@ -281,7 +281,7 @@ def _named(shapes: Mapping[str, Shape], optimizers: Sequence[Optimizer], sharing
         for of_experts in (True, False) if rank == 0 else (True,):
             some = {fqn: shape for fqn, shape in shapes.items() if sharing.is_shared(fqn) == of_experts}
             groups = tuple(group for group in optimizer.groups if _is_of_experts(group) == of_experts)
-            proved = replace(optimizer, groups=groups).names(proof=sharing.held_by(rank, some)) if groups else {}
+            proved = replace(optimizer, groups=groups).names(proof=sharing.rank_shapes(rank, some)) if groups else {}
             if proved is None:
                 return None
             names |= proved

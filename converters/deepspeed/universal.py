@@ -49,7 +49,13 @@ from ckpt.state.skipped_states import listed
 from converters.deepspeed import model as zero_model
 from converters.deepspeed import model_file
 from converters.deepspeed import write as zero_writer
-from converters.deepspeed.folder import ALIASES, check_has_model, experts_unsupported, is_of_one_rank, list_step_folder
+from converters.deepspeed.folder import (
+    ALIASES,
+    check_has_model,
+    experts_unsupported,
+    is_data_parallel_file,
+    list_step_folder,
+)
 from converters.deepspeed.layout import before_dealing
 from converters.deepspeed.model import DeepSpeedModel
 from converters.deepspeed.options import UniversalOptions
@@ -137,7 +143,7 @@ def _read_folder(path: Path) -> Checkpoint:
     for fqn, stored in module.items():
         if fqn in ties or fqn in copies:
             continue
-        has_placeholders = is_of_one_rank(model.path)  # parameters under stage 3
+        has_placeholders = is_data_parallel_file(model.path)  # parameters under stage 3
         if fqn in buffers or stored.extent.numel or not (fqn in trained or has_placeholders):
             role = BUFFER if fqn in buffers else WEIGHT
             reading.tensors[fqn, role] = model_file.whole(fqn, role, stored)
@@ -175,7 +181,7 @@ def _read_folder(path: Path) -> Checkpoint:
 
 def _stage_of(models: Sequence[RankFile]) -> int:
     """Return the stage that wrote the model files: 3 has one per rank; for 1 and 2 the engine's config tells."""
-    if is_of_one_rank(models[0].path):
+    if is_data_parallel_file(models[0].path):
         return 3
     config = models[0].content.get("ds_config")
     zero = config.get("zero_optimization") if isinstance(config, Mapping) else None
@@ -271,14 +277,14 @@ def _check_complete(reading: _UniversalReading, groups: Sequence[Mapping[str, Sh
         for fqn in group:
             for role in sorted(roles):
                 if (fqn, role) not in reading.tensors:
-                    raise _lacking(reading, fqn, f"a file {role}.pt")
+                    raise _missing_error(reading, fqn, f"a file {role}.pt")
         for name, values in reading.scalars.items():
             without = [fqn for fqn in group if fqn not in values]
             if 0 < len(without) < len(group):
-                raise _lacking(reading, without[0], f"a file {name}.pt, as others of its group have")
+                raise _missing_error(reading, without[0], f"a file {name}.pt, as others of its group have")
 
 
-def _lacking(reading: _UniversalReading, fqn: str, expected: str) -> CorruptError:
+def _missing_error(reading: _UniversalReading, fqn: str, expected: str) -> CorruptError:
     what = "an optimizer state of a parameter is missing"
     return CorruptError(what, path=reading.path / "zero" / fqn, fqn=fqn, expected=expected)
 

@@ -191,8 +191,8 @@ def _understand(reading: _ZeroReading) -> RankSlice:
             raise CorruptError(
                 "files of different runs in one folder",
                 **inner.where,
-                expected=_said(stage, counts),
-                found=_said(_stage(inner), partition_counts(inner)),
+                expected=_layout_text(stage, counts),
+                found=_layout_text(_stage(inner), partition_counts(inner)),
             )
     _check_ranks(folder.optimizer, world_size, path, "optim_states")
     check_has_model(path)
@@ -210,7 +210,7 @@ def _without_model_file(path: Path, tp_rank: int) -> IncompleteError:
     return IncompleteError("the model file is missing", path=path, expected=f"mp_rank_{tp_rank:02}_model_states.pt")
 
 
-def _said(stage: int, counts: tuple[int, ...]) -> str:
+def _layout_text(stage: int, counts: tuple[int, ...]) -> str:
     """Describe the layout recorded in a file. Stage 3 counts partitions over all groups."""
     groups = f", with {counted(len(counts), 'param group')}" if stage < 3 else ""
     return f"ZeRO-{stage} on {_listed(counts)} ranks{groups}"

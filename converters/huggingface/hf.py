@@ -253,13 +253,13 @@ def _proof(
 
 def _promises(checkpoint: Checkpoint, chosen: Mapping[str, Choice]) -> list[str]:
     """Return notes on tensors that the config expects but the output lacks."""
-    from converters.names.hub.expected_tensors import lacking
+    from converters.names.hub.expected_tensors import missing_parts
 
     shapes = quantized_weights(checkpoint).in_place({name: choice.tensor.shape for name, choice in chosen.items()})
     cure = (
         "--complete-from BASE takes it from the model that was trained, and a config.json without it promises nothing"
     )
-    return [f"{one}: {cure}" for one in lacking(checkpoint.config, shapes)]
+    return [f"{one}: {cure}" for one in missing_parts(checkpoint.config, shapes)]
 
 
 def _adapter_notes(chosen: Iterable[str], checkpoint: Checkpoint, layout: Layout) -> list[str]:

@@ -135,7 +135,7 @@ def served(chosen: Mapping[str, Choice], config: AdapterConfig, server: str, mod
         _check_siblings(layers, config)
     else:
         _check_experts(layers, config, model_type)
-    rank, raw, notes = (_of_sglang if server == SGLANG else _of_vllm)(layers, tensors, config)
+    rank, raw, notes = (_sglang_adapter if server == SGLANG else _vllm_adapter)(layers, tensors, config)
     tensors += [one for layer in layers for one in _factors(layer, rank)]
     return ServerLayout(tuple(tensors), raw, left_out, notes)
 
@@ -369,7 +369,7 @@ def _check_siblings(layers: list[_Layer], config: AdapterConfig) -> None:
 _Written = tuple[int | None, dict[str, Any], tuple[str, ...]]
 
 
-def _of_vllm(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
+def _vllm_adapter(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterConfig) -> _Written:
     """Return None (no padding), the config, and vLLM's command line options as a note."""
     ranks = {re.escape(one.module): one.rank for one in layers if one.rank != config.rank}
     alphas = {re.escape(one.module): a for one in layers if (a := config.alpha_of(one.key)) != config.alpha}
@@ -388,7 +388,7 @@ def _of_vllm(layers: list[_Layer], stacked: list[ServedTensor], config: AdapterC
     return None, raw, (f"for vLLM: --enable-lora --max-lora-rank {start}, or more",)
 
 
-def _of_sglang(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
+def _sglang_adapter(layers: list[_Layer], _: list[ServedTensor], config: AdapterConfig) -> _Written:
     """Return the single rank of all layers, a config with the single scaling, and sglang's options as a note."""
     scalings = {layer.module: config.scaling(layer.key) for layer in layers}
     scaling = next(iter(scalings.values()))

@@ -29,9 +29,9 @@ from converters.names.megatron.model.spelling import (
     expert_of,
     in_encoder,
     in_whole_model,
-    is_beside,
     is_encoders,
     is_expert,
+    is_outside_language_model,
     layer_kinds,
     registered,
     split_layer,
@@ -160,7 +160,7 @@ class MegatronModel:
     @cached_property
     def sees(self) -> bool:
         """True if the GPTModel is only the language model of a larger model, and is named so in its files."""
-        return any(map(is_beside, self.chosen))
+        return any(map(is_outside_language_model, self.chosen))
 
     @cached_property
     def encodes(self) -> bool:
@@ -213,7 +213,7 @@ class MegatronModel:
         """Return a tensor's place."""
         if match := _LAYER.match(name):
             return self._stage_of_layer[match[1]]
-        if name.startswith("embedding.") or is_beside(name):
+        if name.startswith("embedding.") or is_outside_language_model(name):
             return 0, 0
         if name.startswith("mtp."):
             return next((place for place in self._places if self.stages.has_mtp(*place)), self._places[-1])
@@ -305,7 +305,7 @@ def modules_with_extra(names: Iterable[str], spelling: Spelling) -> Iterator[str
     These are linear layers, and with Transformer Engine also attention and separate norms.
     """
     for name in names:
-        if is_beside(name):
+        if is_outside_language_model(name):
             continue
         if match := _LINEAR.fullmatch(name):
             yield match["module"]

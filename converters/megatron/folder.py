@@ -33,15 +33,15 @@ def is_iterations_name(name: str) -> bool:
 
 def find_iteration(path: Path, tag: str | None, is_iteration: Callable[[Path], bool]) -> Path | None:
     """Find an iteration's folder: `path` itself, the one named by `tag`, or the tracker's."""
-    return find_step(path, tag, Steps(is_iteration, of_tag=_of_tag, record=TRACKER, of_record=_of_record))
+    return find_step(path, tag, Steps(is_iteration, of_tag=_tag_folders, record=TRACKER, of_record=_recorded_folders))
 
 
-def _of_tag(tag: str) -> Sequence[str]:
+def _tag_folders(tag: str) -> Sequence[str]:
     return (iteration_folder(int(tag)) if tag.isdecimal() else tag,)
 
 
-def _of_record(said: str) -> Sequence[str]:
-    return _of_tag(said) if said == RELEASE or said.isdecimal() else ()
+def _recorded_folders(said: str) -> Sequence[str]:
+    return _tag_folders(said) if said == RELEASE or said.isdecimal() else ()
 
 
 def rank_folders(folder: Path) -> list[str]:

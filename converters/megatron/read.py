@@ -36,8 +36,8 @@ from converters.names.megatron.model.spelling import (
     Spelling,
     bare,
     in_order,
-    is_beside,
     is_expert,
+    is_outside_language_model,
     layer_kinds,
     registered,
     split_layer,
@@ -199,7 +199,7 @@ def read_ranks(reading: MegatronReading) -> list[RankContent]:
 
 def check_larger(in_larger: bool, fqns: Iterable[str], folder: Path) -> None:
     """Raise LossError for a language model named as part of a larger model whose other tensors are missing."""
-    if in_larger and not any(map(is_beside, fqns)):
+    if in_larger and not any(map(is_outside_language_model, fqns)):
         raise LossError(
             "a language model that is part of a larger model, and of the rest nothing is here that has a name known",
             path=folder,
@@ -478,7 +478,9 @@ class _Chunk:
             if is_expert(canonical) and not self.num_experts:
                 raise CorruptError("the file records no number of experts", path=self.path, expected="args.num_experts")
             canonical, shared = self._shared(canonical)
-            yield LocalTensor(name, value, (self._held(name, canonical, value.shape),), is_expert(canonical), shared)
+            yield LocalTensor(
+                name, value, (self._held_pieces(name, canonical, value.shape),), is_expert(canonical), shared
+            )
 
     def _check_layers(self) -> None:
         layers = self.layers
@@ -521,7 +523,7 @@ class _Chunk:
             return (EMBEDDING, not stages.has_mtp(self.rank.pp, self.vp)) if tied else (OUTPUT, False)
         return EMBEDDING, True
 
-    def _held(self, name: str, canonical: str, shape: Shape) -> Held:
+    def _held_pieces(self, name: str, canonical: str, shape: Shape) -> Held:
         grid, rank = self.reading.grid, self.rank
         sections = sections_of(name, self._shape, gated=bool(self.reading.args.get("swiglu")))
         where = {"path": self.path, "rank": rank.number, "fqn": name}

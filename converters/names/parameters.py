@@ -21,7 +21,7 @@ from converters.names.families.rows import Sizes
 from converters.names.megatron import relation as megatron
 from converters.names.megatron.model.axes import Grid, Stages
 from converters.names.megatron.model.spelling import EMBEDDING as MEGATRON_EMBEDDING
-from converters.names.megatron.model.spelling import OUTPUT, is_beside
+from converters.names.megatron.model.spelling import OUTPUT, is_outside_language_model
 from converters.names.megatron.model.splits import padded_vocab_size, rank_shape, split_of
 from converters.names.megatron.rows import PADDED
 from converters.names.megatron.table import RowPlace, Table
@@ -126,7 +126,9 @@ def _stage(whole: list[Parameter], layers: range, number: int, sizes: Sizes, gri
         elif parameter.name == MEGATRON_EMBEDDING:
             here = first or (last and sizes.tied)  # the last stage has a copy of a tied embedding
         else:
-            here = first if parameter.name.startswith("embedding.") or is_beside(parameter.name) else last
+            here = (
+                first if parameter.name.startswith("embedding.") or is_outside_language_model(parameter.name) else last
+            )
         if here:
             held.append(_on_rank(parameter, grid))
     return Stage(tuple(held), layers, last)

@@ -117,7 +117,7 @@ def _relation(checkpoint: Checkpoint, saved: Saved, present: Collection[str]) ->
             continue
         titan[new] = shape
         if permuted and name.endswith(("q_proj.weight", "k_proj.weight")):
-            links += _turned(name, new, shape, heads if name.endswith("q_proj.weight") else groups)
+            links += _rotated_rows(name, new, shape, heads if name.endswith("q_proj.weight") else groups)
         else:
             links.append(Link.rename(name, new, shape))
     copies = {}
@@ -138,7 +138,7 @@ def _spelled(name: str, present: Collection[str]) -> tuple[str, int | None]:
     return next((one for one in spelled if one in present), spelled[0]), int(expert[0]) if expert else None
 
 
-def _turned(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Link]:
+def _rotated_rows(hub: str, titan: str, shape: Shape, heads: int) -> Iterator[Link]:
     """Link row `2i + p` of a torchtitan head to row `p * half + i` on the Hub."""
     head, tail = shape[0] // heads, shape[1:]
     half, zeros = head // 2, (0,) * len(tail)

@@ -439,11 +439,11 @@ def _check_states(found: Understood, path: str, is_pair: bool) -> None:
         raise CorruptError(
             "the optimizer has states of a parameter that the model does not have", path=path, fqn=strange[0]
         )
-    if error := _lacking(found.groups, states, CorruptError, path):
+    if error := _missing_state_error(found.groups, states, CorruptError, path):
         raise error
 
 
-def _lacking(
+def _missing_state_error(
     groups: Iterable[ParamGroup], states: Mapping[str, Mapping[str, Any]], kind: type[_Error], path: str
 ) -> _Error | None:
     """Return the error for a parameter that lacks a state of its group. `states` has dtypes by fqn and name."""
@@ -476,7 +476,7 @@ def _check_can_be_read(checkpoint: Checkpoint) -> None:
     for name, of in checkpoint.state.scalars.items():
         for fqn in of:
             states.setdefault(fqn, {})[name] = None
-    if error := _lacking(checkpoint.state.param_groups, states, LossError, checkpoint.path):
+    if error := _missing_state_error(checkpoint.state.param_groups, states, LossError, checkpoint.path):
         error.hint = "; ".join((*checkpoint.unread, "`ckpt convert ... hf` takes the weights alone"))
         raise error
 

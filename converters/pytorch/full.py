@@ -169,7 +169,7 @@ class Full(Format):
             _read_bundle(reading, name, request.tag)
         number = number_of(path)
         if path.is_dir() or name == FSDP_MODEL or number is not None:
-            _read_beside(reading, number)
+            _read_training_files(reading, number)
         folders = tuple(p for p in (request.config, *enclosing_folders(folder)) if p is not None)
         config = read_config(folders)
         if reading.states.groups:
@@ -510,7 +510,7 @@ def _add_optimizer(reading: _Reading, content: Any, path: str) -> None:
     reading.tensors |= reading.states.tensors
 
 
-def _read_beside(reading: _Reading, number: int | None) -> None:
+def _read_training_files(reading: _Reading, number: int | None) -> None:
     """Read files next to the weights: optimizer, scheduler, our `training_state.pt`, the step.
 
     `number` is the model's number in a save of several.

@@ -108,7 +108,7 @@ def understand(root: Mapping[Any, Any], path: str, tag: str | None = None) -> Un
         _keep(models, found, _TOP)
     if tagged is None:
         _name_others(found)
-        _of_the_model(model, optimizers, found, path)
+        _keep_model_optimizers(model, optimizers, found, path)
     if len(optimizers) == 1:
         (found.optimizer_at,) = optimizers
     weights, extra = _flat_model(model)
@@ -245,10 +245,10 @@ def _leave_out_others(chosen: _Model, models: Sequence[_Model], optimizers: _Opt
     if left:
         found.notes.append(f"the model is {chosen.called!r}, and not carried are the others here: {', '.join(left)}")
     if fitting and len(own) != 1:
-        found.notes.append(f"no optimizer is carried: nothing records the model of {_called(fitting)}")
+        found.notes.append(f"no optimizer is carried: nothing records the model of {_joined_names(fitting)}")
 
 
-def _called(optimizers: Iterable[Path_]) -> str:
+def _joined_names(optimizers: Iterable[Path_]) -> str:
     return ", ".join(".".join(map(str, at)) for at in optimizers)
 
 
@@ -267,14 +267,14 @@ def _name_others(found: Understood) -> None:
         found.notes.append(f"{name!r} looks like another model, and is training state (--tag {name} takes it)")
 
 
-def _of_the_model(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
+def _keep_model_optimizers(model: Mapping[str, Any], optimizers: _Optimizers, found: Understood, path: str) -> None:
     """Move other models' optimizers to training state. Raise SeveralModelsError if two optimizers share a name."""
     others = list(_unnamed_models(found.rest))
     for at in [*optimizers] if len(optimizers) > 1 else ():
         trained = [*_members(optimizers[at])]
         if not _has_some(model, trained) and any(_has_some(other.node, trained) for other in others):
-            found.rest[_called([at])] = optimizers.pop(at)
-            found.notes.append(f"{_called([at])!r} is the optimizer of another model, and is training state")
+            found.rest[_joined_names([at])] = optimizers.pop(at)
+            found.notes.append(f"{_joined_names([at])!r} is the optimizer of another model, and is training state")
     members = [name for node in optimizers.values() for name in {*_members(node)}]
     if others and len({*members}) < len(members):
         own = ".".join(map(str, found.model_at)) or _TOP

@@ -151,7 +151,7 @@ class Trainer(Format):
                 hint="`ckpt inspect` says what was left out and which steps there are; "
                 "the model alone is the format `hf`",
             )
-        groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint), _told_by_class(checkpoint))
+        groups, notes = trainer_groups(checkpoint.state.param_groups, _order(checkpoint), _ambiguous_norms(checkpoint))
         numbers = {fqn: number for number, fqn in enumerate(fqn for group in groups for fqn in group.fqns)}
         names = kept_names(checkpoint)
         chosen = {names.get(fqn, fqn): choice for fqn, choice in trained_weights(checkpoint, layout).items()}
@@ -244,7 +244,7 @@ def _weights_of(checkpoint: Checkpoint) -> Checkpoint:
     return replace(checkpoint, tensors={**masters, **checkpoint.tensors})
 
 
-def _told_by_class(checkpoint: Checkpoint) -> set[str]:
+def _ambiguous_norms(checkpoint: Checkpoint) -> set[str]:
     """Return 1-dim weights whose name may be any norm's. Trainer decays no weight of `nn.LayerNorm`."""
     tensors = (*checkpoint.with_role(WEIGHT), *checkpoint.with_role(MASTER))
     vectors = {tensor.fqn for tensor in tensors if len(tensor.shape) == 1 and tensor.fqn.endswith(".weight")}
@@ -252,18 +252,18 @@ def _told_by_class(checkpoint: Checkpoint) -> set[str]:
 
 
 def trainer_groups(
-    groups: Sequence[ParamGroup], order: Sequence[str], told_by_class: Set[str] = frozenset()
+    groups: Sequence[ParamGroup], order: Sequence[str], ambiguous_norms: Set[str] = frozenset()
 ) -> tuple[list[ParamGroup], list[str]]:
     """Return Trainer's param groups, with and without weight decay, in the model's order; and notes.
 
     A single group becomes two with its options. Other groupings raise LossError, because the optimizer takes states by
-    number and would not notice. For `told_by_class` (GPT-2's `ln_1.weight`) two source groups show the decay; one group
-    does not. torch's Muon is passed to Trainer, not made by it, so its groups stay unchanged.
+    number and would not notice. For `ambiguous_norms` (GPT-2's `ln_1.weight`) two source groups show the decay; one
+    group does not. torch's Muon is passed to Trainer, not made by it, so its groups stay unchanged.
     """
     if any("ns_steps" in group.options for group in groups):
         return list(groups), []
     trained = {fqn for group in groups for fqn in group.fqns}
-    unsure = trained.intersection(told_by_class)
+    unsure = trained.intersection(ambiguous_norms)
     if len(groups) == 1 and unsure:
         raise LossError(
             "HF Trainer gives weights of nn.LayerNorm no weight decay, and the source does not tell which those are",

@@ -55,8 +55,8 @@ def test_packages_and_extras_are_those_of_the_metadata(monkeypatch: pytest.Monke
         ("peft", "0.18.0"),
         ("torch", "2.4.0"),
     ]
-    lacking = {extra.name: [package.name for package in extra.lacking] for extra in found.extras}
-    assert lacking["lora"] == ["torch"] and lacking["remote"] == ["boto3"] and lacking["mount"] == []
+    missing = {extra.name: [package.name for package in extra.missing] for extra in found.extras}
+    assert missing["lora"] == ["torch"] and missing["remote"] == ["boto3"] and missing["mount"] == []
     shown = "\n".join(text.lines(found))
     assert re.search(r"^torch +2\.4\.0 +takes >=2\.6$", shown, re.MULTILINE)
     assert re.search(r"^lora .* missing torch>=2\.6$", shown, re.MULTILINE)

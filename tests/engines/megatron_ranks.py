@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 
 from ckpt import api
 from ckpt.plan.checkpoint import Layout
-from converters.names.megatron.model.spelling import LANGUAGE, is_beside
+from converters.names.megatron.model.spelling import LANGUAGE, is_outside_language_model
 from tests.support import two_heads
 from tests.support.megatron_logits import arguments, logits_of, random_model, save
 from tests.support.megatron_models import build_chunks
@@ -183,7 +183,7 @@ def _language(state: State, sees: bool) -> State:
     """Return GPTModel's part of a chunk's state."""
     if not sees:
         return state
-    return {name.removeprefix(LANGUAGE): value for name, value in state.items() if not is_beside(name)}
+    return {name.removeprefix(LANGUAGE): value for name, value in state.items() if not is_outside_language_model(name)}
 
 
 def _logits(chunks: list[Any], args: Namespace) -> torch.Tensor | None:
@@ -239,7 +239,11 @@ def _unlike(chunks: list[Any], content: State, folder: Path, sees: bool) -> list
     loaded = dist_checkpointing.load(wanted, str(iteration))
     found = []
     for key in keys:
-        held = {name: value for name, value in content[key].items() if torch.is_tensor(value) and not is_beside(name)}
+        held = {
+            name: value
+            for name, value in content[key].items()
+            if torch.is_tensor(value) and not is_outside_language_model(name)
+        }
         own = {name: value for name, value in loaded[key].items() if torch.is_tensor(value)}
         found += [name for name in held.keys() | own.keys() if not _same(held.get(name), own.get(name))]
     return found
@@ -256,7 +260,7 @@ def _save(content: State, chunks: list[Any], sees: bool, folder: Path) -> None:
     for key, chunk in zip(_keys(chunks), chunks, strict=True):
         state = chunk.state_dict_for_save_checkpoint()
         if sees:
-            beside = {name: value for name, value in content[key].items() if is_beside(name)}
+            beside = {name: value for name, value in content[key].items() if is_outside_language_model(name)}
             state = beside | {LANGUAGE + name: value for name, value in state.items()}
         content[key] = state
     torch.save(content | {"iteration": 1}, mine / "model_optim_rng.pt")

@@ -55,7 +55,7 @@ class Watching(Operations):
         return super().next_batch()
 
     def ended(self) -> None:
-        everyone = launch.of_all_ranks(self.most)
+        everyone = launch.gather_objects(self.most)
         if dist.get_rank() == 0:
             (self.output / "memory.json").write_text(json.dumps(everyone))
         super().ended()

@@ -24,7 +24,7 @@ from ckpt.commands.push.card import model_card
 from ckpt.commands.push.recorded_repo import recorded_repo
 from ckpt.errors import UsageError
 from ckpt.plan.checkpoint import Layout
-from converters.names.hub import saving as asked
+from converters.names.hub import save_pretrained
 from tests.support.commands import ckpt, process
 from tests.support.hub_server import LARGE, File, HubServer, Repo
 from tests.support.places import FIXTURES, REPOSITORY
@@ -221,7 +221,7 @@ def test_a_repository_of_others_that_takes_pull_requests(server: HubServer, fold
 def test_names_that_are_not_those_of_the_config(
     server: HubServer, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "can_be_asked", lambda: False)  # the table is enough
+    monkeypatch.setattr(save_pretrained, "can_be_asked", lambda: False)  # the table is enough
     config = json.loads((folder / "config.json").read_text())
     config |= {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
     (folder / "config.json").write_text(json.dumps(config))

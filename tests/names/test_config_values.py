@@ -1,4 +1,4 @@
-"""`converters/names/hub/config_values.py`, `saving.py`: values of config.json that transformers accepts."""
+"""`converters/names/hub/config_values.py`, `save_pretrained.py`: values of config.json that transformers accepts."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ import ckpt
 from ckpt import api
 from ckpt.errors import LossError, UsageError
 from ckpt.plan.checkpoint import Layout
-from converters.names.hub import saving as installed
+from converters.names.hub import save_pretrained as installed
 from converters.names.hub.proof import prove
 from tests.support.loaded import save_loaded
 

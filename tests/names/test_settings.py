@@ -32,7 +32,7 @@ from converters.names.megatron.settings import (
     is_run_setting,
     unknown_and_off,
 )
-from converters.names.megatron.shapes_from_args import told
+from converters.names.megatron.shapes_from_args import model_shapes
 from converters.names.megatron.table import Table
 from tests.names.test_megatron import config_of, table_of
 from tests.support.commands import ckpt
@@ -202,7 +202,7 @@ def outcome(model: str, recorded: dict[str, Any]) -> Any:
         said: Any = refuse_another_models(run, table, sizes)
     except (CorruptError, LossError) as error:
         said = str(error)
-    return said, told(run.state.args or {})
+    return said, model_shapes(run.state.args or {})
 
 
 def changed(value: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/saving.py`: tables of Hub files.
+"""`converters/names/families/tables.py`, `rows.py`, `converters/names/hub/save_pretrained.py`: tables of Hub files.
 
 They must match what transformers' models save for the same config.
 """
@@ -16,7 +16,7 @@ from safetensors import safe_open
 from ckpt.errors import CorruptError
 from converters.names.families import tables as families
 from converters.names.families.tables import FAMILIES
-from converters.names.hub import saving as installed
+from converters.names.hub import save_pretrained as installed
 from converters.names.megatron import relation as megatron
 from tests.support.twins import SAME_NAMES, TWINS, twin_of
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ckpt.base.errors import CorruptError, IncompleteError, UnsafeError
-from ckpt.runs.finding import Steps, find_step, meant, newest_first
+from ckpt.runs.finding import Steps, candidate_folders, find_step, newest_first
 
 
 def is_step(folder: Path) -> bool:
@@ -56,7 +56,7 @@ def test_a_tag_may_stand_for_several_names(tmp_path: Path) -> None:
     steps = replace(PLAIN, of_tag=lambda tag: (tag, f"checkpoint/{tag}"))
     run = write(tmp_path, "checkpoint/step-2/weights", "step-2/x")
     assert find_step(run, "step-2", steps) == run / "checkpoint/step-2"
-    assert meant(run, "step-2", steps) == [run / "step-2", run / "checkpoint/step-2"]
+    assert candidate_folders(run, "step-2", steps) == [run / "step-2", run / "checkpoint/step-2"]
 
 
 STEP = "step-1/weights"

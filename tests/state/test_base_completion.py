@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_
 
 import ckpt as package
 from ckpt.errors import LossError, UsageError
-from converters.names.hub.expected_tensors import lacking
+from converters.names.hub.expected_tensors import missing_parts
 from tests.support.adapters import same, save_base
 from tests.support.architectures import numbered
 from tests.support.commands import ckpt
@@ -283,6 +283,6 @@ def test_layers_behind_the_last_one_are_multi_token_prediction_of_deepseeks_rele
     [{"num_mtp_layers": 2}, {"text_config": {"num_mtp_layers": 2}}, {"num_mtp_modules": 2}, {"mtp_num_layers": 2}],
 )
 def test_configs_call_layers_of_multi_token_prediction_otherwise(entries: dict[str, Any]) -> None:
-    (found,) = lacking(entries, {"model.norm.weight": (4,)})
+    (found,) = missing_parts(entries, {"model.norm.weight": (4,)})
     assert found.startswith("the config promises 2 layers of multi-token prediction")
-    assert not lacking(entries, {"model.norm.weight": (4,), "model.mtp.layers.0.norm.weight": (4,)})
+    assert not missing_parts(entries, {"model.norm.weight": (4,), "model.mtp.layers.0.norm.weight": (4,)})

@@ -274,7 +274,7 @@ class Recorder(TrainerCallback):
         own_loss = loss.item()
         dist.all_reduce(loss)
         self.operations.after_step(loss.item() / dist.get_world_size(), own_loss)
-        if stopping.asked():
+        if stopping.stop_requested():
             control.should_save = control.should_training_stop = True
         if control.should_save:
             self.operations.enter("saving")

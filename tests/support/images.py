@@ -15,7 +15,7 @@ from transformers import TrainerState
 from ckpt import api
 from ckpt.plan.checkpoint import MEGATRON, Checkpoint, Layout
 from ckpt.state.naming import to_namespace
-from converters.names.megatron.model.spelling import is_beside
+from converters.names.megatron.model.spelling import is_outside_language_model
 from tests.support.tiny_sizes import layers_of
 from train.config import Config
 from train.megatron.engine import build_optimizer
@@ -57,7 +57,7 @@ def unlike(chunk: Any, moved: Checkpoint, folder: Path) -> list[str]:
     with torch.no_grad():
         for tensor in chunk.parameters():
             tensor.zero_()
-    beside = {name: torch.zeros(shape) for name, shape in moved.shapes.items() if is_beside(name)}
+    beside = {name: torch.zeros(shape) for name, shape in moved.shapes.items() if is_outside_language_model(name)}
     wanted = chunk.sharded_state_dict(prefix="language_model.")
     wanted |= make_sharded_tensors_for_checkpoint(beside, "")
     (iteration,) = (path for path in folder.iterdir() if path.is_dir())
@@ -135,7 +135,7 @@ def trained(model: Any, run: Path) -> Path:
 def _load(model: Any, tensors: Mapping[str, torch.Tensor]) -> None:
     """Load the modules beside the language model by the names that Megatron has for what is in them."""
     beside: dict[str, dict[str, torch.Tensor]] = {}
-    for name in filter(is_beside, tensors):
+    for name in filter(is_outside_language_model, tensors):
         module, _, rest = name.partition(".")
         beside.setdefault(_MODULES.get(module, module), {})[rest] = tensors[name]
     assert beside

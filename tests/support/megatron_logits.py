@@ -24,7 +24,7 @@ from ckpt.state.naming import to_namespace
 from converters.names.families.composites import COMPOSITES
 from converters.names.families.rows import spelled_out
 from converters.names.families.tables import FAMILIES
-from converters.names.megatron.model.spelling import is_beside
+from converters.names.megatron.model.spelling import is_outside_language_model
 from tests.support import images, two_heads
 from tests.support.loaded import save_loaded
 from tests.support.megatron_models import build_chunks
@@ -90,7 +90,7 @@ def _compare(folder: Path, architecture: str, more: Mapping[str, Any]) -> dict[s
     if hasattr(chunk, "encoder"):
         tensors = {two_heads.name_here(name): tensor for name, tensor in tensors.items()}
     if architecture in COMPOSITES:
-        tensors |= {name: torch.empty(moved.shapes[name]) for name in moved.shapes if is_beside(name)}
+        tensors |= {name: torch.empty(moved.shapes[name]) for name in moved.shapes if is_outside_language_model(name)}
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     found = {name: tensor.shape for (name, _), tensor in moved.tensors.items()}
     different = sorted(name for name in shapes.keys() | found.keys() if shapes.get(name) != found.get(name))

@@ -43,7 +43,7 @@ def test_another_package_cannot_take_the_name_of_a_command(monkeypatch: pytest.M
 
 
 def test_what_is_registered_must_be_a_declaration(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command_registry, "places", lambda: {"other": "ckpt.options.groups:SECTIONS"})
+    monkeypatch.setattr(command_registry, "places", lambda: {"other": "ckpt.options.command:SECTIONS"})
     with pytest.raises(UsageError, match="the command 'other' is not declared"):
         command_registry.command.__wrapped__("other")
 

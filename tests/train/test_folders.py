@@ -18,7 +18,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """This process is the only rank."""
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
-    monkeypatch.setattr(launch, "of_all_ranks", lambda mine: [mine])
+    monkeypatch.setattr(launch, "gather_objects", lambda mine: [mine])
 
 
 @pytest.mark.parametrize("strategy", ["fsdp1", "fsdp2", "hsdp", "tp-fsdp"])

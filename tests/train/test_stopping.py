@@ -16,7 +16,7 @@ from train import stopping
 @pytest.fixture
 def listening(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     handlers = {number: signal.getsignal(number) for number in stopping.EXIT_CODES}
-    monkeypatch.setattr(stopping, "_heard", {})
+    monkeypatch.setattr(stopping, "_interruptible", {})
     stopping.listen()
     yield
     for number, handler in handlers.items():
@@ -29,10 +29,10 @@ def test_a_signal_that_comes_while_the_ranks_ask_is_heard_the_next_time(
 ) -> None:
     """It was lost, and the run went on."""
     monkeypatch.setattr(dist, "all_reduce", lambda *_: os.kill(os.getpid(), number))
-    assert not stopping.asked()
+    assert not stopping.stop_requested()
     assert stopping.exit_code() == 0
     monkeypatch.setattr(dist, "all_reduce", lambda *_: None)
-    assert stopping.asked()
+    assert stopping.stop_requested()
     monkeypatch.setattr("train.launch.is_first", lambda: True)
     assert stopping.exit_code() == stopping.EXIT_CODES[number]
 
@@ -43,4 +43,4 @@ def test_a_signal_of_another_rank_is_heard(listening: None, monkeypatch: pytest.
 
     monkeypatch.setattr(dist, "all_reduce", reduce)
     monkeypatch.setattr("train.launch.is_first", lambda: False)
-    assert stopping.asked() and stopping.exit_code() == 75
+    assert stopping.stop_requested() and stopping.exit_code() == 75

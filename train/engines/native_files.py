@@ -92,10 +92,10 @@ def _state(engine: Any, keys: str, full: bool) -> dict[str, Any]:
     if engine.scheduler:
         state["lr_scheduler"] = engine.scheduler.state_dict()
     state["train_state"] = {"step": engine.step, "sequences": engine.sequences}
-    everyone = {dist.get_rank(): randomness.of_torch()}
+    everyone = {dist.get_rank(): randomness.torch_states()}
     if full:
-        everyone = dict(enumerate(launch.of_all_ranks(randomness.of_torch())))
-    for kind in randomness.of_torch():
+        everyone = dict(enumerate(launch.gather_objects(randomness.torch_states())))
+    for kind in randomness.torch_states():
         state[_RANDOM[kind]] = {str(rank): found[kind] for rank, found in everyone.items()}
     return state
 
@@ -154,7 +154,7 @@ def _save_ranks(engine: Any, folder: Path) -> None:
         torch.save(engine.model.state_dict(), _rank_file(folder, "model"))
     torch.save(engine.optimizer.state_dict(), _rank_file(folder, "optim"))
     schedule = engine.scheduler.state_dict() if engine.scheduler else None
-    torch.save({"lr_scheduler": schedule, "rng": randomness.of_torch()}, _rank_file(folder, "extra_state"))
+    torch.save({"lr_scheduler": schedule, "rng": randomness.torch_states()}, _rank_file(folder, "extra_state"))
     if dist.get_rank() == 0:
         version = 1 if engine.config.strategy == "fsdp1" else 2
         facts = {"FSDP_version": version, "world_size": dist.get_world_size()}

@@ -100,7 +100,7 @@ class MegatronEngine(Engine):
             self.step += 1
             self.sequences += self.config.batch
             loss = torch.stack([entry["loss"] for entry in losses]).mean() if losses else torch.zeros([])
-            return _of_last_stage(loss.to(launch.device()))
+            return _broadcast_last_stage(loss.to(launch.device()))
 
     @torch.no_grad()
     def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -118,7 +118,7 @@ class MegatronEngine(Engine):
                 found = self._run(micro_batches, _logits_step, forward_only=True, collect_non_loss_data=True)
             shape = (*input_ids.shape, self.args.padded_vocab_size)
             logits = found[0] if found else torch.empty(shape, dtype=torch.float32, device=launch.device())
-            _of_last_stage(logits)
+            _broadcast_last_stage(logits)
         return logits[..., : self.args.vocab_size].to(self.args.params_dtype)
 
     def save(self, folder: Path) -> str:
@@ -328,7 +328,7 @@ def build_scheduler(optimizer: Any, config: Config) -> Any:
     )
 
 
-def _of_last_stage(tensor: torch.Tensor) -> torch.Tensor:
+def _broadcast_last_stage(tensor: torch.Tensor) -> torch.Tensor:
     """Broadcast the last pipeline stage's tensor into the other stages' tensors."""
     from megatron.core import parallel_state as mpu
 

@@ -27,7 +27,7 @@ from train.operations import records, state, tracking
 def require_free(config: Config) -> None:
     """Raise UserError, on all ranks, if --output holds another run or the tracker's package is missing."""
     tracking.require(config.track)
-    if config.resume is None and (names := launch.of_all_ranks(folders.left_by_a_run(Path(config.output)))[0]):
+    if config.resume is None and (names := launch.gather_objects(folders.existing_checkpoints(Path(config.output)))[0]):
         raise UserError(
             f"--output {config.output}: a run has left {', '.join(names)} there\n"
             f"hint: --resume {config.output} goes on with it; for a new run give another --output"
@@ -40,7 +40,7 @@ class Operations:
     def __init__(self, config: Config) -> None:
         self.config, self.output = config, Path(config.output)
         self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        started = launch.of_all_ranks(time.time())[0]
+        started = launch.gather_objects(time.time())[0]
         try:
             self.heart = Heart(self.output, self.rank, self.world_size, config.beat, started)
         except OSError as error:
@@ -129,7 +129,7 @@ class Operations:
 
     def saved(self, checkpoint: Path) -> None:
         """Record a checkpoint saved by every rank, and delete old checkpoints beyond --keep."""
-        ranks = launch.of_all_ranks(state.live(self.engine))
+        ranks = launch.gather_objects(state.live(self.engine))
         if self.rank == 0:
             layout = {name: getattr(self.config, name) for name in ("strategy", "tp", "pp", "vpp", "ep", "etp")}
             facts = {

@@ -46,7 +46,7 @@ def live(engine: Any) -> dict[str, Any]:
                 "optimizer": sorted({str(state.dtype) for one in plain for state in states_of(one)}),
             },
             # No step draws from Python's or numpy's states, and some engines don't save them.
-            "rng": {name: digest(state) for name, state in randomness.of_torch().items()},
+            "rng": {name: digest(state) for name, state in randomness.torch_states().items()},
         }
     )
 

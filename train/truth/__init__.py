@@ -58,7 +58,7 @@ def facts_of(model: nn.Module) -> dict[str, Any]:
 def merged_groups(mine: list[dict[str, Any]], key: Callable[[int, dict[str, Any]], Any]) -> list[dict[str, Any]]:
     """Merge all ranks' described groups by `key`. Each rank only knows its own parameters' groups."""
     merged: dict[Any, dict[str, Any]] = {}
-    for number, group in (numbered for groups in launch.of_all_ranks(mine) for numbered in enumerate(groups)):
+    for number, group in (numbered for groups in launch.gather_objects(mine) for numbered in enumerate(groups)):
         known = merged.setdefault(key(number, group), group)
         known["names"] = list(dict.fromkeys([*known["names"], *group["names"]]))
     return list(merged.values())

@@ -136,7 +136,7 @@ def optimizer_pieces(chunks: Iterable[nn.Module], optimizer: Any) -> list[Piece]
     places = {tensor: place for chunk in chunks for place, tensor, _ in placed(chunk)}
     pieces = []
     for one in leaves(optimizer):
-        for parameter, master, start, inner in _held(one):
+        for parameter, master, start, inner in _optimizer_tensors(one):
             place = places[parameter]
             tensors = dict(inner.state.get(master, {}))
             if master is not parameter:
@@ -162,7 +162,7 @@ def leaves(optimizer: Any) -> Iterator[Any]:
         yield from leaves(one)
 
 
-def _held(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
+def _optimizer_tensors(optimizer: Any) -> Iterator[tuple[torch.Tensor, torch.Tensor, int, Any]]:
     """Yield each parameter, its master in the inner optimizer, the master's first element, and the inner optimizer."""
     inner = optimizer.optimizer
     if hasattr(optimizer, "gbuf_ranges"):  # DistributedOptimizer
@@ -205,6 +205,6 @@ def named_groups(optimizer: Any, names: dict[torch.Tensor, str]) -> list[tuple[d
     """Return every param group with the names stepped on this rank."""
     groups: list[tuple[dict[str, Any], list[str]]] = []
     for one in leaves(optimizer):
-        held = {id(master): names[parameter] for parameter, master, _, _ in _held(one)}
+        held = {id(master): names[parameter] for parameter, master, _, _ in _optimizer_tensors(one)}
         groups += [(group, [held[id(master)] for master in group["params"]]) for group in one.optimizer.param_groups]
     return groups

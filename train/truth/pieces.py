@@ -73,7 +73,7 @@ def _unpickled(role: str, place: Place, start: int, dtype: torch.dtype, data: An
 
 def collect(pieces: list[Piece]) -> dict[str, torch.Tensor]:
     """Assemble all ranks' pieces into whole tensors named `<role>/<name>`, on every rank."""
-    return assemble([piece for of_rank in launch.of_all_ranks(pieces) for piece in of_rank])
+    return assemble([piece for of_rank in launch.gather_objects(pieces) for piece in of_rank])
 
 
 def assemble(pieces: list[Piece]) -> dict[str, torch.Tensor]:

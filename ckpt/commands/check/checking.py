@@ -60,7 +60,7 @@ from ckpt.plan import registry, services
 from ckpt.plan.checkpoint import HUB, OWN, Checkpoint, Format, ReadRequest
 from ckpt.plan.namespace import OF_THE_MODEL
 from ckpt.plan.tiling import damaged
-from ckpt.runs.emptiness import empty_parameters, lacking_states
+from ckpt.runs.emptiness import empty_parameters, missing_states
 from ckpt.runs.half_checkpoints import check_holds_model, formats_of
 from ckpt.runs.mixed_saves import different_steps
 from ckpt.runs.model_files import CONFIG
@@ -76,10 +76,10 @@ from ckpt.runs.steps import (
     TRAINER_STATE,
     TRAINER_STEP,
     missing_last_of_megatron,
-    of_another_step,
     one_with_state,
     recorded_step,
     run_at,
+    step_mismatch,
     trainer_step,
 )
 from ckpt.runs.trainer_files import carried_files
@@ -250,10 +250,10 @@ def check(
 def survey(path: Path, every: list[Path], limit: int | None = None) -> list[Checked]:
     """Check the first `limit` checkpoints in `path`. For very large ones, only count files."""
     with translate_os_errors(path):
-        return [_counted(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
+        return [_uninspected(place, path, every) or _check_one(place, path, every, AUTO) for place in every[:limit]]
 
 
-def _counted(place: Path, root: Path, every: list[Path]) -> Checked | None:
+def _uninspected(place: Path, root: Path, every: list[Path]) -> Checked | None:
     files = files_below(place, [other for other in every if other != place])
     if len(files) <= _MANY_FILES:
         return None
@@ -385,7 +385,7 @@ def _check_one(
             opened.append(one := open_checkpoint(model, next(own, format), tag=tag))
             check_holds_model(one)
             problems += _damaged_tensors(one)
-            problems += _of_two_saves(one)
+            problems += _mixed_save_problems(one)
             problems += _empty(one)
             problems += _quantized(one)
             problems += _adapter(one)
@@ -402,10 +402,10 @@ def _check_one(
     ]
     checkpoint = _together(opened, place) if is_every_model_open else None
     problems += problems_of(place, files, {file.path for one in opened for file in one.files})
-    problems += _damaged_beside(root, files, opened)
+    problems += _damaged_run_files(root, files, opened)
     if number_of(place) is not None:  # the optimizer and other ranks' files are next to it
         files += {Path(file.path): None for one in opened for file in one.files if Path(file.path) not in files}
-    problems += _lacking_beside(place, checkpoint)
+    problems += _missing_trainer_files(place, checkpoint)
     if count is not None:
         problems += read_all(place, files, count, progress or (lambda _: None))
         problems += _differing_from_manifest(place)
@@ -415,7 +415,7 @@ def _check_one(
         if one.missing_optimizer is not None:
             problems.append(Problem(INCOMPLETE, "optimizer", one.missing_optimizer))
         problems += _against_config(one)
-        problems += _lacking(one)
+        problems += _missing_content(one)
     found = [one for model in opened for one in _findings(model, place, every, problems, progress)] if values else None
     told: dict[str, Problem] = {}
     # report the reader's problem before a second one about the same file
@@ -531,17 +531,17 @@ def _damaged_tensors(checkpoint: Checkpoint) -> Iterator[Problem]:
         )
 
 
-def _of_two_saves(checkpoint: Checkpoint) -> Iterator[Problem]:
+def _mixed_save_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems if the folder's name gives another step, or if model and optimizer count different steps."""
     if what := different_steps(checkpoint):
         yield Problem(LACKING, "optimizer", f"{what} It may have begun anew")
-    if told := of_another_step(Path(checkpoint.path), checkpoint.state.step):
+    if told := step_mismatch(Path(checkpoint.path), checkpoint.state.step):
         yield Problem(UNKNOWN, Path(checkpoint.path).name, told, CorruptError.exit_code)
 
 
 def _empty(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems for parameters without elements and missing optimizer states."""
-    states, is_all = lacking_states(checkpoint)
+    states, is_all = missing_states(checkpoint)
     if states and is_all:
         yield Problem(UNKNOWN, "optimizer", states, CorruptError.exit_code)
     if parameters := empty_parameters(checkpoint):
@@ -590,12 +590,12 @@ def _adapter(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(UNPROVED, ADAPTER_CONFIG, what)
 
 
-def _lacking(checkpoint: Checkpoint) -> Iterator[Problem]:
+def _missing_content(checkpoint: Checkpoint) -> Iterator[Problem]:
     """Yield problems for tensors that the config expects and the checkpoint lacks.
 
     A trainer may leave out frozen or unused parts. A folder for from_pretrained needs every tensor.
     """
-    parts, tensors = services.expected.lacking_of(checkpoint)
+    parts, tensors = services.expected.missing_content(checkpoint)
     is_model = checkpoint.namespace == HUB and Path(checkpoint.path).is_dir() and not has_optimizer(checkpoint)
     if tensors and is_model:
         yield Problem(INCOMPLETE, CONFIG, "; ".join(tensors))
@@ -621,7 +621,7 @@ def _against_config(checkpoint: Checkpoint) -> Iterator[Problem]:
         yield Problem(LEFT, CONFIG, f"names and shapes were not held against it: {error.what}")
 
 
-def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
+def _damaged_run_files(root: Path, files: Iterable[Path], models: Iterable[Checkpoint]) -> Iterator[Problem]:
     """Yield problems with files that a conversion copies from outside the checkpoint's folder."""
     carried: set[Path] = set()
     for model in models:
@@ -633,7 +633,7 @@ def _damaged_beside(root: Path, files: Iterable[Path], models: Iterable[Checkpoi
     yield from (one for one in problems_of(root, sorted(outside)) if one.kind != LEFT)
 
 
-def _lacking_beside(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
+def _missing_trainer_files(place: Path, checkpoint: Checkpoint | None) -> Iterator[Problem]:
     """Yield a problem if the trainer's last file is missing: the save was interrupted.
 
     HF Trainer's file counts only if the run's other steps have it.

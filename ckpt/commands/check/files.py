@@ -153,14 +153,14 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
     indexes = {
         n: _named_by_index(folder / n) for n in names if n.endswith((".safetensors.index.json", ".bin.index.json"))
     }
-    told = set()
+    listed_names = set()
     for (stem, suffix, count), numbers in sorted(sets.items()):
         index = f"{stem}{suffix}.index.json"
         if (named := indexes.get(index)) and not any(name.endswith(f"-of-{count:05}{suffix}") for name in named):
             continue  # from another save, absent from the index
         missing = sorted(set(range(1, min(count, _MAX_FILES) + 1)) - numbers)
         for number in missing:
-            told.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
+            listed_names.add(name := f"{stem}-{number:05}-of-{count:05}{suffix}")
             yield INCOMPLETE, name, f"the shard is missing, {len(numbers)} of {count} are there"
         if index not in names:
             if missing:
@@ -168,7 +168,7 @@ def _missing(folder: Path, names: set[str]) -> Iterator[tuple[str, str, str]]:
             else:
                 yield LACKING, index, "the index is missing; every shard is here, transformers loads none without it"
     for name, named in sorted(indexes.items()):
-        yield from ((INCOMPLETE, gone, f"missing, {name} names it") for gone in sorted(named - names - told))
+        yield from ((INCOMPLETE, gone, f"missing, {name} names it") for gone in sorted(named - names - listed_names))
     ranks = {int(match[1]) for name in names if (match := _RNG.fullmatch(name))}
     for rank in sorted(set(range(max(ranks, default=-1))) - ranks):
         yield INCOMPLETE, f"rng_state_{rank}.pth", f"the file of rank {rank} is missing, rank {max(ranks)}'s is there"

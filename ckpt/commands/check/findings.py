@@ -54,8 +54,8 @@ def findings(
     """Read all values once and return the findings, damage first. `before` is the previous step."""
     weights = services.quantization.quantized_weights(checkpoint)
     values = scan(checkpoint, weights.exponents, progress)
-    found = [*_of_values(checkpoint, values, weights.parts, weights.packed)]
-    found += _of_parts(checkpoint, weights)
+    found = [*_value_findings(checkpoint, values, weights.parts, weights.packed)]
+    found += _part_findings(checkpoint, weights)
     found += _equal_experts(checkpoint, values)
     if before is not None:
         found += _unchanged(checkpoint, before)
@@ -65,7 +65,7 @@ def findings(
 # -- one tensor ------------------------------------------------------------------------------------------------
 
 
-def _of_values(
+def _value_findings(
     checkpoint: Checkpoint, values: Mapping[Key, Values], parts: frozenset[str], packed: frozenset[str]
 ) -> Iterator[ValueFinding]:
     for (fqn, role), one in values.items():
@@ -114,7 +114,7 @@ def _constant(one: Values) -> str:
     return f"every value is {np.array([bits], unsigned).view(floating)[0]:g}"
 
 
-def _of_parts(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
+def _part_findings(checkpoint: Checkpoint, weights: QuantizedWeightsProtocol) -> Iterator[ValueFinding]:
     """Yield quantization parts with values out of range or in conflict with another part."""
     for name in weights.scales:
         tensor = checkpoint.tensors[name, _role(checkpoint, name)]

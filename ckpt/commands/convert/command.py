@@ -38,7 +38,7 @@ class Place:
     ] = None
 
     @property
-    def given(self) -> Path | None:
+    def folder(self) -> Path | None:
         """Folder from OUT or `-o`. Raise UsageError if both are given."""
         if self.out is not None and self.output is not None:
             what = "there are two folders to write"
@@ -88,8 +88,8 @@ def convert(
     with joined(start) as group, translate_os_errors():
         check_alike({"version": __version__, **given}, group)
         source, target, path, place = _with_output_last(source, target, path, place)
-        source, target, path, config = _meant(source, target, path, to, asked, quiet)
-        destination = place.given or default_output(path, target)
+        source, target, path, config = _resolve_arguments(source, target, path, to, asked, quiet)
+        destination = place.folder or default_output(path, target)
         check_destination(destination, path)  # before reading the source, as this may take long
         check_place(destination)
         keywords = {"format": source, **options, **vars(asked), "config": config}
@@ -120,7 +120,7 @@ def _with_output_last(
     return AUTO, target, Path(source), replace(place, out=path)
 
 
-def _meant(
+def _resolve_arguments(
     source: str | None, target: str | None, path: Path | None, to: str | None, reading: ReadOptions, quiet: bool
 ) -> tuple[str, str, Path, Config]:
     """Return FROM, TO, PATH and the config. A single word is PATH: detect FROM, and ask for TO on a terminal.

@@ -55,7 +55,7 @@ class Extra:
     packages: tuple[Package, ...]
 
     @property
-    def lacking(self) -> tuple[Package, ...]:
+    def missing(self) -> tuple[Package, ...]:
         return tuple(package for package in self.packages if not package.is_good)
 
 

@@ -29,9 +29,9 @@ def lines(facts: Facts, width: int | None = None) -> Iterator[str]:
     yield ""
     extras = [(e.name, e.unlocks, _found(e)) for e in facts.extras]
     yield from aligned(("extra", "what it is for", ""), extras, width=width)
-    if lacking := [extra.name for extra in facts.extras if extra.lacking]:
+    if missing := [extra.name for extra in facts.extras if extra.missing]:
         yield ""
-        yield f"hint: pip install '{DISTRIBUTION}[{lacking[0]}]' adds {lacking[0]}, and so on"
+        yield f"hint: pip install '{DISTRIBUTION}[{missing[0]}]' adds {missing[0]}, and so on"
     yield ""
     yield "to paste into a bug report"
     yield "```text"
@@ -44,8 +44,8 @@ def report(facts: Facts) -> Iterator[str]:
     yield f"ckpt {facts.version}"
     yield from _system(facts.system)
     yield "packages: " + ", ".join(f"{p.name} {p.version}" for p in facts.packages if p.version)
-    lacking = ", ".join(extra.name for extra in facts.extras if extra.lacking) or "none"
-    yield f"extras missing: {lacking if facts.extras else f'unknown, as {DISTRIBUTION} itself is not installed'}"
+    missing = ", ".join(extra.name for extra in facts.extras if extra.missing) or "none"
+    yield f"extras missing: {missing if facts.extras else f'unknown, as {DISTRIBUTION} itself is not installed'}"
     yield "file systems: " + "; ".join(map(_disk, facts.disks))
 
 
@@ -87,4 +87,4 @@ def _takes(package: Package) -> str:
 
 
 def _found(extra: Extra) -> str:
-    return "missing " + ", ".join(p.name + p.takes for p in extra.lacking) if extra.lacking else "found"
+    return "missing " + ", ".join(p.name + p.takes for p in extra.missing) if extra.missing else "found"

@@ -96,7 +96,7 @@ def _fused_loss(hidden: int, vocabulary: int, setup: Setup, tp: int = 1) -> int:
     return setup.itemsize * (setup.tokens * hidden + (chunk * vocabulary + weight) // tp)
 
 
-def _made(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setup) -> Activations:
+def _activations(layers: Sequence[int], loss: int, again: int, inputs: int, setup: Setup) -> Activations:
     """Return the activations, from bytes per layer, loss, recomputed layer and layer input."""
     checkpointed, host = inputs * len(layers), 0
     if setup.activation_offload:
@@ -113,7 +113,7 @@ def transformers(blocks: Sequence[Block], vocabulary: int, setup: Setup) -> Acti
     # During recomputation, the logits and two MLP-wide gradients are still alive.
     logits = 0 if setup.fused_loss else vocabulary
     again = max(layers) + tokens * (item * (logits + 2 * widest) + _FP32 * hidden)
-    return _made(layers, _loss(hidden, vocabulary, setup), again, tokens * item * hidden, setup)
+    return _activations(layers, _loss(hidden, vocabulary, setup), again, tokens * item * hidden, setup)
 
 
 def megatron(
@@ -134,7 +134,7 @@ def megatron(
     layers = [tokens * _fused(block, setup, tp, outside, setup.recompute) for block in blocks]
     again = max((tokens * _fused(block, setup, tp, outside, ()) for block in blocks), default=0)
     inputs = in_flight * tokens * item * hidden // outside
-    return _made([in_flight * layer for layer in layers], loss, again, inputs, setup)
+    return _activations([in_flight * layer for layer in layers], loss, again, inputs, setup)
 
 
 def _fused(block: Block, setup: Setup, tp: int, outside: int, recompute: Sequence[str]) -> int:

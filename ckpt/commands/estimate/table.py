@@ -114,15 +114,15 @@ def find(where: str) -> Subject:
     path = Path(where)
     with translate_os_errors(path):
         if path.is_file() and path.suffix == ".json":
-            return _of_config(where, read_object(path, "the model's config"))
+            return _config_subject(where, read_object(path, "the model's config"))
         if path.exists():
             config = read_config([path]) if path.is_dir() else None
             if config is not None and config.get("model_type"):
-                return _of_config(where, config)
-            return _of_checkpoint(where, open_checkpoint(path))
+                return _config_subject(where, config)
+            return _checkpoint_subject(where, open_checkpoint(path))
     if from_hub.is_repository(where):
         fetched = from_hub.fetched(where, [CONFIG]) / CONFIG
-        return _of_config(where, read_object(fetched, "the model's config"))
+        return _config_subject(where, read_object(fetched, "the model's config"))
     raise NotFoundError(
         "no such model",
         path=where,
@@ -131,7 +131,7 @@ def find(where: str) -> Subject:
     )
 
 
-def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
+def _config_subject(where: str, config: Mapping[str, Any]) -> Subject:
     model = PARAMETERS.in_memory(config)
     notes = []
     if not model.blocks:
@@ -141,7 +141,7 @@ def _of_config(where: str, config: Mapping[str, Any]) -> Subject:
     return Subject(where, model, config, tuple(notes))
 
 
-def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
+def _checkpoint_subject(where: str, checkpoint: Checkpoint) -> Subject:
     """Build the model from its config if the number of elements agrees, else from the checkpoint's tensors."""
     found: dict[str, Parameter] = {}
     notes = list(checkpoint.notes)
@@ -162,7 +162,7 @@ def _of_checkpoint(where: str, checkpoint: Checkpoint) -> Subject:
     stored = num_elements(found.values())
     config = checkpoint.config
     if config and config.get("model_type"):
-        subject = _of_config(where, config)
+        subject = _config_subject(where, config)
         if num_elements(subject.model.parameters) == stored:
             return replace(subject, notes=(*notes, *subject.notes))
         elements = counted(stored, "element", ",")

@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 
 from ckpt.base.text import one_line
 from ckpt.commands.inspect.overview import NotRead, coordinates, named_facts
-from ckpt.commands.inspect.rows import Only, naming, padding_of, wanted_tensors
+from ckpt.commands.inspect.rows import Only, naming, padding_of, selected_tensors
 from ckpt.commands.inspect.sketch import Holder, Sketch, Sketcher
 from ckpt.commands.inspect.summary import PART_COLOURS, PARTS, by_kind, facts
 from ckpt.plan.checkpoint import Checkpoint
@@ -43,7 +43,7 @@ def inspection(
     only: Only = "all",
 ) -> tuple[dict[str, Any], tuple[Damage, ...]]:
     """Return the page's content and the damage. `steps` holds the run's table with its head."""
-    tensors, padding = wanted_tensors(checkpoint, only), padding_of(checkpoint)
+    tensors, padding = selected_tensors(checkpoint, only), padding_of(checkpoint)
     sketcher = Sketcher(naming(checkpoint, tensors))
     names, roles, dtypes, shapes = _Table[str](), _Table[str](), _Table[Any](), _Table[Any]()
     looks: dict[int, tuple[int, Sketch]] = {}  # keyed by identity: hashing a sketch with many slices is slow

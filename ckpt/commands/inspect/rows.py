@@ -77,7 +77,7 @@ def picture(checkpoint: Checkpoint, padding: Mapping[str, Box] | None = None, on
     """
     if padding is None:
         padding = padding_of(checkpoint)
-    wanted = wanted_tensors(checkpoint, only)
+    wanted = selected_tensors(checkpoint, only)
     sketcher = Sketcher(naming(checkpoint, wanted))
     sketches = [(tensor, sketcher.sketch(tensor, padding.get(tensor.fqn))) for tensor in wanted]
     damaged = tuple(Damage(tensor.fqn, tensor.role, sketch.faults) for tensor, sketch in sketches if sketch.faults)
@@ -101,7 +101,7 @@ def padding_of(checkpoint: Checkpoint) -> Mapping[str, Box]:
     return {} if space in OF_THE_MODEL else registry.namespace(space).padding(checkpoint)
 
 
-def wanted_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
+def selected_tensors(checkpoint: Checkpoint, only: Only) -> list[Tensor]:
     """Return the model's stored tensors, the optimizer's tensors, or both."""
     tensors = list(checkpoint.tensors.values())
     if only == "weights":

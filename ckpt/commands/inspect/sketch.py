@@ -91,11 +91,11 @@ class Sketcher:
         parts = (*self._parts(tensor), tuple(faults_of(tensor))) if None in cuts else None
         key: object = (tensor.shape, padding, parts or (tensor.dtype, *cuts))
         if key not in self._known:
-            copies, behind, faults = parts or (*self._parts(tensor), tuple(faults_of(tensor)))
-            by_holder: dict[Holder, int] = dict.fromkeys((part.holder for part in behind), 0)
+            copies, padding_parts, faults = parts or (*self._parts(tensor), tuple(faults_of(tensor)))
+            by_holder: dict[Holder, int] = dict.fromkeys((part.holder for part in padding_parts), 0)
             for part in (part for copy in copies for part in copy):
                 by_holder[part.holder] = by_holder.get(part.holder, 0) + part.nbytes
-            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], behind, faults), by_holder
+            self._known[key] = _sketch(tensor.shape, padding, copies[0], copies[1:], padding_parts, faults), by_holder
         self._times[key, tensor.role] += 1
         return self._known[key][0]
 
@@ -119,7 +119,7 @@ class Sketcher:
             )
             for source in (tensor.source, *tensor.replicas)
         )
-        return copies, tuple(_Part(part.region, self._name(part), 0) for part in _behind(tensor))
+        return copies, tuple(_Part(part.region, self._name(part), 0) for part in _padding_fragments(tensor))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class _Part:
     nbytes: int
 
 
-def _behind(tensor: Tensor) -> Iterable[Fragment]:
+def _padding_fragments(tensor: Tensor) -> Iterable[Fragment]:
     return tensor.source.padding(tensor.shape) if isinstance(tensor.source, Padded) else ()
 
 
@@ -140,13 +140,13 @@ def _sketch(
     padding: Box | None,
     parts: tuple[_Part, ...],
     copies: tuple[tuple[_Part, ...], ...],
-    behind: tuple[_Part, ...],
+    padding_parts: tuple[_Part, ...],
     faults: tuple[TilingFault, ...],
 ) -> Sketch:
     parts, *inside = (tuple(part for part in copy if is_inside(part.region, shape)) for copy in (parts, *copies))
     copies = tuple(inside)
     marked = [padding] if padding is not None and is_inside(padding, shape) else []
-    num_behind = sum(part.region.numel for part in behind)
+    num_behind = sum(part.region.numel for part in padding_parts)
     plane = _Plane.of([part.region for copy in (parts, *copies) for part in copy], marked, shape, num_behind)
 
     def patches() -> Iterator[Patch]:
@@ -157,7 +157,7 @@ def _sketch(
         for part in parts:
             others = copied.get(_place(part.region, shape), ())
             yield from plane.patches("held", part.region, tuple(dict.fromkeys((part.holder, *others))))
-        for part in behind:
+        for part in padding_parts:
             yield from plane.patches("padding", part.region, (part.holder,))
         for box in marked:
             yield from plane.patches("padding", box, ())
@@ -207,10 +207,10 @@ class _Plane:
     edges: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
-    def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, behind: int) -> _Plane:
+    def of(cls, regions: Sequence[Region], marked: Sequence[Box], shape: Shape, padding_parts: int) -> _Plane:
         """Return a plane that shows these regions and the `marked` boxes as rectangles."""
         if all(isinstance(_place(region, shape), FlatRange) for region in [*regions, *marked]):
-            return cls(shape, prod(shape) + behind)
+            return cls(shape, prod(shape) + padding_parts)
         boxes = [box for region in [*regions, *marked] for box in region_boxes(region, shape)]
         cut = [dim for dim, size in enumerate(shape) if any(box.sizes[dim] != size for box in boxes)]
         across, down = (cut[0], cut[1:]) if len(cut) > 1 else (0, [dim for dim in cut if dim])

@@ -152,7 +152,7 @@ _OPACITY = {"weights": "1", "masters": ".72", "optimizer states": ".44", "buffer
 def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_part: bool) -> None:
     """Draw a line for each holder: name, coordinates in the mesh, and bytes by role."""
     most, places = max([1, *picture.holders.values()]), coordinates(checkpoint)
-    told = {axis for at in places.values() for axis, number in at.items() if number}
+    named_axes = {axis for at in places.values() for axis, number in at.items() if number}
     there = {kind for roles in picture.by_role.values() for kind, _ in by_kind(roles)}
     kinds = [kind for kind in _OPACITY if kind in there]
     for holder, nbytes in picture.holders.items():
@@ -168,7 +168,7 @@ def _draw_named(canvas: Canvas, picture: Picture, checkpoint: Checkpoint, *, by_
             x += width
         if isinstance(holder, int) and holder in places:
             at = places[holder]
-            place = ", ".join(f"{axis.upper()} {at[axis]}" for axis in ("tp", "pp", "dp", "cp") if axis in told)
+            place = ", ".join(f"{axis.upper()} {at[axis]}" for axis in ("tp", "pp", "dp", "cp") if axis in named_axes)
             canvas.say(canvas.bar + canvas.length + GAP, canvas.y + 14, place, "g")
         canvas.y += 21
     if len(kinds) > 1:

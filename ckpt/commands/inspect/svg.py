@@ -126,7 +126,7 @@ class _Drawing:
         if patch.kind in ("hole", "overlap", "padding"):
             left, right = _widened(left, right, length)
             top, bottom = _widened(top, bottom, height)
-        said = _said(patch) if self.has_tooltips else ""
+        said = _patch_label(patch) if self.has_tooltips else ""
         x, y, width = canvas.bar + left, canvas.y + top, max(right - left, 1.0)
         if self.is_by_part:
             canvas.rect(x, y, width, bottom - top, part_colour(row.name), f"{part_of(row.name)}: {said}")
@@ -164,7 +164,7 @@ def _labels(row: Row) -> Iterator[tuple[str, str]]:
     yield from ((remark, "g") for remark in sketch.remarks[:2])
 
 
-def _said(patch: Patch) -> str:
+def _patch_label(patch: Patch) -> str:
     who = holder_text(one_line(h, 100) if isinstance(h, str) else h for h in patch.holders)
     if patch.kind in ("hole", "overlap", "padding"):
         who = f"{patch.kind} {who}".rstrip()

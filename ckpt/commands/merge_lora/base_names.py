@@ -34,7 +34,7 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
         return adapter
     weights = {f"{module}.weight" for found in unknown.values() for module in found}
     new = {old: name for old, name in _names_in_memory(base, weights).items() if name in known}
-    new |= {old: name for old in weights - new.keys() for name in _of_trainers(old, adapter, base) if name in known}
+    new |= {old: name for old in weights - new.keys() for name in _trainer_names(old, adapter, base) if name in known}
     moved: dict[str, str] = {}
     for fqn, found in unknown.items():
         module = next((one for one in found if f"{one}.weight" in new), None)
@@ -54,7 +54,7 @@ def in_memory(adapter: Adapter, base: Checkpoint) -> Adapter:
     return replace(adapter, config=config, factors=factors, notes=(*adapter.notes, note))
 
 
-def _of_trainers(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[str]:
+def _trainer_names(weight: str, adapter: Adapter, base: Checkpoint) -> Iterator[str]:
     """Yield transformers' names for the names in Tinker's and in Unsloth's gpt-oss in bitsandbytes.
 
     Only Tinker's adapters record `all-linear`: PEFT lists the layers instead.

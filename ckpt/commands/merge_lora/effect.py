@@ -152,9 +152,9 @@ class Noted:
         """Load the weight, apply every update in turn, and record the effects."""
         changes, weight = [], load()
         for number, update in enumerate(updates):
-            before = _some(weight)
+            before = _sample_bytes(weight)
             weight = update.apply(weight)
-            is_changed = before != _some(weight) or not _is_same(weight, load, updates[:number])
+            is_changed = before != _sample_bytes(weight) or not _is_same(weight, load, updates[:number])
             changes.append(_Done(update, dtype, is_changed))
         self.found[fqn] = changes
         return weight
@@ -214,7 +214,7 @@ def raw_bytes(weight: torch.Tensor) -> NDArray[np.uint8]:
     return np.asarray(weight.contiguous().reshape(-1).view(torch.uint8).numpy())
 
 
-def _some(weight: torch.Tensor) -> bytes:
+def _sample_bytes(weight: torch.Tensor) -> bytes:
     """Return the bytes of values sampled over the whole weight."""
     values = weight.reshape(-1)
     return raw_bytes(values[:: max(1, len(values) // _COMPARED)]).tobytes()

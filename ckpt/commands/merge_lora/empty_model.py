@@ -20,7 +20,7 @@ from ckpt.base.entries import late
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.commands.merge_lora.effect import Update
 from ckpt.commands.merge_lora.find import Adapter, Factor
-from ckpt.commands.merge_lora.layer import CONV1D, LINEAR, PEFT_ERRORS, made_layer, model_of, with_adapter
+from ckpt.commands.merge_lora.layer import CONV1D, LINEAR, PEFT_ERRORS, empty_layer, model_of, with_adapter
 from ckpt.plan.checkpoint import Checkpoint
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape
@@ -81,7 +81,7 @@ class EmptyModel:
     stored: Callable[[str], Factor]
 
     @cached_property
-    def made(self) -> Any:
+    def peft_config(self) -> Any:
         """PEFT's config for the adapter, without fully saved modules."""
         from peft import PeftConfig
 
@@ -111,7 +111,7 @@ class EmptyModel:
     def wrap(self, model: Any) -> Any:
         """Return PEFT's version of the empty `model`, with the adapter loaded."""
         state = {fqn: one.load() for fqn, one in self.factors.items()}
-        return with_adapter(model, self.made, state, self.adapter.config.path)
+        return with_adapter(model, self.peft_config, state, self.adapter.config.path)
 
     def of_shapes(self, shapes: Mapping[str, Shape]) -> Any:
         """Return a model with the matrices in `shapes`: PEFT needs each adapted layer's class and shape.
@@ -138,7 +138,7 @@ class EmptyModel:
                     found=" and ".join(sorted(others)),
                 )
             classes[module] = recorded
-        made = {one: made_layer(classes[one], matrices[one], has_bias=one in biases) for one in sorted(matrices)}
+        made = {one: empty_layer(classes[one], matrices[one], has_bias=one in biases) for one in sorted(matrices)}
         return model_of(made)
 
     @property

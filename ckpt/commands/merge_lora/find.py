@@ -25,7 +25,7 @@ from ckpt.plan.namespace import in_words
 from ckpt.plan.precision import Choice, choices
 from ckpt.plan.tensors import Shape, Tensor
 from ckpt.runs.from_hub import is_repository, owner_hint, unknown_hint
-from ckpt.runs.opening import open_wanted
+from ckpt.runs.opening import open_accepted
 from ckpt.runs.selection import Want
 from ckpt.state.naming import to_namespace
 from ckpt.state.same_model import difference
@@ -165,7 +165,7 @@ def open_adapter(
     place = local(config) if config else None
     layers = {parse_name(fqn).module for fqn, _ in checkpoint.tensors if parse_name(fqn).kind == names.A}
     raw, found = settings_of(checkpoint, place if place is not None and place.is_dir() else None, layers)
-    raw, notes = _of_release(raw, peft_version)
+    raw, notes = _with_release(raw, peft_version)
     spelled = {"entry_option": "--accept-setting", "release_option": "--peft-version"}
     settings = adapter_services.settings.checked_settings(checkpoint, raw, found, accept_settings or (), **spelled)
     settings = replace(settings, given_layout=expert_layout and _COLUMNS[expert_layout])
@@ -182,7 +182,7 @@ def open_adapter(
     return Adapter(where, folder, settings, checkpoint, factors, (*checkpoint.notes, *notes))
 
 
-def _of_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
+def _with_release(raw: Mapping[str, Any], given: str | None) -> tuple[Mapping[str, Any], tuple[str, ...]]:
     """Return `raw` with the `given` PEFT release unless another one is recorded, and notes."""
     if given is None:
         return raw, ()
@@ -229,7 +229,7 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
 
     want = Want("adapter", holds, prefers=PEFT)
     try:
-        checkpoint = open_wanted(path, want, tag=tag, config=config, options=options)
+        checkpoint = open_accepted(path, want, tag=tag, config=config, options=options)
     except CorruptError:
         if not empty:
             raise
@@ -238,7 +238,7 @@ def _open(path: Path, config: str | None, tag: str | None, options: Mapping[str,
         # An adapter file without its config: the missing config is reported later. PEFT prefers safetensors.
         alone = sorted(path.glob("adapter_model.*"), key=lambda file: file.suffix != ".safetensors")
         path = alone[0] if alone else path
-        checkpoint = open_wanted(path, want, tag=tag, config=config, options=options) if alone else None
+        checkpoint = open_accepted(path, want, tag=tag, config=config, options=options) if alone else None
     if checkpoint is None and empty:
         place, fqn, count, of = empty[0]
         raise CorruptError(

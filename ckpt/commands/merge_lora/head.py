@@ -63,7 +63,7 @@ def as_trained(base: Checkpoint, adapter: Adapter) -> TrainedBase:
             hint="give the full-precision model with --base"
             + ("; or --dequantize" if services.dequantizing.can_dequantize(base) else ""),
         )
-    return _of_class(base, adapter, cls)
+    return _class_model(base, adapter, cls)
 
 
 def _has_other_names(base: Checkpoint, adapter: Adapter) -> bool:
@@ -80,7 +80,7 @@ def _parameter(fqn: str) -> str:
     return name.module if name.kind == names.BASE else f"{name.module}.weight"
 
 
-def _of_class(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) -> TrainedBase:
+def _class_model(base: Checkpoint, adapter: Adapter, cls: ModelClassProtocol) -> TrainedBase:
     whole = {
         _parameter(fqn): factor
         for fqn, factor in adapter.factors.items()

@@ -220,7 +220,7 @@ def _alone(module: str, layer: str, parameters: Mapping[str, torch.Tensor]) -> t
     """Return a model with this layer only."""
     from torch import nn
 
-    made = made_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
+    made = empty_layer(layer, parameters["weight"].shape, has_bias="bias" in parameters)
     for name, tensor in parameters.items():
         setattr(made, name, nn.Parameter(tensor, requires_grad=False))
     return model_of({module: made})
@@ -245,7 +245,7 @@ def model_of(layers: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
     return root
 
 
-def made_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
+def empty_layer(layer: str, shape: tuple[int, ...], *, has_bias: bool) -> torch.nn.Module:
     """Return an empty layer of class `layer` for a weight with this shape."""
     import torch
     from torch import nn

@@ -296,7 +296,9 @@ class _Merge:
                 self._place_tokens(adapter, module, owner, factor)
         for module in self._in_order(modules):
             parts = modules[module]
-            if not self.as_peft and self._is_again(module, modules):  # PEFT adds shared tensors once for each layer
+            if not self.as_peft and self._is_tied_duplicate(
+                module, modules
+            ):  # PEFT adds shared tensors once for each layer
                 continue
             if names.EMBEDDING_A in parts:
                 self._place_embedding(adapter, module, parts)
@@ -380,7 +382,7 @@ class _Merge:
         known = {fqn.removesuffix(".weight") for fqn in weights if fqn.endswith(".weight")}
         self.targets.extend(targets.notes(adapter.config, known, layers.keys()))
         for module, state in layers.items():
-            if self._is_again(module, layers):
+            if self._is_tied_duplicate(module, layers):
                 continue
             self._place_alone(adapter, module)
             self._place_layer(adapter, module, state | shared)
@@ -452,9 +454,9 @@ class _Merge:
         targets = {self._target(parse_name(fqn)) for fqn in whole}
         self._tie_copies(targets.union(f"{_without_wrappers(module)}.weight" for module in modules))
         for fqn in whole:
-            if not _is_beside(fqn):
+            if not _is_saved_base_weight(fqn):
                 self._part_copy(adapter, self._target(parse_name(fqn)))
-        beside = {fqn: factor for fqn, factor in whole.items() if _is_beside(fqn)}
+        beside = {fqn: factor for fqn, factor in whole.items() if _is_saved_base_weight(fqn)}
         for fqn, factor in beside.items():
             self._replace(adapter, fqn, self._target(parse_name(fqn)), factor)
         self._divide(adapter, modules)
@@ -553,7 +555,7 @@ class _Merge:
         """Return True if the adapter brings the base weight `owner` after its init's change."""
         return owner in self.replaced and self.replaced[owner].of is adapter.checkpoint
 
-    def _is_again(self, module: str, modules: Iterable[str]) -> bool:
+    def _is_tied_duplicate(self, module: str, modules: Iterable[str]) -> bool:
         """Return True if another module in `modules` is tied to this one and makes the same change."""
         owner = self._owner(f"{module}.weight")
         return owner != f"{module}.weight" and owner.removesuffix(".weight") in modules
@@ -597,7 +599,7 @@ class _Merge:
         if owner in self.replaced and self.replaced[owner].of is not adapter.checkpoint:
             raise UsageError("two adapters bring their own copy of this parameter", path=adapter.path, fqn=target)
         if owner in self.updates:  # an earlier adapter made them: an adapter's own updates follow its replacements
-            if _is_beside(fqn) and tied.is_equal(factor, self._stored(owner)):
+            if _is_saved_base_weight(fqn) and tied.is_equal(factor, self._stored(owner)):
                 return
             raise UsageError(
                 "an adapter brings its own copy of this parameter, and one before it changes it",
@@ -628,7 +630,7 @@ class _Merge:
         """Return the tensors that get `module`'s trained rows. PEFT ties the input embedding's rows."""
         owner = self._weight(adapter, module)
         first = self.base.ties.get(f"{module}.weight", f"{module}.weight")
-        if self._is_again(module, modules):
+        if self._is_tied_duplicate(module, modules):
             return []
         if services.ties.kept_names(self.base).get(first) != f"{module}.weight":
             return [owner]
@@ -1013,17 +1015,19 @@ def _arithmetic(name: str, *factors: Factor | None, **options: Any) -> Callable[
     def update(weight: torch.Tensor) -> torch.Tensor:
         from ckpt.commands.merge_lora import arithmetic  # imports torch; planning doesn't need it
 
-        def held(factor: Factor) -> torch.Tensor:
+        def loaded_factor(factor: Factor) -> torch.Tensor:
             tensor = factor.load()
             return tensor if factor.is_held else tensor.to(arithmetic.adapter_dtype(weight.dtype))
 
-        merged: torch.Tensor = getattr(arithmetic, name)(weight, *(one and held(one) for one in factors), **options)
+        merged: torch.Tensor = getattr(arithmetic, name)(
+            weight, *(one and loaded_factor(one) for one in factors), **options
+        )
         return merged
 
     return update
 
 
-def _is_beside(fqn: str) -> bool:
+def _is_saved_base_weight(fqn: str) -> bool:
     """Return True for a base weight saved with its adapter: PEFT does this for embeddings."""
     return ".base_layer." in fqn
 

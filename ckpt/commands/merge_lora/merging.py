@@ -131,5 +131,5 @@ def merge_lora(
     several = [adapters] if isinstance(adapters, str | PathLike) else adapters
     conversion = planned(several, options)
     how = {} if describe is None else {"describe": describe}
-    told = Watching.of(options).told(conversion)
-    return conversion.write(output, **vars(WriteOptions.of(options)), **told, **how)
+    callbacks = Watching.of(options).callbacks(conversion)
+    return conversion.write(output, **vars(WriteOptions.of(options)), **callbacks, **how)

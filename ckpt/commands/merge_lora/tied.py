@@ -36,7 +36,7 @@ def is_divided(members: Sequence[str], changes: Mapping[str, Parts]) -> bool:
     `members` share one weight. The input embedding comes first, as PEFT writes its trained rows into all members. With
     `ensure_weight_tying`, PEFT gives all members the same factors.
     """
-    parts = [_of_linear(part) for part in changes.values()]
+    parts = [_linear_factors(part) for part in changes.values()]
     if are_rows(changes):
         is_whole = members[0] in changes or not changes
     else:
@@ -78,13 +78,13 @@ def _in_words(modules: Sequence[str]) -> str:
     return " and ".join(sorted(set(modules)))
 
 
-def _of_linear(parts: Parts) -> Parts:
+def _linear_factors(parts: Parts) -> Parts:
     """Return a linear layer's factors for the same change as an embedding's."""
     turned = {names.EMBEDDING_A: names.B, names.EMBEDDING_B: names.A}
-    return {turned.get(kind, kind): _turned(one) if kind in turned else one for kind, one in parts.items()}
+    return {turned.get(kind, kind): _transposed(one) if kind in turned else one for kind, one in parts.items()}
 
 
-def _turned(factor: Factor) -> Factor:
+def _transposed(factor: Factor) -> Factor:
     return Factor(factor.fqn, factor.shape[::-1], lambda: factor.load().T, factor.of)
 
 

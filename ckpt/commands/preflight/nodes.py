@@ -108,13 +108,15 @@ def gather(
             try:
                 connection = stack.enter_context(listener.accept()[0])
                 connection.settimeout(max(0.1, deadline - time.monotonic()))
-                told = json.loads(connection.makefile().readline())
+                message = json.loads(connection.makefile().readline())
             except (OSError, ValueError):  # ignore an incomplete message
                 continue
-            heard[told["node"]] = told["facts"]
+            heard[message["node"]] = message["facts"]
             waiting.append(connection)
-            if error := _reach(told["node"], told["port"]):
-                problems.append(f"{told['node']}: cannot be reached from {names[0]} at port {told['port']}: {error}")
+            if error := _reach(message["node"], message["port"]):
+                problems.append(
+                    f"{message['node']}: cannot be reached from {names[0]} at port {message['port']}: {error}"
+                )
         for connection in waiting:  # the nodes keep their ports open until then
             with contextlib.suppress(OSError):
                 connection.sendall(b"thanks\n")
@@ -143,11 +145,11 @@ def _tell(node: str, first: tuple[str, int], facts: dict[str, Any], deadline: fl
     """Send this node's facts to the first node, and wait until it has tested the way back."""
     error: Exception = TimeoutError()
     with socket.create_server(("", 0)) as listener:
-        told = {"node": node, "port": listener.getsockname()[1], "facts": facts}
+        message = {"node": node, "port": listener.getsockname()[1], "facts": facts}
         while (left := deadline - time.monotonic()) > 0:
             try:
                 with socket.create_connection(first, timeout=left) as connection:
-                    connection.sendall(json.dumps(told).encode() + b"\n")
+                    connection.sendall(json.dumps(message).encode() + b"\n")
                     if connection.recv(16):
                         return
                     raise NotFoundError(f"{node}: the first node has left", path=None, found=first[0])

@@ -158,7 +158,7 @@ def push(
         if to.revision not in (None, _MAIN) and not str(to.revision).startswith("refs/"):
             api.create_branch(to.repo_id, branch=to.revision, exist_ok=True)
         remote = _remote_files(api, to.repo_id, to.revision or _MAIN)
-        for line in _check_what_is_there(files.keys(), remote.keys(), to):
+        for line in _check_remote_weights(files.keys(), remote.keys(), to):
             say(f"note: {line}")
         kept = _is_others_card(api, files, remote, to)
         pull_request = None
@@ -223,10 +223,10 @@ def check_room(files: Set[str], to: Push) -> None:
             remote = _remote_files(HfApi(), to.repo_id, _MAIN)  # the branch will start from main
         except RepositoryNotFoundError:
             return
-        _check_what_is_there(files, remote.keys(), to)
+        _check_remote_weights(files, remote.keys(), to)
 
 
-def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[str]:
+def _check_remote_weights(files: Set[str], remote: Set[str], to: Push) -> list[str]:
     """Raise UsageError if a loader would prefer weights on the Hub to the new `files`.
 
     Return notes on remaining weights that no loader uses, and on a manifest of other files.
@@ -236,7 +236,7 @@ def _check_what_is_there(files: Set[str], remote: Set[str], to: Push) -> list[st
     for (folder, is_adapter, name), stay in _sets(remote - files).items():
         beside = [one for *of, one in ours if of == [folder, is_adapter]]
         delete = _delete_command(stay, to)
-        if loader := _who_prefers(name, stay, beside):
+        if loader := _preferring_loader(name, stay, beside):
             raise UsageError(
                 f"the repository holds other weights, which {loader} takes in place of the pushed ones",
                 path=to.repo_id,
@@ -261,7 +261,7 @@ def _sets(files: Set[str]) -> dict[tuple[str, bool, str], list[str]]:
     return found
 
 
-def _who_prefers(name: str, stay: list[str], ours: list[str]) -> str | None:
+def _preferring_loader(name: str, stay: list[str], ours: list[str]) -> str | None:
     """Return the loader that prefers the set `name`, with the files `stay`, to the sets `ours`, or None."""
     if not ours or (name in ours and not any(file.endswith(".json") for file in stay)):
         return None  # the index selects the shards
@@ -450,7 +450,7 @@ def _checksum(opened: OpenFiles, path: Path, kind: str) -> str:
 def _translated(again: str, to: Push) -> Iterator[None]:
     """Turn errors from huggingface_hub into our own errors, with a hint to continue. Ctrl-C gets the hint too."""
     try:
-        with _not_for_ever():
+        with _request_timeouts():
             yield
     except CkptError:
         raise
@@ -472,7 +472,7 @@ def _translated(again: str, to: Push) -> Iterator[None]:
 
 
 @contextmanager
-def _not_for_ever() -> Iterator[None]:
+def _request_timeouts() -> Iterator[None]:
     """Limit requests: huggingface_hub's client would wait forever."""
     from huggingface_hub.utils import get_session
 

@@ -45,7 +45,7 @@ from ckpt.processes.group import Alone, check_alike, the_callers
 from ckpt.runs import unread_files
 from ckpt.runs.file_checks import check_carried
 from ckpt.runs.half_checkpoints import check_holds_model
-from ckpt.runs.models import models_of, name_of, others_of_save, save_around
+from ckpt.runs.models import models_of, name_of, save_around, sibling_models
 from ckpt.runs.opening import has_optimizer, knows_optimizer, open_model, open_training
 from ckpt.runs.steps import (
     ANY_STEP,
@@ -341,7 +341,7 @@ def _way(
 ) -> _Way:
     for note in (*checkpoint.passed_over, *(note for note in checkpoint.notes if note not in checkpoint.passed_over)):
         say(f"note: {note}")
-    every = [checkpoint, *map(api.open, others_of_save(checkpoint.path))]
+    every = [checkpoint, *map(api.open, sibling_models(checkpoint.path))]
     opened = {file.path: file for one in every for file in one.files}
     if has_optimizer(checkpoint) and (beside := _models_in(path, opened)):
         say(f"note: the model in {path} itself ({', '.join(beside)}) holds no optimizer, and is passed over")

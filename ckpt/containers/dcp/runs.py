@@ -196,7 +196,7 @@ class Runs:
         if usual != self._usual:
             self._usual = usual
             self._described = _form(_DESCRIBED % (rb"(?:%b)(?!\})|" % b"|".join(map(re.escape, usual))))
-        values, counts = self._made(blobs)
+        values, counts = self._cached_results(blobs)
         (names,) = self._resolved(machine, keys, counts)
         taken.keys.extend(_as_names(names))
         taken.values.extend(values)
@@ -224,7 +224,7 @@ class Runs:
         keys, wheres, files, offsets, lengths = zip(*rows, strict=True)
         if not self._know(machine, wheres):
             return at
-        corners, counts = self._made(wheres)
+        corners, counts = self._cached_results(wheres)
         # Both objects and their dicts are in the memo.
         fqns, names = self._resolved(machine, 2, keys, counts, 2, files)
         self.fqns += _as_names(fqns)
@@ -267,7 +267,7 @@ class Runs:
             self._values[code] = value, count
         return True
 
-    def _made(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
+    def _cached_results(self, codes: Sequence[bytes]) -> tuple[list[Any], _Counts]:
         """Return each byte string's cached result, and the number of memo entries it adds."""
         if _are_alike(codes):
             value, count = self._values[codes[0]]

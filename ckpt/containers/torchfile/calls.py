@@ -141,7 +141,7 @@ def _deque(machine: Machine, _: Global, args: tuple[Any, ...]) -> deque[Any]:
     return deque(_items(machine, args[:1]), maxlen)
 
 
-def _made(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what: str) -> Builder:
+def _call_builder(kind: Callable[..., Any], num_args: int, types: tuple[type, ...], what: str) -> Builder:
     """Return a builder that calls `kind` with arguments of these types, and refuses others with `what`."""
 
     def build(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Any:
@@ -330,9 +330,17 @@ FUNCTIONS: tuple[tuple[str, str, Builder], ...] = (
     ("builtins __builtin__", "frozenset", lambda machine, cls, args: frozenset(_set(machine, cls, args))),
     ("builtins __builtin__", "bytes", _bytes),
     ("builtins __builtin__", "bytearray", _bytearray),
-    ("builtins __builtin__", "complex", _made(complex, 2, (float,), "a complex number whose parts are not numbers")),
-    ("builtins __builtin__", "slice", _made(slice, 3, (int, type(None)), "a slice whose bounds are not integers")),
-    ("builtins __builtin__", "range xrange", _made(range, 3, (int,), "a range whose bounds are not integers")),
+    (
+        "builtins __builtin__",
+        "complex",
+        _call_builder(complex, 2, (float,), "a complex number whose parts are not numbers"),
+    ),
+    (
+        "builtins __builtin__",
+        "slice",
+        _call_builder(slice, 3, (int, type(None)), "a slice whose bounds are not integers"),
+    ),
+    ("builtins __builtin__", "range xrange", _call_builder(range, 3, (int,), "a range whose bounds are not integers")),
     ("builtins __builtin__", "getattr", _getattr),
     ("copyreg copy_reg", "_reconstructor", _reconstructor),
     ("_codecs", "encode", _encode),

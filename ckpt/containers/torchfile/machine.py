@@ -337,7 +337,7 @@ def _push_number(layout: str) -> _Handler:
     return handler
 
 
-def _counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = None, what: str = "") -> _Handler:
+def _push_counted(layout: str, made_from: Callable[[bytes], Any], most: int | None = None, what: str = "") -> _Handler:
     """Push a value built from counted bytes, after checking that they exist.
 
     A negative count, or one above `most`, is refused with `what`.
@@ -655,24 +655,24 @@ OPCODES: Mapping[bytes, _Handler] = {
     b"J": _push_number("<i"),
     b"M": _push_number("<H"),
     b"L": _line(lambda line: texts.decimal(line.removesuffix(b"L"))),
-    b"\x8a": _counted("B", texts.two_complement),
-    b"\x8b": _counted("<i", texts.two_complement, MAX_LONG, "an integer of {} bytes"),
+    b"\x8a": _push_counted("B", texts.two_complement),
+    b"\x8b": _push_counted("<i", texts.two_complement, MAX_LONG, "an integer of {} bytes"),
     b"F": _line(float),
     b"G": _push_number(">d"),
     # text and bytes
     b"S": _line(texts.quoted),
-    b"T": _counted("<i", texts.python2_text, 1 << 31, "a string of negative length"),
-    b"U": _counted("B", texts.python2_text),
-    b"B": _counted("<I", bytes),
-    b"C": _counted("B", bytes),
-    b"\x8e": _counted("<Q", bytes),
-    b"\x96": _counted("<Q", bytearray),
+    b"T": _push_counted("<i", texts.python2_text, 1 << 31, "a string of negative length"),
+    b"U": _push_counted("B", texts.python2_text),
+    b"B": _push_counted("<I", bytes),
+    b"C": _push_counted("B", bytes),
+    b"\x8e": _push_counted("<Q", bytes),
+    b"\x96": _push_counted("<Q", bytearray),
     b"\x97": _malformed("it refers to buffers outside the file"),
     b"\x98": _malformed("it refers to buffers outside the file"),
     b"V": _line(texts.escaped, MAX_PICKLE),
     b"\x8c": _short_text,
-    b"X": _counted("<I", texts.text),
-    b"\x8d": _counted("<Q", texts.text),
+    b"X": _push_counted("<I", texts.text),
+    b"\x8d": _push_counted("<Q", texts.text),
     # constants and containers
     b"N": _constant(None),
     b"\x88": _constant(True),

@@ -43,10 +43,10 @@ def class_of(module: str, name: str) -> Global | None:
         return None
     if not name.rpartition(".")[2].lstrip("_")[:1].isupper():  # a function
         return None
-    return Global(module, name, _called, is_listed=False)
+    return Global(module, name, _called_record, is_listed=False)
 
 
-def _called(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
+def _called_record(machine: Machine, cls: Global, args: tuple[Any, ...]) -> Record:
     """Return the record of a class called with one plain value, like an enum member."""
     if len(args) != 1 or not _is_plain(args[0]):
         raise UnsafeError(

@@ -319,7 +319,7 @@ def _slice_files(pipeline: _Pipeline, client: Mapping[str, Any], pp: int, tp: in
     if not pipeline.has_optimizer:
         shapes = [StoredDict("OrderedDict", ((one.name, Size(one.shape)) for one in local.values()))]
     root = common_root(model, config, dp, shapes, tp=pipeline.grid.tp, pp=pipeline.grid.pp)
-    yield f"mp_rank_{number:02d}_model_states.pt", {**root, **client, **_of_slice(pipeline, number)}
+    yield f"mp_rank_{number:02d}_model_states.pt", {**root, **client, **_slice_entry(pipeline, number)}
     if not pipeline.has_optimizer:
         return
     items = stage12_items(model, config, [dp] * len(groups), 1)
@@ -389,7 +389,7 @@ def _keeps_slices(pipeline: _Pipeline) -> bool:
     return (source.tp, source.pp) == (pipeline.grid.tp, pipeline.grid.pp)
 
 
-def _of_slice(pipeline: _Pipeline, number: int) -> dict[str, Any]:
+def _slice_entry(pipeline: _Pipeline, number: int) -> dict[str, Any]:
     if not _keeps_slices(pipeline):
         return {}
     found = pipeline.record.get("of_slices", {})

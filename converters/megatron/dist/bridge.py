@@ -251,7 +251,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
             found=f"step {run.counters['step']}",
         )
     model: Mapping[str, Any] = run.config["model"]
-    for name, found in _told_by(shapes, model):
+    for name, found in _implied_fields(shapes, model):
         if (stated := model.get(name)) is not None and stated != found:
             raise CorruptError(
                 "the run's config is that of another model than the one beside it",
@@ -261,7 +261,7 @@ def check_bridge_run(run: BridgeRun, iteration: object, shapes: Mapping[str, Sha
             )
 
 
-def _told_by(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _implied_fields(shapes: Mapping[str, Shape], model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """Yield the fields of `model` implied by the tensors."""
     experts = {number for name in shapes if (number := expert_of(name)) is not None}
     if experts:

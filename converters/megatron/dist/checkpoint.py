@@ -41,7 +41,7 @@ from converters.megatron.entries import FP8, OF_RANKS, read_state
 from converters.megatron.optimizer import without_states
 from converters.megatron.remainders import with_masters
 from converters.names.megatron.facts import BridgeRun, MegatronFacts
-from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_beside
+from converters.names.megatron.model.spelling import EMBEDDING, OUTPUT, is_outside_language_model
 from converters.names.megatron.model.splits import GateBlocks
 from converters.names.megatron.shapes_from_args import check_args
 
@@ -95,7 +95,7 @@ def read_iteration(path: Path, request: ReadRequest) -> Checkpoint:
         ),
         computed=computed,
         facts=MegatronFacts(
-            own_module_order=any(is_beside(fqn) for fqn in parameters),  # keys are unordered
+            own_module_order=any(is_outside_language_model(fqn) for fqn in parameters),  # keys are unordered
             bridge=bridge,
             settings=_nemos_settings(path),
             blocks=reading.blocks,

@@ -141,7 +141,7 @@ class _SavedState:
         keys, steps = self.metadata.keys, self.metadata.steps
         return ((keys[number], steps[number], self.found[number]) for number in self.parts.get(top, ()))
 
-    def strange(self, key: str, expected: str) -> CorruptError:
+    def unexpected_entry(self, key: str, expected: str) -> CorruptError:
         return CorruptError(
             "an entry is not what Megatron-FSDP stores there", path=self.metadata.path, fqn=key, expected=expected
         )
@@ -200,7 +200,7 @@ def _note_model(stored: _SavedState) -> None:
     for key, path, tensor in stored.under(_MODEL):
         name = stored.names.get(str(path[1])) if len(path) == 2 else None
         if name is None or not is_models(name.name) or not isinstance(tensor, FoundTensor):
-            raise stored.strange(key, "a tensor of embedding., decoder., mtp. or output_layer.")
+            raise stored.unexpected_entry(key, "a tensor of embedding., decoder., mtp. or output_layer.")
         if name in found:
             raise CorruptError("two keys name the same tensor", path=stored.metadata.path, fqn=key)
         found[name] = tensor
@@ -223,7 +223,7 @@ def _note_model(stored: _SavedState) -> None:
 def _note(stored: _SavedState, name: TensorKey, role: str, tensor: FoundTensor, copy: int = 0) -> None:
     shape, placed = tensor.entry.shape, tensor.placed
     if name.half is not None and not shape:
-        raise stored.strange(tensor.entry.key, "rows")
+        raise stored.unexpected_entry(tensor.entry.key, "rows")
     if name.half is None and (size := _tensor_ranks(stored, name.name, shape)) > 1:
         placed = list(_by_halves(stored, tensor, size))
     parts = [(inner, place) for box, extent in placed for _, inner, place in name.parts(shape, box, extent)]
@@ -250,7 +250,7 @@ def _by_halves(stored: _SavedState, tensor: FoundTensor, size: int) -> Iterator[
     """Reorder rows stored as gate and up of the first of `size` ranks, then of the second, and so on."""
     each, rest = divmod(tensor.entry.shape[0], 2 * size)
     if rest:
-        raise stored.strange(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
+        raise stored.unexpected_entry(tensor.entry.key, f"rows that divide by twice {size} tensor parallel ranks")
     for box, extent in tensor.placed:
         start, stop = box.offsets[0], box.offsets[0] + box.sizes[0]
         for block in range(start // each, -(-stop // each)):
@@ -339,7 +339,7 @@ def _note_random_states(stored: _SavedState) -> None:
     reading, grid = stored.reading, stored.grid
     places = {str(name): _PLACE.fullmatch(str(name)) for name in states} if isinstance(states, Mapping) else {}
     if not places or None in places.values():
-        raise stored.strange(_RNG, "(0, 0)")
+        raise stored.unexpected_entry(_RNG, "(0, 0)")
     if grid.ep > 1:
         reading.notes.append("random state is left out: of ranks that share experts only one's is stored")
         return
@@ -374,7 +374,7 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
     if not isinstance(tensor, FoundTensor) or tensor.number is not None:
         number = tensor.number if isinstance(tensor, FoundTensor) else tensor
         if not isinstance(number, int | float):
-            raise stored.strange(key, "a tensor or a number")
+            raise stored.unexpected_entry(key, "a tensor or a number")
         found.states.agree([name.name], state, number, path=stored.metadata.path)
         return
     if tensor.entry.dtype not in (FLOAT32, BFLOAT16):
@@ -388,7 +388,7 @@ def _note_state(stored: _SavedState, found: Optimizers, key: str, name: TensorKe
         )
     role = MASTER if state == _MASTER_STATE else state
     if role in (WEIGHT, BUFFER) or (role == MASTER and name.name in stored.masters):
-        raise stored.strange(key, "the name of a state")
+        raise stored.unexpected_entry(key, "the name of a state")
     if tensor.entry.shape == shape:
         _note(stored, name, role, tensor)
     elif shape is not None and name.half is not None and tensor.entry.shape == name.shape(shape):
@@ -409,7 +409,7 @@ def _note_groups(stored: _SavedState, found: Optimizers) -> None:
     for name, nested in optimizer.get(_GROUPS, {}).items():
         options = stored.options.setdefault(name, {})
         if not isinstance(nested, Mapping) or nested.keys() & options.keys():
-            raise stored.strange(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
+            raise stored.unexpected_entry(f"{_OPTIMIZER}.{_GROUPS}.{name}", "the options of a param group")
         options.update(nested)
     for group in with_same_options({stored.names[str(name)].name: own for name, own in stored.options.items()}):
         options = {option: plain(value) for option, value in group.options.items()}

@@ -56,7 +56,13 @@ from converters.megatron.optimizer import (
 from converters.megatron.remainders import are_gathered, refuse_gathered
 from converters.names.megatron.facts import MegatronFacts
 from converters.names.megatron.model.axes import Grid, Rank
-from converters.names.megatron.model.spelling import Spelling, is_beside, is_expert, layer_kinds, split_layer
+from converters.names.megatron.model.spelling import (
+    Spelling,
+    is_expert,
+    is_outside_language_model,
+    layer_kinds,
+    split_layer,
+)
 
 _OBJECT = re.compile(
     r"(?:chained_(?P<number>\d+)\.)?optimizer\.distributed\.dp_group_idx_(?P<group>\d+)\.(?P<what>\w+)"
@@ -231,7 +237,7 @@ def _read_buffers(reading: DistReading) -> None:
             expected="args in the common state, or Megatron-Bridge's run_config.yaml",
             hint="load and save it with Megatron-LM, --dist-ckpt-optim-fully-reshardable",
         )
-    if beside := next((fqn for fqn, _ in reading.placed if is_beside(fqn)), None):
+    if beside := next((fqn for fqn, _ in reading.placed if is_outside_language_model(fqn)), None):
         raise NotFoundError(
             "the optimizer's state is stored as buffers, in the order of modules that are not Megatron's own",
             path=reading.folder,

@@ -31,7 +31,14 @@ from converters.megatron.dist.keys import ObjectKey, TensorKey, canonical_names,
 from converters.megatron.entries import is_empty, plain_args
 from converters.megatron.read import check_encoder, check_larger, refuse_two_blocks
 from converters.names.megatron.model.axes import Grid
-from converters.names.megatron.model.spelling import HEADS, LANGUAGE, bare, is_beside, is_expert, registered
+from converters.names.megatron.model.spelling import (
+    HEADS,
+    LANGUAGE,
+    bare,
+    is_expert,
+    is_outside_language_model,
+    registered,
+)
 from converters.names.megatron.model.splits import GateBlocks, in_model_order
 
 #: Key for `common.pt`'s content since megatron-core 0.19.
@@ -285,7 +292,9 @@ def read_folder(folder: Path, accepted: Collection[str] = ()) -> DistReading:
 def is_models(key: str) -> bool:
     """Return True if a key or name belongs to a model tensor. `bare` turns an encoder's name into a decoder's."""
     name = key.removeprefix(LANGUAGE)
-    return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.", *HEADS)) or is_beside(name)
+    return name.startswith(("embedding.", "decoder.", "mtp.", "output_layer.", *HEADS)) or is_outside_language_model(
+        name
+    )
 
 
 def _check_backends(folder: Path) -> None:

@@ -419,7 +419,7 @@ class Composite:
         """Return the text model's sizes. Tensors of tower and projector are outside its layers."""
         family, text = self.text(config)
         sizes = family.sizes(text)
-        return replace(sizes, top=self.seeing(config, sizes.config) | self.named(sizes.top))
+        return replace(sizes, top=self.non_text_shapes(config, sizes.config) | self.named(sizes.top))
 
     def ties(self, config: Mapping[str, Any]) -> bool | None:
         """Return True if the config ties the output layer to the embedding. None leaves it to the class."""
@@ -443,7 +443,7 @@ class Composite:
         defaults = _TEXT_DEFAULTS.get(kind, {})
         return self.texts[kind], {**defaults, **stated, "model_type": kind, "tie_word_embeddings": tied}
 
-    def seeing(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
+    def non_text_shapes(self, config: Mapping[str, Any], text: Config) -> dict[str, Shape]:
         """Return the tensors outside the text model."""
         vision = _config_inside(config, "vision_config")
         kind = vision.get("model_type") if len(self.towers) > 1 else self.towers[0]
@@ -628,7 +628,7 @@ def saved(config: Mapping[str, Any]) -> Saved | None:
         model = family.saved(inner, family.stem + family.causal)
         if model is None:
             return None
-        required = composite.seeing(config, Config(inner)) | composite.named(model.required)
+        required = composite.non_text_shapes(config, Config(inner)) | composite.named(model.required)
     except CkptError:
         return None  # the class has its own defaults for missing sizes
     return Saved(composite.cls, required, composite.named(model.optional), DERIVED, composite.base)

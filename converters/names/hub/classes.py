@@ -12,7 +12,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, UsageError
 from ckpt.plan.tensors import Shape
 from converters.names.families.config import architectures
-from converters.names.hub.saving import belongs, can_be_asked, in_memory
+from converters.names.hub.save_pretrained import belongs, can_be_asked, in_memory
 from converters.names.transformers.relation import build_model
 
 #: Number of labels in a model built to find the tensors with a label dim: a prime, never a real size.

@@ -1,7 +1,7 @@
 """Values in `config.json` known to be accepted by transformers, so its model need not be built to test them.
 
-Other values may be legal, too: then the installed transformers decides (`converters.names.hub.saving`). The tables
-cover the entries of all architectures with a table in ckpt, with types accepted by each of them.
+Other values may be legal, too: then the installed transformers decides (`converters.names.hub.save_pretrained`). The
+tables cover the entries of all architectures with a table in ckpt, with types accepted by each of them.
 
 Source: transformers 5.23 (`configuration_*.py`, `activations.py`, `modeling_rope_utils.py`). The tests compare the
 tables with it.

@@ -38,8 +38,8 @@ _TOWERS = {
 }
 
 
-def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
-    """Return the results of `lacking` for a checkpoint, and sentences on single missing tensors.
+def missing_content(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
+    """Return the results of `missing_parts` for a checkpoint, and sentences on single missing tensors.
 
     In-memory names are converted to the Hub's if a table has them. transformers is not used, because importing it takes
     seconds.
@@ -54,7 +54,7 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     if checkpoint.namespace == HUB and (names := weights.unrecorded) and missing(checkpoint.config or {}, {})[1]:
         count = counted(len(names), "quantized weight")
         tensors.append(f"it records no quantization, and loaders take {count} for plain values: {names[0]}")
-    parts = lacking(checkpoint.config, shapes)
+    parts = missing_parts(checkpoint.config, shapes)
     is_proved = checkpoint.namespace == HUB and not checkpoint.is_adapter and not weights.unproved
     if is_proved and not any(name.startswith(PEFT) for name in shapes):
         unknown, cls = extra(checkpoint.config or {}, shapes)
@@ -65,7 +65,7 @@ def lacking_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     return parts, tensors
 
 
-def lacking(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
+def missing_parts(config: Mapping[str, Any] | None, shapes: Mapping[str, Shape]) -> list[str]:
     """Return a sentence for each part in the config without a tensor in `shapes`, by name.
 
     Adapters and models with adapters need no parts: their frozen weights are elsewhere.

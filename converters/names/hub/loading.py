@@ -15,7 +15,7 @@ from ckpt.plan.load_check import Loads
 from ckpt.plan.tensors import Shape
 from converters.names.hub.config_values import unknown_values
 from converters.names.hub.proof import OWN_NAMES, PEFT, names_architecture, tables_differ
-from converters.names.hub.saving import can_be_asked, refusal
+from converters.names.hub.save_pretrained import can_be_asked, refusal
 
 MODULES, WEIGHTS = "modules.json", "model.safetensors"
 NO_CONFIG = Loads(
@@ -77,13 +77,13 @@ def with_files(loads: Loads, files: Mapping[str, bytes | None], folders: Collect
     `folders` are inner folders with weights.
     """
     if loads.can and MODULES in files:
-        return _of_modules(loads, files, folders)
+        return _module_answer(loads, files, folders)
     if loads.can and not any(fnmatch.fnmatchcase(name, one) for name in files for one in _INPUTS):
         return loads.without("tokenizer or processor")
     return loads
 
 
-def _of_modules(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
+def _module_answer(loads: Loads, files: Mapping[str, bytes | None], folders: Collection[str]) -> Loads:
     """Return the answer for a sentence-transformers folder. Each module has files in its own folder."""
     call = "SentenceTransformer"
     try:

@@ -14,7 +14,7 @@ from ckpt.base.errors import CkptError
 from ckpt.plan.checkpoint import MODEL_ROLES, Checkpoint
 from ckpt.plan.relation import Relation, translate
 from converters.names.families import tables as families
-from converters.names.hub import saving as asked
+from converters.names.hub import save_pretrained
 from converters.names.transformers import relation as transformers
 
 #: Module beside the model in TRL's models with a value head.
@@ -56,7 +56,7 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     prefixes = [".".join((*first[:end], "")) for end in range(1, count + 1)]
     if not prefixes or any(name.startswith("base_model.model.") for name in names):
         return ""
-    known = _known(config)
+    known = _table_names(config)
     if any(name in known for name in names):
         return ""
     fitting = {prefix: sum(name.removeprefix(prefix) in known for name in names) for prefix in prefixes}
@@ -64,11 +64,11 @@ def _prefix(names: Collection[str], config: Mapping[str, Any]) -> str:
     return best if fitting[best] else ""
 
 
-def _known(config: Mapping[str, Any]) -> Collection[str]:
+def _table_names(config: Mapping[str, Any]) -> Collection[str]:
     """Return the architecture's names from its table, or else in memory. Only experts' names differ."""
     try:
         table = families.saved(config)
-        return asked.names_in_memory(config) if table is None else table.required
+        return save_pretrained.names_in_memory(config) if table is None else table.required
     except CkptError:
         return ()  # code that needs the config reports its fault
 

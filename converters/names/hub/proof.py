@@ -20,7 +20,7 @@ from converters.names.families import composites
 from converters.names.families import tables as families
 from converters.names.families.config import architectures
 from converters.names.families.rows import Saved
-from converters.names.hub import saving as asked
+from converters.names.hub import save_pretrained
 from converters.names.quantization.parts import UNKNOWN_SHAPE
 from converters.names.transformers.tables import declared
 
@@ -46,10 +46,10 @@ class Differences:
     def __str__(self) -> str:
         shapes = [f"{name} {list(found)} instead of {list(wanted)}" for name, wanted, found in self.shapes]
         kinds = {"too many": self.extra, "missing": self.missing, "of another shape": shapes}
-        return "; ".join(f"{len(names)} {kind}: {_some(names)}" for kind, names in kinds.items() if names)
+        return "; ".join(f"{len(names)} {kind}: {_sample_names(names)}" for kind, names in kinds.items() if names)
 
 
-def _some(names: Sequence[str]) -> str:
+def _sample_names(names: Sequence[str]) -> str:
     rest = len(names) - _SHOWN
     return ", ".join(names[:_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
 
@@ -67,7 +67,7 @@ def prove(config: Mapping[str, Any], shapes: Mapping[str, Shape], path: str) -> 
     tensors differ, UsageError if the architecture is unknown.
     """
     known: Saved | None = None
-    for ask in chain(_TABLES, [asked.saved]):
+    for ask in chain(_TABLES, [save_pretrained.saved]):
         try:
             saved = ask(config)
         except CkptError:
@@ -230,14 +230,14 @@ def proof_notes(saved: Saved, shapes: Mapping[str, Shape], *, loads: bool = True
     elif _compare(saved, shapes):
         yield f"names are those of another release, which {saved.cls} renames as it loads them"
     if twice := [name for name in saved.optional if name in shapes]:
-        yield f"written though save_pretrained leaves it out: {_some(twice)}"
+        yield f"written though save_pretrained leaves it out: {_sample_names(twice)}"
     if loads:
         yield Brief(f"from_pretrained finds every tensor: names and shapes are what {saved.cls} has")
 
 
 def _unknown(config: Mapping[str, Any], path: str) -> UsageError:
     named = architectures(config)
-    can_be_asked = asked.can_be_asked()
+    can_be_asked = save_pretrained.can_be_asked()
     return UsageError(
         "nothing here knows what the files of this architecture hold, so the names cannot be proved",
         path=path,

@@ -33,7 +33,7 @@ from converters.names.adapter_settings import adapter_settings
 from converters.names.families.composites import Composite
 from converters.names.families.rows import Sizes
 from converters.names.megatron.facts import SWIFT, AdapterRun, MegatronFacts
-from converters.names.megatron.model.spelling import is_beside
+from converters.names.megatron.model.spelling import is_outside_language_model
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.relation import table_of_checkpoint
 
@@ -154,7 +154,7 @@ class Modules:
                 path=self.path,
                 fqn=name.module,
             )
-        hubs = None if is_beside(name.module) else self.hubs.get(name.module)
+        hubs = None if is_outside_language_model(name.module) else self.hubs.get(name.module)
         if hubs is None:
             raise self._misfit(
                 run, name.module, "a linear layer of the model that the config tells of", "no such layer"

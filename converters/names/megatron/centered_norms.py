@@ -18,14 +18,16 @@ def shifted(checkpoint: Checkpoint, fqns: Collection[str], by: int) -> Checkpoin
     """Add `by` to every element of these tensors, and to their masters."""
     tensors, computed = dict(checkpoint.tensors), dict(checkpoint.computed)
 
-    def plus(tensor: Tensor, source: Source, number: int) -> Source:
+    def shifted_source(tensor: Tensor, source: Source, number: int) -> Source:
         path = f"shifted:{tensor.fqn}:{tensor.role}:{number}"
         computed[path] = partial(_content, replace(tensor, source=source), by, checkpoint.computed)
         return Whole(Extent.contiguous(path, 0, tensor.dtype, tensor.shape))
 
     for key in [(fqn, role) for fqn in fqns for role in (WEIGHT, MASTER)]:
         if (tensor := tensors.get(key)) is not None:
-            source, *replicas = (plus(tensor, one, n) for n, one in enumerate((tensor.source, *tensor.replicas)))
+            source, *replicas = (
+                shifted_source(tensor, one, n) for n, one in enumerate((tensor.source, *tensor.replicas))
+            )
             tensors[key] = replace(tensor, source=source, replicas=tuple(replicas))
     return replace(checkpoint, tensors=tensors, computed=computed)
 

@@ -192,11 +192,11 @@ def _expected(table: Table, sizes: Sizes) -> tuple[dict[str, Any], list[str]]:
         except CorruptError as error:
             name = str(error.expected)
             if error.what != NO_SIZE or name in missing:
-                return _of_sizes(sizes), [_not_held(error)]
+                return _args_from_sizes(sizes), [_partial_check_note(error)]
             missing[name] = _PLACEHOLDER
             notes.append(f"the config has no {name}, so it is not compared with the run")
         except CkptError as error:  # names and shapes don't need every entry used for the arguments
-            return _of_sizes(sizes), [_not_held(error)]
+            return _args_from_sizes(sizes), [_partial_check_note(error)]
         else:
             return {name: value for name, value in first.items() if second.get(name) == value}, notes
 
@@ -208,13 +208,13 @@ def _with_entries(sizes: Sizes, missing: Mapping[str, int], times: int) -> Sizes
     return replace(sizes, config=replace(sizes.config, values={**sizes.config.values, **entries}))
 
 
-def _of_sizes(sizes: Sizes) -> dict[str, Any]:
+def _args_from_sizes(sizes: Sizes) -> dict[str, Any]:
     """Return the arguments that follow from the model's sizes alone."""
     dims = sizes.dims
     return {"num_layers": sizes.num_layers, "hidden_size": dims["h"], "num_attention_heads": dims["heads"]}
 
 
-def _not_held(error: CkptError) -> str:
+def _partial_check_note(error: CkptError) -> str:
     said = f" ({error.found})" if error.found else ""
     return f"only sizes and names of the config were compared with the run's settings: {error.what}{said}"
 
@@ -226,7 +226,7 @@ def differences(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Ite
         theirs, ours = recorded.get(name), expected.get(name)
         if ours is not None and theirs is not None and not _is_same(ours, theirs):
             yield name, theirs, ours
-    for name, (theirs, ours) in _where_none_means_something(recorded, expected).items():
+    for name, (theirs, ours) in _normalized_defaults(recorded, expected).items():
         if not _is_same(ours, theirs):
             yield name, theirs, ours
 
@@ -321,7 +321,7 @@ def compared(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterat
             yield "moe_router_pre_softmax"
 
 
-def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _normalized_defaults(recorded: Mapping[str, Any], expected: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """Return recorded and expected values, normalized, for arguments with the default None.
 
     An attention window as wide as the run's sequences means none, and so do expert groups if all are chosen.
@@ -347,7 +347,7 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
         put("no_rope_freq", lambda args: _unrotated(args.get("no_rope_freq"), layers))
     for name, usual in _CONSTANT.items():
         if not name.startswith("moe_") or all(one.get("num_experts") for one in both):
-            put(name, partial(_stated, name, usual))
+            put(name, partial(_effective_arg, name, usual))
     if all(_positions(one) == "mrope" for one in both):
         put("mrope_section", _sections)
         put("mrope_interleaved", lambda args: bool(args.get("mrope_interleaved")))
@@ -356,10 +356,10 @@ def _where_none_means_something(recorded: Mapping[str, Any], expected: Mapping[s
             found["rotary_scaling_factor"] = (_latent_scaling(recorded), _latent_scaling(expected))
         if all(_latent_scaling(one) for one in both):
             for name in _OF_LATENT_YARN:
-                put(name, partial(_stated, name, None))
+                put(name, partial(_effective_arg, name, None))
     elif all(_positions(one) == "yarn" for one in both):
         for name, usual in _OF_YARN.items():
-            put(name, partial(_stated, name, usual))
+            put(name, partial(_effective_arg, name, usual))
     if all(one.get("num_experts") for one in both):
         put("moe_router_num_groups", _groups)
     if _is_complete(expected):
@@ -431,7 +431,7 @@ def _latent_scaling(args: Mapping[str, Any]) -> Any:
     return factor, args.get("mscale") or 1.0, args.get("mscale_all_dim") or 0.0
 
 
-def _stated(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
+def _effective_arg(name: str, usual: Any, args: Mapping[str, Any]) -> Any:
     """Return an argument, or the meaning of None."""
     found = args.get(name)
     return usual if found is None else found

@@ -47,7 +47,7 @@ from converters.names.megatron.model.splits import (
 )
 from converters.names.megatron.options import MegatronOptions
 from converters.names.megatron.rows import EVERY
-from converters.names.megatron.shapes_from_args import check_told
+from converters.names.megatron.shapes_from_args import check_expected_shapes
 from converters.names.megatron.table import Table
 from converters.names.megatron.unsupported import MISSING
 from converters.names.transformers.relation import relation as in_memory
@@ -470,7 +470,7 @@ def check_complete(relation: Relation, shapes: Mapping[str, Shape]) -> None:
                 found=f"shape {list(shape)}",
                 hint="does the config belong to this checkpoint?",
             )
-    check_told(relation.a_shapes, shapes, "the config")
+    check_expected_shapes(relation.a_shapes, shapes, "the config")
 
 
 def _with_buffers(tensors: Mapping[Key, Tensor]) -> Mapping[Key, Tensor]:

@@ -62,10 +62,12 @@ _ROWS = re.compile(rf"{re.escape(OUTPUT)}|.*\.self_attention\.[qk]_layernorm\..*
 
 def check_args(args: Mapping[str, Any], shapes: Mapping[str, Shape], path: Path) -> None:
     """Raise CorruptError if tensors in `shapes` contradict the run's arguments, or one is missing."""
-    check_told(told_of(args, shapes), shapes, "the record of the run's arguments", path)
+    check_expected_shapes(expected_shapes(args, shapes), shapes, "the record of the run's arguments", path)
 
 
-def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: str, path: Path | None = None) -> None:
+def check_expected_shapes(
+    expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: str, path: Path | None = None
+) -> None:
     """Raise CorruptError if an `expected` tensor is missing or has another shape. `who` names the source."""
     for name, shape in expected.items():
         if shapes.get(name, shape) != shape:
@@ -88,9 +90,9 @@ def check_told(expected: Mapping[str, Shape], shapes: Mapping[str, Shape], who: 
         )
 
 
-def told_of(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
+def expected_shapes(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, Shape]:
     """Return the implied tensors for a model with these `shapes`, by name. Empty for other kinds of layers."""
-    expected = told(args)
+    expected = model_shapes(args)
     if not expected or any(map(_OTHERS.match, shapes)):
         return {}
     for name in filter(_ROWS.fullmatch, expected.keys() & shapes.keys()):
@@ -98,7 +100,7 @@ def told_of(args: Mapping[str, Any], shapes: Mapping[str, Shape]) -> dict[str, S
     return expected
 
 
-def told(args: Mapping[str, Any]) -> dict[str, Shape]:
+def model_shapes(args: Mapping[str, Any]) -> dict[str, Shape]:
     """Return the whole model's tensors, by name. Empty unless the arguments describe equal layers."""
     layers = _sparse(args) if _are_plain(args) else []
     if not layers:

@@ -21,7 +21,7 @@ from converters.names.megatron.table import Table
 More = Callable[[Config], dict[str, Any]]
 
 
-def sighted(
+def multimodal_table(
     model_type: str, texts: Mapping[str, Table], kept: str, more: More = lambda config: {}, **parts: Any
 ) -> Table:
     """Return the table of a model with images, from its text models' tables. `kept` are the rows around them.

@@ -45,7 +45,7 @@ def _convolution(inside: str) -> NameRule:
     return joined(f"{inside}.conv1d.weight", *(f"{inside}.{which}_conv1d.weight" for which in "qkv"))
 
 
-def _around(*others: str) -> tuple[NameRule, ...]:
+def _top_level_rules(*others: str) -> tuple[NameRule, ...]:
     """Return rules for an inner language model and `others`, all at the top on the Hub."""
     return (
         rename("^lm_head", "^language_model.lm_head"),
@@ -54,7 +54,7 @@ def _around(*others: str) -> tuple[NameRule, ...]:
     )
 
 
-def _beside(**others: str) -> tuple[NameRule, ...]:
+def _inner_model_rules(**others: str) -> tuple[NameRule, ...]:
     """Return rules for a language model called `model` on the Hub, beside `others`."""
     return (
         rename("^model.language_model", "^model"),
@@ -62,9 +62,9 @@ def _beside(**others: str) -> tuple[NameRule, ...]:
     )
 
 
-_LLAVA = _around("vision_tower", "multi_modal_projector")
+_LLAVA = _top_level_rules("vision_tower", "multi_modal_projector")
 _LLAVA_NEXT = (*_LLAVA, rename("^model.image_newline", "^image_newline"))
-_OMNI = _beside(visual="visual", audio_tower="audio_tower")
+_OMNI = _inner_model_rules(visual="visual", audio_tower="audio_tower")
 #: Text model of a model with images. Its files may name it as a part.
 _WITHOUT_IMAGES = (read_as("^model", "^model.language_model"),)
 _COSMOS3 = tuple(
@@ -176,7 +176,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("self_attn.q_norm", "self_attn.norm_q"),
         rename("self_attn.k_norm", "self_attn.norm_k"),
     ),
-    "fuyu": _around("vision_embed_tokens"),
+    "fuyu": _top_level_rules("vision_embed_tokens"),
     "gemma4_unified": (
         *(
             rename(f"embed_vision.{name}", f"vision_embedder.{name}")
@@ -195,7 +195,7 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         rename("k_norm", "k_layernorm").within("vision_tower"),
     ),
     "minimax_m3_vl": (
-        *_around("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
+        *_top_level_rules("multi_modal_projector.linear_1", "multi_modal_projector.linear_2"),
         rename("^model.multi_modal_projector.merge_linear_1", "^patch_merge_mlp.linear_1"),
         rename("^model.multi_modal_projector.merge_linear_2", "^patch_merge_mlp.linear_2"),
         rename("^model.vision_tower.embeddings.proj", "^vision_tower.vision_model.embeddings.patch_embedding"),
@@ -210,12 +210,12 @@ RULES: Mapping[str, tuple[NameRule, ...]] = {
         *_experts("mlp", "w1", "w3", "w2"),
         joined("gate_up_proj.weight", "gate_proj.weight", "up_proj.weight"),
     ),
-    "mllama": _around("vision_model", "multi_modal_projector"),
-    "paddleocr_vl": _beside(visual="visual", projector="mlp_AR"),
-    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), _beside(visual="visual")),
+    "mllama": _top_level_rules("vision_model", "multi_modal_projector"),
+    "paddleocr_vl": _inner_model_rules(visual="visual", projector="mlp_AR"),
+    **dict.fromkeys(("qwen2_5_vl", "qwen2_vl"), _inner_model_rules(visual="visual")),
     "qwen2_5_omni_thinker": (read_as("", "^thinker"), *_OMNI),
     "qwen3_omni_moe_thinker": (read_as("", "^thinker"), *_OMNI, *_QWEN),
-    "video_llava": _around("image_tower", "video_tower", "multi_modal_projector"),
+    "video_llava": _top_level_rules("image_tower", "video_tower", "multi_modal_projector"),
 }
 
 #: Names found only in old files, for any model.
@@ -297,8 +297,8 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
             return None
         rules += inner
     hidden = config_parts(config)[-1].get("hidden_size")
-    layers, experts = _stated(config, ("num_hidden_layers",)), _stated(config, _NUM_EXPERTS)
-    if _stated(config, ("zero_expert_num",)):
+    layers, experts = _config_values(config, ("num_hidden_layers",)), _config_values(config, _NUM_EXPERTS)
+    if _config_values(config, ("zero_expert_num",)):
         experts = set()  # LongCat: some matrices have more experts than others
     return Rules(
         (*rules, *LEGACY),
@@ -308,7 +308,7 @@ def declared(config: Mapping[str, Any]) -> Rules | None:
     )
 
 
-def _stated(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:
+def _config_values(config: Mapping[str, Any], keys: Collection[str]) -> set[int]:
     """Return these keys' values in a config and its inner configs."""
     own = {value for key in keys if isinstance(value := config.get(key), int)}
-    return own.union(*(_stated(inner, keys) for inner in config.values() if isinstance(inner, Mapping)))
+    return own.union(*(_config_values(inner, keys) for inner in config.values() if isinstance(inner, Mapping)))

@@ -48,7 +48,7 @@ def test_every_expert_has_one_rank_and_every_rank_one_place(num_ranks: int, worl
     assert all(known.holders(own, world_size)[place] == rank for rank, (own, place) in enumerate(places))
     for number in range(8):
         fqn = EXPERT.format(number, "up.weight")
-        (rank,) = [rank for rank in range(num_ranks) if known.held_by(rank, {fqn: (6, 5)})]
+        (rank,) = [rank for rank in range(num_ranks) if known.rank_shapes(rank, {fqn: (6, 5)})]
         assert rank == known.rank_of(fqn) == number * num_ranks // 8
         assert known.name_in_model(known.name_on_rank(fqn), rank) == fqn
 

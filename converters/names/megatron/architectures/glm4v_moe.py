@@ -6,9 +6,9 @@ from functools import partial
 
 from converters.names.megatron.architectures import glm4_moe
 from converters.names.megatron.args import mrope
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
 VISION = "visual.**    model.visual.**    same"
 POSITIONS = partial(mrope, sections=(8, 12, 12), interleaved=False)
 
-TABLE = sighted("glm4v_moe", {"glm4v_moe_text": glm4_moe.TABLE}, VISION, POSITIONS)
+TABLE = multimodal_table("glm4v_moe", {"glm4v_moe_text": glm4_moe.TABLE}, VISION, POSITIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import llama, mistral, qwen2, qwen3
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
 TEXTS = {"mistral": mistral.TABLE, "qwen2": qwen2.TABLE, "qwen3": qwen3.TABLE, "llama": llama.TABLE}
 VISION = """
@@ -14,4 +14,4 @@ VISION = """
 #: End of each row of tiles, for models that tile images.
 NEWLINE = "image_newline    image_newline    same \n"
 
-TABLE = sighted("llava", TEXTS, VISION)
+TABLE = multimodal_table("llava", TEXTS, VISION)

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import llava
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
-TABLE = sighted("llava_next", llava.TEXTS, llava.NEWLINE + llava.VISION)
+TABLE = multimodal_table("llava_next", llava.TEXTS, llava.NEWLINE + llava.VISION)

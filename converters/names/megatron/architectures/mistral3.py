@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import llava, mistral
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
-TABLE = sighted("mistral3", {"mistral": mistral.TABLE}, llava.VISION)
+TABLE = multimodal_table("mistral3", {"mistral": mistral.TABLE}, llava.VISION)

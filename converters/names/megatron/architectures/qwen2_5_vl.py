@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import qwen2, qwen2_vl
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
-TABLE = sighted("qwen2_5_vl", {"qwen2_5_vl_text": qwen2.TABLE}, qwen2_vl.VISION, qwen2_vl.POSITIONS)
+TABLE = multimodal_table("qwen2_5_vl", {"qwen2_5_vl_text": qwen2.TABLE}, qwen2_vl.VISION, qwen2_vl.POSITIONS)

@@ -6,9 +6,9 @@ from functools import partial
 
 from converters.names.megatron.architectures import qwen3
 from converters.names.megatron.args import mrope
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
 VISION = "vision_model.**    model.visual.**    same"
 POSITIONS = partial(mrope, sections=(24, 20, 20), interleaved=True)
 
-TABLE = sighted("qwen3_vl", {"qwen3_vl_text": qwen3.TABLE}, VISION, POSITIONS)
+TABLE = multimodal_table("qwen3_vl", {"qwen3_vl_text": qwen3.TABLE}, VISION, POSITIONS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from converters.names.megatron.architectures import qwen3_moe, qwen3_vl
-from converters.names.megatron.vision import sighted
+from converters.names.megatron.vision import multimodal_table
 
 EXPERTS = """
     pre_mlp_layernorm.weight                           post_attention_layernorm.weight          same
@@ -12,6 +12,6 @@ EXPERTS = """
     mlp.experts.local_experts.{e}.linear_fc2.weight    mlp.experts.down_proj                    same
 """
 
-TABLE = sighted(
+TABLE = multimodal_table(
     "qwen3_vl_moe", {"qwen3_vl_moe_text": qwen3_moe.TABLE}, qwen3_vl.VISION, qwen3_vl.POSITIONS, sparse=EXPERTS
 )

@@ -204,12 +204,12 @@ class Stages:
             raise UsageError(
                 f"{counted(self.num_layers, 'layer')} cannot be dealt to {stages}",
                 expected="a number of layers (embedding and loss counted where asked) that divides evenly",
-                found=self._as_asked(),
+                found=self._uneven_options(),
                 hint="another --pp, or the layers of the first and the last stage",
             )
         return self
 
-    def _as_asked(self) -> str | None:
+    def _uneven_options(self) -> str | None:
         """Return the options that make the division uneven, for a message."""
         counts = [f"{count} in the {which}" for which, count in (("first", self.first), ("last", self.last)) if count]
         others = [what for what in ("embedding", "loss") if getattr(self, what)]

@@ -75,7 +75,7 @@ def layer_kinds(names: Iterable[str]) -> dict[str, LayerKind]:
 
 
 @lru_cache(_NAMES)
-def is_beside(name: str) -> bool:
+def is_outside_language_model(name: str) -> bool:
     """Return True if a tensor of a model with images is outside its language model."""
     return _BESIDE.fullmatch(name) is not None
 
@@ -98,7 +98,7 @@ def is_encoders(name: str) -> bool:
 
 def in_whole_model(name: str) -> str:
     """Return a tensor's name in a model with images. The language model's names get its prefix."""
-    return name if is_beside(name) else LANGUAGE + name
+    return name if is_outside_language_model(name) else LANGUAGE + name
 
 
 @lru_cache(_NAMES)
@@ -243,7 +243,7 @@ def _position(name: str, prefixes: tuple[str, ...]) -> int:
 @lru_cache(_NAMES)
 def registered(name: str) -> tuple[Any, ...]:
     """Return a sort key that puts a chunk's own names into module order."""
-    if is_beside(name):
+    if is_outside_language_model(name):
         return (-1,)  # first, in the given order: transformers' modules
     place: tuple[Any, ...] = (_position(name, _MODULES),)
     if match := re.fullmatch(r"(?:decoder|mtp)\.layers\.(\d+)\.(.*)", name):

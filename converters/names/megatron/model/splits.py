@@ -11,7 +11,7 @@ from typing import Any
 from ckpt.base.errors import CorruptError, LossError, UsageError
 from ckpt.base.text import counted
 from ckpt.plan.tensors import Box, Shape, whole
-from converters.names.megatron.model.spelling import is_beside, is_expert
+from converters.names.megatron.model.spelling import is_expert, is_outside_language_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ def split_of(
     `sections` are its rows' sections, if any, which may alternate in blocks. With `local_spec` the model has
     megatron-core's own layers, with sharded down projections in latent attention.
     """
-    if is_beside(name):
+    if is_outside_language_model(name):
         return WHOLE
     if _ROWS.fullmatch(name):
         return Split(0, sections, block) if sections else ROWS

@@ -9,7 +9,7 @@ import pytest
 
 from ckpt.errors import CorruptError
 from converters.names.megatron.model.spelling import OUTPUT
-from converters.names.megatron.shapes_from_args import check_args, told, told_of
+from converters.names.megatron.shapes_from_args import check_args, expected_shapes, model_shapes
 from tests.names.test_megatron import CASES, config_of, relation_of, table_of
 
 #: Arguments required to derive any tensor.
@@ -36,10 +36,10 @@ def test_arguments_tell_of_what_the_table_has(case: str) -> None:
     architecture, more = CASES[case]
     relation, sizes = relation_of(config_of(architecture, **more), padded=384)
     args = {**table_of(architecture).args(sizes), "padded_vocab_size": 384}
-    expected = told(args)
+    expected = model_shapes(args)
     assert (expected == {}) == (architecture in UNTOLD)
     assert expected.items() <= relation.b_shapes.items()
-    assert told_of(args, relation.b_shapes) == expected
+    assert expected_shapes(args, relation.b_shapes) == expected
     check_args(args, relation.b_shapes, Path("run"))
     for name in expected:
         without = {key: shape for key, shape in relation.b_shapes.items() if key != name}
@@ -51,8 +51,13 @@ def test_arguments_tell_of_what_the_table_has(case: str) -> None:
 
 
 def test_arguments_that_are_not_all_there_tell_of_nothing() -> None:
-    assert len(told(SIZES)) == 13
-    assert told({**SIZES, "kv_channels": None}) == told({**SIZES, "spec": ["own", "layers"]}) == told({}) == {}
+    assert len(model_shapes(SIZES)) == 13
+    assert (
+        model_shapes({**SIZES, "kv_channels": None})
+        == model_shapes({**SIZES, "spec": ["own", "layers"]})
+        == model_shapes({})
+        == {}
+    )
 
 
 @pytest.mark.parametrize(
@@ -74,7 +79,7 @@ def test_arguments_that_are_not_all_there_tell_of_nothing() -> None:
 )
 def test_arguments_of_another_kind_tell_of_nothing(more: dict[str, Any]) -> None:
     """Megatron-LM's examples with the first setting have sizes that differ from these arguments."""
-    assert told({**SIZES, **more}) == {}
+    assert model_shapes({**SIZES, **more}) == {}
 
 
 @pytest.mark.parametrize(
@@ -95,11 +100,11 @@ def test_layers_that_have_other_tensors_are_held_against_nothing(name: str) -> N
 def test_the_head_of_a_reward_model_and_norms_of_all_heads_are_not_refused() -> None:
     """ms-swift's `--task_type seq_cls` has such a head, and OLMoE such norms."""
     args = {**SIZES, "padded_vocab_size": 32, "untie_embeddings_and_output_weights": True, "qk_layernorm": True}
-    shapes = told(args)
+    shapes = model_shapes(args)
     norms = {name: (8,) for name in shapes if "q_layernorm" in name}
     assert len(norms) == 2 and shapes[OUTPUT] == (32, 8)
     check_args(args, {**shapes, **norms, OUTPUT: (1, 8)}, Path("run"))
-    assert OUTPUT not in told({**args, "task_type": "embedding"})
+    assert OUTPUT not in model_shapes({**args, "task_type": "embedding"})
     with pytest.raises(CorruptError, match="not the shape"):
         check_args(args, {**shapes, OUTPUT: (1, 4)}, Path("run"))
     with pytest.raises(CorruptError, match="lacks tensors"):
@@ -108,19 +113,19 @@ def test_the_head_of_a_reward_model_and_norms_of_all_heads_are_not_refused() -> 
 
 def test_norms_without_weights_and_positions_that_rotate_are_not_told() -> None:
     positions = {**SIZES, "position_embedding_type": "learned_absolute", "max_position_embeddings": 64}
-    assert len(told(positions)) == 14
-    plain = told(SIZES)
-    assert told({**SIZES, "qk_layernorm": True, "qk_l2_norm": True}) == plain
+    assert len(model_shapes(positions)) == 14
+    plain = model_shapes(SIZES)
+    assert model_shapes({**SIZES, "qk_layernorm": True, "qk_l2_norm": True}) == plain
     for more in ({"use_rotary_position_embeddings": True}, {"add_position_embedding": False}):
-        assert told({**positions, **more}) == plain
+        assert model_shapes({**positions, **more}) == plain
 
 
 @pytest.mark.parametrize("name", ["swiglu", "quick_geglu", "gated_linear_unit"])
 def test_gates_double_the_rows(name: str) -> None:
-    assert told({**SIZES, name: True})["decoder.layers.0.mlp.linear_fc1.weight"] == (32, 8)
+    assert model_shapes({**SIZES, name: True})["decoder.layers.0.mlp.linear_fc1.weight"] == (32, 8)
 
 
 @pytest.mark.parametrize(("often", "sparse"), [(1, {0, 1, 2, 3}), (2, {0, 2}), ([0, 1, 1, 0], {1, 2})])
 def test_layers_with_experts_are_counted_as_megatron_lm_does(often: int | list[int], sparse: set[int]) -> None:
-    names = told({**SIZES, "num_layers": 4, "num_experts": 2, "moe_layer_freq": often})
+    names = model_shapes({**SIZES, "num_layers": 4, "num_experts": 2, "moe_layer_freq": often})
     assert {int(name.split(".")[2]) for name in names if name.endswith(".mlp.router.weight")} == sparse
